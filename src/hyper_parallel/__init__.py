@@ -1,0 +1,35 @@
+"""HyperParallel: a supernode as one computer.
+
+Importing this package is cheap and touches no framework; every name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0.dev0"
+
+_EXPORTS = {
+    "Layout": "hyper_parallel.ir",
+    "Mesh": "hyper_parallel.ir",
+    "Plan": "hyper_parallel.ir",
+    "Strategy": "hyper_parallel.ir",
+    "Workload": "hyper_parallel.ir",
+    "ModelSpec": "hyper_parallel.model",
+    "Supernode": "hyper_parallel.topology",
+    "plan": "hyper_parallel.planner",
+    "parallelize": "hyper_parallel.runtime",
+}
+
+__all__ = ["__version__", *sorted(_EXPORTS)]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

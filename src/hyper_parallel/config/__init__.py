@@ -1,0 +1,13 @@
+"""Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
+
+from hyper_parallel.config._sections import (
+    Checkpoint,
+    Data,
+    Model,
+    Parallel,
+    Recipe,
+    Section,
+    Training,
+)
+
+__all__ = ["Checkpoint", "Data", "Model", "Parallel", "Recipe", "Section", "Training"]

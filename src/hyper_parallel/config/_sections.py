@@ -1,0 +1,186 @@
+"""The recipe: one pydantic section per room, a docstring under every field, unknown keys refused.
+
+`None` means derived. Sections check themselves; checks across sections live in `Recipe._check`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+_DTYPE_ALIAS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def _canonical_dtype(value: object) -> object:
+    return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
+
+
+class Model(Section):
+    """Which model, and where its weights come from."""
+
+    path: str
+    """Hugging Face directory, config.json, or a preset name."""
+    init: Literal["auto", "random", "pretrained"] = "auto"
+    """Weights: random, from the safetensors files, or whichever is there (auto)."""
+    attn_implementation: str = "sdpa"
+    """Attention of the model, a name in transformers' attention registry."""
+
+
+class Data(Section):
+    """What the model reads."""
+
+    source: str = "python-stdlib"
+    """`python-stdlib` (the source text of the standard library on this machine) or a file or directory."""
+    format: Literal["auto", "text", "jsonl", "parquet", "alpaca", "sharegpt"] = "auto"
+    """Shape of the records; auto looks at the file name and the first record."""
+    text_key: str = "text"
+    """Key of the text in JSONL and parquet records."""
+    seq_len: int = Field(default=512, ge=2)
+    """Tokens per packed sequence."""
+    tokenizer: str | None = None
+    """Tokenizer directory. None: the one of `model.path`, else a byte-level BPE trained on the source."""
+    vocab_size: int = Field(default=4096, ge=260)
+    """Entries of a tokenizer that is trained here."""
+    holdout: float = Field(default=0.02, ge=0.0, lt=0.5)
+    """Share of the documents kept for evaluation."""
+    max_bytes: int | None = Field(default=None, ge=1)
+    """Read at most this much text. None: all of it."""
+    shuffle: bool = True
+    """Visit the packed sequences in an order drawn from `training.seed`."""
+    cache_dir: str | None = None
+    """Where tokenised files are kept. None: the user's cache directory."""
+
+
+class Training(Section):
+    """The optimisation."""
+
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps in all, resumed ones included."""
+    seed: int = 0
+    """Seed of the weights and the data order."""
+    dtype: Annotated[Dtype, BeforeValidator(_canonical_dtype)] = "bfloat16"
+    """Compute format. bfloat16 keeps float32 parameters and reductions; float64 is for parity runs."""
+    deterministic: bool = False
+    """Only deterministic kernels."""
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """Tokens of one optimizer step over all ranks. None: microbatch x accumulation_steps x data ranks x seq_len."""
+    microbatch: int | None = Field(default=None, ge=1)
+    """Sequences per microbatch on one data-parallel rank. None: derived."""
+    accumulation_steps: int | None = Field(default=None, ge=1)
+    """Microbatches per optimizer step. None: derived."""
+    lr: float = Field(default=3e-4, gt=0)
+    """Peak learning rate."""
+    lr_schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Shape after warm-up: cosine, warm-up-stable-decay, linear or constant."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps of linear warm-up."""
+    decay_steps: int | None = Field(default=None, ge=0)
+    """Steps of the final decay of `wsd`. None: a tenth of the run."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Last learning rate over the peak one."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """AdamW decay of matrices; vectors (norms, biases) are not decayed."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW epsilon."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Global gradient norm above which gradients are scaled down. None: never."""
+    recompute: Literal["none", "full"] = "none"
+    """Activations redone in backward: none, or all of each decoder layer."""
+    compile: bool = False
+    """Compile each decoder layer with torch.compile."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between evaluations on held-out text; 0: only before the first and after the last step."""
+    eval_tokens: int = Field(default=65536, ge=1)
+    """Held-out tokens per evaluation."""
+
+
+class Parallel(Section):
+    """Degrees of the mesh axes, outer to inner. `parallel: auto` lets the planner choose all of them."""
+
+    auto: bool = False
+    """Let the planner choose the degrees that are not given."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages."""
+    dp_replicate: int = Field(default=1, ge=1)
+    """Data-parallel replicas with whole parameters (the outer axis of HSDP)."""
+    dp_shard: int = Field(default=1, ge=1)
+    """FSDP ranks."""
+    cp: int = Field(default=1, ge=1)
+    """Context-parallel ranks."""
+    tp_x: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks on x; `tp` is an alias. Sequence parallelism comes with it."""
+    tp_y: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism."""
+    ep: int = Field(default=1, ge=1)
+    """Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the number of ranks."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    rules: dict[str, str] = {}
+    """Overrides of the model's own sharding: glob over module names -> colwise, rowwise, vocab or replicate."""
+    world_size: int | None = Field(default=None, ge=1)
+    """Ranks for `auto`. None: every accelerator, or 4 ranks on a machine without one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aliases(cls, data: object) -> object:
+        if data == "auto":
+            return {"auto": True}
+        if isinstance(data, dict) and "tp" in data:
+            data = dict(data)
+            if "tp_x" in data and data["tp_x"] != data["tp"]:
+                raise ValueError(
+                    f"tp={data['tp']} and tp_x={data['tp_x']} are two names of one degree"
+                )
+            data["tp_x"] = data.pop("tp")
+        return data
+
+
+class Checkpoint(Section):
+    """When the state is saved."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0: only after the last step."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints kept."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """Continue from the newest intact checkpoint in `output_dir`: when there is one, never, or fail without one."""
+    from_dir: str | None = None
+    """Continue from the checkpoints of another run directory instead."""
+    export: bool = True
+    """Write a Hugging Face directory after the last step."""
+
+
+class Recipe(Section):
+    """One training run."""
+
+    model: Model
+    """Which model."""
+    stage: Literal["pt", "sft"] = "pt"
+    """Loss on every token (pt), or on the assistant's tokens of conversations (sft)."""
+    data: Data = Data()
+    """What it reads."""
+    training: Training = Training()
+    """How it learns."""
+    parallel: Parallel = Parallel(auto=True)
+    """How it is spread over ranks."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When it is saved."""
+    topology: str = "local"
+    """The machine: `local`, a preset, or a YAML file."""
+    output_dir: str = "runs/run"
+    """Where everything of the run is written."""
+    sample_prompt: str | None = None
+    """Text to continue after training; None: no sample."""

@@ -1,0 +1,74 @@
+"""Coded errors: one class per code, rendered in one fixed form.
+
+Families: configuration 1xx, layout 2xx, plan 3xx, capacity 4xx, back end 5xx, run 6xx, checkpoint 7xx. User
+mistakes raise one of these; `assert` guards our own invariants.
+"""
+
+from hyper_parallel.errors._base import HyperParallelError, all_codes
+from hyper_parallel.errors.backend import DeviceUnavailable, MissingDependency
+from hyper_parallel.errors.capacity import DoesNotFit
+from hyper_parallel.errors.checkpoint import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    WeightsUnreadable,
+)
+from hyper_parallel.errors.config import (
+    BadValue,
+    Contradiction,
+    OutputNotWritable,
+    RecipeUnreadable,
+    UnknownKey,
+)
+from hyper_parallel.errors.layout import (
+    AuditError,
+    LayoutError,
+    MeshError,
+    NotDivisible,
+    RuleError,
+    UnsupportedSharding,
+)
+from hyper_parallel.errors.plan import (
+    BatchMismatch,
+    DegreesMismatch,
+    ModelUnreadable,
+    NoLegalStrategy,
+    PlanMismatch,
+    PlanUnreadable,
+    UnknownModel,
+    UnknownTopology,
+)
+from hyper_parallel.errors.run import LossNotFinite, NoData, RankFailed, RunUnreadable
+
+__all__ = [
+    "AuditError",
+    "BadValue",
+    "BatchMismatch",
+    "CheckpointCorrupt",
+    "CheckpointMismatch",
+    "Contradiction",
+    "DegreesMismatch",
+    "DeviceUnavailable",
+    "DoesNotFit",
+    "HyperParallelError",
+    "LayoutError",
+    "LossNotFinite",
+    "MeshError",
+    "MissingDependency",
+    "ModelUnreadable",
+    "NoData",
+    "NoLegalStrategy",
+    "NotDivisible",
+    "OutputNotWritable",
+    "PlanMismatch",
+    "PlanUnreadable",
+    "RankFailed",
+    "RecipeUnreadable",
+    "RuleError",
+    "RunUnreadable",
+    "UnknownKey",
+    "UnknownModel",
+    "UnknownTopology",
+    "UnsupportedSharding",
+    "WeightsUnreadable",
+    "all_codes",
+]

@@ -1,0 +1,86 @@
+"""The base of every error a user can cause, and how it is printed."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+_REGISTRY: dict[str, type[HyperParallelError]] = {}
+
+
+class HyperParallelError(Exception):
+    """Base of all coded errors.
+
+    A subclass is one code; its docstring is the documentation page of the code (what it means, why it is refused,
+    how to fix it). Constructor arguments are the facts of one occurrence.
+
+    Args:
+        what: One sentence: what is wrong.
+        where: Where the wrong value came from: `recipe.yaml: parallel.tp_x (set by command line)`, a file, a module.
+        got: The value or values found.
+        allowed: The values that would be accepted.
+        hint: One line that can be pasted: a command, an override, a recipe line.
+    """
+
+    code: ClassVar[str] = "HP000"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        got: object = None,
+        allowed: object = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.got = got
+        self.allowed = allowed
+        self.hint = hint
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "code" in cls.__dict__:
+            if cls.code in _REGISTRY:
+                raise TypeError(
+                    f"error code {cls.code} is used twice: {_REGISTRY[cls.code]} and {cls}"
+                )
+            _REGISTRY[cls.code] = cls
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.got, self.allowed, self.hint))
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def render(self) -> str:
+        """The fixed form: code and what; where; got and allowed; hint on its own line."""
+        lines = [f"error[{self.code}]: {self.what}"]
+        if self.where is not None:
+            lines.append(f"  --> {self.where}")
+        facts = []
+        if self.got is not None:
+            facts.append(f"got: {_plain(self.got)}")
+        if self.allowed is not None:
+            facts.append(f"allowed: {_plain(self.allowed)}")
+        if facts:
+            lines.append("  " + "      ".join(facts))
+        if self.hint is not None:
+            lines += ["", f"hint: {self.hint}"]
+        return "\n".join(lines)
+
+
+def _plain(value: object) -> str:
+    return (
+        ", ".join(str(v) for v in value) if isinstance(value, (list, tuple, range)) else str(value)
+    )
+
+
+def _rebuild(cls: type[HyperParallelError], what: str, *facts: Any) -> HyperParallelError:
+    return cls(what, **dict(zip(("where", "got", "allowed", "hint"), facts, strict=True)))
+
+
+def all_codes() -> dict[str, type[HyperParallelError]]:
+    """Every error code with its class, sorted by code."""
+    return dict(sorted(_REGISTRY.items()))

@@ -1,0 +1,75 @@
+"""Planning errors, HP3xx."""
+
+from hyper_parallel.errors._base import HyperParallelError
+
+
+class DegreesMismatch(HyperParallelError):
+    """The parallel degrees do not multiply to the number of ranks.
+
+    Fix: change one degree as the hint shows, or start another number of ranks.
+    """
+
+    code = "HP301"
+
+
+class NoLegalStrategy(HyperParallelError):
+    """No combination of degrees is legal and fits for this model, machine and workload.
+
+    Fix: the hint names the nearest change that makes one possible.
+    """
+
+    code = "HP302"
+
+
+class UnknownTopology(HyperParallelError):
+    """The topology is neither a preset, nor a YAML file, nor `local`.
+
+    Fix: `hyper-parallel plan --help` lists the presets.
+    """
+
+    code = "HP303"
+
+
+class UnknownModel(HyperParallelError):
+    """The model is neither a preset, nor a directory with a config.json, nor a config file.
+
+    Fix: give a path, or one of the presets listed.
+    """
+
+    code = "HP304"
+
+
+class ModelUnreadable(HyperParallelError):
+    """The config of the model lacks what is needed to plan it.
+
+    Fix: the message names the missing keys; add them or use a model of a family that is read.
+    """
+
+    code = "HP305"
+
+
+class PlanUnreadable(HyperParallelError):
+    """A plan file is not JSON, has another schema version, or a value of the wrong type.
+
+    Fix: make the plan again with `hyper-parallel plan ... -o plan.json`.
+    """
+
+    code = "HP306"
+
+
+class PlanMismatch(HyperParallelError):
+    """A plan was made for another model, number of devices or workload than it is applied to.
+
+    Fix: make a plan for this model and machine.
+    """
+
+    code = "HP307"
+
+
+class BatchMismatch(HyperParallelError):
+    """tokens_per_step, microbatch and accumulation do not agree, or do not divide.
+
+    Why: of the three batch numbers two are given and the third is derived. Fix: take the value in the hint.
+    """
+
+    code = "HP308"

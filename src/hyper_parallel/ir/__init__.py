@@ -1,0 +1,36 @@
+"""The central types: pure, frozen values that every room exchanges. No framework, no I/O but a plan's own file."""
+
+from hyper_parallel.ir.layout import Layout, MemoryKind
+from hyper_parallel.ir.mesh import AXES, Mesh
+from hyper_parallel.ir.plan import (
+    PLAN_VERSION,
+    Collective,
+    CostTerm,
+    MemoryTerm,
+    ModelRef,
+    Plan,
+    Rejected,
+)
+from hyper_parallel.ir.strategy import Rule, Strategy
+from hyper_parallel.ir.timeline import Counter, Span, Timeline
+from hyper_parallel.ir.workload import Workload
+
+__all__ = [
+    "AXES",
+    "PLAN_VERSION",
+    "Collective",
+    "CostTerm",
+    "Counter",
+    "Layout",
+    "MemoryKind",
+    "MemoryTerm",
+    "Mesh",
+    "ModelRef",
+    "Plan",
+    "Rejected",
+    "Rule",
+    "Span",
+    "Strategy",
+    "Timeline",
+    "Workload",
+]

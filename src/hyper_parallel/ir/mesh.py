@@ -1,0 +1,134 @@
+"""Mesh: named axes over devices, pure rank arithmetic.
+
+A mesh is an n-dimensional arrangement of device ids, axes written outer to inner. Devices that are neighbours on
+the innermost axis have neighbouring ids, so inner axes lie on faster links. Nothing here knows a framework.
+
+    Mesh((("dp_shard", 2), ("tp_x", 4)))      ranks 0..3 are one tensor-parallel group, 4..7 the other
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hyper_parallel.errors import MeshError
+
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
+"""Axis names, outer to inner. Experts use `ep`, folded over dp_shard x cp x tp."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes, outer to inner, over a list of device ids.
+
+    Attributes:
+        axes: Pairs of axis name and degree, outer to inner.
+        devices: Device ids in row-major order of the axes; empty means 0, 1, 2, ...
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names):
+            raise MeshError("a mesh names an axis twice", got=names)
+        for name, degree in self.axes:
+            if degree < 1:
+                raise MeshError(f"axis `{name}` has a degree below one", got=degree)
+        if self.devices and len(self.devices) != self.size:
+            raise MeshError(
+                "the degrees do not multiply to the number of devices",
+                got=f"{self.size} positions, {len(self.devices)} devices",
+            )
+        if len(set(self.devices)) != len(self.devices):
+            raise MeshError("a mesh holds a device twice", got=self.devices)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names, outer to inner."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Degrees, outer to inner."""
+        return tuple(degree for _, degree in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of positions, the product of the degrees."""
+        return math.prod(degree for _, degree in self.axes)
+
+    def degree(self, axis: str | Iterable[str]) -> int:
+        """Degree of an axis, or the product over several; an axis the mesh does not have counts 1."""
+        degrees = dict(self.axes)
+        if isinstance(axis, str):
+            return degrees.get(axis, 1)
+        return math.prod(degrees.get(a, 1) for a in axis)
+
+    def device(self, position: int) -> int:
+        """Device id at a row-major position."""
+        return self.devices[position] if self.devices else position
+
+    def position(self, device: int) -> int:
+        """Row-major position of a device id."""
+        if not self.devices:
+            if not 0 <= device < self.size:
+                raise MeshError(
+                    "the device is not in the mesh", got=device, allowed=f"0..{self.size - 1}"
+                )
+            return device
+        try:
+            return self.devices.index(device)
+        except ValueError:
+            raise MeshError(
+                "the device is not in the mesh", got=device, allowed=self.devices
+            ) from None
+
+    def coordinate(self, device: int) -> dict[str, int]:
+        """Coordinate of a device on every axis."""
+        rest = self.position(device)
+        coordinate = {}
+        for name, degree in reversed(self.axes):
+            rest, coordinate[name] = divmod(rest, degree)
+        return {name: coordinate[name] for name in self.names}
+
+    def at(self, coordinate: Mapping[str, int]) -> int:
+        """Device id at a coordinate; axes left out count 0."""
+        position = 0
+        for name, degree in self.axes:
+            position = position * degree + coordinate.get(name, 0)
+        return self.device(position)
+
+    def group(self, device: int, axes: str | Sequence[str]) -> tuple[int, ...]:
+        """Devices that differ from `device` only on `axes`, ordered by the axes as given, first outermost."""
+        wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+        base = self.coordinate(device)
+        group = [base]
+        for axis in wanted:
+            group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]
+        return tuple(self.at(c) for c in group)
+
+    def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups over `axes`; each device is in exactly one."""
+        seen: set[int] = set()
+        groups = []
+        for position in range(self.size):
+            device = self.device(position)
+            if device not in seen:
+                group = self.group(device, axes)
+                seen.update(group)
+                groups.append(group)
+        return tuple(groups)
+
+    def submesh(self, axes: Sequence[str], device: int) -> Mesh:
+        """The mesh over `axes` that contains `device`."""
+        degrees = dict(self.axes)
+        ordered = tuple((n, degrees[n]) for n in self.names if n in axes)
+        return Mesh(ordered, self.group(device, [n for n, _ in ordered]))
+
+    def __str__(self) -> str:
+        shown = " x ".join(f"{name}={degree}" for name, degree in self.axes if degree > 1)
+        return f"Mesh({shown or '1 device'})"

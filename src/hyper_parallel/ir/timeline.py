@@ -1,0 +1,73 @@
+"""Timeline: spans on lanes; the same type for a simulated and a measured run, so a report can overlay them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One interval of work.
+
+    Attributes:
+        lane: Executor it ran on: `rank 0/compute`, `rank 0/communication`.
+        name: What ran: `forward`, `all_gather dp_shard`.
+        start_s: Start in seconds from the start of the timeline.
+        duration_s: Length in seconds.
+        category: Cost term it belongs to: compute, communication, optimizer, data, wait.
+        step: Training step, or None.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    duration_s: float
+    category: str
+    step: int | None = None
+
+    @property
+    def end_s(self) -> float:
+        """End in seconds from the start of the timeline."""
+        return self.start_s + self.duration_s
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """One sample of a quantity over time, such as bytes in a memory tier."""
+
+    lane: str
+    time_s: float
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Spans and counters of one run.
+
+    Attributes:
+        kind: predicted, simulated (event by event), or measured.
+        spans: Spans in any order.
+        counters: Samples in any order.
+    """
+
+    kind: Literal["predicted", "simulated", "measured"]
+    spans: tuple[Span, ...]
+    counters: tuple[Counter, ...] = ()
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Lane names in order of first appearance."""
+        return tuple(dict.fromkeys(span.lane for span in self.spans))
+
+    @property
+    def end_s(self) -> float:
+        """End of the last span."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def seconds_by_category(self) -> dict[str, float]:
+        """Sum of the durations per category over all lanes."""
+        total: dict[str, float] = {}
+        for span in self.spans:
+            total[span.category] = total.get(span.category, 0.0) + span.duration_s
+        return total

@@ -1,0 +1,73 @@
+"""Workload: how much work one step is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hyper_parallel.errors import BatchMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one optimizer step processes, and in which number formats.
+
+    Of the three batch numbers (tokens per step, microbatch, accumulation steps) two are given; `resolve` derives the
+    third from the data-parallel degree.
+
+    Attributes:
+        seq_len: Tokens per sequence.
+        tokens_per_step: Tokens of one optimizer step over all ranks; None: derived.
+        microbatch: Sequences per microbatch on one data-parallel rank; None: derived.
+        accumulation_steps: Microbatches per step; None: derived.
+        compute_dtype: Format of matmuls and activations.
+        param_dtype: Format of the parameters the optimizer owns.
+        reduce_dtype: Format of gradient reductions.
+        optimizer: Name of the optimizer; AdamW holds two states per parameter.
+        recompute: Activations redone in backward: none, or the whole block.
+    """
+
+    seq_len: int
+    tokens_per_step: int | None = None
+    microbatch: int | None = None
+    accumulation_steps: int | None = None
+    compute_dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    reduce_dtype: str = "float32"
+    optimizer: Literal["adamw"] = "adamw"
+    recompute: Literal["none", "full"] = "none"
+
+    def resolve(self, dp: int) -> Workload:
+        """The same workload with all three batch numbers, for a data-parallel degree.
+
+        Raises:
+            BatchMismatch: HP308 when the numbers do not agree or do not divide.
+        """
+        tokens, micro, steps = self.tokens_per_step, self.microbatch, self.accumulation_steps
+        if tokens is None:
+            micro, steps = micro or 1, steps or 1
+            tokens = micro * steps * dp * self.seq_len
+        unit = self.seq_len * dp
+        if tokens % unit:
+            near = max(1, round(tokens / unit)) * unit
+            raise BatchMismatch(
+                "tokens_per_step does not divide into whole sequences for every data-parallel rank",
+                got=f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}",
+                hint=f"set `training.tokens_per_step={near}`",
+            )
+        per_rank = tokens // unit
+        if micro is None:
+            micro = per_rank // steps if steps else 1
+        if steps is None:
+            steps = per_rank // micro if micro else 0
+        if micro < 1 or steps < 1 or micro * steps != per_rank:
+            raise BatchMismatch(
+                "tokens_per_step, microbatch and accumulation_steps do not agree",
+                got=f"{per_rank} sequences per rank and step, microbatch={micro}, accumulation_steps={steps}",
+                allowed=[f"microbatch={m}" for m in range(1, per_rank + 1) if per_rank % m == 0],
+                hint="give only two of the three; the third is derived",
+            )
+        return Workload(
+            self.seq_len, tokens, micro, steps,
+            self.compute_dtype, self.param_dtype, self.reduce_dtype, self.optimizer, self.recompute,
+        )  # fmt: skip

@@ -1,0 +1,218 @@
+"""Start local ranks by forking a parent that has already imported torch.
+
+Imports dominate the start of a rank (12 s for 8 torchrun workers on two cores, 0.4 s forked), and forked ranks share
+the parent's code pages. The parent must not hold a process group or have touched an accelerator when it forks.
+
+Each rank runs `fn(rank)`, writes its standard output and error to its own log file, and leaves through `os._exit`, so
+nothing of the parent (test runner, exit handlers) runs twice. When one rank fails the others get a short grace time
+and are then killed by process id; the first failure is raised in full.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.errors import HyperParallelError, RankFailed
+
+INIT_METHOD = "HYPER_PARALLEL_INIT_METHOD"
+"""Environment variable that tells a forked rank how to meet the others."""
+
+_GRACE_S = 2.0
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    when: float
+    how: str
+
+
+def preload() -> None:
+    """Import what every rank would otherwise import on its own; idempotent."""
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    import torch.distributed.tensor.parallel  # noqa: F401
+
+
+def launch(
+    fn: Callable[[int], Any],
+    world_size: int,
+    *,
+    log_dir: str | Path | None = None,
+    timeout_s: float | None = None,
+    threads: int = 1,
+    echo_rank: int | None = None,
+) -> list[Any]:
+    """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
+
+    Args:
+        fn: Called in each rank; may be a closure. Its result must pickle.
+        world_size: Number of ranks.
+        log_dir: Directory of `rank_<n>.log`; None: a temporary one.
+        timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
+        threads: CPU threads of each rank.
+        echo_rank: Rank that keeps the parent's standard output and error instead of a log file.
+
+    Raises:
+        RankFailed: HP601 with the first failure in full and one line for each other rank. A coded error raised in
+            a rank is raised again as it is.
+    """
+    preload()
+    with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as scratch:
+        logs = Path(log_dir) if log_dir else Path(scratch)
+        logs.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pids = {}
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                _child(fn, rank, world_size, Path(scratch), logs, threads, rank == echo_rank)
+            pids[pid] = rank
+        failures = _wait(pids, timeout_s)
+        if failures:
+            _raise_first(failures, Path(scratch), logs)
+        return [
+            pickle.loads((Path(scratch) / f"result_{r}").read_bytes()) for r in range(world_size)
+        ]
+
+
+def _child(
+    fn: Callable[[int], Any],
+    rank: int,
+    world_size: int,
+    scratch: Path,
+    logs: Path,
+    threads: int,
+    echo: bool,
+) -> None:
+    """Body of a rank; never returns."""
+    status = 1
+    try:
+        if not echo:
+            log = os.open(logs / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+        import torch
+
+        # First torch call of the child: a parent that used several threads leaves locks that would hang it.
+        torch.set_num_threads(threads)
+        os.environ.update(
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                INIT_METHOD: f"file://{scratch / 'store'}",
+            }
+        )
+        torch.manual_seed(rank)
+        result = fn(rank)
+        (scratch / f"result_{rank}").write_bytes(pickle.dumps(result))
+        status = 0
+    except BaseException as error:
+        _record(error, rank, scratch)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _record(error: BaseException, rank: int, scratch: Path) -> None:
+    traceback.print_exc()
+    text = traceback.format_exc()
+    coded = error if isinstance(error, HyperParallelError) else None
+    partial = scratch / f"error_{rank}.part"
+    partial.write_bytes(pickle.dumps((time.time(), text, coded)))
+    partial.rename(scratch / f"error_{rank}")
+
+
+def _wait(pids: dict[int, int], timeout_s: float | None) -> list[_Failure]:
+    """Reap all ranks; after the first failure or the deadline, kill what is left."""
+    running = dict(pids)
+    failures: list[_Failure] = []
+    deadline = time.monotonic() + timeout_s if timeout_s else None
+    try:
+        while running:
+            for pid, rank in list(running.items()):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    del running[pid]
+                    code = os.waitstatus_to_exitcode(status)
+                    if code:
+                        how = (
+                            f"killed by {signal.Signals(-code).name}"
+                            if code < 0
+                            else f"exit code {code}"
+                        )
+                        failures.append(_Failure(rank, time.monotonic(), how))
+            if (
+                (failures
+                and deadline is None)
+                or (failures
+                and deadline
+                and deadline > failures[0].when + _GRACE_S)
+            ):
+                deadline = failures[0].when + _GRACE_S
+            if running and deadline is not None and time.monotonic() > deadline:
+                how = (
+                    "stopped because another rank failed"
+                    if failures
+                    else f"not finished after {timeout_s} s"
+                )
+                failures += [_Failure(rank, time.monotonic(), how) for rank in running.values()]
+                break
+            time.sleep(_POLL_S)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+        for pid in running:
+            os.waitpid(pid, 0)
+    return failures
+
+
+def _raise_first(failures: list[_Failure], scratch: Path, logs: Path) -> None:
+    """Raise the failure that came first by the ranks' own clocks, the others one line each."""
+    recorded = {}
+    for failure in failures:
+        path = scratch / f"error_{failure.rank}"
+        if path.exists():
+            recorded[failure.rank] = pickle.loads(path.read_bytes())
+    # A killed rank leaves no record and makes the others fail in their next collective: it came first.
+    killed = [f.rank for f in failures if f.how.startswith("killed by")]
+    first = (
+        killed[0]
+        if killed
+        else min(recorded, key=lambda r: recorded[r][0], default=failures[0].rank)
+    )
+    _, text, coded = recorded.get(first, (0.0, "", None))
+    if coded is not None:
+        raise coded
+    hows = {f.rank: f.how for f in failures}
+    if not text:
+        log = logs / f"rank_{first}.log"
+        text = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+    others = [
+        f"rank {r}: {_last_line(recorded.get(r), how)}" for r, how in hows.items() if r != first
+    ]
+    detail = "\n".join([text.rstrip(), *others]).strip()
+    raise RankFailed(
+        f"rank {first} failed ({hows[first]})\n{detail}", where=f"{logs}/rank_{first}.log"
+    )
+
+
+def _last_line(record: tuple[float, str, object] | None, how: str) -> str:
+    lines = record[1].strip().splitlines() if record else []
+    return lines[-1][:200] if lines else how

@@ -1,0 +1,1 @@
+"""HyperShard, the framework-free half: rules that map model parts to mesh axes, and the layouts they give."""

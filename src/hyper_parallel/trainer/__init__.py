@@ -1,0 +1,1 @@
+"""Trainer: data, optimisation, checkpoints, metrics, generation."""

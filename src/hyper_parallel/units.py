@@ -1,0 +1,76 @@
+"""Units: constants and the one way to print bytes, seconds and counts.
+
+Sizes are bytes, times are seconds, rates are per second; a name carries its unit (`_bytes`, `_s`, `_bytes_s`,
+`_flops`). GiB is 2**30 bytes and is what memory is printed in; GB (10**9) is what vendors quote for links.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+KiB: Final = 2**10
+MiB: Final = 2**20
+GiB: Final = 2**30
+TiB: Final = 2**40
+GB: Final = 10**9
+TB: Final = 10**12
+TFLOP: Final = 10**12
+
+DTYPE_BYTES: Final[dict[str, int]] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Width of one element by canonical dtype name (torch's names)."""
+
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size such as `12GiB`, `800MB` or a plain number of bytes.
+
+    Raises:
+        ValueError: When the text is not a size.
+    """
+    if isinstance(text, int):
+        return text
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(f"`{text}` is not a size; write for example 12GiB or 800MB")
+    number, prefix, binary = match.groups()
+    power = " kmgt".index(prefix.lower()) if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Print bytes with a binary prefix: `1.50 GiB`."""
+    for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a duration with the prefix that keeps three digits: `12.3 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+
+
+def format_count(number: float) -> str:
+    """Print a count with a decimal prefix: `8.03B` parameters, `1.05M` tokens."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.2f}{unit}"
+    return f"{number:g}"
