@@ -134,8 +134,7 @@ class _JoinColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        parts = part.new_empty(group.size(), *part.shape)
-        _all_gather(parts, part.contiguous(), group=group)
+        parts = gather_rows(part, group)
         return parts.movedim(0, -2).reshape(*part.shape[:-1], -1)
 
     @staticmethod
@@ -207,6 +206,6 @@ def sum_both(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Stack every rank's tensor along a new first dim; no gradient."""
-    out = x.new_empty(group.size(), *x.shape)
+    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     _all_gather(out, x.contiguous(), group=group)
-    return out
+    return out.view(group.size(), *x.shape)
