@@ -85,7 +85,10 @@ class TensorParallel:
         if head is not None:
             self._head(head)
         self._enter(layers[0])
-        _wrap(norm, lambda inner, *a, **k: _comm.gather_tokens(inner(*a, **k), state.batch, state.group))
+        _wrap(
+            norm,
+            lambda inner, *a, **k: _comm.gather_tokens(inner(*a, **k), state.batch, state.group),
+        )
         self._guard()
 
     def apply_to_modules(self) -> None:
@@ -108,7 +111,8 @@ class TensorParallel:
                 )
             elif style == "kv_replicate":
                 raise UnsupportedSharding(
-                    "key and value heads fewer than tp are known for Hugging Face decoders only", where=name
+                    "key and value heads fewer than tp are known for Hugging Face decoders only",
+                    where=name,
                 )
             else:
                 self._whole(module, summed=False)
