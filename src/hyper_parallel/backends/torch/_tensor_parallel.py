@@ -203,7 +203,8 @@ class TensorParallel:
     def _head(self, module: nn.Module) -> None:
         """Logits of the local vocabulary for all tokens, or of all the vocabulary for this rank's tokens."""
         state, owner = self.state, self.gradients
-        split = self.styles.get(self._name(module)) == "head"
+        # Asked of the weight, because a head tied to the embedding has no parameter, hence no style, of its own.
+        split = any(p.is_shard() for p in module.weight.placements)
         _require_linear(module, self._name(module))
 
         def forward(x: Tensor) -> Tensor:
