@@ -10,6 +10,7 @@ from hyper_parallel.errors.capacity import DoesNotFit
 from hyper_parallel.errors.checkpoint import (
     CheckpointCorrupt,
     CheckpointMismatch,
+    WeightsUninitialised,
     WeightsUnreadable,
 )
 from hyper_parallel.errors.config import (
@@ -69,6 +70,7 @@ __all__ = [
     "UnknownModel",
     "UnknownTopology",
     "UnsupportedSharding",
+    "WeightsUninitialised",
     "WeightsUnreadable",
     "all_codes",
 ]
