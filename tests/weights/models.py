@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -70,7 +71,7 @@ def join():
 
 
 TP_PLAN = {
-    "model.embed_tokens": RowwiseParallel(),
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
     "model.layers.*.self_attn.q_proj": ColwiseParallel(),
     "model.layers.*.self_attn.k_proj": ColwiseParallel(),
     "model.layers.*.self_attn.v_proj": ColwiseParallel(),
@@ -78,7 +79,7 @@ TP_PLAN = {
     "model.layers.*.mlp.gate_proj": ColwiseParallel(),
     "model.layers.*.mlp.up_proj": ColwiseParallel(),
     "model.layers.*.mlp.down_proj": RowwiseParallel(),
-    "lm_head": ColwiseParallel(),
+    "lm_head": ColwiseParallel(output_layouts=Replicate()),
 }
 
 
