@@ -45,6 +45,12 @@ def test_fsdp_cuts_what_tensor_parallelism_left():
     assert layouts["model.norm.weight"].axes == (("dp_shard",),)
 
 
+def test_a_rowwise_bias_is_whole_whatever_its_size():
+    made = plan(Strategy(tp_x=3), num_heads=6, num_kv_heads=3, bias=True)
+    assert EMBED % 3
+    assert made.layouts[f"{AT}.mlp.down_proj.bias"].sharding_axes == ()
+
+
 def test_axes_of_degree_one_are_left_out():
     assert not any(x.sharding_axes for x in plan(Strategy(dp_replicate=4)).layouts.values())
     only_tp = plan(Strategy(tp_x=2)).layouts.values()
