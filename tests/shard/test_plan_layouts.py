@@ -312,7 +312,15 @@ def test_a_parameter_that_no_rule_covers_is_refused(name, shape):
     params = [*decoder(), (f"model.layers.0.{name}", shape, ())]
     error = refused(UnsupportedSharding, Strategy(tp_x=2), params=params)
     assert error.what.startswith(f"no rule covers `{AT}.{name}`")
-    assert error.hint.startswith("parallel.tp=1 parallel.dp_shard=2 ")
+    assert error.hint.startswith("parallel.tp=1 parallel.dp_shard=2")
+    # Attention mixes positions, so keeping a part of it whole is no way out.
+    assert ("replicate" in error.hint) == ("attn" not in name)
+
+
+def test_experts_are_named_before_their_router():
+    params = [(f"{AT}.mlp.gate.weight", (8, 8), ()), (f"{AT}.mlp.experts.w", (8, 8, 8), ())]
+    error = refused(UnsupportedSharding, Strategy(tp_x=2), family_rules("mixtral"), params)
+    assert "experts of a mixture-of-experts layer" in error.what
 
 
 def test_a_splitting_style_needs_a_matrix():

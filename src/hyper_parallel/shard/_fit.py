@@ -84,33 +84,44 @@ def _without_tp(strategy: Strategy) -> str:
     return f"parallel.tp=1 parallel.dp_shard={strategy.dp_shard * strategy.tp_x}"
 
 
-def refuse_inexact(param: Param, sizes: Sizes) -> None:
-    """Refuse what has no exact form under tensor parallelism."""
-    if param.style is not None and param.style in REFUSED:
-        raise UnsupportedSharding(
-            f"`{param.pattern}` cannot be split by tensor parallelism: {REFUSED[param.style]}",
-            where=sizes.where,
-            got=f"tp={sizes.tp}, style {param.style}",
-            allowed="dp_replicate, dp_shard",
-            hint=_without_tp(sizes.strategy),
-        )
-    leaf = param.name.rpartition(".")[2]
-    # A vector named weight or bias is a norm: it works position by position. Anything else may mix positions or heads.
-    if param.style is None and (len(param.shape) > 1 or leaf not in ("weight", "bias")):
-        raise UnsupportedSharding(
-            f"no rule covers `{_starred(param.name)}`: tensor parallelism is not known to be exact",
-            where=sizes.where,
-            got=f"shape {param.shape}, tp={sizes.tp}",
-            hint=f"{_without_tp(sizes.strategy)}   (or, if it works position by position, "
-            f"{rule_hint({param.pattern: 'replicate'})})",
-        )
-    if param.style not in (None, "replicate") and not 1 <= len(param.shape) <= 2:
-        raise UnsupportedSharding(
-            f"style `{param.style}` needs a matrix or a vector, `{param.name}` is neither",
-            where=sizes.where,
-            got=f"shape {param.shape}",
-            hint=_without_tp(sizes.strategy),
-        )
+def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
+    """Refuse what has no exact form under tensor parallelism, named styles first."""
+    for param in found:
+        if param.style is not None and param.style in REFUSED:
+            raise UnsupportedSharding(
+                f"`{param.pattern}` cannot be split by tensor parallelism: {REFUSED[param.style]}",
+                where=sizes.where,
+                got=f"tp={sizes.tp}, style {param.style}",
+                allowed="dp_replicate, dp_shard",
+                hint=_without_tp(sizes.strategy),
+            )
+    for param in found:
+        if param.style is None and not _is_norm(param):
+            raise UnsupportedSharding(
+                f"no rule covers `{_starred(param.name)}`: tensor parallelism is not known to be exact",
+                where=sizes.where,
+                got=f"shape {param.shape}, tp={sizes.tp}",
+                hint=_without_tp(sizes.strategy) + _or_replicate(param),
+            )
+        if param.style not in (None, "replicate") and not 1 <= len(param.shape) <= 2:
+            raise UnsupportedSharding(
+                f"style `{param.style}` needs a matrix or a vector, `{param.name}` is neither",
+                where=sizes.where,
+                got=f"shape {param.shape}",
+                hint=_without_tp(sizes.strategy),
+            )
+
+
+def _is_norm(param: Param) -> bool:
+    """A vector named weight or bias works position by position; anything else may mix positions or heads."""
+    return len(param.shape) == 1 and param.name.rpartition(".")[2] in ("weight", "bias")
+
+
+def _or_replicate(param: Param) -> str:
+    if "attn" in param.name or "attention" in param.name:
+        return ""  # attention mixes positions
+    rule = rule_hint({param.pattern: "replicate"})
+    return f"   (or, if it works position by position, {rule})"
 
 
 def fit_vocabulary(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:

@@ -90,8 +90,7 @@ def plan_layouts(
     notes: list[str] = []
     if strategy.tp_x > 1:
         sizes = Sizes(strategy, num_heads, num_kv_heads, head_dim, vocab_size, where)
-        for param in found:
-            refuse_inexact(param, sizes)
+        refuse_inexact(found, sizes)
         found = fit_vocabulary(found, sizes, notes)
         found = fit_widths(found, sizes, notes)
         check_pairs(found, sizes)
