@@ -144,19 +144,19 @@ def check_weights(
     found = _causal_lm_names(tensors, spec)
     experts = FAMILIES[spec.family].experts if spec.family in FAMILIES else None
     wrong, used = [], set()
-    for param, layer in _instances(spec):
-        for option in _stored_as(param, layer, experts):
-            if all(name in found for name, _ in option):
+    for name, param in spec.named_params():
+        for option in _stored_as(name, param, experts):
+            if all(stored in found for stored, _ in option):
                 wrong += [
-                    f"{name}: config {list(shape)}, file {list(found[name].shape)}"
-                    for name, shape in option
-                    if found[name].shape != shape
+                    f"{stored}: config {list(shape)}, file {list(found[stored].shape)}"
+                    for stored, shape in option
+                    if found[stored].shape != shape
                 ]
-                used |= {name for name, _ in option}
+                used |= {stored for stored, _ in option}
                 break
         else:
             if param.tied_to is None:
-                wrong.append(f"{_full_name(param, layer)}: missing")
+                wrong.append(f"{name}: missing")
     extra = [n for n in found if n not in used and not n.endswith(_BUFFERS)]
     notes = list(spec.notes)
     if wrong and known_family:
@@ -218,27 +218,15 @@ def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict
     return {n if n.startswith("lm_head.") else f"{base}.{n}": t for n, t in renamed.items()}
 
 
-def _instances(spec: ModelSpec) -> Iterator[tuple[ParamSpec, int | None]]:
-    for block in spec.blocks:
-        for layer in block.layers or (None,):
-            for param in block.params:
-                yield param, layer
-
-
-def _full_name(param: ParamSpec, layer: int | None) -> str:
-    return param.name if layer is None else param.name.replace("*", str(layer), 1)
-
-
 def _stored_as(
-    param: ParamSpec, layer: int | None, experts: Experts | None
+    name: str, param: ParamSpec, experts: Experts | None
 ) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """The ways a parameter may lie in published files, each a list of tensors with their shapes.
 
-    Transformers stacks experts in memory; published files hold one matrix per expert.
+    Transformers stacks experts in memory; published files hold one matrix per expert. GPT-OSS stacks them in both.
     """
-    name = _full_name(param, layer)
     yield [(name, param.shape)]
-    if experts is None:
+    if experts is None or experts.storage != "stacked":
         return
     block = name.replace(".mlp.", f".{experts.checkpoint_block}.")
     if not param.is_expert:
@@ -246,8 +234,6 @@ def _stored_as(
         return
     at, _, which = block.rpartition(".")
     gate, up, down = experts.checkpoint_names
-    if experts.storage != "stacked":
-        return
     num, rows, columns = param.shape
     if which == "gate_up_proj":
         parts, shape = [gate, up], (rows // 2, columns)
