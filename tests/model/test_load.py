@@ -122,6 +122,14 @@ def test_quantised_weights_are_noted(tmp_path):
     assert "unchecked" in notes
 
 
+def test_a_dtype_object_of_a_live_config_is_read():
+    class Float16:
+        def __str__(self):
+            return "torch.float16"
+
+    assert spec_from_config({**TINY, "dtype": Float16()}, name="n").dtype == "float16"
+
+
 # refused
 
 
@@ -150,6 +158,14 @@ def test_another_organisations_model_is_not_taken_for_a_preset():
     with pytest.raises(UnknownModel) as error:
         load_model("some-org/Qwen3-8B")
     check(error, "HP304", "did you mean `qwen3-8b`")
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "a\x00b", "", "~nobody-here/model"])
+def test_odd_paths_are_unknown_models(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownModel) as error:
+        load_model(text)
+    check(error, "HP304")
 
 
 def test_directory_without_config(tmp_path):
@@ -255,7 +271,7 @@ def test_tensors_without_a_place_are_noted(tmp_path):
     }
     notes = load_model(model_dir(tmp_path, change=change)).notes
     assert notes == (
-        "1 tensors of the weights are not planned, first `model.layers.2.extra.weight`",
+        "tensors of the weights that are not planned: 1, first `model.layers.2.extra.weight`",
     )
 
 
@@ -266,7 +282,7 @@ def test_wrong_shape_is_refused_by_name(tmp_path):
     check(
         error,
         "HP703",
-        "1 parameters",
+        "config.json: 1",
         "layers.1.mlp.up_proj.weight: config [24, 16], file [25, 16]",
     )
 
@@ -276,13 +292,13 @@ def test_missing_parameter_is_refused_by_name(tmp_path):
     write_config(directory, {**TINY, "num_hidden_layers": 3})
     with pytest.raises(WeightsUnreadable) as error:
         load_model(directory)
-    check(error, "HP703", "9 parameters", "model.layers.2.self_attn.q_proj.weight: missing")
+    check(error, "HP703", "config.json: 9", "model.layers.2.self_attn.q_proj.weight: missing")
 
 
 def test_mismatch_of_a_guessed_family_is_a_note(tmp_path):
     directory = model_dir(tmp_path, change={"model.norm.weight": ("BF16", (8,))})
     write_config(directory, {**TINY, "model_type": "novel"})
-    assert "1 parameters differ" in load_model(directory).notes[1]
+    assert "differ from the weight files: 1," in load_model(directory).notes[1]
 
 
 def per_expert(block, names):
@@ -311,7 +327,7 @@ def test_experts_stored_apart_are_recognised(tmp_path):
     write_weights(tmp_path / "model.safetensors", {**tensors, name: ("BF16", (24, 16))})
     with pytest.raises(WeightsUnreadable) as error:
         load_model(tmp_path)
-    check(error, "HP703", "1 parameters", f"{name}: config [16, 24], file [24, 16]")
+    check(error, "HP703", "config.json: 1", f"{name}: config [16, 24], file [24, 16]")
     del tensors[name]
     write_weights(tmp_path / "model.safetensors", tensors)
     with pytest.raises(WeightsUnreadable) as error:
@@ -334,7 +350,7 @@ def test_language_part_of_multimodal_weights(tmp_path, outer, inner):
     spec = load_model(tmp_path)
     assert spec.family == "gemma3_text"
     assert len(spec.notes) == 2
-    assert "1 tensors of the weights are not planned, first `vision_tower" in spec.notes[1]
+    assert "tensors of the weights that are not planned: 1, first `vision_tower" in spec.notes[1]
 
 
 def test_weights_saved_without_the_prefix(tmp_path):
@@ -368,7 +384,7 @@ def test_corrupt_weights_name_the_file(tmp_path, kind):
     path.write_bytes(corruptions(path.read_bytes())[kind])
     with pytest.raises(WeightsUnreadable) as error:
         load_model(path.parent)
-    check(error, "HP703", "`model.safetensors` is truncated or corrupt", f"--> {path}")
+    check(error, "HP703", "`model.safetensors` is truncated, corrupt or unreadable", f"--> {path}")
 
 
 def sharded(tmp_path):

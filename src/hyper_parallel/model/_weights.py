@@ -100,13 +100,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         WeightsUnreadable: HP703 when the file is shorter than its header says or the header is not one.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
-            raise _corrupt(path, f"{size} bytes, header of {length} bytes")
-        raw = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
+                raise _corrupt(path, f"{size} bytes, header of {length} bytes")
+            raw = file.read(length)
+    except OSError as error:
+        raise _corrupt(path, str(error)) from error
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
@@ -161,18 +164,20 @@ def check_weights(
     notes = list(spec.notes)
     if wrong and known_family:
         raise WeightsUnreadable(
-            f"{len(wrong)} parameters of the weights do not match config.json",
+            f"parameters of the weights do not match config.json: {len(wrong)}",
             where=str(directory),
             got=wrong[:3],
             hint="fetch config.json and the weight files again, from the same place",
         )
     if wrong:
         notes.append(
-            f"{len(wrong)} parameters differ from the weight files, first {wrong[0]}; the files hold "
+            f"parameters that differ from the weight files: {len(wrong)}, first {wrong[0]}; the files hold "
             f"{sum(math.prod(t.shape) for t in found.values()):,} elements, the model is read with {spec.num_params:,}"
         )
     if extra:
-        notes.append(f"{len(extra)} tensors of the weights are not planned, first `{extra[0]}`")
+        notes.append(
+            f"tensors of the weights that are not planned: {len(extra)}, first `{extra[0]}`"
+        )
     dtype = _main_dtype([found[n] for n in used]) or spec.dtype
     if dtype != spec.dtype:
         notes.append(f"the weights are stored in {dtype}, config.json says {spec.dtype}")
@@ -190,7 +195,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _corrupt(path: Path, got: str) -> WeightsUnreadable:
     return WeightsUnreadable(
-        f"the weight file `{path.name}` is truncated or corrupt",
+        f"the weight file `{path.name}` is truncated, corrupt or unreadable",
         where=str(path),
         got=got,
         hint=f"fetch `{path.name}` again",
