@@ -186,7 +186,7 @@ def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees
 @pytest.mark.parametrize(
     ("text", "overrides", "error", "words"),
     [
-        ("trainig: {lr: 1}", [], UnknownKey, ["unknown key `trainig`", "write `training"]),
+        ("trainings: {lr: 1}", [], UnknownKey, ["unknown key `trainings`", "write `training"]),
         ("training: {learning_rate: 1}", [], UnknownKey, ["training.learning_rate"]),
         ("training: {warmup_step: 1}", [], UnknownKey, ["write `training.warmup_steps: 1`"]),
         ("lr_schedule: wsd", [], UnknownKey, ["write `training.lr_schedule: wsd`"]),
