@@ -26,8 +26,8 @@ _CACHE_VERSION: Final = 1
 _MEASURE_TIMEOUT_S: Final = 60
 _LOOPBACK_BYTES_S: Final = 1.1e9
 _LOOPBACK_STEP_S: Final = 0.4e-3
-"""Gloo over loopback on two busy cores. 16 MiB all-reduce of 2, 4, 8 ranks: 15, 48, 94 ms, which is 1.1 GB/s per core in
-use; 4-byte all-gather of 2, 4, 8 ranks: 0.3, 2.5, 12 ms, which is 0.4 ms per ring step, longer as cores are shared."""
+"""Gloo over loopback on two busy cores. 16 MiB all-reduce of 2, 4, 8 ranks: 15, 48, 94 ms, which is 1.1 GB/s per core
+in use; 4-byte all-gather: 0.3, 2.5, 12 ms, which is 0.4 ms per ring step, longer as cores are shared."""
 
 
 @dataclass(frozen=True, slots=True)
