@@ -100,7 +100,8 @@ def coded() -> None:
 def defect() -> None:
     raise KeyError("lost")
 def wait() -> None:
-        print("ready", flush=True)
+    import time
+    print("ready", flush=True)
     time.sleep(30)
 def flood() -> None:
     for i in range(200000):
