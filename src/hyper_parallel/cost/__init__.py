@@ -1,1 +1,21 @@
 """Cost model: step time, memory and communication of a strategy, each as terms with a formula and a source."""
+
+from hyper_parallel.cost._candidates import Candidates
+from hyper_parallel.cost._machine import ACCELERATOR, CPU, Efficiency, Machine
+from hyper_parallel.cost._numbers import ModelNumbers, flops_per_token, num_active_params
+from hyper_parallel.cost._score import Scores, peak_memory, score, step_cost
+
+__all__ = [
+    "ACCELERATOR",
+    "CPU",
+    "Candidates",
+    "Efficiency",
+    "Machine",
+    "ModelNumbers",
+    "Scores",
+    "flops_per_token",
+    "num_active_params",
+    "peak_memory",
+    "score",
+    "step_cost",
+]
