@@ -158,12 +158,8 @@ def _wait(pids: dict[int, int], timeout_s: float | None) -> list[_Failure]:
                             else f"exit code {code}"
                         )
                         failures.append(_Failure(rank, time.monotonic(), how))
-            if (
-                (failures
-                and deadline is None)
-                or (failures
-                and deadline
-                and deadline > failures[0].when + _GRACE_S)
+            if (failures and deadline is None) or (
+                failures and deadline and deadline > failures[0].when + _GRACE_S
             ):
                 deadline = failures[0].when + _GRACE_S
             if running and deadline is not None and time.monotonic() > deadline:
