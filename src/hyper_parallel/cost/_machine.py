@@ -5,13 +5,14 @@ Efficiencies are few, per kind of device, and carry their source. They are not f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.topology import Supernode
+from hyper_parallel.topology import Supernode, Tier
 from hyper_parallel.units import GiB
 
 Array = NDArray[np.float64]
@@ -69,14 +70,14 @@ class Machine:
         peak_flops: Dense peak FLOP/s in the compute dtype.
         memory_bytes: Capacity of the device's own memory.
         memory_bytes_s: Peak bytes/s of the device's own memory.
-        tiers: Domain size (0: unlimited), bytes/s per device and direction, seconds per message; inner to outer.
+        tiers: Interconnect levels, inner to outer.
         efficiency: Reached shares.
     """
 
     peak_flops: float
     memory_bytes: int
     memory_bytes_s: float
-    tiers: tuple[tuple[int, float, float], ...]
+    tiers: tuple[Tier, ...]
     efficiency: Efficiency
 
     @classmethod
@@ -87,65 +88,99 @@ class Machine:
             supernode.peak_flops(compute_dtype),
             int(device.memory_bytes.value),
             device.memory_bytes_s.value,
-            tuple((t.size, t.bytes_s.value, t.latency_s.value) for t in supernode.tiers),
+            supernode.tiers,
             CPU if device.kind == "cpu" else ACCELERATOR,
         )
 
     def ring_seconds(self, gathered_bytes: Array, size: Array, stride: Array) -> Array:
         """Seconds of one all-gather or reduce-scatter over groups of `size` ranks, `stride` ids apart.
 
-        A ring sends (g-1)/g of the gathered tensor. The group is walked tier by tier: g_t of its ranks lie in one
-        domain of tier t, and the ranks below a tier drive their links into it in parallel, so the rate is the least
-        of g_(t-1) * bandwidth_t over the tiers the group crosses. Every doubling inside a tier costs its latency
-        once.
+        A ring sends (g-1)/g of the gathered tensor at the rate of `bandwidth`, after the latency of the tiers.
 
         Args:
             gathered_bytes: Bytes of the whole tensor of the group.
             size: Ranks of a group, g.
             stride: Product of the degrees placed inside the group's axis.
 
-        Source: ring collectives, Patarasuk and Yuan 2009; hierarchical rings for the latency.
+        Source: ring collectives, Patarasuk and Yuan 2009.
         """
-        rate, latency = self._rate(size, stride)
         sent = gathered_bytes * (size - 1) / size
-        return np.where(size > 1, sent / rate + latency, 0.0)
+        seconds = sent / self.bandwidth(size, stride) + self.latency(size, stride)
+        return np.where(size > 1, seconds, 0.0)
 
     def all_to_all_seconds(self, local_bytes: Array, size: Array, stride: Array) -> Array:
         """Seconds of one all-to-all in which every rank holds `local_bytes` for the whole group, itself included.
 
-        The slowest tier decides: of a rank's bytes the share (g - g_(t-1)) / g leaves its domain below tier t.
+        Of a rank's bytes the share of the peers first met on a tier goes over that tier; tiers with links of their
+        own work at once, tiers that share links one after the other.
         """
-        seconds = np.zeros(np.broadcast(local_bytes, size, stride).shape)
-        latency = np.zeros_like(seconds)
-        inside = np.ones_like(seconds)
-        for index, (domain, bytes_s, hop_s) in enumerate(self.tiers):
-            last = index == len(self.tiers) - 1
-            reached = size * 1.0 if last else _reached(domain, size, stride)
-            crossed = reached > inside
-            leaving = local_bytes * (size - inside) / size / (bytes_s * self.efficiency.link)
-            seconds = np.where(crossed, np.maximum(seconds, leaving), seconds)
-            latency = latency + np.where(crossed, hop_s, 0.0)
-            inside = np.maximum(inside, reached)
-        return seconds + latency
+        slowest = np.zeros(np.broadcast(local_bytes, size, stride).shape)
+        busy = np.zeros_like(slowest)
+        for hop in self._hops(size, stride):
+            share = (hop.reached - hop.inside) / size
+            seconds = local_bytes * share / (hop.tier.bytes_s.value * self.efficiency.link)
+            busy = busy + seconds if hop.tier.shares_links else seconds
+            slowest = np.maximum(slowest, busy)
+        return slowest + self.latency(size, stride)
 
-    def _rate(self, size: Array, stride: Array) -> tuple[Array, Array]:
-        shape = np.broadcast(size, stride).shape
-        rate = np.full(shape, np.inf)
-        latency = np.zeros(shape)
-        inside = np.ones(shape)
-        for index, (domain, bytes_s, hop_s) in enumerate(self.tiers):
-            last = index == len(self.tiers) - 1
-            reached = size * 1.0 if last else _reached(domain, size, stride)
-            crossed = reached > inside
-            rate = np.where(crossed, np.minimum(rate, inside * bytes_s), rate)
-            hops = np.ceil(np.log2(np.maximum(reached / inside, 1.0)))
-            latency = latency + np.where(crossed, hops * hop_s, 0.0)
-            inside = np.maximum(inside, reached)
-        return rate * self.efficiency.link, latency
+    def bandwidth(self, size: Array, stride: Array) -> Array:
+        """Bytes/s at which every rank of a group sends in a ring: the least of g_local * bandwidth over its tiers.
+
+        g_local ranks of the group lie in one domain below the links of a tier and drive them in parallel. The same
+        law as `topology.group_bandwidth`, over arrays of regular groups, times the link efficiency.
+        """
+        rate = np.full(np.broadcast(size, stride).shape, np.inf)
+        for hop in self._hops(size, stride):
+            possible = hop.below * hop.tier.bytes_s.value
+            rate = np.where(hop.reached > hop.inside, np.minimum(rate, possible), rate)
+        return rate * self.efficiency.link
+
+    def latency(self, size: Array, stride: Array) -> Array:
+        """Seconds of a collective with a tiny message: steps on every tier times its latency.
+
+        One step on a full mesh, a tree over a switch, a ring in both directions on a torus, a ring on one host.
+        """
+        total = np.zeros(np.broadcast(size, stride).shape)
+        for hop in self._hops(size, stride):
+            joined = np.ceil(hop.reached / hop.inside)
+            if hop.tier.kind == "full_mesh":
+                steps = np.ones_like(total)
+            elif hop.tier.kind == "switch":
+                steps = np.ceil(np.log2(np.maximum(joined, 2.0)))
+            elif hop.tier.kind == "torus":
+                steps = np.maximum(1.0, joined // 2)
+            else:
+                steps = joined - 1
+            crossed = hop.reached > hop.inside
+            total = total + np.where(crossed, steps * hop.tier.latency_s.value, 0.0)
+        return total
+
+    def _hops(self, size: Array, stride: Array) -> Iterator[_Hop]:
+        inside = below = np.ones(np.broadcast(size, stride).shape)
+        for index, tier in enumerate(self.tiers):
+            outermost = index == len(self.tiers) - 1
+            if tier.size == 0 or outermost:
+                reached = np.broadcast_to(size * 1.0, inside.shape)
+            else:
+                reached = np.minimum(size, np.maximum(1.0, np.floor(tier.size / stride)))
+            if not tier.shares_links:
+                below = inside
+            yield _Hop(tier, inside, below, np.maximum(reached, inside))
+            inside = np.maximum(reached, inside)
 
 
-def _reached(domain: int, size: Array, stride: Array) -> Array:
-    """Ranks of a group that share one domain; `domain` 0 holds all of them."""
-    if domain == 0:
-        return size * 1.0
-    return np.minimum(size, np.maximum(1.0, np.floor(domain / stride)))
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """A tier and how many ranks of a group lie inside it.
+
+    Attributes:
+        tier: The tier.
+        inside: Ranks of the group in one domain of the next inner tier.
+        below: Ranks of the group in one domain below the links that this tier uses.
+        reached: Ranks of the group in one domain of this tier.
+    """
+
+    tier: Tier
+    inside: Array
+    below: Array
+    reached: Array
