@@ -2,7 +2,7 @@
 
 from hyper_parallel.cost._candidates import Candidates
 from hyper_parallel.cost._machine import ACCELERATOR, CPU, Efficiency, Machine
-from hyper_parallel.cost._numbers import ModelNumbers, flops_per_token, num_active_params
+from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._score import Scores, peak_memory, score, step_cost
 
 __all__ = [
@@ -13,8 +13,6 @@ __all__ = [
     "Machine",
     "ModelNumbers",
     "Scores",
-    "flops_per_token",
-    "num_active_params",
     "peak_memory",
     "score",
     "step_cost",

@@ -142,45 +142,13 @@ class ModelNumbers:
             self.attention_weights + self.mlp_weights + self.expert_weights + self.vector_weights
         )
 
-    @property
-    def active_matmul_weights(self) -> float:
-        """Matrix elements that one token is multiplied with: layers and head, no embedding look-up."""
-        layer = self.attention_weights + self.mlp_weights + self.active_expert_weights
-        return self.layers * layer + self.head_weights
-
-    def attention_flops(self, seq_len: int, *, causal: bool) -> float:
-        """FLOPs per token and mean layer of the two attention products in forward.
-
-        Args:
-            seq_len: Tokens of one sequence.
-            causal: Count only the pairs a causal kernel computes (half of them), else every pair.
-        """
-        total = 0.0
-        for count, attention in self.attentions:
-            pairs = seq_len / 2 if causal else float(seq_len)
-            if attention.window is not None:
-                pairs = min(pairs, float(attention.window))
-            width = attention.num_heads * (attention.qk_head_dim + attention.v_head_dim)
-            total += count * 2.0 * width * pairs
+    def attention_flops(self, seq_len: int) -> float:
+        """FLOPs per token and mean layer of the two attention products in forward, causal pairs only."""
+        total = math.fsum(
+            count * attention.forward_flops_per_token(seq_len, causal=True)
+            for count, attention in self.attentions
+        )
         return total / self.layers
-
-
-def num_active_params(model: ModelSpec) -> int:
-    """Parameters that one token visits: all but the routed experts it is not sent to."""
-    numbers = ModelNumbers.of(model)
-    idle = numbers.expert_weights - numbers.active_expert_weights
-    return round(model.num_params - numbers.layers * idle)
-
-
-def flops_per_token(model: ModelSpec, seq_len: int) -> float:
-    """Model FLOPs of forward and backward per token, the convention MFU is counted in.
-
-    6 N + 12 L a d s: N matrix elements a token visits (head included, embedding look-up not), full attention, no
-    recomputation. Source: Chowdhery et al. 2022 (PaLM), appendix B.
-    """
-    numbers = ModelNumbers.of(model)
-    attention = numbers.layers * numbers.attention_flops(seq_len, causal=False)
-    return 6.0 * numbers.active_matmul_weights + 3.0 * attention
 
 
 def _dense_width(block: Block) -> int:
@@ -192,8 +160,8 @@ def _dense_width(block: Block) -> int:
 
 
 def _part(param: ParamSpec) -> str:
-    if len(param.shape) < 2:
+    if not param.is_matrix:
         return "vector"
-    if len(param.shape) > 2 or ".experts." in param.name:
+    if param.is_expert:
         return "expert"
-    return "attention" if "attn" in param.name or "attention" in param.name else "mlp"
+    return "attention" if "attn" in param.name else "mlp"

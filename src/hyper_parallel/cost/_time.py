@@ -86,7 +86,7 @@ def time_terms(
             matmul_seconds(per_expert, expert_rows, n.expert_width / expert_split) / share / c.tp
         )
     matmul = dense + routed
-    score_flops = n.attention_flops(workload.seq_len, causal=True)
+    score_flops = n.attention_flops(workload.seq_len)
     attention = tokens / c.tp * score_flops / (peak * e.attention)
     saved_bytes = saved_elements(n) * width * tokens / c.tp
     stream = machine.memory_bytes_s * e.memory

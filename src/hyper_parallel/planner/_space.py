@@ -13,12 +13,10 @@ import numpy as np
 from hyper_parallel.cost import Candidates, ModelNumbers
 from hyper_parallel.errors import UnknownKey
 from hyper_parallel.ir import Workload
-from hyper_parallel.shard import legal_tp
 
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 EXECUTABLE: Final = ("dp_replicate", "dp_shard", "tp_x")
 MICROBATCHES: Final = (1, 2, 4, 8, 16)
-MOST_TP: Final = 64
 MOST_CP: Final = 64
 
 
@@ -68,13 +66,6 @@ def divisors(number: int) -> list[int]:
     """Divisors, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-def tp_degrees(numbers: ModelNumbers, widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Tensor-parallel degrees that cut heads and widths into equal slices, up to 64."""
-    return tuple(
-        t for t in legal_tp(numbers.num_heads, numbers.num_kv_heads, *widths) if t <= MOST_TP
-    )
 
 
 def enumerate_space(numbers: ModelNumbers, workload: Workload, limits: Limits) -> Space:
