@@ -10,6 +10,7 @@ from hyper_parallel.errors.capacity import DoesNotFit
 from hyper_parallel.errors.checkpoint import (
     CheckpointCorrupt,
     CheckpointMismatch,
+    WeightsUninitialised,
     WeightsUnreadable,
 )
 from hyper_parallel.errors.config import (
@@ -77,6 +78,7 @@ __all__ = [
     "UnknownPeak",
     "UnknownTopology",
     "UnsupportedSharding",
+    "WeightsUninitialised",
     "WeightsUnreadable",
     "all_codes",
 ]
