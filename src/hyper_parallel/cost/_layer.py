@@ -112,9 +112,9 @@ def layer_compute(n: ModelNumbers, machine: Machine, workload: Workload, c: Cand
         per_row = matmul_seconds(machine, 1.0, rows, columns) / rows
         matmul = matmul + tokens / c.tp * n.active_expert_weights * per_row
     flops = n.attention_flops(workload.seq_len)
-    attention = tokens / c.tp * flops / (machine.peak_flops * e.attention)
+    attention = tokens / c.tp * flops / machine.attention_flops
     saved = saved_elements(n) * DTYPE_BYTES[workload.compute_dtype] * tokens / c.tp
-    elementwise = saved / (machine.memory_bytes_s * e.memory)
+    elementwise = saved / (machine.memory_bytes_s * e.elementwise)
     work = Compute(matmul, attention, elementwise, 0.0 * tokens, 0.0 * tokens, saved)
 
     def waiting(seconds: Array, kernels: int) -> Array:

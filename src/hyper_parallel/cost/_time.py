@@ -62,7 +62,8 @@ def time_terms(
     """
     n, e, m, one = numbers, machine.efficiency, c.accumulation, np.ones_like(c.tp)
     width = float(DTYPE_BYTES[workload.compute_dtype])
-    stream = machine.memory_bytes_s * e.memory
+    passing = machine.memory_bytes_s * e.elementwise
+    stream = machine.memory_bytes_s * e.stream
     tokens = tokens_of(workload, c)
     work = layer_compute(n, machine, workload, c)
     comm = layer_communication(n, machine, workload, c, work)
@@ -74,7 +75,7 @@ def time_terms(
     logits_bytes = tokens * n.vocab / c.tp * max(width, 4.0)
     head = (
         3.0 * matmul_seconds(machine, n.head_weights, tokens, n.vocab / c.tp) / c.tp
-        + LOGIT_PASSES * logits_bytes / stream
+        + LOGIT_PASSES * logits_bytes / passing
     )
     # The last stage has the fewest layers but also the head: whichever stage is slower sets the pace.
     most = np.ceil(n.layers / c.pp)
@@ -106,14 +107,14 @@ def time_terms(
         ),
         TimeTerm(
             "attention", all_layers * 3.5 * work.attention,
-            "m l 3.5 T A / P / (peak * efficiency), A causal FLOPs per token forward",
+            "m l 3.5 T A / P / reached FLOP/s, A causal FLOPs per token forward",
             f"Dao 2023 (FlashAttention-2), section 3; {card}",
-            {**of, "A": n.attention_flops(workload.seq_len), "efficiency": e.attention},
+            {**of, "A": n.attention_flops(workload.seq_len), "reached_flops": machine.attention_flops},
         ),
         TimeTerm(
             "element-wise", all_layers * 5.0 * work.elementwise,
             "m l 5 saved bytes / memory bandwidth: written, read, and three times in backward", card,
-            {**of, "saved_bytes": work.saved_bytes, "memory_bytes_s": stream},
+            {**of, "saved_bytes": work.saved_bytes, "memory_bytes_s": passing},
         ),
         TimeTerm(
             "head and loss", m * head,
