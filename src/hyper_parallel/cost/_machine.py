@@ -152,12 +152,14 @@ class Machine:
     def bandwidth(self, size: Array, stride: Array) -> Array:
         """Bytes/s at which every rank of a group sends in a ring: the least of g_local * bandwidth over its tiers.
 
-        g_local ranks of the group lie in one domain below the links of a tier and drive them in parallel. The same
-        law as `topology.group_bandwidth`, over arrays of regular groups, times the link efficiency.
+        g_local ranks of the group lie in one domain below the links of a tier and drive them in parallel; where the
+        group does not divide over the domains the one that holds the fewest decides. The same law as
+        `topology.group_bandwidth`, over arrays of regular groups, times the link efficiency.
         """
         rate = np.full(np.broadcast(size, stride).shape, np.inf)
         for hop in self._hops(size, stride):
-            possible = hop.below * hop.tier.bytes_s.value
+            rest = np.mod(size, hop.below)
+            possible = np.where(rest > 0, rest, hop.below) * hop.tier.bytes_s.value
             rate = np.where(hop.reached > hop.inside, np.minimum(rate, possible), rate)
         return rate * self.efficiency.link
 

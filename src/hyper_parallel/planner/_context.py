@@ -55,7 +55,7 @@ class Context:
             family=self.model.family,
             num_params=self.model.num_params,
             num_active_params=self.model.num_active_params,
-            flops_per_token=self.model.flops_per_token(self.workload.seq_len),
+            flops_per_token=float(self.model.flops_per_token(self.workload.seq_len)),
             fingerprint=self.model.fingerprint,
         )
 
