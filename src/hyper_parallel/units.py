@@ -62,9 +62,12 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Print a duration with the prefix that keeps three digits: `12.3 ms`."""
+    if abs(seconds) >= 1000:
+        return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
+        # 0.9999 s is 1 s, not 1e+03 ms: the unit is chosen after rounding to three digits.
+        if abs(float(f"{seconds:.3g}")) >= size:
+            return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
 
 

@@ -1,1 +1,26 @@
 """HyperShard, the framework-free half: rules that map model parts to mesh axes, and the layouts they give."""
+
+from hyper_parallel.shard._checks import check_axes, check_sequence, legal_tp
+from hyper_parallel.shard._plan import ShardPlan, plan_layouts
+from hyper_parallel.shard._rules import (
+    FAMILIES,
+    REFUSED,
+    STYLES,
+    family_rules,
+    match,
+    normalise_plan,
+)
+
+__all__ = [
+    "FAMILIES",
+    "REFUSED",
+    "STYLES",
+    "ShardPlan",
+    "check_axes",
+    "check_sequence",
+    "family_rules",
+    "legal_tp",
+    "match",
+    "normalise_plan",
+    "plan_layouts",
+]

@@ -1,0 +1,40 @@
+# Everything a newcomer needs; each target sets up .venv first when needed.
+#   make train   plan, train on local ranks, sample text, write a report (runs/quickstart/)
+#   make test    formatting, types, import layers, and the whole test suite
+
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= true
+
+bin := .venv/bin
+out := runs/quickstart
+
+.PHONY: help setup train test check bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup:
+	@./tools/setup.sh
+
+train: setup
+	$(bin)/hyper-parallel train recipes/quickstart.yaml output_dir=$(out) checkpoint.resume=never
+	$(bin)/hyper-parallel report $(out)
+	$(bin)/hyper-parallel generate $(out) --prompt "def "
+
+check: setup
+	$(bin)/ruff format --check src tests benchmarks tools
+	$(bin)/ruff check src tests benchmarks tools
+	$(bin)/mypy
+	$(bin)/lint-imports --no-cache
+	$(bin)/codespell src tests docs recipes benchmarks tools README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md
+	$(bin)/python tools/size_report.py
+
+test: check
+	$(bin)/pytest
+
+bench: setup
+	@for script in benchmarks/*.py; do echo "== $$script"; $(bin)/python $$script --json || exit 1; done
+
+clean:
+	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,117 @@
+"""Read a run directory: the plan, the metrics, the measured timeline and the evaluations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.errors import RunUnreadable
+from hyper_parallel.ir import Plan, Timeline
+from hyper_parallel.serde import DecodeError, decode
+
+_WARM_UP_STEPS = 3
+"""First steps left out of medians: they pay for allocation, lazy imports and compilation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything a report shows of one run.
+
+    Attributes:
+        directory: The run directory.
+        plan: What was predicted.
+        metrics: One mapping per training step, in step order.
+        evals: One mapping per evaluation, in step order; empty when there was none.
+        timeline: Measured spans of a window of steps, or None.
+        config: Text of the resolved recipe.
+        sample: Text the model wrote after training, or "".
+        run_info: Facts the trainer wrote about machine and versions.
+    """
+
+    directory: Path
+    plan: Plan
+    metrics: tuple[dict[str, Any], ...]
+    evals: tuple[dict[str, Any], ...]
+    timeline: Timeline | None
+    config: str
+    sample: str
+    run_info: dict[str, Any]
+
+    def steady(self, key: str) -> float | None:
+        """Median of a metric after the warm-up steps; None when no step has it."""
+        values = sorted(
+            float(m[key])
+            for m in self.metrics[_WARM_UP_STEPS:] or self.metrics
+            if m.get(key) is not None
+        )
+        if not values:
+            return None
+        middle = len(values) // 2
+        return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Largest measured memory over all steps."""
+        values = [int(m["memory_bytes"]) for m in self.metrics if m.get("memory_bytes")]
+        return max(values) if values else None
+
+
+def load_run(directory: str | Path) -> Run:
+    """Read a run directory.
+
+    Raises:
+        RunUnreadable: HP603 naming the file that is missing or broken.
+    """
+    root = Path(directory)
+    if not (root / "metrics.jsonl").is_file():
+        raise RunUnreadable(
+            "this is not a run directory: it has no metrics.jsonl",
+            where=str(root),
+            hint="give the `output_dir` of a run, for example `hyper-parallel report runs/quickstart`",
+        )
+    if not (root / "plan.json").is_file():
+        raise RunUnreadable("the run directory has no plan.json", where=str(root))
+    return Run(
+        directory=root,
+        plan=Plan.load(root / "plan.json"),
+        metrics=_json_lines(root / "metrics.jsonl"),
+        evals=_json_lines(root / "eval.jsonl"),
+        timeline=_timeline(root / "timeline.json"),
+        config=_text(root / "config.yaml"),
+        sample=_text(root / "sample.txt"),
+        run_info=json.loads(_text(root / "run.json") or "{}"),
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
+    """Rows of a JSON-lines file; a resumed run writes some steps again, the later line counts."""
+    rows: dict[int, dict[str, Any]] = {}
+    lines = _text(path).splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            rows[int(row["step"])] = row
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break  # a killed run may leave its last line unfinished
+            raise RunUnreadable(
+                "a line is not a metrics record", where=f"{path}:{number}", got=line[:80]
+            ) from error
+    return tuple(rows[step] for step in sorted(rows))
+
+
+def _timeline(path: Path) -> Timeline | None:
+    if not path.is_file():
+        return None
+    try:
+        return decode(Timeline, json.loads(path.read_text(encoding="utf-8")))
+    except (DecodeError, ValueError) as error:
+        raise RunUnreadable(
+            "the measured timeline cannot be read", where=str(path), got=str(error)
+        ) from error

@@ -1,0 +1,107 @@
+"""Timelines for a report: the predicted one of a plan, one measured step, and both as a Perfetto trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.ir import Plan, Span, Timeline
+
+
+def predicted_timeline(plan: Plan) -> Timeline:
+    """One step of a plan as spans: the cost terms one after another, since each term counts exposed time only."""
+    spans, now = [], 0.0
+    for term in plan.cost:
+        if term.seconds > 0:
+            spans.append(Span("predicted/step", term.name, now, term.seconds, term.name))
+            now += term.seconds
+    return Timeline("predicted", tuple(spans))
+
+
+def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
+    """The spans of one step (default: the middle one of the window), moved so that the step starts at 0."""
+    steps = sorted({span.step for span in timeline.spans if span.step is not None})
+    if not steps:
+        return timeline
+    chosen = steps[len(steps) // 2] if step is None else step
+    spans = [span for span in timeline.spans if span.step == chosen]
+    start = min((span.start_s for span in spans), default=0.0)
+    moved = tuple(
+        Span(s.lane, s.name, s.start_s - start, s.duration_s, s.category, s.step) for s in spans
+    )
+    return Timeline(timeline.kind, moved)
+
+
+def chrome_trace(measured: Timeline | None, plan: Plan) -> dict[str, Any]:
+    """Both timelines in the Chrome JSON trace format that Perfetto opens.
+
+    Predicted and measured lanes are two processes. The predicted step is repeated at the start of every measured
+    step, so that the two lie under each other.
+
+    Source: Trace Event Format, duration ("X"), counter ("C") and metadata ("M") events; times in microseconds.
+    """
+    events: list[dict[str, Any]] = []
+    _process(events, 1, f"predicted ({plan.strategy})")
+    starts = _step_starts(measured) if measured else [(0, 0.0)]
+    predicted = predicted_timeline(plan)
+    for step, start in starts:
+        _spans(events, 1, predicted.spans, {"predicted/step": 1}, start, step)
+    events.append(_thread(1, 1, "step"))
+    if measured is not None:
+        _process(events, 2, "measured")
+        lanes = {lane: number for number, lane in enumerate(measured.lanes, 1)}
+        events += [_thread(2, number, lane) for lane, number in lanes.items()]
+        _spans(events, 2, measured.spans, lanes, 0.0, None)
+        for counter in measured.counters:
+            events.append(
+                {
+                    "ph": "C",
+                    "pid": 2,
+                    "name": counter.lane,
+                    "ts": counter.time_s * 1e6,
+                    "args": {"value": counter.value},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": plan.fingerprint}}
+
+
+def _step_starts(timeline: Timeline) -> list[tuple[int, float]]:
+    starts: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.step is not None:
+            starts[span.step] = min(span.start_s, starts.get(span.step, span.start_s))
+    return sorted(starts.items()) or [(0, 0.0)]
+
+
+def _process(events: list[dict[str, Any]], pid: int, name: str) -> None:
+    events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+    events.append(
+        {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+    )
+
+
+def _thread(pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+
+
+def _spans(
+    events: list[dict[str, Any]],
+    pid: int,
+    spans: tuple[Span, ...],
+    lanes: dict[str, int],
+    offset_s: float,
+    step: int | None,
+) -> None:
+    for span in spans:
+        shown = span.step if span.step is not None else step
+        events.append(
+            {
+                "ph": "X",
+                "pid": pid,
+                "tid": lanes[span.lane],
+                "name": span.name,
+                "cat": span.category,
+                "ts": (span.start_s + offset_s) * 1e6,
+                "dur": span.duration_s * 1e6,
+                "args": {} if shown is None else {"step": shown},
+            }
+        )

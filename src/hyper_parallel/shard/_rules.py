@@ -1,0 +1,187 @@
+"""Rules: which module gets which style, from a model's own plan or from the table of families.
+
+A style says how the weight of a module lies on the tensor-parallel axis and how its input and output are treated.
+The vocabulary is ours; `normalise_plan` reads the one of Hugging Face configuration classes. A style of theirs that
+this version cannot run exactly keeps a name of its own here, and `plan_layouts` refuses it under tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Final
+
+from hyper_parallel.ir import Rule
+
+STYLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "colwise": "weight [out, in] split on out, bias split; output split",
+        "rowwise": "weight split on in, bias whole and added once after the reduction",
+        "vocab": "embedding [vocab, embed] split on vocab; partial rows are summed",
+        "head": "language-model head [vocab, embed] split on vocab; logits stay split for the loss",
+        "kv_replicate": "key or value projection kept whole; a rank computes the heads its queries use",
+        "replicate": "parameters whole; the module works position by position on the sequence shard",
+    }
+)
+"""Styles a rule may name, with their meaning."""
+
+REFUSED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "packed_colwise": "several projections packed in one weight",
+        "packed_rowwise": "several projections packed in one weight",
+        "experts": "experts of a mixture-of-experts layer",
+        "gather_output": "a projection whose output must be whole on every rank",
+        "split_input": "a projection whose input is whole on every rank",
+        "unsupported": "a module whose plan uses a style that is not implemented",
+    }
+)
+"""Styles a model's own plan may hold that are refused under tensor parallelism, with what they stand for."""
+
+_FROM_HUGGING_FACE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "colwise": "colwise",
+        "rowwise": "rowwise",
+        "colwise_gather_output": "gather_output",
+        "colwise_rep": "gather_output",
+        "rowwise_split_input": "split_input",
+        "rowwise_rep": "split_input",
+        "embedding_rowwise": "vocab",
+        "packed_colwise": "packed_colwise",
+        "packed_rowwise": "packed_rowwise",
+        "moe_tp_experts": "experts",
+        "replicated_with_grad_allreduce": "replicate",
+        "sequence_parallel": "replicate",
+        "replicate": "replicate",
+    }
+)
+
+
+def match(pattern: str, name: str) -> str | None:
+    """The leading part of a name that a pattern matches, or None.
+
+    Patterns and names are cut at dots; a part of the pattern matches one part of the name, and `*` also matches the
+    literal `*` that stands for the layer index. A pattern shorter than the name matches the module that contains it.
+
+    >>> match("model.layers.*.mlp", "model.layers.*.mlp.up_proj.weight")
+    'model.layers.*.mlp'
+    """
+    wanted, parts = pattern.split("."), name.split(".")
+    if len(wanted) > len(parts):
+        return None
+    parts = parts[: len(wanted)]
+    if all(fnmatchcase(part, glob) for part, glob in zip(parts, wanted, strict=True)):
+        return ".".join(parts)
+    return None
+
+
+def applies(rule: Rule, param: str) -> str | None:
+    """The name a rule takes hold of for a parameter: the parameter, its module, or None when it does not apply.
+
+    A style that splits weights must name the module that owns them (or the parameter); `replicate`, and the styles
+    that are refused, also hold for everything inside a module.
+    """
+    found = match(rule.pattern, param)
+    if found is None:
+        return None
+    inside = param[len(found) + 1 :].count(".")
+    whole_subtree = rule.style == "replicate" or rule.style in REFUSED
+    if found == param or inside == 0:
+        return found
+    return param.rpartition(".")[0] if whole_subtree else None
+
+
+def normalise_plan(
+    plan: Mapping[str, str] | None, prefix: str = ""
+) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
+    """Rules from a Hugging Face tensor-parallel plan.
+
+    Args:
+        plan: Pattern to style name, as `base_model_tp_plan` of a configuration class or `_tp_plan` of a model holds
+            it; None when the class has none.
+        prefix: Put before every pattern; `model.` for the base model inside a causal language model.
+
+    Returns:
+        Rules with the most specific pattern first, and notes on what has no exact counterpart. A style that is not
+        known becomes `unsupported`, which `plan_layouts` refuses under tensor parallelism: a weight kept whole next
+        to split ones would give another result.
+    """
+    plan = plan or {}
+    expert_modules = tuple(p for p, style in plan.items() if style == "moe_tp_experts")
+    rules, notes = [], []
+    for pattern, theirs in plan.items():
+        style = _FROM_HUGGING_FACE.get(theirs)
+        if style is None:
+            style = "unsupported"
+            notes.append(
+                f"`{prefix}{pattern}`: style `{theirs}` of the model's plan is not implemented"
+            )
+        if style == "gather_output" and "*" not in pattern:
+            style = "head"  # outside the layers only a head projects; its logits need not be whole for the loss
+        if pattern.startswith(tuple(f"{module}." for module in expert_modules)):
+            style = "experts"
+        rules.append(Rule(prefix + pattern, style))
+    rules.sort(key=lambda rule: -len(rule.pattern.split(".")))
+    return tuple(rules), tuple(notes)
+
+
+_ATTENTION: Final = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+}
+_HEAD_NORMS: Final = {"self_attn.q_norm": "replicate", "self_attn.k_norm": "replicate"}
+_GATED_MLP: Final = {
+    "mlp.gate_proj": "colwise",
+    "mlp.up_proj": "colwise",
+    "mlp.down_proj": "rowwise",
+}
+_EXPERTS: Final = {
+    "mlp.experts.gate_up_proj": "experts",
+    "mlp.experts.down_proj": "experts",
+    "mlp.experts": "experts",
+}
+_SHARED_EXPERTS: Final = {
+    "mlp.shared_experts.gate_proj": "colwise",
+    "mlp.shared_experts.up_proj": "colwise",
+    "mlp.shared_experts.down_proj": "rowwise",
+}
+_LLAMA: Final = {**_ATTENTION, **_GATED_MLP}
+_FAMILIES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "llama": _LLAMA,
+        "mistral": _LLAMA,
+        "qwen2": _LLAMA,
+        "gemma": _LLAMA,
+        "gemma2": _LLAMA,
+        "qwen3": {**_LLAMA, **_HEAD_NORMS},
+        "gemma3_text": {**_LLAMA, **_HEAD_NORMS},
+        "qwen3_moe": {**_LLAMA, **_HEAD_NORMS, **_EXPERTS},
+        "mixtral": {**_ATTENTION, **_EXPERTS},
+        "deepseek_v3": {**_EXPERTS, **_SHARED_EXPERTS, **_GATED_MLP},
+        "gpt_oss": {},  # its configuration class plans expert parallelism only
+        "phi3": {
+            "self_attn.qkv_proj": "gather_output",
+            "self_attn.o_proj": "split_input",
+            "mlp.gate_up_proj": "gather_output",
+            "mlp.down_proj": "split_input",
+        },
+    }
+)
+FAMILIES: Final = tuple(_FAMILIES)
+"""Model types with a plan of their own in the table."""
+
+
+def family_rules(model_type: str) -> tuple[Rule, ...]:
+    """Rules of a model family, without its framework: decoder layers, embedding and head.
+
+    Args:
+        model_type: `model_type` of the config; one that is not in the table gets the rules of `llama`, whose module
+            names most decoder-only models share. Where the names differ, `plan_layouts` finds matrices that no rule
+            covers and refuses tensor parallelism.
+    """
+    layer = _FAMILIES.get(model_type, _LLAMA)
+    rules = [Rule(f"model.layers.*.{name}", style) for name, style in layer.items()]
+    rules.sort(key=lambda rule: -len(rule.pattern.split(".")))
+    return (*rules, Rule("model.embed_tokens", "vocab"), Rule("lm_head", "head"))

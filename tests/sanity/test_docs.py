@@ -1,0 +1,33 @@
+import re
+from pathlib import Path
+
+import pytest
+
+import hyper_parallel
+
+pytestmark = pytest.mark.sanity
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
+    broken = [
+        target
+        for target, _ in LINK.findall(page.read_text(encoding="utf-8"))
+        if not target.startswith(("http://", "https://", "mailto:")) and not (page.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_every_page_of_docs_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")} - {"index.md"}
+    assert not {page for page in pages if f"({page})" not in index}
+
+
+def test_every_public_name_exists() -> None:
+    for name in hyper_parallel.__all__:
+        assert getattr(hyper_parallel, name) is not None
