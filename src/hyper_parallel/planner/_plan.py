@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import Candidates, Scores, score
+from hyper_parallel.cost import Candidates, Scores, score, step_collectives
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Rejected, Strategy, Workload
 from hyper_parallel.model import ModelSpec
@@ -208,6 +208,7 @@ def _make(
             )
     layouts = {} if later else sharded.layouts
     notes = (*context.notes, *(sharded.notes if not later else (later,)), *notes)
+    collectives = step_collectives(context.model, layouts, strategy, workload) if layouts else ()
     cost = scores.cost_at(index)
     return Plan(
         model=context.model_ref(),
@@ -220,6 +221,7 @@ def _make(
         cost=cost,
         memory=scores.memory_at(index),
         memory_capacity_bytes=context.machine.memory_bytes,
+        collectives=collectives,
         rejected=rejected,
         notes=notes,
     )
