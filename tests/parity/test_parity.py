@@ -1,4 +1,4 @@
-"""Every layout repeats the run of one device: loss curve, gradient norms, gradients; and sends what the formula says."""
+"""Every layout repeats the run of one device: loss curve, norms, gradients; and sends the bytes of the formula."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ MATRIX = _matrix()
 @functools.cache
 def _reference(case: str) -> Reference:
     reference = Reference(CASES[case])
-    assert reference.gradients and reference.run  # before the ranks are forked
+    assert reference.gradients  # both runs happen before the ranks are forked
+    assert reference.run
     return reference
 
 

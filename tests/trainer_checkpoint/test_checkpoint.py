@@ -2,7 +2,9 @@ import json
 import logging
 import os
 import shutil
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -115,6 +117,48 @@ def test_the_first_save_cleans_what_a_killed_run_left(tmp_path):
     saver.save(3, model, optimizer, {})
     names = [f"step_0000000{step}" for step in (1, 2, 3)]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
+def test_a_run_killed_while_saving_leaves_an_intact_checkpoint(tmp_path, delay_s):
+    model, optimizer = build(1)
+    train(model, optimizer, 1)
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)
+        saver = checkpointer(tmp_path, asynchronous=True)
+        for step in range(1, 1000):
+            with torch.no_grad():
+                model.lm_head.weight.fill_(step)
+            saver.save(step, model, optimizer, {"step": step})
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while len(steps(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(delay_s)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    loader = checkpointer(tmp_path)
+    step, extra = loader.load(model, optimizer)
+    assert step == loader.latest() == extra["step"]
+    assert torch.equal(model.lm_head.weight, torch.full_like(model.lm_head.weight, step))
+
+
+@pytest.mark.torch
+def test_frozen_parameters_and_parameters_without_gradient(tmp_path):
+    def make(seed):
+        model, _ = build(seed)
+        model.model.embed_tokens.weight.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return model, torch.optim.AdamW(trained, lr=0.1)
+
+    model, optimizer = make(1)
+    train(model, optimizer)
+    checkpointer(tmp_path).save(2, model, optimizer, {})
+    other, other_optimizer = make(2)
+    checkpointer(tmp_path).load(other, other_optimizer)
+    assert_same(whole(other, other_optimizer), whole(model, optimizer))
 
 
 def flip(path):

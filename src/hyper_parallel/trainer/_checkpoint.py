@@ -35,7 +35,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hyper_parallel import serde
 from hyper_parallel.backends.torch._local import local_ranges
-from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch, OutputNotWritable
+from hyper_parallel.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    HyperParallelError,
+    OutputNotWritable,
+)
 from hyper_parallel.trainer import _manifest as files
 from hyper_parallel.trainer._manifest import Damaged, Manifest
 
@@ -256,6 +261,7 @@ class Checkpointer:
         try:
             result, failure = fn(), None
         except Exception as error:
+            _log.debug("failed on rank %d", self._rank, exc_info=True)
             result, failure = None, _coded(error, self.directory)
         everyone: list[Any] = [(result, failure)]
         if self._group is not None:
@@ -288,7 +294,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
 
 
 def _coded(error: Exception, directory: Path) -> Exception:
-    """An error that explains itself and pickles: disk trouble gets its code."""
+    """An error that all ranks can raise: it pickles, and disk trouble gets its code."""
+    if isinstance(error, HyperParallelError):
+        return error
     causes = [error, *getattr(error, "failures", {}).values()]
     for cause in causes:
         cause = cause[0] if isinstance(cause, tuple) else cause
@@ -297,7 +305,7 @@ def _coded(error: Exception, directory: Path) -> Exception:
                 f"the checkpoint cannot be written: {cause.strerror or cause}",
                 where=str(cause.filename or directory),
             )
-    return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
