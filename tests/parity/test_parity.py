@@ -1,4 +1,4 @@
-"""Every layout repeats the run of one device: loss curve, gradient norms, gradients; and sends what the formula says."""
+"""Every layout repeats the run of one device: loss curve, norms, gradients; and sends the bytes of the formula."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ MATRIX = _matrix()
 @functools.cache
 def _reference(case: str) -> Reference:
     reference = Reference(CASES[case])
-    assert reference.gradients and reference.run  # before the ranks are forked
+    assert reference.gradients  # both runs happen before the ranks are forked
+    assert reference.run
     return reference
 
 
@@ -70,7 +71,9 @@ def _results(case: str, size: int) -> dict[Strategy, list[Run]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "size", "strategy"), MATRIX, ids=[f"{c}-{str(s).replace(' ', '-')}" for c, _, s in MATRIX]
+    ("case", "size", "strategy"),
+    MATRIX,
+    ids=[f"{c}-{str(s).replace(' ', '-')}" for c, _, s in MATRIX],
 )
 def test_layout_repeats_one_device(case: str, size: int, strategy: Strategy) -> None:
     expected = _reference(case).run

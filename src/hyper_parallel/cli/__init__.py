@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import typer
 
+from hyper_parallel.cli._checkpoint import app as checkpoint
 from hyper_parallel.cli._config import config
 from hyper_parallel.cli._doctor import doctor
 from hyper_parallel.cli._frame import build_app, run
+from hyper_parallel.cli._generate import generate
+from hyper_parallel.cli._plan import plan
 from hyper_parallel.cli._report import report
 
-_COMMANDS = (
-    report,
-    doctor,
-)
-_GROUPS = (config,)
+_COMMANDS = (plan, generate, report, doctor)
+_GROUPS = (checkpoint, config)
 
 
 def application() -> typer.Typer:
