@@ -1,0 +1,28 @@
+"""Data: text on disk to packed, memory-mapped sequences, and the batches every rank reads.
+
+    source -> documents -> tokenizer -> tokens -> hold-out -> packed arrays (cached)      prepare(), one process
+    packed arrays -> order of the seed -> steps -> slice of a rank -> microbatches        Batches, every rank
+
+Tokenising never happens under an open collective: `prepare` returns before ranks start, and ranks only map files.
+"""
+
+from hyper_parallel.trainer.data._batches import Batch, Batches
+from hyper_parallel.trainer.data._chat import CHATML, PLAIN, render, stop_ids
+from hyper_parallel.trainer.data._prepare import PackedData, prepare
+from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, PackedSequences
+from hyper_parallel.trainer.data._tokenizer import has_tokenizer, load_tokenizer
+
+__all__ = [
+    "CHATML",
+    "IGNORE_INDEX",
+    "PLAIN",
+    "Batch",
+    "Batches",
+    "PackedData",
+    "PackedSequences",
+    "has_tokenizer",
+    "load_tokenizer",
+    "prepare",
+    "render",
+    "stop_ids",
+]

@@ -1,0 +1,199 @@
+"""Batches: the global order of sequences, and the slice of a step that one data-parallel rank reads.
+
+The order is a function of the seed and the epoch alone. Step k takes the next `sequences_per_step` sequences of it;
+rank and microbatch only cut that list, so a step's content is the same for every layout with equal tokens per step:
+
+    step k        | s0 s1 s2 s3 s4 s5 s6 s7 |
+    dp 2, mb 2    | [s0 s1][s2 s3] | [s4 s5][s6 s7] |
+    dp 4, mb 1    | [s0][s1] | [s2][s3] | [s4][s5] | [s6][s7] |
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
+from hyper_parallel.trainer.data._sequences import Int64, PackedSequences
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch of one data-parallel rank.
+
+    Attributes:
+        input_ids: int64 [B, S].
+        shift_labels: int64 [B, S]; the label at t is the token at t + 1, -100 where there is no loss.
+        num_valid: Labels that are not -100.
+    """
+
+    input_ids: torch.Tensor
+    shift_labels: torch.Tensor
+    num_valid: int
+
+
+class Batches:
+    """Deterministic order over packed sequences, cut into steps.
+
+    Args:
+        sequences: What to read.
+        sequences_per_step: Sequences of one step over all data-parallel ranks.
+        seed: Seed of the order.
+        shuffle: False: the order on disk, in every epoch.
+        tail: What happens when an epoch ends inside a step. `wrap`: the step goes on with the next epoch (training).
+            `pad`: the step is filled with dummy rows without labels and the next step starts the next epoch
+            (evaluation: every sequence exactly once, the same number of microbatches on every rank).
+        limit: Use only the first sequences on disk; None: all.
+        fingerprint: Hash of the data, kept in checkpoints.
+
+    Raises:
+        NoData: HP602 when there is no sequence.
+    """
+
+    def __init__(
+        self,
+        sequences: PackedSequences,
+        *,
+        sequences_per_step: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        tail: Literal["wrap", "pad"] = "wrap",
+        limit: int | None = None,
+        fingerprint: str = "",
+    ) -> None:
+        if sequences_per_step < 1:
+            raise BatchMismatch(
+                "a step must hold at least one sequence",
+                got=sequences_per_step,
+                allowed="1 or more",
+            )
+        self.sequences = sequences
+        self.sequences_per_step = sequences_per_step
+        self.seed = seed
+        self.shuffle = shuffle
+        self.tail = tail
+        self.fingerprint = fingerprint
+        self.num_sequences = len(sequences) if limit is None else min(limit, len(sequences))
+        if self.num_sequences == 0:
+            raise NoData("there is no sequence to read", where=f"{sequences.split} data")
+        self._origin = 0
+        self._order: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that visit every sequence at least once, counted from the start of an epoch."""
+        return -(-self.num_sequences // self.sequences_per_step)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of one step over all ranks."""
+        return self.sequences_per_step * self.sequences.seq_len
+
+    def step_batch(self, step: int) -> Int64:
+        """Indices of the sequences of a step over all ranks, [sequences_per_step]; -1 is a dummy row."""
+        size = self.sequences_per_step
+        if self.tail == "pad":
+            epoch, within = divmod(step, self.steps_per_epoch)
+            part = self._epoch(epoch)[within * size : (within + 1) * size]
+            return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
+        at, end = self._origin + step * size, self._origin + (step + 1) * size
+        parts = []
+        while at < end:
+            epoch, within = divmod(at, self.num_sequences)
+            parts.append(self._epoch(epoch)[within : within + end - at])
+            at += len(parts[-1])
+        return np.concatenate(parts)
+
+    def _epoch(self, epoch: int) -> Int64:
+        if not self.shuffle:
+            return np.arange(self.num_sequences, dtype=np.int64)
+        if self._order[0] != epoch:
+            # Raw bits of PCG64 are fixed for ever; numpy may change how `permutation` draws.
+            keys = np.random.PCG64([self.seed, 0, epoch]).random_raw(self.num_sequences)
+            self._order = (epoch, np.argsort(keys, kind="stable"))
+        return self._order[1]
+
+    def num_valid(self, step: int) -> int:
+        """Labels with loss in a step over all ranks; every rank knows it without communication."""
+        return self.sequences.num_valid(self.step_batch(step))
+
+    def microbatches(
+        self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
+    ) -> list[Batch]:
+        """Microbatches of one data-parallel rank in a step.
+
+        Args:
+            step: Step, from 0.
+            dp_rank: Rank among the data-parallel ranks.
+            dp_size: Number of data-parallel ranks.
+            microbatch: Sequences per microbatch, B.
+            accumulation: Microbatches per step.
+
+        Returns:
+            `accumulation` batches of [B, S].
+
+        Raises:
+            BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
+        """
+        size = dp_size * microbatch * accumulation
+        if size != self.sequences_per_step or not 0 <= dp_rank < dp_size:
+            raise BatchMismatch(
+                "data ranks x microbatch x accumulation must be the sequences of a step",
+                got=f"{dp_size} x {microbatch} x {accumulation} = {size}, rank {dp_rank}",
+                allowed=self.sequences_per_step,
+            )
+        mine = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
+        return [self._batch(indices) for indices in mine]
+
+    def _batch(self, indices: Int64) -> Batch:
+        inputs, labels = self.sequences.read(indices)
+        num_valid = self.sequences.num_valid(indices)
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), num_valid)
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """The data position before a step, for a checkpoint: plain values, the same on every rank and layout."""
+        return {
+            "step": step,
+            "sequences_seen": self._origin + step * self.sequences_per_step,
+            "sequences_per_step": self.sequences_per_step,
+            "num_sequences": self.num_sequences,
+            "fingerprint": self.fingerprint,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where a checkpoint stopped: the step after it reads the sequences that would have come next.
+
+        Tokens per step may change; the data and its order may not.
+
+        Raises:
+            CheckpointMismatch: HP702 when the data or its order differ.
+        """
+        mine = self.state_dict(0)
+        order = ("fingerprint", "num_sequences", "seed", "shuffle")
+        changed = [k for k in order if state[k] != mine[k]]
+        if changed:
+            raise CheckpointMismatch(
+                "the checkpoint was written on other data or another order, so its position means nothing here",
+                where=", ".join(changed),
+                got=", ".join(f"{k}={mine[k]}" for k in changed),
+                allowed=", ".join(f"{k}={state[k]}" for k in changed),
+                hint="checkpoint.resume=never",
+            )
+        if self.tail == "pad":
+            return
+        if state["sequences_per_step"] != self.sequences_per_step:
+            logger.warning(
+                "sequences per step changed from %d to %d; the data goes on after the %d sequences already seen",
+                state["sequences_per_step"],
+                self.sequences_per_step,
+                state["sequences_seen"],
+            )
+        self._origin = state["sequences_seen"] - state["step"] * self.sequences_per_step

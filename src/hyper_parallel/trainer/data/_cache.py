@@ -1,0 +1,122 @@
+"""The cache: directories named by the hash of everything that made them, published by one rename.
+
+A directory is complete or absent. Its `meta.json` lists size and SHA-256 of every other file; on opening, sizes are
+always compared and checksums for files up to 256 MiB (larger ones would cost seconds per start). What does not agree
+is built again. A lock file lets several processes ask for the same entry: the first builds, the others wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.errors import OutputNotWritable
+from hyper_parallel.units import MiB
+
+logger = logging.getLogger(__name__)
+
+META = "meta.json"
+_CHECKSUM_LIMIT_BYTES = 256 * MiB
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """Directory of the cache: `cache_dir`, else `hyper_parallel` in the user's cache directory.
+
+    Raises:
+        OutputNotWritable: HP105 when it cannot be created or written.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = (Path(cache_dir) if cache_dir else Path(base) / "hyper_parallel").expanduser().absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        problem = None if os.access(root, os.W_OK) else "permission denied"
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise OutputNotWritable(
+            "the data cache cannot be written",
+            where=f"data.cache_dir: {root}",
+            got=problem,
+            hint="data.cache_dir=DIRECTORY_YOU_CAN_WRITE",
+        )
+    return root
+
+
+def digest(value: Any) -> str:
+    """Short hash of JSON values, for names of cache entries."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def entry(
+    root: Path, key: str, build: Callable[[Path], dict[str, Any]]
+) -> tuple[Path, dict[str, Any]]:
+    """Directory `root/key` and its meta data; `build` fills it first when it is absent or damaged.
+
+    Args:
+        root: Directory of entries of one kind.
+        key: Name of the entry: the hash of everything that decides its content.
+        build: Writes files into the directory it is given and returns the meta data to keep.
+
+    Returns:
+        The directory and its meta data, with `cached` true when nothing was built.
+    """
+    from filelock import FileLock
+
+    root.mkdir(parents=True, exist_ok=True)
+    target = root / key
+    with FileLock(root / f"{key}.lock"):
+        meta = _intact(target)
+        if meta is not None:
+            return target, meta | {"cached": True}
+        shutil.rmtree(target, ignore_errors=True)
+        partial = root / f".{key}.part"
+        shutil.rmtree(partial, ignore_errors=True)  # left behind by a build that was killed
+        partial.mkdir()
+        try:
+            meta = build(partial)
+            _seal(partial, meta)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return target, meta | {"cached": False}
+
+
+def _seal(directory: Path, meta: dict[str, Any]) -> None:
+    files = sorted(p for p in directory.iterdir() if p.is_file())
+    meta["files"] = {p.name: {"bytes": p.stat().st_size, "sha256": file_digest(p)} for p in files}
+    (directory / META).write_text(json.dumps(meta, indent=1))
+
+
+def _intact(directory: Path) -> dict[str, Any] | None:
+    """Meta data of a complete entry; None when it is absent or damaged."""
+    if not directory.is_dir():
+        return None
+    try:
+        meta: dict[str, Any] = json.loads((directory / META).read_text())
+        damaged = [n for n, facts in meta["files"].items() if not _agrees(directory / n, facts)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("cache entry %s is unreadable (%s); it is built again", directory, error)
+        return None
+    if damaged:
+        logger.warning("cache entry %s is damaged (%s); it is built again", directory, damaged[0])
+        return None
+    return meta
+
+
+def _agrees(path: Path, facts: dict[str, Any]) -> bool:
+    if not path.is_file() or path.stat().st_size != facts["bytes"]:
+        return False
+    return facts["bytes"] > _CHECKSUM_LIMIT_BYTES or file_digest(path) == facts["sha256"]

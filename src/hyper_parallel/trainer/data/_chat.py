@@ -1,0 +1,127 @@
+"""Chat templates, and which tokens of a conversation the assistant wrote.
+
+The tokenizer's own template is used when it has one. A tokenizer trained here carries `CHATML`; a foreign tokenizer
+without a template gets `PLAIN`, which needs no special token but the end-of-text one.
+
+The loss mask is found from text alone, for any template: the assistant's turn i begins where the rendering of the
+turns before it, with the generation prompt, ends. The template must therefore render a conversation's beginning the
+same way whether or not more turns follow it; a template that does not is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.errors import BadValue
+from hyper_parallel.trainer.data._records import Message
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Template of tokenizers trained here: turns between `<|im_start|>` and `<|im_end|>`."""
+
+PLAIN = (
+    "{% for message in messages %}### {{ message['role'] }}:\n{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
+)
+"""Template of foreign tokenizers that bring none: headed turns, the assistant's closed by end-of-text."""
+
+
+def render(
+    tokenizer: Any, messages: Sequence[Message], *, prompt: bool = False, where: str = ""
+) -> str:
+    """Text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
+
+    Raises:
+        BadValue: HP102 when the template refuses the conversation.
+    """
+    import jinja2
+
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=prompt
+        )
+    except jinja2.TemplateError as error:
+        raise BadValue(
+            "the chat template of the tokenizer refuses a conversation",
+            where=where or "chat template",
+            got=f"{error}; roles: {', '.join(m['role'] for m in messages)}",
+        ) from error
+    return str(text)
+
+
+def assistant_spans(
+    tokenizer: Any, messages: Sequence[Message], where: str = ""
+) -> tuple[str, list[tuple[int, int]]]:
+    """Text of a conversation and the [start, end) characters the assistant wrote, its end marker included.
+
+    Raises:
+        BadValue: HP102 when the template renders the first turns differently once more turns follow.
+    """
+    full = render(tokenizer, messages, where=where)
+    spans = []
+    for i, message in enumerate(messages):
+        # A conversation that the assistant opens has no prompt to answer there: that turn is context, not a target.
+        if message["role"] != "assistant" or i == 0 or not message["content"].strip():
+            continue
+        before = render(tokenizer, messages[:i], prompt=True, where=where)
+        if not full.startswith(before):
+            raise BadValue(
+                "the chat template renders a conversation differently once more turns follow, so the assistant's "
+                "tokens cannot be told from the others",
+                where=f"{where}, turn {i + 1}",
+                got=repr(before[-40:]),
+                allowed=repr(full[max(0, len(before) - 40) : len(before)]),
+            )
+        end = _turn_end(full, len(before), render(tokenizer, messages[: i + 1]), message["content"])
+        # White space behind the end marker belongs to the template; generation stops at the marker.
+        spans.append((len(before), len(before) + len(full[len(before) : end].rstrip())))
+    return full, spans
+
+
+def _turn_end(full: str, start: int, upto: str, content: str) -> int:
+    """Where the assistant's turn ends in `full`; `upto` is the rendering that ends with this turn."""
+    if full.startswith(upto):
+        return len(upto)
+    # Some templates add a reasoning block to the last turn only (Qwen3): find the words and the marker behind them.
+    words = content.strip()
+    end = full.index(words, start) + len(words)
+    marker = upto[upto.rindex(words) + len(words) :]
+    return end + (len(marker) if full.startswith(marker, end) else 0)
+
+
+def encode_conversation(
+    tokenizer: Any, messages: Sequence[Message], where: str = ""
+) -> tuple[list[int], list[bool]]:
+    """Tokens of a conversation and, for each, whether the assistant wrote it.
+
+    Raises:
+        BadValue: HP102 when the tokenizer cannot tell from which characters a token came.
+    """
+    if not tokenizer.is_fast:
+        raise BadValue(
+            "stage sft needs a tokenizer that reports character offsets",
+            where="data.tokenizer",
+            got=type(tokenizer).__name__,
+            allowed="a tokenizer with a tokenizer.json",
+        )
+    text, spans = assistant_spans(tokenizer, messages, where)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    mask = [
+        any(start <= first < end for start, end in spans) for first, _ in encoded["offset_mapping"]
+    ]
+    return list(encoded["input_ids"]), mask
+
+
+def stop_ids(tokenizer: Any) -> set[int]:
+    """Tokens that end an answer: end-of-text, and the special token the template writes behind an answer."""
+    stops = {tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "XYZ"}]
+        behind = render(tokenizer, messages).rpartition("XYZ")[2]
+        first = tokenizer(behind, add_special_tokens=False)["input_ids"][:1]
+        stops |= {i for i in first if i in tokenizer.added_tokens_decoder}
+    return stops

@@ -1,0 +1,267 @@
+"""Sources: which files a recipe names, in which format, and the documents in them, in a fixed order.
+
+A document is a text or a conversation. The order is that of the sorted relative paths and of the records in each
+file, so that the same files give the same tokens on every machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hyper_parallel.config import Data
+from hyper_parallel.errors import Contradiction, NoData
+from hyper_parallel.trainer.data._records import (
+    Message,
+    alpaca_messages,
+    read_records,
+    shape_of,
+    sharegpt_messages,
+    text_of,
+)
+
+STDLIB = "python-stdlib"
+_STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
+_JSON = frozenset({".json", ".jsonl", ".ndjson"})
+_PARQUET = frozenset({".parquet"})
+_SUFFIXES = {"jsonl": _JSON, "parquet": _PARQUET, "alpaca": _JSON | _PARQUET}
+_SUFFIXES["sharegpt"] = _SUFFIXES["alpaca"]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text or one conversation, with the place it came from."""
+
+    where: str
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def plain(self) -> str:
+        """The words alone, without any template: what a tokenizer is trained on."""
+        return self.text or "\n".join(m["content"] for m in self.messages)
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of the words."""
+        return len(self.plain.encode("utf-8", "surrogatepass"))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The files of a recipe, resolved.
+
+    Attributes:
+        name: What the recipe says.
+        shape: `text` (a file is a document), `records` (text under a key), `alpaca` or `sharegpt`.
+        files: Files in reading order.
+        text_key: Key of the text in records.
+        max_bytes: Limit on the text that is read.
+        counts: What was left out while reading, by reason.
+    """
+
+    name: str
+    shape: str
+    files: tuple[Path, ...]
+    text_key: str
+    max_bytes: int | None
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_conversations(self) -> bool:
+        """Whether documents are conversations."""
+        return self.shape in ("alpaca", "sharegpt")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files, an estimate of the text in them; at most `max_bytes`."""
+        total = sum(f.stat().st_size for f in self.files)
+        return total if self.max_bytes is None else min(total, self.max_bytes)
+
+    def identity(self) -> dict[str, object]:
+        """Everything about the source that decides its text: paths, sizes and modification times included."""
+        stats = [(str(f), f.stat()) for f in self.files]
+        return {
+            "shape": self.shape,
+            "text_key": self.text_key if self.shape == "records" else "",
+            "max_bytes": self.max_bytes,
+            "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        }
+
+    def documents(self) -> Iterator[Document]:
+        """Documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut.
+
+        Raises:
+            NoData: HP602 for a file or record that cannot be read, with its place.
+        """
+        self.counts.clear()
+        left = self.max_bytes
+        for document in self._all_documents():
+            size = document.num_bytes
+            if size == 0:
+                self.counts["empty records left out"] += self.shape != "text"
+                continue
+            if left is not None and size > left:
+                if document.text and left:
+                    cut = document.text.encode("utf-8", "surrogatepass")[:left]
+                    yield Document(document.where, cut.decode("utf-8", "ignore"))
+                return
+            yield document
+            if left is not None:
+                left -= size
+
+    def _all_documents(self) -> Iterator[Document]:
+        for path in self.files:
+            if self.shape == "text":
+                yield from self._text_document(path)
+                continue
+            for where, record in read_records(path):
+                if self.shape == "records":
+                    yield Document(where, text_of(record, self.text_key, where))
+                else:
+                    read = alpaca_messages if self.shape == "alpaca" else sharegpt_messages
+                    yield Document(where, messages=tuple(read(record, where)))
+
+    def _text_document(self, path: Path) -> Iterator[Document]:
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise NoData("a data file cannot be read", where=str(path), got=error.strerror) from (
+                error
+            )
+        if b"\0" in raw[:8192]:
+            if len(self.files) == 1:
+                raise NoData(
+                    "the data file is binary, not text",
+                    where=str(path),
+                    allowed="text, .jsonl, .json, .parquet",
+                )
+            self.counts["binary files left out"] += 1
+            return
+        text = raw.decode("utf-8", "replace")
+        if "\ufffd" in text and "\ufffd".encode() not in raw:
+            self.counts["files with bytes that are not UTF-8 (replaced by U+FFFD)"] += 1
+        yield Document(str(path), text)
+
+
+def resolve(data: Data, stage: str) -> Source:
+    """Find the files of `data.source` and their format.
+
+    Raises:
+        NoData: HP602 when nothing is there or the format cannot be told.
+        Contradiction: HP104 when the stage needs conversations and the source holds text.
+    """
+    files, shape = _stdlib(data) if data.source == STDLIB else _local(data)
+    source = Source(data.source, shape, tuple(files), data.text_key, data.max_bytes)
+    if stage == "sft" and not source.is_conversations:
+        raise Contradiction(
+            "`stage: sft` trains on the assistant's turns, and the source holds plain text",
+            where=f"data.source: {data.source}",
+            got=f"stage=sft, records={shape}",
+            allowed="alpaca or sharegpt records for sft; any format for pt",
+            hint="stage=pt",
+        )
+    return source
+
+
+def _stdlib(data: Data) -> tuple[list[Path], str]:
+    if data.format not in ("auto", "text"):
+        raise Contradiction(
+            f"`data.source: {STDLIB}` is text",
+            got=f"data.format={data.format}",
+            hint="data.format=text",
+        )
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        p for p in _sorted_files(root, "*.py") if not _STDLIB_SKIP & set(p.relative_to(root).parts)
+    ]
+    if not files:
+        raise NoData(
+            "this Python has no source files of its standard library",
+            where=str(root),
+            hint="data.source=PATH_TO_TEXT",
+        )
+    return files, "text"
+
+
+def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
+    found = (p for p in root.rglob(pattern) if p.is_file())
+    shown = (
+        p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)
+    )
+    return sorted(shown, key=lambda p: p.relative_to(root).as_posix())
+
+
+def _local(data: Data) -> tuple[list[Path], str]:
+    path = Path(data.source).expanduser()
+    if not path.exists():
+        raise NoData(
+            "the data source does not exist",
+            where=f"data.source: {data.source}",
+            got=str(path.absolute()),
+            allowed=f"{STDLIB}, a file or a directory",
+            hint=f"data.source={_nearest(path)}",
+        )
+    path = path.absolute()
+    files = [path] if path.is_file() else _sorted_files(path)
+    if not files:
+        raise NoData("the data directory holds no files", where=f"data.source: {path}")
+    if path.is_dir():
+        files = _of_one_kind(path, files, data.format)
+    if all(f.stat().st_size == 0 for f in files):
+        raise NoData("the data source is empty", where=f"data.source: {path}", got="0 bytes")
+    return files, _shape(files[0], data)
+
+
+def _nearest(path: Path) -> str:
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, siblings, n=1)
+    return str(path.parent / close[0]) if close else STDLIB
+
+
+def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
+    """Files of a directory that belong to the format; with `auto` all of them must be of one kind."""
+    if format_ == "text":
+        return files
+    wanted = _SUFFIXES.get(format_)
+    kinds = {s: [f for f in files if f.suffix in s] for s in (_JSON, _PARQUET)}
+    if wanted is None:
+        if len({_kind(f) for f in files}) == 1:
+            return files
+        raise NoData(
+            "the data directory mixes kinds of files",
+            where=f"data.source: {root}",
+            got=", ".join(sorted({f.suffix or f.name for f in files})),
+            allowed="one of text, JSON, parquet; or a format that says which files to take",
+            hint="data.format="
+            + ("parquet" if kinds[_PARQUET] else "jsonl" if kinds[_JSON] else "text"),
+        )
+    chosen = [f for f in files if f.suffix in wanted]
+    if not chosen:
+        raise NoData(
+            f"the data directory holds no file of the format {format_}",
+            where=f"data.source: {root}",
+            got=", ".join(sorted({f.suffix or f.name for f in files})),
+            allowed=sorted(wanted),
+        )
+    return chosen
+
+
+def _kind(path: Path) -> str:
+    return "json" if path.suffix in _JSON else "parquet" if path.suffix in _PARQUET else "text"
+
+
+def _shape(first: Path, data: Data) -> str:
+    if data.format in ("jsonl", "parquet"):
+        return "records"
+    if data.format != "auto":
+        return data.format
+    if _kind(first) == "text":
+        return "text"
+    for where, record in read_records(first):
+        return shape_of(record, data.text_key, where)
+    raise NoData("the first data file holds no record", where=str(first))
