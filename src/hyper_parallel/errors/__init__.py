@@ -10,6 +10,7 @@ from hyper_parallel.errors.capacity import DoesNotFit
 from hyper_parallel.errors.checkpoint import (
     CheckpointCorrupt,
     CheckpointMismatch,
+    WeightsUninitialised,
     WeightsUnreadable,
 )
 from hyper_parallel.errors.config import (
@@ -34,7 +35,11 @@ from hyper_parallel.errors.plan import (
     NoLegalStrategy,
     PlanMismatch,
     PlanUnreadable,
+    TopologyTooSmall,
+    TopologyUnreadable,
+    UnknownDevice,
     UnknownModel,
+    UnknownPeak,
     UnknownTopology,
 )
 from hyper_parallel.errors.run import LossNotFinite, NoData, RankFailed, RunUnreadable
@@ -65,10 +70,15 @@ __all__ = [
     "RecipeUnreadable",
     "RuleError",
     "RunUnreadable",
+    "TopologyTooSmall",
+    "TopologyUnreadable",
+    "UnknownDevice",
     "UnknownKey",
     "UnknownModel",
+    "UnknownPeak",
     "UnknownTopology",
     "UnsupportedSharding",
+    "WeightsUninitialised",
     "WeightsUnreadable",
     "all_codes",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
 
 _REGISTRY: dict[str, type[HyperParallelError]] = {}
+_FACTS: Final = ("where", "got", "allowed", "hint", "others")
 
 
 class HyperParallelError(Exception):
@@ -19,6 +21,7 @@ class HyperParallelError(Exception):
         got: The value or values found.
         allowed: The values that would be accepted.
         hint: One line that can be pasted: a command, an override, a recipe line.
+        others: Further problems found at the same time, one line each.
     """
 
     code: ClassVar[str] = "HP000"
@@ -31,6 +34,7 @@ class HyperParallelError(Exception):
         got: object = None,
         allowed: object = None,
         hint: str | None = None,
+        others: Sequence[str] = (),
     ) -> None:
         super().__init__(what)
         self.what = what
@@ -38,6 +42,7 @@ class HyperParallelError(Exception):
         self.got = got
         self.allowed = allowed
         self.hint = hint
+        self.others = tuple(others)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -49,13 +54,14 @@ class HyperParallelError(Exception):
             _REGISTRY[cls.code] = cls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.what, self.where, self.got, self.allowed, self.hint))
+        facts = (self.where, self.got, self.allowed, self.hint, self.others)
+        return (_rebuild, (type(self), self.what, *facts))
 
     def __str__(self) -> str:
         return self.render()
 
     def render(self) -> str:
-        """The fixed form: code and what; where; got and allowed; hint on its own line."""
+        """The fixed form: code and what; where; got and allowed; hint on its own line; other problems."""
         lines = [f"error[{self.code}]: {self.what}"]
         if self.where is not None:
             lines.append(f"  --> {self.where}")
@@ -68,6 +74,8 @@ class HyperParallelError(Exception):
             lines.append("  " + "      ".join(facts))
         if self.hint is not None:
             lines += ["", f"hint: {self.hint}"]
+        if self.others:
+            lines += ["", f"and {len(self.others)} more:", *(f"  {line}" for line in self.others)]
         return "\n".join(lines)
 
 
@@ -78,7 +86,7 @@ def _plain(value: object) -> str:
 
 
 def _rebuild(cls: type[HyperParallelError], what: str, *facts: Any) -> HyperParallelError:
-    return cls(what, **dict(zip(("where", "got", "allowed", "hint"), facts, strict=True)))
+    return cls(what, **dict(zip(_FACTS, facts, strict=True)))
 
 
 def all_codes() -> dict[str, type[HyperParallelError]]:

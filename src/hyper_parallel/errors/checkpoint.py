@@ -28,3 +28,12 @@ class WeightsUnreadable(HyperParallelError):
     """
 
     code = "HP703"
+
+
+class WeightsUninitialised(HyperParallelError):
+    """A parameter or buffer has no initialisation rule, so training would start from undefined memory.
+
+    Fix: give the module that holds it a `reset_parameters` method, or handle it in the model's `_init_weights`.
+    """
+
+    code = "HP704"

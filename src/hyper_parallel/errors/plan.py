@@ -24,7 +24,7 @@ class NoLegalStrategy(HyperParallelError):
 class UnknownTopology(HyperParallelError):
     """The topology is neither a preset, nor a YAML file, nor `local`.
 
-    Fix: `hyper-parallel plan --help` lists the presets.
+    Fix: take one of the presets that the message lists, or give the path of a topology file.
     """
 
     code = "HP303"
@@ -73,3 +73,42 @@ class BatchMismatch(HyperParallelError):
     """
 
     code = "HP308"
+
+
+class TopologyUnreadable(HyperParallelError):
+    """A topology file cannot be read, is not YAML, or is not a mapping.
+
+    Fix: check the path and the line that is named; the presets are examples of the form.
+    """
+
+    code = "HP309"
+
+
+class UnknownPeak(HyperParallelError):
+    """The topology does not say how fast its device is in the number format that is asked for.
+
+    Why: peak rates of two formats are not related by a rule that holds on every device.
+    Fix: plan in a listed format, or add the number with its source to a copy of the topology file.
+    """
+
+    code = "HP310"
+
+
+class TopologyTooSmall(HyperParallelError):
+    """More devices are used than the outermost tier of the topology connects.
+
+    Why: how the devices beyond it would talk to each other is not known.
+    Fix: use fewer devices, or add an outer tier to a copy of the topology file.
+    """
+
+    code = "HP311"
+
+
+class UnknownDevice(HyperParallelError):
+    """This machine has an accelerator that no preset describes.
+
+    Why: its peak rates and links are unknown, and a guess would decide the plan.
+    Fix: write a topology file for it, with the nearest preset as the example, and give its path as the topology.
+    """
+
+    code = "HP312"

@@ -2,6 +2,14 @@
 
 from hyper_parallel.ir.layout import Layout, MemoryKind
 from hyper_parallel.ir.mesh import AXES, Mesh
+from hyper_parallel.ir.placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    placements,
+)
 from hyper_parallel.ir.plan import (
     PLAN_VERSION,
     Collective,
@@ -11,6 +19,7 @@ from hyper_parallel.ir.plan import (
     Plan,
     Rejected,
 )
+from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
 from hyper_parallel.ir.strategy import Rule, Strategy
 from hyper_parallel.ir.timeline import Counter, Span, Timeline
 from hyper_parallel.ir.workload import Workload
@@ -19,6 +28,7 @@ __all__ = [
     "AXES",
     "PLAN_VERSION",
     "Collective",
+    "CollectiveStep",
     "CostTerm",
     "Counter",
     "Layout",
@@ -26,11 +36,18 @@ __all__ = [
     "MemoryTerm",
     "Mesh",
     "ModelRef",
+    "Partial",
+    "Placement",
     "Plan",
     "Rejected",
+    "Replicate",
     "Rule",
+    "Shard",
     "Span",
     "Strategy",
+    "StridedShard",
     "Timeline",
     "Workload",
+    "placements",
+    "redistribute",
 ]

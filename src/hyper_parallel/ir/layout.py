@@ -68,6 +68,10 @@ class Layout:
 
     def split(self, dim: int, *axes: str) -> Layout:
         """The same layout with `axes` appended innermost to a dim."""
+        if not 0 <= dim < len(self.axes):
+            raise LayoutError(
+                "a layout has no such dim", got=dim, allowed=f"0..{len(self.axes) - 1}"
+            )
         new = tuple((*d, *axes) if i == dim else d for i, d in enumerate(self.axes))
         return Layout(new, self.partial, self.memory, self.dims)
 

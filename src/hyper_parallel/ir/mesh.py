@@ -99,7 +99,12 @@ class Mesh:
         """Device id at a coordinate; axes left out count 0."""
         position = 0
         for name, degree in self.axes:
-            position = position * degree + coordinate.get(name, 0)
+            index = coordinate.get(name, 0)
+            if not 0 <= index < degree:
+                raise MeshError(
+                    f"axis `{name}` has no such index", got=index, allowed=f"0..{degree - 1}"
+                )
+            position = position * degree + index
         return self.device(position)
 
     def group(self, device: int, axes: str | Sequence[str]) -> tuple[int, ...]:

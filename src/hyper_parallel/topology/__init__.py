@@ -1,5 +1,34 @@
 """Supernode: machines as planning sees them, from YAML presets or detected."""
 
-from hyper_parallel.topology._types import Device, MemoryPool, Quantity, Supernode, Tier
+from hyper_parallel.topology._bandwidth import CollectiveKind, group_bandwidth, group_latency
+from hyper_parallel.topology._cpu import DEFAULT_CPU_RANKS, cache_dir
+from hyper_parallel.topology._detect import Accelerator, detect_local, find_accelerators
+from hyper_parallel.topology._load import load_topology, preset_names, read_topology
+from hyper_parallel.topology._types import (
+    Certainty,
+    Device,
+    MemoryPool,
+    Quantity,
+    Supernode,
+    Tier,
+)
 
-__all__ = ["Device", "MemoryPool", "Quantity", "Supernode", "Tier"]
+__all__ = [
+    "DEFAULT_CPU_RANKS",
+    "Accelerator",
+    "Certainty",
+    "CollectiveKind",
+    "Device",
+    "MemoryPool",
+    "Quantity",
+    "Supernode",
+    "Tier",
+    "cache_dir",
+    "detect_local",
+    "find_accelerators",
+    "group_bandwidth",
+    "group_latency",
+    "load_topology",
+    "preset_names",
+    "read_topology",
+]

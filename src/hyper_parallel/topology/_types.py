@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hyper_parallel.errors import TopologyTooSmall, UnknownPeak
+
 Certainty = Literal["stated", "derived", "general", "inferred", "measured"]
 
 
@@ -33,6 +35,7 @@ class Device:
         peak_flops: Dense peak FLOP/s by dtype name.
         memory_bytes: Bytes of its own memory.
         memory_bytes_s: Bytes/s of its own memory.
+        reported_as: Globs over the names that the vendor's tool reports, for detection.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Device:
     peak_flops: dict[str, Quantity]
     memory_bytes: Quantity
     memory_bytes_s: Quantity
+    reported_as: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +51,13 @@ class Tier:
     """One level of the interconnect, inner to outer.
 
     Attributes:
-        name: die, node, supernode, cluster.
-        size: Devices inside one domain of this tier; 0 is unlimited.
+        name: node, supernode, pod, cluster or host.
+        size: Devices inside one domain of this tier; 0 is unlimited. Domains are runs of consecutive device ids.
         bytes_s: Bytes/s per device and direction inside the tier.
-        latency_s: Seconds of one hop or message.
-        kind: full_mesh, switch, torus, or host.
+        latency_s: Seconds of one message between two devices of the tier.
+        kind: full_mesh, switch, torus, or host (ranks of one CPU machine).
+        shares_links: This tier and the next inner one use the same links of a device (one fabric), so their traffic
+            adds up; else the device has its own links for this tier and traffic of both flows at once.
     """
 
     name: str
@@ -59,6 +65,7 @@ class Tier:
     bytes_s: Quantity
     latency_s: Quantity
     kind: Literal["full_mesh", "switch", "torus", "host"]
+    shares_links: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +106,36 @@ class Supernode:
     pools: tuple[MemoryPool, ...] = ()
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense peak FLOP/s of one device; formats without an entry run at the widest listed one below them."""
+        """Dense peak FLOP/s of one device for a dtype name.
+
+        A format without an entry is refused: the ratio between formats differs from device to device (float64 runs at
+        1/1 to 1/64 of float32), so a guess would silently decide a plan.
+
+        Raises:
+            UnknownPeak: HP310 when the device card has no entry for the format.
+        """
         peaks = self.device.peak_flops
-        if dtype in peaks:
-            return peaks[dtype].value
-        fallback = {"float16": "bfloat16", "float32": "bfloat16", "float64": "float32"}.get(dtype)
-        if fallback in peaks and fallback is not None:
-            return peaks[fallback].value / (1 if dtype == "float16" else 2)
-        return min(q.value for q in peaks.values())
+        if dtype not in peaks:
+            raise UnknownPeak(
+                f"the topology `{self.name}` has no peak rate of {self.device.name} for {dtype}",
+                got=dtype,
+                allowed=sorted(peaks),
+                hint=f"set `training.dtype={next(iter(peaks))}`, or add `{dtype}` to a copy of the topology file",
+            )
+        return peaks[dtype].value
 
     def tier_of(self, span: int) -> Tier:
-        """The innermost tier whose domain holds `span` consecutive devices."""
+        """The innermost tier whose domain holds `span` consecutive devices that start at a domain boundary.
+
+        Raises:
+            TopologyTooSmall: HP311 when no tier connects that many devices.
+        """
         for tier in self.tiers:
             if tier.size == 0 or span <= tier.size:
                 return tier
-        return self.tiers[-1]
+        raise TopologyTooSmall(
+            f"no tier of the topology `{self.name}` connects that many devices",
+            got=span,
+            allowed=f"1..{self.tiers[-1].size}",
+            hint="add a `cluster` tier to a copy of the topology file, or plan for fewer devices",
+        )

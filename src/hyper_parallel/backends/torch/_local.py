@@ -1,0 +1,114 @@
+"""The part of a parameter that this rank stores, as index ranges of the whole parameter.
+
+`local_ranges` turns the placements of a DTensor into runs of consecutive indices per dim, so that weights can be cut
+from a full tensor or read from a file without any communication. A dim that tensor parallelism and FSDP both split
+(`_StridedShard`) may give several runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.errors import UnsupportedSharding
+
+_Split = tuple[int, int, int]
+"""Degree of a mesh axis that splits a dim, blocks it splits separately (1: the whole), and this rank's place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Indices `start` to `stop` of a dim of the whole tensor, stored from index `at` of the local tensor."""
+
+    start: int
+    stop: int
+    at: int
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The tensor this rank stores, without autograd: the local part of a DTensor, otherwise the tensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_ranges(tensor: Tensor, name: str = "tensor") -> tuple[tuple[Run, ...], ...]:
+    """Runs of indices that this rank stores, for each dim.
+
+    Raises:
+        UnsupportedSharding: The tensor is partial, or its uneven split has no unambiguous placement.
+    """
+    indices = [torch.arange(size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        coordinate = mesh.get_coordinate()
+        splits: dict[int, list[_Split]] = {}
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if placement.is_partial():
+                raise UnsupportedSharding(
+                    f"`{name}` is partial over a mesh axis; weights must be sharded or replicated",
+                    got=tensor.placements,
+                )
+            dim = getattr(placement, "dim", None)
+            if dim is not None:
+                blocks = getattr(placement, "split_factor", 1)
+                rank = mesh.size(mesh_dim) if coordinate is None else coordinate[mesh_dim]
+                splits.setdefault(dim, []).append((mesh.size(mesh_dim), blocks, rank))
+        for dim, split in splits.items():
+            if not _unambiguous(indices[dim], split):
+                raise UnsupportedSharding(
+                    f"dim {dim} of `{name}`, of size {len(indices[dim])}, is split unevenly by two mesh axes",
+                    got=tensor.placements,
+                    allowed="sizes that the product of the two degrees divides",
+                )
+            indices[dim] = _stored(indices[dim], split)
+    return tuple(_runs(i.tolist()) for i in indices)
+
+
+def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
+    """Copy into `tensor` the part of `full` that this rank stores; the dtype of `tensor` is kept."""
+    for dim, runs in enumerate(local_ranges(tensor, name)):
+        if len(runs) == 1 and runs[0].stop - runs[0].start == full.shape[dim]:
+            continue
+        pieces = [full.narrow(dim, run.start, run.stop - run.start) for run in runs]
+        full = torch.cat(pieces, dim) if pieces else full.narrow(dim, 0, 0)
+    local_tensor(tensor).copy_(full)
+
+
+def _stored(indices: Tensor, splits: list[_Split]) -> Tensor:
+    """What one rank stores of a dim, in the order in which DTensor reads its placements."""
+    for degree, blocks, rank in splits:
+        indices = torch.cat([_chunk(block, degree, rank) for block in indices.chunk(blocks)])
+    return indices
+
+
+def _unambiguous(indices: Tensor, splits: list[_Split]) -> bool:
+    """Whether every rank stores the same indices when FSDP, applied last, splits the part of tensor parallelism."""
+    degrees = [degree for degree, _, _ in splits]
+    if all(blocks == 1 for _, blocks, _ in splits) or len(indices) % math.prod(degrees) == 0:
+        return True
+    inner = [k for k, (_, blocks, _) in enumerate(splits) if blocks == 1]
+    outer = [k for k, (_, blocks, _) in enumerate(splits) if blocks > 1]
+    for ranks in itertools.product(*(range(degree) for degree in degrees)):
+        read = _stored(indices, [(d, b, r) for (d, b, _), r in zip(splits, ranks, strict=True)])
+        held = indices
+        for k in inner + outer[::-1]:
+            held = _chunk(held, degrees[k], ranks[k])
+        if not torch.equal(read, held):
+            return False
+    return True
+
+
+def _chunk(indices: Tensor, degree: int, rank: int) -> Tensor:
+    chunks = indices.chunk(degree)
+    return chunks[rank] if rank < len(chunks) else indices[:0]
+
+
+def _runs(indices: list[int]) -> tuple[Run, ...]:
+    starts = [k for k, i in enumerate(indices) if k == 0 or i != indices[k - 1] + 1]
+    ends = [*starts[1:], len(indices)] if indices else []
+    return tuple(Run(indices[a], indices[b - 1] + 1, a) for a, b in zip(starts, ends, strict=True))

@@ -1,0 +1,218 @@
+"""From pydantic's validation errors to coded errors: dotted path, origin, nearest key, what would be allowed.
+
+Used for recipes and for every other file that a pydantic section describes (topology files).
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey
+
+Path = tuple[str | int, ...]
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`("tiers", 0, "size")` as `tiers[0].size`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def section_of(annotation: object) -> type[BaseModel] | None:
+    """The section class of a field annotation, also inside `X | None`, tuple[X, ...] and dict[str, X]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in typing.get_args(annotation):
+        found = section_of(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
+    """The field a path points into, or None when there is none; list indices and mapping keys are stepped over."""
+    current: type[BaseModel] | None = model
+    field: FieldInfo | None = None
+    for part in path:
+        if field is not None:
+            current = section_of(field.annotation)
+            if _is_container(field.annotation) and (current is None or isinstance(part, int)):
+                continue
+            if _is_mapping(field.annotation):
+                continue
+        if current is None or not isinstance(part, str) or part not in current.model_fields:
+            return None
+        field = current.model_fields[part]
+    return field
+
+
+def _is_mapping(annotation: object) -> bool:
+    return typing.get_origin(annotation) in (dict, Mapping)
+
+
+def _is_container(annotation: object) -> bool:
+    return typing.get_origin(annotation) in (dict, Mapping, list, tuple)
+
+
+def describe(field: FieldInfo) -> str:
+    """What a field accepts, in words: `an integer >= 1`, `cosine, wsd, linear, constant`, `true or false`."""
+    text = _describe(field.annotation)
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [
+        f"{signs[name]} {getattr(item, name):g}"
+        for item in field.metadata
+        for name in signs
+        if getattr(item, name, None) is not None
+    ]
+    if not bounds:
+        return text
+    head, _, null = text.partition(" or null")
+    return f"{head} {' and '.join(bounds)}{' or null' if null or text != head else ''}"
+
+
+def _describe(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _describe(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        words = [_describe(a) for a in arguments if a is not type(None)]
+        return " or ".join([*words, "null"] if type(None) in arguments else words)
+    if origin is typing.Literal:
+        return ", ".join(str(a) for a in arguments)
+    if origin in (list, tuple):
+        if origin is tuple and Ellipsis not in arguments:
+            return f"a list of {len(arguments)} values, each {_describe(arguments[0])}"
+        return f"a list, each {_describe(arguments[0])}"
+    if origin is dict:
+        return f"a mapping, each value {_describe(arguments[1])}"
+    simple = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    return simple.get(annotation, "a mapping of keys")
+
+
+def keys_of(model: type[BaseModel]) -> list[str]:
+    """The keys a section accepts, aliases included."""
+    aliases: Mapping[str, str] = getattr(model, "KEY_ALIASES", {})
+    return [*model.model_fields, *aliases]
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every dotted key of a section and its field, nested sections expanded, in order."""
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from leaves(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
+    """The dotted key that was probably meant by an unknown one: a sibling, or the same word in another section."""
+    parent = field_at(model, path[:-1])
+    section = model if parent is None else section_of(parent.annotation)
+    if section is None:
+        return None
+    word, prefix = str(path[-1]), dotted(path[:-1])
+    near = difflib.get_close_matches(word, keys_of(section), n=1)
+    if near:
+        return f"{prefix}.{near[0]}" if prefix else near[0]
+    everywhere = {key.rpartition(".")[2]: key for key, _ in reversed(list(leaves(model)))}
+    near = difflib.get_close_matches(word, everywhere, n=1, cutoff=0.75)
+    return everywhere[near[0]] if near else None
+
+
+def problems(
+    error: ValidationError,
+    model: type[BaseModel],
+    where: Callable[[str], str],
+    pasteable: Callable[[str, object], str],
+) -> list[HyperParallelError]:
+    """One coded error for each item of a validation error, in the order of the file's sections.
+
+    Args:
+        error: What pydantic raised while validating `model`.
+        model: The section at the root of the file.
+        where: Origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
+        pasteable: A key and a value as the user would write them.
+    """
+    found = []
+    for item in error.errors(include_url=False):
+        path: Path = tuple(item["loc"])
+        key = dotted(path)
+        if item["type"] == "extra_forbidden":
+            found.append(_unknown(model, path, item["input"], where(key), pasteable))
+            continue
+        field = field_at(model, path)
+        allowed = None if field is None else describe(field)
+        if item["type"] == "missing":
+            found.append(
+                BadValue(f"`{key}` is missing", where=where(key), got="nothing", allowed=allowed)
+            )
+        elif item["type"] == "value_error":
+            message = str(item["msg"]).removeprefix("Value error, ")
+            what = f"`{key}`: {message}" if key else message
+            found.append(BadValue(what, where=where(key), got=_short(item["input"])))
+        else:
+            found.append(_bad(key, item["input"], allowed or item["msg"], where, pasteable))
+    return found
+
+
+def _bad(
+    key: str,
+    got: object,
+    allowed: str,
+    where: Callable[[str], str],
+    pasteable: Callable[[str, object], str],
+) -> HyperParallelError:
+    hint = None
+    near = difflib.get_close_matches(str(got), allowed.split(", "), n=1)
+    if near:
+        hint = f"write `{pasteable(key, near[0])}`"
+    what = f"`{key}` has a value that is not allowed"
+    return BadValue(what, where=where(key), got=_short(got), allowed=allowed, hint=hint)
+
+
+def _unknown(
+    model: type[BaseModel],
+    path: Path,
+    value: object,
+    where: str,
+    pasteable: Callable[[str, object], str],
+) -> HyperParallelError:
+    key, near = dotted(path), nearest_key(model, path)
+    parent = field_at(model, path[:-1])
+    section = model if parent is None else section_of(parent.annotation)
+    return UnknownKey(
+        f"unknown key `{key}`",
+        where=where,
+        allowed=None if section is None else sorted(keys_of(section)),
+        hint=None if near is None else f"write `{pasteable(near, value)}`",
+    )
+
+
+def _short(value: object) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def raise_all(found: Sequence[HyperParallelError]) -> None:
+    """Raise the first of several problems, the others as one line each; return when there is none."""
+    if not found:
+        return
+    first = found[0]
+    first.others = tuple(
+        f"error[{e.code}]: {e.what}"
+        + (f" (got {e.got})" if e.got is not None else "")
+        + (f"; allowed: {e.allowed}" if isinstance(e.allowed, str) else "")
+        + (f"; {e.hint}" if e.hint is not None else "")
+        for e in found[1:]
+    )
+    raise first

@@ -1,0 +1,97 @@
+"""Read one YAML or JSON file into a mapping; syntax errors and repeated keys are refused with their line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hyper_parallel.errors import HyperParallelError
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice; YAML itself would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key `{key}` is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict[str, Any]:
+    """Read a file whose top level is a mapping; a name that ends in `.json` is read as JSON, all others as YAML.
+
+    Args:
+        path: The file.
+        error: Class of the error to raise.
+        what: What the file is, for messages: `recipe`, `topology file`.
+
+    Raises:
+        HyperParallelError: Of class `error`, when the file is missing, is not text, is not YAML or JSON, repeats a
+            key, or is not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as cause:
+        raise error(
+            f"the {what} cannot be read: {cause.strerror}",
+            where=str(path),
+            hint=f"ls {path.parent}",
+        ) from cause
+    except UnicodeDecodeError as cause:
+        raise error(f"the {what} is not UTF-8 text", where=str(path)) from cause
+    is_json = path.suffix.lower() == ".json"
+    try:
+        data = json.loads(text, object_pairs_hook=_no_repeats) if is_json else _load_yaml(text)
+    except json.JSONDecodeError as cause:
+        raise error(
+            f"the {what} is not JSON: {cause.msg}",
+            where=f"{path}: line {cause.lineno}, column {cause.colno}",
+        ) from cause
+    except yaml.MarkedYAMLError as cause:
+        mark = cause.problem_mark
+        line = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
+        raise error(f"the {what} is not YAML: {cause.problem}", where=f"{path}{line}") from cause
+    except (yaml.YAMLError, ValueError) as cause:
+        raise error(f"the {what} cannot be read: {cause}", where=str(path)) from cause
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise error(
+            f"the {what} is not a mapping of keys",
+            where=str(path),
+            got="an empty file" if data is None else type(data).__name__,
+            allowed="lines of the form `key: value`",
+        )
+    return data
+
+
+def parse_scalar(text: str) -> Any:
+    """The value of an override: a YAML scalar, list or mapping.
+
+    Raises:
+        yaml.YAMLError: When the text is not YAML.
+    """
+    return _load_yaml(text)
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_StrictLoader)
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise ValueError(f"the key `{key}` is given twice")
+        data[key] = value
+    return data

@@ -1,0 +1,92 @@
+"""Typed access to the keys of a config.json, with the defaults of a family and errors that name the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hyper_parallel.errors import ModelUnreadable
+
+STANDARD_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+"""Keys that every Llama-like config has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigView:
+    """A config.json as its family reads it.
+
+    A key that is absent has the family's default; a key that is null is None, as in transformers.
+
+    Attributes:
+        values: The JSON object.
+        where: The file, for errors.
+        defaults: Defaults of the family's config class for the keys that are read.
+        aliases: Standard key to the family's own key: hidden_size to n_embd.
+    """
+
+    values: Mapping[str, Any]
+    where: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def get(self, key: str) -> Any:
+        """The raw value: by the family's own key, else by the standard key, else the default, else None."""
+        for name in (self.aliases.get(key, key), key):
+            if name in self.values:
+                return self.values[name]
+        return self.defaults.get(key)
+
+    def require(self, keys: Iterable[str]) -> None:
+        """Raise HP305 with all keys that are neither given nor have a default."""
+        missing = [self.aliases.get(k, k) for k in keys if self.get(k) is None]
+        if missing:
+            raise ModelUnreadable(
+                f"the config lacks {', '.join(f'`{k}`' for k in missing)}",
+                where=self.where,
+                got=f"keys: {', '.join(sorted(self.values)) or 'none'}",
+                hint="add the missing keys, or give the config.json that the model was published with",
+            )
+
+    def integer(self, key: str, minimum: int = 1) -> int:
+        """A whole number of at least `minimum`."""
+        self.require((key,))
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            self._refuse(key, value, f"a whole number >= {minimum}")
+        return int(value)
+
+    def optional_integer(self, key: str, minimum: int = 1) -> int | None:
+        """A whole number, or None when null or absent without a default."""
+        return None if self.get(key) is None else self.integer(key, minimum)
+
+    def flag(self, key: str) -> bool:
+        """A boolean; null and absent without a default are False."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            self._refuse(key, value, "true or false")
+        return bool(value)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers; null and absent are ()."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(v) is int for v in value):
+            self._refuse(key, value, "a list of whole numbers")
+        return tuple(value)
+
+    def _refuse(self, key: str, value: object, allowed: str) -> None:
+        raise ModelUnreadable(
+            f"`{self.aliases.get(key, key)}` has a value of the wrong kind",
+            where=self.where,
+            got=repr(value),
+            allowed=allowed,
+            hint=f"correct `{self.aliases.get(key, key)}` in the config",
+        )

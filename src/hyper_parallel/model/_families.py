@@ -1,0 +1,235 @@
+"""The families that are read, one entry each: which keys, which defaults, which parts.
+
+Sameness is the map: all Llama-like families go through one assembly (`_llama_like.py`) and differ only in the entry
+below; GPT-2 has other names and its own reader (`_gpt2.py`). Defaults are those of the family's configuration class
+in transformers, for the keys that published configs may leave out.
+
+Source: transformers 5.23, `configuration_*.py` and `modeling_*.py` of each family; a test builds every family on the
+meta device and compares all names, shapes and ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from hyper_parallel.model._config import STANDARD_KEYS
+
+Bias = bool | str
+"""Always, never, or the config key that decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """How a family places and stores its experts.
+
+    Attributes:
+        width_key: Key of one expert's width.
+        layers: Which layers have experts: all, every `decoder_sparse_step`-th, or all after `first_k_dense_replace`.
+        storage: [E, 2F, D] stacked, or GPT-OSS's transposed and interleaved form with biases.
+        shared_key: Key of the number of shared experts.
+        checkpoint_names: Names of one expert's gate, up and down in published files, which store experts apart.
+        checkpoint_block: Name of the expert module in published files.
+    """
+
+    width_key: str
+    layers: Literal["all", "step", "after_dense"] = "all"
+    storage: Literal["stacked", "interleaved"] = "stacked"
+    shared_key: str | None = None
+    checkpoint_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    checkpoint_block: str = "mlp"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a reader must know of one `model_type`.
+
+    Attributes:
+        defaults: Values of keys a config may leave out; a key that is absent here too is required or None.
+        aliases: Standard key to the family's own key.
+        attention: Grouped-query attention or DeepSeek's latent attention.
+        qkv_bias: Bias on query, key and value.
+        o_bias: Bias on the output projection.
+        mlp_bias: Bias on the MLP.
+        qk_norm: Norms on query and key heads.
+        sinks: Learned attention sinks.
+        fused: Projections stacked (`qkv_proj`, `gate_up_proj`).
+        sandwich_norms: Norms before and after attention and MLP.
+        windows: Which layers see `sliding_window` tokens only: none, all (when the key is set), the layers from
+            `max_window_layers` on when `use_sliding_window`, all layers when `use_sliding_window`, or all but every
+            n-th (n = `sliding_window_pattern`).
+        experts: Mixture of experts, or None.
+        required: Keys that must be present or have a default.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    attention: Literal["gqa", "mla"] = "gqa"
+    qkv_bias: Bias = False
+    o_bias: Bias = False
+    mlp_bias: Bias = False
+    qk_norm: bool = False
+    sinks: bool = False
+    fused: bool = False
+    sandwich_norms: bool = False
+    windows: Literal["none", "all", "upper", "switch", "pattern"] = "none"
+    experts: Experts | None = None
+    required: tuple[str, ...] = STANDARD_KEYS
+
+
+_MOE_KEYS = (*STANDARD_KEYS, "num_experts", "num_experts_per_tok")
+_LOCAL = MappingProxyType({"num_experts": "num_local_experts"})
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+LLAMA = Family(
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+)
+"""Llama, and what an unknown Llama-like decoder is taken for."""
+
+_GEMMA = {
+    "tie_word_embeddings": True,
+    "vocab_size": 256000,
+    "head_dim": 256,
+}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": LLAMA,
+        "mistral": Family(
+            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+            windows="all",
+        ),
+        "mixtral": Family(
+            defaults={"num_key_value_heads": 8, "num_experts_per_tok": 2, "num_experts": 8},
+            aliases=_LOCAL,
+            windows="all",
+            experts=Experts(
+                "intermediate_size",
+                checkpoint_names=("w1", "w3", "w2"),
+                checkpoint_block="block_sparse_moe",
+            ),
+            required=_MOE_KEYS,
+        ),
+        "qwen2": Family(
+            defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
+            qkv_bias=True,
+            windows="upper",
+        ),
+        "qwen3": Family(
+            defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            windows="upper",
+        ),
+        "qwen3_moe": Family(
+            defaults={
+                "num_key_value_heads": 4,
+                "use_sliding_window": False,
+                "sliding_window": 4096,
+                "decoder_sparse_step": 1,
+                "moe_intermediate_size": 768,
+                "num_experts_per_tok": 8,
+                "num_experts": 128,
+            },
+            aliases=_LOCAL,
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            windows="switch",
+            experts=Experts("moe_intermediate_size", layers="step"),
+            required=(*_MOE_KEYS, "moe_intermediate_size"),
+        ),
+        "deepseek_v3": Family(
+            defaults={
+                "moe_intermediate_size": 2048,
+                "n_shared_experts": 1,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+                "first_k_dense_replace": 3,
+                "q_lora_rank": 1536,
+                "kv_lora_rank": 512,
+                "qk_rope_head_dim": 64,
+                "qk_nope_head_dim": 128,
+                "v_head_dim": 128,
+            },
+            aliases=MappingProxyType({"num_experts": "n_routed_experts"}),
+            attention="mla",
+            qkv_bias="attention_bias",
+            experts=Experts(
+                "moe_intermediate_size", layers="after_dense", shared_key="n_shared_experts"
+            ),
+            required=(*_MOE_KEYS, "moe_intermediate_size"),
+        ),
+        "gpt_oss": Family(
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "sliding_window": 128,
+                "sliding_window_pattern": 2,
+                "attention_bias": True,
+                "num_experts": 128,
+                "num_experts_per_tok": 4,
+            },
+            aliases=_LOCAL,
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            sinks=True,
+            windows="pattern",
+            experts=Experts("intermediate_size", storage="interleaved"),
+            required=_MOE_KEYS,
+        ),
+        "gemma": Family(
+            defaults={**_GEMMA, "num_attention_heads": 16, "num_key_value_heads": 16},
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+        ),
+        "gemma2": Family(
+            defaults={
+                **_GEMMA,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 2,
+            },
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            sandwich_norms=True,
+            windows="pattern",
+        ),
+        "gemma3_text": Family(
+            defaults={
+                **_GEMMA,
+                "vocab_size": 262208,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 6,
+            },
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm=True,
+            sandwich_norms=True,
+            windows="pattern",
+        ),
+        "phi3": Family(windows="all", fused=True),
+    }
+)
+"""`model_type` to reader entry, for the Llama-like families."""
+
+TEXT_PARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma3": "gemma3_text",
+        "qwen2_vl": "qwen2",
+        "qwen2_vl_text": "qwen2",
+        "qwen2_5_vl": "qwen2",
+        "qwen2_5_vl_text": "qwen2",
+        "qwen3_vl": "qwen3",
+        "qwen3_vl_text": "qwen3",
+    }
+)
+"""`model_type` of a multimodal model, or of its text part, to the family its decoder belongs to."""

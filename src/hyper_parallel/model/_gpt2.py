@@ -1,0 +1,93 @@
+"""GPT-2 and the GPT-3 shapes: learned positions, fused attention, plain MLP, LayerNorm with bias, Conv1D weights."""
+
+from __future__ import annotations
+
+from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.model import _parts
+from hyper_parallel.model._config import ConfigView
+from hyper_parallel.model._types import AttentionSpec, Block, MlpSpec, ParamSpec
+
+ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
+DEFAULTS = {"max_position_embeddings": 1024, "tie_word_embeddings": True}
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+EMBEDDING = "transformer.wte.weight"
+
+
+def read_blocks(config: ConfigView) -> tuple[Block, ...]:
+    """Embedding with positions, decoder, final norm and head; names as in transformers' `GPT2LMHeadModel`.
+
+    Raises:
+        ModelUnreadable: HP305 naming missing keys or values of the wrong kind.
+    """
+    config.require(REQUIRED)
+    if config.flag("add_cross_attention"):
+        raise ModelUnreadable(
+            "`add_cross_attention` makes this the decoder of an encoder-decoder model, which is not read",
+            where=config.where,
+            got="add_cross_attention=true",
+            hint="give a causal language model",
+        )
+    hidden, vocab = config.integer("hidden_size"), config.integer("vocab_size")
+    heads, positions = (
+        config.integer("num_attention_heads"),
+        config.integer("max_position_embeddings"),
+    )
+    if hidden % heads:
+        raise ModelUnreadable(
+            "`n_embd` is not a multiple of `n_head`",
+            where=config.where,
+            got=f"n_embd={hidden}, n_head={heads}",
+            hint="correct one of the two",
+        )
+    width = config.optional_integer("intermediate_size") or 4 * hidden
+    at, embed, mlp = "transformer.h.*", ("embed", hidden), ("mlp", width)
+    params = (
+        *_layer_norm(f"{at}.ln_1", hidden),
+        *_conv1d(f"{at}.attn.c_attn", embed, ("qkv", 3 * hidden)),
+        *_conv1d(f"{at}.attn.c_proj", ("heads", hidden), embed),
+        *_layer_norm(f"{at}.ln_2", hidden),
+        *_conv1d(f"{at}.mlp.c_fc", embed, mlp),
+        *_conv1d(f"{at}.mlp.c_proj", mlp, embed),
+    )
+    attention = AttentionSpec(
+        "full", heads, heads, hidden // heads, hidden // heads, None, 2 * hidden
+    )
+    tied = EMBEDDING if config.flag("tie_word_embeddings") else None
+    return (
+        Block(
+            "embedding",
+            (),
+            (
+                ParamSpec(EMBEDDING, (vocab, hidden), ("vocab", "embed")),
+                ParamSpec("transformer.wpe.weight", (positions, hidden), ("position", "embed")),
+            ),
+        ),
+        Block(
+            "decoder",
+            tuple(range(config.integer("num_hidden_layers"))),
+            params,
+            attention,
+            MlpSpec(width, gated=False),
+        ),
+        Block("final_norm", (), _layer_norm("transformer.ln_f", hidden)),
+        Block("head", (), (_parts.head(vocab, hidden, tied),)),
+    )
+
+
+def _conv1d(name: str, inner: tuple[str, int], out: tuple[str, int]) -> _parts.Params:
+    """Weight [in, out] and bias [out] of transformers' Conv1D."""
+    return (
+        ParamSpec(f"{name}.weight", (inner[1], out[1]), (inner[0], out[0])),
+        ParamSpec(f"{name}.bias", (out[1],), (out[0],)),
+    )
+
+
+def _layer_norm(name: str, hidden: int) -> _parts.Params:
+    return tuple(ParamSpec(f"{name}.{part}", (hidden,), ("embed",)) for part in ("weight", "bias"))

@@ -1,0 +1,239 @@
+"""load_model: from a directory, a config.json or a preset name to a ModelSpec."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.errors import ModelUnreadable, UnknownModel
+from hyper_parallel.model import _gpt2, _llama_like
+from hyper_parallel.model._config import STANDARD_KEYS, ConfigView
+from hyper_parallel.model._families import FAMILIES, LLAMA, TEXT_PARTS, Family
+from hyper_parallel.model._presets import find_preset, nearest_presets, preset_names, read_preset
+from hyper_parallel.model._types import ModelSpec
+from hyper_parallel.model._weights import check_weights, read_headers
+from hyper_parallel.units import DTYPE_BYTES
+
+_NOT_GENERIC = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "kv_lora_rank",
+    "is_encoder_decoder",
+    "state_size",
+    "ssm_state_size",
+    "mamba_d_state",
+    "linear_num_key_heads",
+)
+"""Keys that say a model of an unknown family is not a plain Llama-like decoder."""
+
+
+def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ModelSpec:
+    """Read a model without weights and without a framework.
+
+    Args:
+        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a hub id that a
+            preset stands for. A path that exists wins over a preset.
+        where: Where the value came from, for errors: `recipe.yaml: model.path`.
+
+    Raises:
+        UnknownModel: HP304 when it is none of these.
+        ModelUnreadable: HP305 when the config cannot be read; names the keys.
+        WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
+    """
+    text = os.fspath(path_or_name)
+    path = Path(text).expanduser()
+    if (path / "config.json").is_file():
+        return _load_directory(path)
+    if path.is_file():
+        return spec_from_config(_read_json(path), name=_name_of(path), where=str(path))
+    preset = find_preset(text)
+    if preset is not None:
+        values = read_preset(preset)
+        return spec_from_config(values, name=preset, where=f"preset {preset}")
+    if path.is_dir():
+        what = f"the directory `{text}` has no config.json"
+    else:
+        what = f"`{text}` is neither a path that exists nor a preset"
+    near = nearest_presets(text)
+    raise UnknownModel(
+        what,
+        where=where,
+        got=text,
+        allowed=f"a Hugging Face directory, a config.json, or a preset: {', '.join(preset_names())}",
+        hint=f"did you mean `{near[0]}`?" if near else _download_hint(text),
+    )
+
+
+def spec_from_config(
+    values: Mapping[str, Any], *, name: str, where: str | None = None
+) -> ModelSpec:
+    """The ModelSpec of a config that is already in memory, for instance `model.config.to_dict()`.
+
+    Args:
+        values: The keys of a config.json.
+        name: Name for people.
+        where: The file the values came from, for errors.
+
+    Raises:
+        ModelUnreadable: HP305 when the config cannot be read; names the keys.
+    """
+    where = where or f"config of {name}"
+    values, notes = _text_part(values, where)
+    model_type = _model_type(values, where)
+    dtype, dtype_notes = _dtype(values, where)
+    if model_type == "gpt2":
+        config = ConfigView(values, where, _gpt2.DEFAULTS, _gpt2.ALIASES)
+        blocks = _gpt2.read_blocks(config)
+    else:
+        family, family_notes = _family(model_type, values, where)
+        notes += family_notes
+        config = ConfigView(values, where, family.defaults, family.aliases)
+        blocks = _llama_like.read_blocks(config, family)
+    return ModelSpec(
+        name=name,
+        family=TEXT_PARTS.get(model_type, model_type),
+        dtype=dtype,
+        hidden_size=config.integer("hidden_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        vocab_size=config.integer("vocab_size"),
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        blocks=blocks,
+        notes=(*notes, *dtype_notes),
+        max_position_embeddings=config.optional_integer("max_position_embeddings"),
+    )
+
+
+def _load_directory(path: Path) -> ModelSpec:
+    values = _read_json(path / "config.json")
+    spec = spec_from_config(values, name=path.resolve().name, where=str(path / "config.json"))
+    headers = read_headers(path)
+    spec = replace(spec, notes=spec.notes + headers.notes)
+    if not headers.tensors:
+        return spec
+    return check_weights(
+        spec,
+        headers.tensors,
+        path,
+        known_family=spec.family in (*FAMILIES, "gpt2"),
+        quantized=bool(values.get("quantization_config")),
+    )
+
+
+def _name_of(path: Path) -> str:
+    """A config.json is named after its directory, another file after itself."""
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnreadable(
+            "the config is not readable JSON",
+            where=str(path),
+            got=str(error),
+            hint="fetch config.json again from where the model was published",
+        ) from error
+    if not isinstance(values, dict):
+        raise ModelUnreadable(
+            "the config is not a JSON object",
+            where=str(path),
+            got=type(values).__name__,
+            hint='a config starts with `{"model_type": ...`',
+        )
+    return values
+
+
+def _text_part(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The language part of a multimodal config, with a note; a text config is returned as it is."""
+    text = values.get("text_config")
+    outer = values.get("model_type")
+    if text is None:
+        multimodal = "vision_config" in values or "audio_config" in values
+        note = f"`{outer}` is multimodal: only its language part is read"
+        return values, (note,) if multimodal else ()
+    if not isinstance(text, dict):
+        raise ModelUnreadable(
+            "`text_config` is not a JSON object",
+            where=where,
+            got=repr(text),
+            hint="give the config.json that the model was published with",
+        )
+    # The outer config owns the dtype and, in files of transformers 5, the tie.
+    inherited = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
+    merged = {k: values[k] for k in inherited if k in values} | text
+    return merged, (f"`{outer}` is multimodal: only its language part (`text_config`) is read",)
+
+
+def _model_type(values: Mapping[str, Any], where: str) -> str:
+    model_type = values.get("model_type")
+    if model_type is None:
+        return "unknown"
+    if not isinstance(model_type, str):
+        raise ModelUnreadable(
+            "`model_type` is not a word",
+            where=where,
+            got=repr(model_type),
+            hint='write for example `"model_type": "llama"`',
+        )
+    return model_type
+
+
+def _family(
+    model_type: str, values: Mapping[str, Any], where: str
+) -> tuple[Family, tuple[str, ...]]:
+    """The entry of a `model_type`; an unknown one is taken for Llama when nothing speaks against it."""
+    known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
+    if known is not None:
+        return known, ()
+    against = [k for k in _NOT_GENERIC if values.get(k)]
+    if against:
+        raise ModelUnreadable(
+            f"the family `{model_type}` is not read, and its config is not that of a plain decoder",
+            where=where,
+            got=", ".join(f"{k}={values[k]}" for k in against),
+            allowed=(*sorted(FAMILIES), "gpt2"),
+            hint="use a model of a family that is read",
+        )
+    ConfigView(values, where).require(STANDARD_KEYS)
+    note = (
+        f"the family `{model_type}` is not known: read as a Llama-like decoder (gated MLP, RMSNorm, rotary positions), "
+        "so names and counts may differ from the real model"
+    )
+    return LLAMA, (note,)
+
+
+def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
+    """Published format and notes; transformers creates float32 when the config does not say."""
+    dtype = values.get("dtype", values.get("torch_dtype"))
+    if dtype is None or dtype == "auto":
+        dtype = "float32"
+    dtype = str(dtype).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ModelUnreadable(
+            "`dtype` is not a format that is known",
+            where=where,
+            got=dtype,
+            allowed=tuple(DTYPE_BYTES),
+            hint='write `"dtype": "bfloat16"` in the config',
+        )
+    quantization = values.get("quantization_config")
+    if not quantization:
+        return dtype, ()
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    note = f"the published weights are quantised ({method or 'method not named'}); sizes are planned in {dtype}"
+    return dtype, (note,)
+
+
+def _download_hint(text: str) -> str:
+    if text.count("/") == 1 and not text.startswith((".", "/", "~")):
+        folder = text.rpartition("/")[2]
+        return f"hf download {text} --include config.json --local-dir {folder}"
+    return "check the path; a model directory holds config.json"

@@ -1,0 +1,264 @@
+"""Safetensors headers: names, shapes and formats of published weights, read without the weights.
+
+A file starts with the length of its header (8 bytes, little endian), then the header as JSON: name to dtype, shape and
+byte range; the data follows. Source: safetensors format description, `README.md` of the library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hyper_parallel.errors import WeightsUnreadable
+from hyper_parallel.model._families import FAMILIES, Experts
+from hyper_parallel.model._types import ModelSpec, ParamSpec
+
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
+
+_DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "F64": "float64",
+        "F32": "float32",
+        "F16": "float16",
+        "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+    }
+)
+
+_BUFFERS = ("inv_freq", "e_score_correction_bias", "attn.bias", "attn.masked_bias")
+"""Ends of names that are in published files but are no parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: Format by the file's own word, `BF16`.
+        shape: Shape as stored.
+        file: File name.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """All tensors of a directory by name, and what was noticed."""
+
+    tensors: dict[str, TensorInfo]
+    notes: tuple[str, ...] = ()
+
+
+def read_headers(directory: Path) -> Headers:
+    """Headers of `model.safetensors` or of the shards its index lists; empty when there are no weights.
+
+    Raises:
+        WeightsUnreadable: HP703 naming the file that is missing, truncated or corrupt.
+    """
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if not index.is_file():
+        return Headers(read_header(single) if single.is_file() else {})
+    weight_map = _read_index(index)
+    files = sorted(set(weight_map.values()))
+    missing = [f for f in files if not (directory / f).is_file()]
+    if len(missing) == len(files):
+        return Headers({}, ("the weight files are not here: names and shapes are unchecked",))
+    if missing:
+        raise WeightsUnreadable(
+            f"{len(missing)} of {len(files)} weight files are missing",
+            where=str(index),
+            got=missing[:3],
+            hint=f"fetch `{missing[0]}` again",
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        tensors |= read_header(directory / file)
+    lost = sorted(set(weight_map) - set(tensors))
+    if lost:
+        raise WeightsUnreadable(
+            "the index lists tensors that its files do not hold",
+            where=str(index),
+            got=lost[:3],
+            hint=f"fetch `{weight_map[lost[0]]}` again",
+        )
+    return Headers(tensors)
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Tensors of one file.
+
+    Raises:
+        WeightsUnreadable: HP703 when the file is shorter than its header says or the header is not one.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
+            raise _corrupt(path, f"{size} bytes, header of {length} bytes")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        tensors = {
+            str(name): TensorInfo(str(t["dtype"]), tuple(int(s) for s in t["shape"]), path.name)
+            for name, t in header.items()
+        }
+        end = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise _corrupt(path, f"header: {error!r}") from error
+    if 8 + length + end > size:
+        raise _corrupt(path, f"{size} bytes, {8 + length + end} expected")
+    return tensors
+
+
+def check_weights(
+    spec: ModelSpec,
+    tensors: Mapping[str, TensorInfo],
+    directory: Path,
+    *,
+    known_family: bool,
+    quantized: bool,
+) -> ModelSpec:
+    """The spec with the dtype of the weights, after comparing every name and shape.
+
+    Parameters that the files lack or hold in another shape are refused; for a family that is only guessed they are a
+    note. Tensors that the model has no place for (prediction layers, a vision tower) are a note. Quantised weights are
+    stored in other shapes and are not compared.
+
+    Raises:
+        WeightsUnreadable: HP703 naming the parameters.
+    """
+    if quantized:
+        return replace(spec, notes=(*spec.notes, "quantised weights: shapes are unchecked"))
+    found = _causal_lm_names(tensors, spec)
+    experts = FAMILIES[spec.family].experts if spec.family in FAMILIES else None
+    wrong, used = [], set()
+    for param, layer in _instances(spec):
+        for option in _stored_as(param, layer, experts):
+            if all(name in found for name, _ in option):
+                wrong += [
+                    f"{name}: config {list(shape)}, file {list(found[name].shape)}"
+                    for name, shape in option
+                    if found[name].shape != shape
+                ]
+                used |= {name for name, _ in option}
+                break
+        else:
+            if param.tied_to is None:
+                wrong.append(f"{_full_name(param, layer)}: missing")
+    extra = [n for n in found if n not in used and not n.endswith(_BUFFERS)]
+    notes = list(spec.notes)
+    if wrong and known_family:
+        raise WeightsUnreadable(
+            f"{len(wrong)} parameters of the weights do not match config.json",
+            where=str(directory),
+            got=wrong[:3],
+            hint="fetch config.json and the weight files again, from the same place",
+        )
+    if wrong:
+        notes.append(
+            f"{len(wrong)} parameters differ from the weight files, first {wrong[0]}; the files hold "
+            f"{sum(math.prod(t.shape) for t in found.values()):,} elements, the model is read with {spec.num_params:,}"
+        )
+    if extra:
+        notes.append(f"{len(extra)} tensors of the weights are not planned, first `{extra[0]}`")
+    dtype = _main_dtype([found[n] for n in used]) or spec.dtype
+    if dtype != spec.dtype:
+        notes.append(f"the weights are stored in {dtype}, config.json says {spec.dtype}")
+    return replace(spec, dtype=dtype, notes=tuple(notes))
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(k): str(v) for k, v in weight_map.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _corrupt(path, repr(error)) from error
+    return files
+
+
+def _corrupt(path: Path, got: str) -> WeightsUnreadable:
+    return WeightsUnreadable(
+        f"the weight file `{path.name}` is truncated or corrupt",
+        where=str(path),
+        got=got,
+        hint=f"fetch `{path.name}` again",
+    )
+
+
+def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict[str, TensorInfo]:
+    """The tensors under the names of a causal language model: multimodal and headless prefixes are mapped."""
+    base = spec.blocks[0].params[0].name.partition(".")[0]
+    prefixes = (
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model."),
+        ("language_model.lm_head.", "lm_head."),
+    )
+
+    def rename(name: str) -> str:
+        for old, new in prefixes:
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
+
+    renamed = {rename(name): info for name, info in tensors.items()}
+    if any(name.startswith(f"{base}.") for name in renamed):
+        return renamed
+    return {n if n.startswith("lm_head.") else f"{base}.{n}": t for n, t in renamed.items()}
+
+
+def _instances(spec: ModelSpec) -> Iterator[tuple[ParamSpec, int | None]]:
+    for block in spec.blocks:
+        for layer in block.layers or (None,):
+            for param in block.params:
+                yield param, layer
+
+
+def _full_name(param: ParamSpec, layer: int | None) -> str:
+    return param.name if layer is None else param.name.replace("*", str(layer), 1)
+
+
+def _stored_as(
+    param: ParamSpec, layer: int | None, experts: Experts | None
+) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """The ways a parameter may lie in published files, each a list of tensors with their shapes.
+
+    Transformers stacks experts in memory; published files hold one matrix per expert.
+    """
+    name = _full_name(param, layer)
+    yield [(name, param.shape)]
+    if experts is None:
+        return
+    block = name.replace(".mlp.", f".{experts.checkpoint_block}.")
+    if not param.is_expert:
+        yield [(block, param.shape)]
+        return
+    at, _, which = block.rpartition(".")
+    gate, up, down = experts.checkpoint_names
+    if experts.storage != "stacked":
+        return
+    num, rows, columns = param.shape
+    if which == "gate_up_proj":
+        parts, shape = [gate, up], (rows // 2, columns)
+    else:
+        parts, shape = [down], (rows, columns)
+    yield [(f"{at}.{e}.{part}.weight", shape) for e in range(num) for part in parts]
+
+
+def _main_dtype(tensors: list[TensorInfo]) -> str | None:
+    """The format most elements are stored in, or None when it is not one of ours."""
+    elements: Counter[str] = Counter()
+    for tensor in tensors:
+        elements[tensor.dtype] += math.prod(tensor.shape)
+    return _DTYPES.get(elements.most_common(1)[0][0]) if elements else None

@@ -1,0 +1,172 @@
+"""A machine without an accelerator as a Supernode: each rank is a device with its share of cores and memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hyper_parallel.topology._types import Device, Quantity, Supernode, Tier
+
+_LOG = logging.getLogger(__name__)
+
+DEFAULT_CPU_RANKS: Final = 4
+"""Ranks on a machine without an accelerator: enough to show every axis, few enough for two cores."""
+
+_BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_CACHE_VERSION: Final = 1
+_MEASURE_TIMEOUT_S: Final = 60
+_LOOPBACK: Final = "gloo over loopback, 4 to 8 ranks on two cores"
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The processor and memory of this machine.
+
+    Attributes:
+        model: Name as the operating system gives it.
+        cores: Cores this process may use.
+        memory_bytes: Memory this process may use.
+        has_bfloat16: The instruction set multiplies bfloat16.
+    """
+
+    model: str
+    cores: int
+    memory_bytes: int
+    has_bfloat16: bool
+
+
+def cache_dir() -> Path:
+    """The user's cache directory of this package: `$XDG_CACHE_HOME/hyper-parallel` or `~/.cache/hyper-parallel`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hyper-parallel"
+
+
+def read_cpu() -> Cpu:
+    """Read the processor from the operating system; container limits of cores and memory are respected."""
+    info = _read("/proc/cpuinfo")
+    lines = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in reversed(info.splitlines()))
+    }
+    flags = set(lines.get("flags", lines.get("Features", "")).split())
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    return Cpu(
+        model=lines.get("model name") or platform.processor() or platform.machine(),
+        cores=cores,
+        memory_bytes=_memory_bytes(),
+        has_bfloat16=bool(flags & _BFLOAT16_FLAGS),
+    )
+
+
+def _memory_bytes() -> int:
+    total = 0
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            total = int(line.split()[1]) * 1024
+    total = total or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def cpu_rates(cpu: Cpu) -> dict[str, float]:
+    """Measured rates of the machine, from the cache when this processor was measured before.
+
+    Returns:
+        `float32` and `float64` in FLOP/s, `memory` in bytes/s, over all cores together.
+    """
+    key = f"{cpu.model}|{cpu.cores}|{_CACHE_VERSION}"
+    path = cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    cached = _from_cache(path, key)
+    if cached is not None:
+        return cached
+    script = Path(__file__).with_name("_measure.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(cpu.cores)],
+        capture_output=True,
+        text=True,
+        timeout=_MEASURE_TIMEOUT_S,
+        check=True,
+    )
+    rates: dict[str, float] = json.loads(done.stdout)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.name, delete=False
+        ) as file:
+            json.dump({"key": key, "rates": rates}, file, indent=2)
+        Path(file.name).replace(path)
+    except OSError as error:
+        _LOG.warning("the measured processor rates are not cached: %s", error)
+    return rates
+
+
+def _from_cache(path: Path, key: str) -> dict[str, float] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rates = {name: float(data["rates"][name]) for name in ("float32", "float64", "memory")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # absent or damaged: measured again
+    return rates if data.get("key") == key and min(rates.values()) > 0 else None
+
+
+def cpu_supernode(num_ranks: int) -> Supernode:
+    """This machine, its cores and memory divided evenly among `num_ranks` ranks."""
+    cpu = read_cpu()
+    rates = cpu_rates(cpu)
+    share = f"{cpu.cores} cores / {num_ranks} ranks"
+    measured = f"numpy on this machine, {share}"
+
+    def peak(flops: float, source: str, derived: bool = False) -> Quantity:
+        return Quantity(flops / num_ranks, source, "inferred" if derived else "measured")
+
+    factor, why = (2.0, "has") if cpu.has_bfloat16 else (0.5, "lacks")
+    device = Device(
+        name=f"{cpu.model} ({share})",
+        kind="cpu",
+        peak_flops={
+            "float32": peak(rates["float32"], measured),
+            "float64": peak(rates["float64"], measured),
+            "bfloat16": peak(
+                rates["float32"] * factor,
+                f"{factor:g} x float32: the processor {why} bfloat16 instructions",
+                derived=True,
+            ),
+        },
+        memory_bytes=Quantity(
+            float(cpu.memory_bytes // num_ranks), f"memory of the machine / {num_ranks}", "measured"
+        ),
+        memory_bytes_s=Quantity(rates["memory"] / num_ranks, measured, "measured"),
+    )
+    host = Tier(
+        name="host",
+        size=0,
+        bytes_s=Quantity(0.37e9, f"{_LOOPBACK}: 16 MiB all-reduce in 68 ms", "measured"),
+        latency_s=Quantity(1e-3, f"{_LOOPBACK}: one ring step of a small all-reduce", "measured"),
+        kind="host",
+    )
+    return Supernode(
+        name="local",
+        description=f"this machine: {num_ranks} ranks on {cpu.cores} cores of {cpu.model}",
+        num_devices=num_ranks,
+        device=device,
+        tiers=(host,),
+    )

@@ -1,0 +1,332 @@
+"""Save and load training state so that it resumes on any layout and world size.
+
+Tensors go through torch.distributed.checkpoint: every rank writes the shards it stores, and a load reads whatever
+part of them the new layout needs. Around it this file adds what a long run needs: writing in the background on a
+copy of the state, a manifest with checksums, publication by one rename, retention, and on load the newest checkpoint
+that is intact.
+
+The directory must be visible to all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from hyper_parallel import serde
+from hyper_parallel.backends.torch._local import local_ranges
+from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch, OutputNotWritable
+from hyper_parallel.trainer import _manifest as files
+from hyper_parallel.trainer._manifest import Damaged, Manifest
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Checkpointer:
+    """Checkpoints of one run in one directory.
+
+    All methods except `latest` are collective: every rank of the process group calls them in the same order. Without
+    a process group it works in a single process.
+
+    Args:
+        directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`; created, and cleaned of what a killed
+            run left behind.
+        keep: Newest checkpoints kept, at least 1.
+        asynchronous: Write in a background thread while training goes on.
+        fingerprint: JSON values that must agree between the run that saves and the run that loads (model, optimizer;
+            not the layout).
+
+    Raises:
+        OutputNotWritable: HP105 when the directory cannot be created.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int,
+        asynchronous: bool,
+        fingerprint: dict[str, Any],
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self.directory = Path(directory)
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._fingerprint = json.loads(json.dumps(fingerprint))
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        # The background thread must not share a group with training: collectives of one group need one order.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+        def prepare() -> None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            files.clean(self.directory)
+
+        self._on_rank_0(prepare)
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: dict[str, Any],
+    ) -> None:
+        """Save the state after `step` optimizer steps.
+
+        With `asynchronous` it returns when the state is copied; the copy takes the host memory of this rank's shards
+        until it is written. The previous save is waited for, and its error raised here.
+
+        Args:
+            step: Completed optimizer steps; names the checkpoint. An existing one of this step is replaced.
+            model: Module of plain tensors or DTensors.
+            optimizer: None: weights only.
+            extra: JSON values of the trainer, given back by `load`; rank 0's are stored.
+        """
+        self.finish()
+        for name, parameter in model.named_parameters():
+            local_ranges(parameter, name)  # refuses a split that the file format cannot express
+        state = _state(model, optimizer)
+        text = json.loads(json.dumps(extra))
+        if not self._asynchronous:
+            self._write(step, state, text)
+            return
+        copy = BlockingAsyncStager().stage(state)
+
+        def run() -> None:
+            try:
+                self._write(step, copy, text)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name=f"checkpoint-{step}")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the save in the background, if there is one, and raise its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def latest(self) -> int | None:
+        """Step of the newest published checkpoint; its files are checked by `load`, not here."""
+        return max(files.steps(self.directory), default=None)
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Load a checkpoint into a model and an optimizer that hold storage.
+
+        Args:
+            model: Changed in place; may have another layout and world size than the one saved.
+            optimizer: Changed in place; None: weights only.
+            step: Load exactly this one; None: the newest intact one.
+
+        Returns:
+            The step, and the `extra` of its save.
+
+        Raises:
+            CheckpointCorrupt: HP701 when no intact checkpoint is left; names the damaged files.
+            CheckpointMismatch: HP702 with the first difference between the checkpoint and this run.
+        """
+        self.finish()
+        found, manifest = self._newest_intact(step)
+        path = self.directory / files.step_name(found)
+        _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
+        reader = dcp.FileSystemReader(path)
+        state = _state(model, optimizer)
+        _compare_tensors(state, reader.read_metadata(), path)
+        with _quiet_without_group():
+            dcp.load(
+                state,
+                storage_reader=reader,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        set_model_state_dict(model, state["model"])
+        if optimizer is not None:
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
+        return found, json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
+
+    def _write(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Write, checksum and publish; every failure is raised on all ranks."""
+        path = files.temporary(self.directory, step)
+
+        def tensors() -> None:
+            with _quiet_without_group():
+                dcp.save(
+                    state,
+                    storage_writer=dcp.FileSystemWriter(path),
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+
+        def own_files() -> dict[str, files.FileEntry]:
+            if self._rank == 0:
+                files.write_json(path / files.EXTRA, extra)
+            mine = [p for p in path.iterdir() if p.name.startswith(f"__{self._rank}_")]
+            if self._rank == 0:
+                mine += [path / files.EXTRA, path / ".metadata"]
+            return {p.name: files.digest(p) for p in mine}
+
+        self._on_rank_0(lambda: path.mkdir(exist_ok=True))
+        self._everywhere(tensors)
+        entries = {n: e for part in self._everywhere(own_files) for n, e in part.items()}
+
+        def publish() -> None:
+            manifest = Manifest(files.FORMAT, step, self._world_size, self._fingerprint, entries)
+            files.write_json(path / files.MANIFEST, serde.encode(manifest))
+            files.publish(self.directory, step, self._keep)
+
+        self._on_rank_0(publish)
+
+    def _newest_intact(self, step: int | None) -> tuple[int, Manifest]:
+        """Check candidates from the newest to the oldest; the ranks share the reading of the files."""
+        published = self._on_rank_0(lambda: files.steps(self.directory))
+        candidates = published[::-1] if step is None else [s for s in published if s == step]
+        damaged: list[str] = []
+        for candidate in candidates:
+            path = self.directory / files.step_name(candidate)
+
+            def check(path: Path = path) -> Manifest | str:
+                try:
+                    manifest = files.read_manifest(path)
+                    files.check_sizes(path, manifest)
+                    names = sorted(manifest.files)[self._rank :: self._world_size]
+                    files.check_contents(path, manifest, names)
+                except Damaged as error:
+                    return str(error)
+                return manifest
+
+            results = self._everywhere(check)
+            problems = [r for r in results if isinstance(r, str)]
+            if not problems:
+                return candidate, results[0]
+            damaged.append(problems[0])
+            if self._rank == 0:
+                _log.warning("checkpoint of step %d is damaged: %s", candidate, problems[0])
+        raise CheckpointCorrupt(
+            f"no intact checkpoint{'' if step is None else f' of step {step}'}",
+            where=str(self.directory),
+            got=damaged or f"steps {published}" if published else "none",
+            hint="restore the file named, or train from the start with `checkpoint.resume=never`",
+        )
+
+    def _everywhere(self, fn: Callable[[], T]) -> list[T]:
+        """Run `fn` on every rank; the results of all ranks, or the first failure on all ranks."""
+        try:
+            result, failure = fn(), None
+        except Exception as error:
+            result, failure = None, _coded(error, self.directory)
+        everyone: list[Any] = [(result, failure)]
+        if self._group is not None:
+            everyone = [None] * self._world_size
+            dist.all_gather_object(everyone, (result, failure), group=self._group)
+        for _, other in everyone:
+            if other is not None:
+                raise other
+        return [value for value, _ in everyone]
+
+    def _on_rank_0(self, fn: Callable[[], T]) -> T:
+        return self._everywhere(lambda: fn() if self._rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    return state
+
+
+def _coded(error: Exception, directory: Path) -> Exception:
+    """An error that explains itself and pickles: disk trouble gets its code."""
+    causes = [error, *getattr(error, "failures", {}).values()]
+    for cause in causes:
+        cause = cause[0] if isinstance(cause, tuple) else cause
+        if isinstance(cause, OSError):
+            return OutputNotWritable(
+                f"the checkpoint cannot be written: {cause.strerror or cause}",
+                where=str(cause.filename or directory),
+            )
+    return error
+
+
+def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
+    for key in [*ours, *(k for k in saved if k not in ours)]:
+        if saved.get(key) != ours.get(key):
+            raise CheckpointMismatch(
+                f"the checkpoint was saved by a run with another `{key}`",
+                where=str(path / files.MANIFEST),
+                got=ours.get(key),
+                allowed=saved.get(key),
+            )
+
+
+def _compare_tensors(state: dict[str, Any], metadata: Metadata, path: Path) -> None:
+    """Refuse the first tensor whose name, shape or dtype differs from the checkpoint's."""
+    for part, values in state.items():
+        prefix = f"{part}."
+        saved = {k: v for k, v in metadata.state_dict_metadata.items() if k.startswith(prefix)}
+        for key in [f"{prefix}{k}" for k in values]:
+            if key not in saved:
+                raise CheckpointMismatch(f"the checkpoint has no `{key}`", where=str(path))
+        for key, entry in saved.items():
+            name = key.removeprefix(prefix)
+            if name not in values:
+                raise CheckpointMismatch(
+                    f"the checkpoint holds `{key}`, this run has no such tensor", where=str(path)
+                )
+            value = values[name]
+            if not isinstance(entry, TensorStorageMetadata) or not torch.is_tensor(value):
+                continue
+            ours = (tuple(value.shape), value.dtype)
+            theirs = (tuple(entry.size), entry.properties.dtype)
+            if ours != theirs:
+                raise CheckpointMismatch(
+                    f"`{key}` has another shape or dtype in the checkpoint",
+                    where=str(path),
+                    got=f"{ours[0]} {ours[1]}",
+                    allowed=f"{theirs[0]} {theirs[1]}",
+                )
+
+
+@contextmanager
+def _quiet_without_group() -> Iterator[None]:
+    """Silence the remark that a run without a process group saves in a single process: here it is meant."""
+    if dist.is_initialized():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

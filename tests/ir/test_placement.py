@@ -1,0 +1,72 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyper_parallel.errors import LayoutError
+from hyper_parallel.ir import (
+    Layout,
+    Mesh,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    placements,
+)
+from tests.strategies_ir import layouts, meshes
+
+pytestmark = pytest.mark.unit
+
+
+def held(index, entries, mesh, at):
+    """What a rank holds of an index array when its placements act from the outermost mesh axis inwards."""
+    for axis, entry in zip(mesh.names, entries, strict=True):
+        if isinstance(entry, Shard):
+            index = np.split(index, mesh.degree(axis), axis=entry.dim)[at[axis]]
+        elif isinstance(entry, StridedShard):
+            pieces = np.split(index, entry.split_factor, axis=entry.dim)
+            mine = [np.split(p, mesh.degree(axis), axis=entry.dim)[at[axis]] for p in pieces]
+            index = np.concatenate(mine, axis=entry.dim)
+    return index
+
+
+@given(st.data())
+def test_placements_hold_the_elements_of_the_layout(data):
+    mesh = data.draw(meshes())
+    layout = data.draw(layouts(mesh, 2))
+    even = tuple(math.prod(mesh.degree(a) for a in dim) * 2 for dim in layout.axes)
+    entries = placements(layout, mesh)
+    index = np.arange(math.prod(even)).reshape(even)
+    for device in range(mesh.size):
+        at = mesh.coordinate(device)
+        mine = tuple(slice(*b) for b in layout.bounds(even, mesh, at))
+        np.testing.assert_array_equal(held(index, entries, mesh, at), index[mine])
+    assert {a for a, e in zip(mesh.names, entries, strict=True) if e == Partial()} == set(
+        layout.partial
+    )
+
+
+MESH = Mesh((("dp_replicate", 2), ("dp_shard", 2), ("tp_x", 4)))
+
+
+def test_fsdp_inside_tensor_parallelism_is_a_strided_shard():
+    layout = Layout((("tp_x", "dp_shard"), ()))
+    assert placements(layout, MESH) == (Replicate(), StridedShard(0, 4), Shard(0))
+    assert placements(layout, MESH, ("dp_shard", "tp_x")) == (StridedShard(0, 4), Shard(0))
+
+
+def test_mesh_order_needs_no_stride():
+    assert placements(Layout((("dp_shard", "tp_x"),)), MESH) == (Replicate(), Shard(0), Shard(0))
+    assert placements(Layout((("dp_shard",), ("tp_x",))), MESH)[1:] == (Shard(0), Shard(1))
+
+
+def test_partial_sums():
+    assert placements(Layout(((),), ("tp_x",)), MESH) == (Replicate(), Replicate(), Partial())
+
+
+def test_an_axis_left_out_is_refused():
+    with pytest.raises(LayoutError, match="leave out") as error:
+        placements(Layout((("tp_x",),)), MESH, ("dp_shard",))
+    assert error.value.code == "HP202"
