@@ -78,5 +78,5 @@ def _conclude(job: Job, summary: Summary, console: Console) -> None:
     if not math.isnan(last):
         console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
     console.print(f"report {page}\ntrace  {trace}", highlight=False)
-    if summary.sample:
-        typer.echo(summary.sample)
+    if job.recipe.sample_prompt is not None:
+        pass

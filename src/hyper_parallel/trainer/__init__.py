@@ -1,13 +1,7 @@
 """Trainer: data, optimisation, checkpoints, metrics, generation."""
 
 from hyper_parallel.trainer._console import startup_panel
-from hyper_parallel.trainer._job import (
-    Job,
-    prepare_job,
-    rank_command,
-    under_torchrun,
-    wanted_ranks,
-)
+from hyper_parallel.trainer._job import Job, prepare_job, rank_command, under_torchrun
 from hyper_parallel.trainer._metrics import EvalRecord, StepRecord
 from hyper_parallel.trainer._optimizer import build_optimizer, parameter_groups
 from hyper_parallel.trainer._rank import Summary, train_rank
@@ -28,5 +22,4 @@ __all__ = [
     "startup_panel",
     "train_rank",
     "under_torchrun",
-    "wanted_ranks",
 ]

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml
-from hyper_parallel.errors import DegreesMismatch, OutputNotWritable
+from hyper_parallel.errors import OutputNotWritable
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.trainer.data import Batches, PackedData
-
-_DEFAULT_CPU_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,42 +75,9 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def wanted_ranks(recipe: Recipe) -> int:
-    """Number of ranks of a recipe: the product of its degrees, or what the machine offers for `auto`.
-
-    Raises:
-        DegreesMismatch: HP301 when the degrees do not multiply to the ranks that are given.
-    """
-    given = int(os.environ["WORLD_SIZE"]) if under_torchrun() else recipe.parallel.world_size
-    parallel = recipe.parallel
-    if parallel.auto:
-        return given or _local_devices()
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
-    degrees = {axis: getattr(parallel, axis) for axis in axes}
-    product = math.prod(degrees.values())
-    if given is not None and given != product:
-        rest = product // parallel.dp_shard
-        hint = (
-            f"set `parallel.dp_shard={given // rest}`"
-            if given % rest == 0
-            else f"start {product} ranks"
-        )
-        raise DegreesMismatch(
-            "the parallel degrees do not multiply to the number of ranks",
-            where="WORLD_SIZE of the launcher" if under_torchrun() else "parallel.world_size",
-            got=f"{given} ranks; "
-            + " x ".join(f"{k}={v}" for k, v in degrees.items() if v > 1 or k == "dp_shard"),
-            allowed=f"{product} ranks",
-            hint=hint,
-        )
-    return product
-
-
-def _local_devices() -> int:
-    """Accelerators of this machine, counted without initialising them; 4 ranks on a machine without one."""
-    import torch
-
-    return torch.cuda.device_count() or _DEFAULT_CPU_RANKS
+def started_ranks() -> int | None:
+    """Ranks that another launcher has started; None when this process starts them."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
 def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = True) -> Job:
@@ -133,7 +98,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     recipe = loaded.recipe
     output_dir = Path(recipe.output_dir)
     check_writable(output_dir)
-    plan = plan_recipe(recipe, wanted_ranks(recipe))
+    plan = plan_recipe(recipe, started_ranks())
     weights_directory(recipe)
     build_model(recipe)
     packed = prepare(

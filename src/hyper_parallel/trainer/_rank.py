@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.backends.torch import load_pretrained, materialize
+from hyper_parallel.backends.torch._weights import materialize
 from hyper_parallel.errors import CheckpointCorrupt
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer._checkpoint import Checkpointer
@@ -43,7 +43,6 @@ class Summary:
         last_eval_loss: Held-out loss after the last step.
         loss: Training loss of the last step, NaN when there was nothing left to do.
         seconds: Seconds of training, evaluations included.
-        sample: Text written after training, "" without a prompt.
     """
 
     steps: int
@@ -51,7 +50,6 @@ class Summary:
     last_eval_loss: float
     loss: float
     seconds: float
-    sample: str
 
 
 def train_rank(job: Job) -> Summary | None:
@@ -116,12 +114,13 @@ class _Run:
         timeline = recorder.gather(world.world_size)
         if timeline is not None:
             write_timeline(timeline, job.output_dir / "timeline.json")
-        sample = self._finish()
+        if recipe.checkpoint.export:
+            self._export()
         if not self._main:
             return None
         write_text(job.output_dir / "run.json", json.dumps(self._facts(seconds), indent=1) + "\n")
         loss = result.loss if result else math.nan
-        return Summary(training.steps, first, last, loss, seconds, sample)
+        return Summary(training.steps, first, last, loss, seconds)
 
     def _make_model(self) -> nn.Module:
         recipe = self._recipe
@@ -130,7 +129,7 @@ class _Run:
         if directory is None:
             materialize(model, seed=recipe.training.seed)
         else:
-            load_pretrained(model, directory)
+            raise NotImplementedError
         if recipe.training.compile:
             compile_layers(model)
         return model
@@ -203,15 +202,8 @@ class _Run:
         if step % training.log_every == 0 or step in (1, training.steps):
             self._display.line(log_line(record, training.steps, plan.memory_capacity_bytes))
 
-    def _finish(self) -> str:
-        """Export the model and continue the sample prompt; all ranks take part."""
-        from hyper_parallel.trainer._finish import export, sample
-
-        if self._recipe.checkpoint.export:
-            export(self._model, self._job, self._world)
-        if self._recipe.sample_prompt is None:
-            return ""
-        return sample(self._model, self._job, self._world)
+    def _export(self) -> None:
+        """Write the weights as a Hugging Face directory; all ranks take part."""
 
     def _facts(self, seconds: float) -> dict[str, Any]:
         """Facts about machine and versions that belong to the numbers of this run."""
