@@ -79,4 +79,6 @@ def _conclude(job: Job, summary: Summary, console: Console) -> None:
         console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
     console.print(f"report {page}\ntrace  {trace}", highlight=False)
     if job.recipe.sample_prompt is not None:
-        pass
+        from hyper_parallel.trainer import write_sample
+
+        typer.echo(write_sample(job))

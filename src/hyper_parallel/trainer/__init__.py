@@ -6,6 +6,7 @@ from hyper_parallel.trainer._metrics import EvalRecord, StepRecord
 from hyper_parallel.trainer._optimizer import build_optimizer, parameter_groups
 from hyper_parallel.trainer._rank import Summary, train_rank
 from hyper_parallel.trainer._run import run_job
+from hyper_parallel.trainer._sample import write_sample
 from hyper_parallel.trainer._schedule import Schedule
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "startup_panel",
     "train_rank",
     "under_torchrun",
+    "write_sample",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml
-from hyper_parallel.errors import OutputNotWritable
+from hyper_parallel.errors import Contradiction, OutputNotWritable
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.trainer.data import Batches, PackedData
@@ -98,6 +98,13 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     recipe = loaded.recipe
     output_dir = Path(recipe.output_dir)
     check_writable(output_dir)
+    if recipe.sample_prompt is not None and not recipe.checkpoint.export:
+        raise Contradiction(
+            "the sample is written by the exported model, and the recipe exports none",
+            where=loaded.where("sample_prompt"),
+            got=f"sample_prompt={recipe.sample_prompt!r}, checkpoint.export=false",
+            hint="checkpoint.export=true",
+        )
     plan = plan_recipe(recipe, started_ranks())
     weights_directory(recipe)
     build_model(recipe)

@@ -127,7 +127,7 @@ class _Run:
         model = parallelize(build_model(recipe), self._job.plan, self._world)
         directory = weights_directory(recipe)
         if directory is None:
-            materialize(model, seed=recipe.training.seed)
+            materialize(model, seed=recipe.training.seed, device=self._world.device)
         else:
             raise NotImplementedError
         if recipe.training.compile:
