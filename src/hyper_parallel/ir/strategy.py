@@ -14,7 +14,7 @@ class Rule:
 
     Attributes:
         pattern: Glob over module names, one `*` per name part: `model.layers.*.mlp.up_proj`.
-        style: colwise, rowwise, vocab, replicate (see `hyper_parallel.shard`).
+        style: colwise, rowwise, vocab, head, kv_replicate, replicate (see `hyper_parallel.shard.STYLES`).
     """
 
     pattern: str

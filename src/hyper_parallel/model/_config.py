@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from hyper_parallel.errors import ModelUnreadable
 
@@ -60,7 +60,7 @@ class ConfigView:
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             self._refuse(key, value, f"a whole number >= {minimum}")
-        return int(value)
+        return value
 
     def optional_integer(self, key: str, minimum: int = 1) -> int | None:
         """A whole number, or None when null or absent without a default."""
@@ -82,7 +82,7 @@ class ConfigView:
             self._refuse(key, value, "a list of whole numbers")
         return tuple(value)
 
-    def _refuse(self, key: str, value: object, allowed: str) -> None:
+    def _refuse(self, key: str, value: object, allowed: str) -> NoReturn:
         raise ModelUnreadable(
             f"`{self.aliases.get(key, key)}` has a value of the wrong kind",
             where=self.where,

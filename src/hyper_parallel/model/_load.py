@@ -48,16 +48,17 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
         WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
     """
     text = os.fspath(path_or_name)
-    path = Path(text).expanduser()
-    if (path / "config.json").is_file():
+    # os.path, because pathlib raises where a text cannot be a path: too long, an unknown user's home.
+    path = Path(os.path.expanduser(text))  # noqa: PTH111
+    if os.path.isfile(path / "config.json"):  # noqa: PTH113
         return _load_directory(path)
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113
         return spec_from_config(_read_json(path), name=_name_of(path), where=str(path))
     preset = find_preset(text)
     if preset is not None:
         values = read_preset(preset)
         return spec_from_config(values, name=preset, where=f"preset {preset}")
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112
         what = f"the directory `{text}` has no config.json"
     else:
         what = f"`{text}` is neither a path that exists nor a preset"

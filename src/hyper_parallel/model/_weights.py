@@ -100,13 +100,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         WeightsUnreadable: HP703 when the file is shorter than its header says or the header is not one.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
-            raise _corrupt(path, f"{size} bytes, header of {length} bytes")
-        raw = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > _MAX_HEADER_BYTES or 8 + length > size:
+                raise _corrupt(path, f"{size} bytes, header of {length} bytes")
+            raw = file.read(length)
+    except OSError as error:
+        raise _corrupt(path, str(error)) from error
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
@@ -144,35 +147,37 @@ def check_weights(
     found = _causal_lm_names(tensors, spec)
     experts = FAMILIES[spec.family].experts if spec.family in FAMILIES else None
     wrong, used = [], set()
-    for param, layer in _instances(spec):
-        for option in _stored_as(param, layer, experts):
-            if all(name in found for name, _ in option):
+    for name, param in spec.named_params():
+        for option in _stored_as(name, param, experts):
+            if all(stored in found for stored, _ in option):
                 wrong += [
-                    f"{name}: config {list(shape)}, file {list(found[name].shape)}"
-                    for name, shape in option
-                    if found[name].shape != shape
+                    f"{stored}: config {list(shape)}, file {list(found[stored].shape)}"
+                    for stored, shape in option
+                    if found[stored].shape != shape
                 ]
-                used |= {name for name, _ in option}
+                used |= {stored for stored, _ in option}
                 break
         else:
             if param.tied_to is None:
-                wrong.append(f"{_full_name(param, layer)}: missing")
+                wrong.append(f"{name}: missing")
     extra = [n for n in found if n not in used and not n.endswith(_BUFFERS)]
     notes = list(spec.notes)
     if wrong and known_family:
         raise WeightsUnreadable(
-            f"{len(wrong)} parameters of the weights do not match config.json",
+            f"parameters of the weights do not match config.json: {len(wrong)}",
             where=str(directory),
             got=wrong[:3],
             hint="fetch config.json and the weight files again, from the same place",
         )
     if wrong:
         notes.append(
-            f"{len(wrong)} parameters differ from the weight files, first {wrong[0]}; the files hold "
+            f"parameters that differ from the weight files: {len(wrong)}, first {wrong[0]}; the files hold "
             f"{sum(math.prod(t.shape) for t in found.values()):,} elements, the model is read with {spec.num_params:,}"
         )
     if extra:
-        notes.append(f"{len(extra)} tensors of the weights are not planned, first `{extra[0]}`")
+        notes.append(
+            f"tensors of the weights that are not planned: {len(extra)}, first `{extra[0]}`"
+        )
     dtype = _main_dtype([found[n] for n in used]) or spec.dtype
     if dtype != spec.dtype:
         notes.append(f"the weights are stored in {dtype}, config.json says {spec.dtype}")
@@ -190,7 +195,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _corrupt(path: Path, got: str) -> WeightsUnreadable:
     return WeightsUnreadable(
-        f"the weight file `{path.name}` is truncated or corrupt",
+        f"the weight file `{path.name}` is truncated, corrupt or unreadable",
         where=str(path),
         got=got,
         hint=f"fetch `{path.name}` again",
@@ -218,27 +223,15 @@ def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict
     return {n if n.startswith("lm_head.") else f"{base}.{n}": t for n, t in renamed.items()}
 
 
-def _instances(spec: ModelSpec) -> Iterator[tuple[ParamSpec, int | None]]:
-    for block in spec.blocks:
-        for layer in block.layers or (None,):
-            for param in block.params:
-                yield param, layer
-
-
-def _full_name(param: ParamSpec, layer: int | None) -> str:
-    return param.name if layer is None else param.name.replace("*", str(layer), 1)
-
-
 def _stored_as(
-    param: ParamSpec, layer: int | None, experts: Experts | None
+    name: str, param: ParamSpec, experts: Experts | None
 ) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """The ways a parameter may lie in published files, each a list of tensors with their shapes.
 
-    Transformers stacks experts in memory; published files hold one matrix per expert.
+    Transformers stacks experts in memory; published files hold one matrix per expert. GPT-OSS stacks them in both.
     """
-    name = _full_name(param, layer)
     yield [(name, param.shape)]
-    if experts is None:
+    if experts is None or experts.storage != "stacked":
         return
     block = name.replace(".mlp.", f".{experts.checkpoint_block}.")
     if not param.is_expert:
@@ -246,8 +239,6 @@ def _stored_as(
         return
     at, _, which = block.rpartition(".")
     gate, up, down = experts.checkpoint_names
-    if experts.storage != "stacked":
-        return
     num, rows, columns = param.shape
     if which == "gate_up_proj":
         parts, shape = [gate, up], (rows // 2, columns)
