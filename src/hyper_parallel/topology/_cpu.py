@@ -119,6 +119,12 @@ def cpu_rates(cpu: Cpu) -> dict[str, float]:
     return rates
 
 
+def forget_measurements() -> None:
+    """Remove the cached processor rates, so that the next detection measures again."""
+    for path in cache_dir().glob("cpu-*.json"):
+        path.unlink(missing_ok=True)
+
+
 def _from_cache(path: Path, key: str) -> dict[str, float] | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
