@@ -19,7 +19,12 @@ from hyper_parallel.trainer.data._pack import (
 from hyper_parallel.trainer.data._progress import Progress
 from hyper_parallel.trainer.data._sequences import PackedSequences
 from hyper_parallel.trainer.data._sources import Source, resolve
-from hyper_parallel.trainer.data._tokenizer import Tokenizer, model_vocab_size, obtain
+from hyper_parallel.trainer.data._tokenizer import (
+    Tokenizer,
+    model_vocab_size,
+    obtain,
+    parallel_tokenizers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,23 +85,16 @@ def prepare(
     source = resolve(data, stage)
     cache = cache_root(data.cache_dir)
     bars = Progress(progress)
-    tokenizer = obtain(data, source, model_path, cache, bars)
-    limit = vocab_limit if vocab_limit is not None else model_vocab_size(model_path)
-    _check_vocab(tokenizer, limit, trained=tokenizer.directory.is_relative_to(cache))
-    key = digest(
-        [
-            _VERSION,
-            source.identity(),
-            tokenizer.fingerprint,
-            data.seq_len,
-            stage,
-            data.holdout,
-            seed,
-        ]
-    )
-    directory, meta = entry(
-        cache / "packed", key, lambda d: _build(d, data, source, tokenizer, stage, seed, bars)
-    )
+    with parallel_tokenizers():
+        tokenizer = obtain(data, source, model_path, cache, bars)
+        limit = vocab_limit if vocab_limit is not None else model_vocab_size(model_path)
+        _check_vocab(tokenizer, limit, trained=tokenizer.directory.is_relative_to(cache))
+        matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
+        directory, meta = entry(
+            cache / "packed",
+            digest([*matters, stage, data.holdout, seed]),
+            lambda target: _build(target, data, source, tokenizer, stage, seed, bars),
+        )
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)
     arrays = {n: facts["sha256"] for n, facts in meta["files"].items()}
