@@ -14,8 +14,10 @@ from hyper_parallel.cli._config import config
 from hyper_parallel.cli._doctor import doctor
 from hyper_parallel.cli._frame import build_app, run
 from hyper_parallel.cli._report import report
+from hyper_parallel.cli._train import train
 
 _COMMANDS = (
+    train,
     report,
     doctor,
 )

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hyper_parallel.backends.torch._weights import materialize
+from hyper_parallel.backends.torch import load_pretrained, materialize
 from hyper_parallel.errors import CheckpointCorrupt
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer._checkpoint import Checkpointer
 from hyper_parallel.trainer._console import Display
+from hyper_parallel.trainer._export import export_hf
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.trainer._job import Job
 from hyper_parallel.trainer._loop import Loop, StepResult
@@ -115,7 +116,7 @@ class _Run:
         if timeline is not None:
             write_timeline(timeline, job.output_dir / "timeline.json")
         if recipe.checkpoint.export:
-            self._export()
+            export_hf(self._model, self._model.config, job.packed.tokenizer_dir, job.export_dir)
         if not self._main:
             return None
         write_text(job.output_dir / "run.json", json.dumps(self._facts(seconds), indent=1) + "\n")
@@ -129,7 +130,7 @@ class _Run:
         if directory is None:
             materialize(model, seed=recipe.training.seed, device=self._world.device)
         else:
-            raise NotImplementedError
+            load_pretrained(model, directory, device=self._world.device)
         if recipe.training.compile:
             compile_layers(model)
         return model
@@ -201,9 +202,6 @@ class _Run:
         self._display.advance(step)
         if step % training.log_every == 0 or step in (1, training.steps):
             self._display.line(log_line(record, training.steps, plan.memory_capacity_bytes))
-
-    def _export(self) -> None:
-        """Write the weights as a Hugging Face directory; all ranks take part."""
 
     def _facts(self, seconds: float) -> dict[str, Any]:
         """Facts about machine and versions that belong to the numbers of this run."""
