@@ -51,7 +51,9 @@ class Case:
         torch.manual_seed(0)
         model = model_class(config)
         with torch.no_grad():
-            for param in model.parameters():  # norms too, so that a wrong norm cannot hide behind ones
+            for (
+                param
+            ) in model.parameters():  # norms too, so that a wrong norm cannot hide behind ones
                 param.add_(torch.randn_like(param) * 0.05)
         return model.to(getattr(torch, self.dtype))
 
@@ -80,14 +82,27 @@ def make_plan(model: nn.Module, strategy: Strategy, **formats: str) -> Plan:
     )  # fmt: skip
     dtype = str(model.dtype).removeprefix("torch.")
     chosen = {"compute_dtype": dtype, "param_dtype": dtype, "reduce_dtype": dtype, **formats}
-    workload = Workload(seq_len=16, microbatch=1, accumulation_steps=1, recompute=strategy.recompute, **chosen)
+    workload = Workload(
+        seq_len=16, microbatch=1, accumulation_steps=1, recompute=strategy.recompute, **chosen
+    )
     reference = ModelRef("tiny", config.model_type, 0, 0, 0.0, "")
     return Plan(
-        reference, "local", 0.0, workload.resolve(strategy.dp), strategy, planned.layouts, 0.0, (), (), 0
+        reference,
+        "local",
+        0.0,
+        workload.resolve(strategy.dp),
+        strategy,
+        planned.layouts,
+        0.0,
+        (),
+        (),
+        0,
     )
 
 
-def train(model: nn.Module, case: Case, dp: int, dp_rank: int, steps: int = STEPS) -> list[tuple[float, float]]:
+def train(
+    model: nn.Module, case: Case, dp: int, dp_rank: int, steps: int = STEPS
+) -> list[tuple[float, float]]:
     """Loss summed over data ranks and gradient norm of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     curve = []
@@ -119,7 +134,9 @@ def _backward(model: nn.Module, ids: Tensor, labels: Tensor, count: int) -> floa
     return float(loss.detach())
 
 
-def run(model: nn.Module, case: Case, strategy: Strategy, world: World, **formats: str) -> list[tuple[float, float]]:
+def run(
+    model: nn.Module, case: Case, strategy: Strategy, world: World, **formats: str
+) -> list[tuple[float, float]]:
     """Train a copy of the model on one layout; the loss is this rank's share."""
     mine = copy.deepcopy(model)
     plan = make_plan(mine, strategy, **formats)

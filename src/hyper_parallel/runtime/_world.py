@@ -67,9 +67,7 @@ class World:
         """Create the default process group; without a method a group of one."""
         self.backend = _BACKENDS[self.device.type]
         options = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
-        dist.init_process_group(
-            self.backend, rank=self.rank, world_size=self.world_size, **options
-        )
+        dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
         self._owns_group = True
 
     def mesh(self, strategy: Strategy, ranks: Sequence[int] | None = None) -> DeviceMesh:

@@ -74,7 +74,9 @@ def _num_tokens(batch: tuple[int, ...]) -> int:
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.group = group
         return _gather(piece, batch, group)
 
@@ -118,7 +120,9 @@ class _JoinTokens(torch.autograd.Function):
     """Pieces to the whole for a consumer that every rank repeats: its gradients are equal, each rank keeps its own."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.group = group
         return _gather(piece, batch, group)
 
@@ -147,7 +151,9 @@ class _AllReduce(torch.autograd.Function):
     """Sum over ranks where asked: forward, backward, or both."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: bool, backward: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: bool, backward: bool
+    ) -> Tensor:
         ctx.group, ctx.sum_backward = group, backward
         if not forward:
             return x.view_as(x)

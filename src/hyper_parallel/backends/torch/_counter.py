@@ -50,7 +50,11 @@ class CommCounter(TorchDispatchMode):
         self._axes = dict(_named_groups(mesh, rank))
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.namespace in _NAMESPACES:
             self._count(func.__name__, args)

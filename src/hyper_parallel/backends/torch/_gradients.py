@@ -86,7 +86,11 @@ class TpGradients:
         self._queued = True
         # A gradient kept from an earlier pass is already the sum. Each rank goes on with 1/tp of it, so that adding
         # up over the ranks gives it back once; dividing by a power of two is exact.
-        kept = [local(p.grad) for i, p in enumerate(self._params) if i in self._summed and p.grad is not None]
+        kept = [
+            local(p.grad)
+            for i, p in enumerate(self._params)
+            if i in self._summed and p.grad is not None
+        ]
         if kept:
             torch._foreach_div_(kept, float(self.group.size()))
         self._summed.clear()

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._comm import sum_forward
 from hyper_parallel.backends.torch._gradients import TpGradients
+from hyper_parallel.backends.torch._forward import keep_float64, recompute
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch._resolve import decoder_of, resolve_layouts
 from hyper_parallel.backends.torch._state import Handle, TpState, attach
@@ -61,9 +61,17 @@ def apply_plan(
     tp_mesh = mesh[TP] if mesh is not None and strategy.tp > 1 else None
     dtype = getattr(torch, plan.workload.param_dtype)
     _place(model, shard_plan.layouts, tp_mesh, device, dtype)
+    exact = getattr(torch, plan.workload.compute_dtype) == torch.float64
     if tp_mesh is not None:
         found.tp = TpState(tp_mesh.get_group())
         found.gradients = TpGradients(found.tp.group)
+    if decoder is not None and "full" in (strategy.recompute, plan.workload.recompute):
+        # Before tensor parallelism: the tokens are cut outside of what is made again.
+        for layer in decoder[1]:
+            recompute(layer, found.tp, exact)
+    if exact:
+        keep_float64(model)
+    if found.tp is not None and found.gradients is not None:
         parallel = TensorParallel(model, shard_plan.styles, found.tp, found.gradients)
         if decoder is None:
             parallel.apply_to_modules()
@@ -71,9 +79,6 @@ def apply_plan(
             parallel.apply_to_decoder(*decoder)
     if hasattr(type(model), "loss_function"):
         model.loss_function = _loss_function(found.tp)
-    if decoder is not None and "full" in (strategy.recompute, plan.workload.recompute):
-        for layer in decoder[1]:
-            _recompute(layer, found.tp)
     _shard_data_parallel(model, decoder[1] if decoder else None, found)
     if found.gradients is not None and decoder is not None:
         found.gradients.watch(
@@ -91,7 +96,7 @@ def _place(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Move parameters and buffers to the device; cut parameters over the tensor-parallel ranks, without communication."""
+    """Move parameters and buffers to the device and cut parameters over tensor-parallel ranks; no communication."""
     replaced: dict[int, nn.Parameter] = {}  # tied parameters stay one
     names = dict(model.named_parameters(remove_duplicate=False))
     for name, param in names.items():
@@ -171,27 +176,6 @@ def _loss_function(tp: TpState | None) -> Callable[..., Tensor]:
         return total / count
 
     return causal_lm_loss
-
-
-def _recompute(layer: nn.Module, tp: TpState | None) -> None:
-    """Drop the activations of a layer after forward and make them again in backward."""
-    inner = layer.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        batch = None
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal batch
-            if tp is not None:
-                # Another batch may have passed before backward runs this again.
-                if batch is None:
-                    batch = tp.batch
-                tp.batch = batch
-            return inner(*args, **kwargs)
-
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-    layer.forward = forward
 
 
 def _shard_data_parallel(model: nn.Module, layers: nn.ModuleList | None, found: Handle) -> None:

@@ -85,7 +85,10 @@ class TensorParallel:
         if head is not None:
             self._head(head)
         self._enter(layers[0])
-        _wrap(norm, lambda inner, *a, **k: _comm.gather_tokens(inner(*a, **k), state.batch, state.group))
+        _wrap(
+            norm,
+            lambda inner, *a, **k: _comm.gather_tokens(inner(*a, **k), state.batch, state.group),
+        )
         self._guard()
 
     def apply_to_modules(self) -> None:
@@ -108,7 +111,8 @@ class TensorParallel:
                 )
             elif style == "kv_replicate":
                 raise UnsupportedSharding(
-                    "key and value heads fewer than tp are known for Hugging Face decoders only", where=name
+                    "key and value heads fewer than tp are known for Hugging Face decoders only",
+                    where=name,
                 )
             else:
                 self._whole(module, summed=False)
@@ -199,7 +203,8 @@ class TensorParallel:
     def _head(self, module: nn.Module) -> None:
         """Logits of the local vocabulary for all tokens, or of all the vocabulary for this rank's tokens."""
         state, owner = self.state, self.gradients
-        split = self.styles.get(self._name(module)) == "head"
+        # Asked of the weight, because a head tied to the embedding has no parameter, hence no style, of its own.
+        split = any(p.is_shard() for p in module.weight.placements)
         _require_linear(module, self._name(module))
 
         def forward(x: Tensor) -> Tensor:
