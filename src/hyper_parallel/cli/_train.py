@@ -27,8 +27,6 @@ def train(
     ] = False,
 ) -> None:
     """Train a model from a recipe; starts its own local ranks unless torchrun has."""
-    # Workers inherit these; before torch is imported, or its thread pools exist already.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from rich.console import Console
 

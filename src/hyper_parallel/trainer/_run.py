@@ -24,7 +24,7 @@ def run_job(job: Job) -> Summary | None:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     ranks = job.plan.strategy.world_size
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
     results = launch(
         lambda rank: train_rank(job),
         ranks,
