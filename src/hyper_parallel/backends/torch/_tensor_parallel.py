@@ -23,14 +23,10 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch import _comm
 from hyper_parallel.backends.torch._gradients import TpGradients, to_local
 from hyper_parallel.backends.torch._state import TpState
+from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 
 Forward = Callable[..., Any]
-
-# Families whose model code does nothing but scale the embedding before the first layer: a sum may wait until there.
-_LINEAR_ENTRY = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"}
-)
 
 
 class TensorParallel:
@@ -63,7 +59,7 @@ class TensorParallel:
         embedding = base.get_input_embeddings()
         head = self.model.get_output_embeddings()
         norm = _final_norm(base, layers)
-        linear_entry = self.model.config.model_type in _LINEAR_ENTRY
+        linear_entry = self.model.config.model_type in LINEAR_ENTRY
         special = {id(embedding), id(head)}
         for name, style in self.styles.items():
             module = self.modules[name]
