@@ -1,5 +1,6 @@
 """Recipes: merging with origins, the rules of `parallel`, and every mistake refused with a hint."""
 
+import pickle
 import textwrap
 
 import pytest
@@ -153,7 +154,7 @@ def test_two_names_of_one_degree_must_agree(write):
 # --- round trip -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     lr=st.floats(1e-9, 1.0),
     seed=st.integers(-(2**40), 2**40),
@@ -186,7 +187,7 @@ def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees
 @pytest.mark.parametrize(
     ("text", "overrides", "error", "words"),
     [
-        ("trainig: {lr: 1}", [], UnknownKey, ["unknown key `trainig`", "write `training"]),
+        ("trainings: {lr: 1}", [], UnknownKey, ["unknown key `trainings`", "write `training"]),
         ("training: {learning_rate: 1}", [], UnknownKey, ["training.learning_rate"]),
         ("training: {warmup_step: 1}", [], UnknownKey, ["write `training.warmup_steps: 1`"]),
         ("lr_schedule: wsd", [], UnknownKey, ["write `training.lr_schedule: wsd`"]),
@@ -268,6 +269,9 @@ def test_all_problems_are_reported_at_once(write):
     text = caught.value.render()
     assert "and 2 more:" in text
     assert text.count("error[") == 3
+    assert (
+        pickle.loads(pickle.dumps(caught.value)).render() == text
+    )  # ranks send errors to their parent
     for word in ("data.seq_len", "training.lr", "training.stepz", "training.steps: 3"):
         assert word in text
 

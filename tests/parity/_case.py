@@ -146,7 +146,9 @@ def run(reference: Reference, strategy: Strategy, world: World, gradients: bool 
     model = copy.deepcopy(reference.model)
     plan = case.plan(strategy)
     parallelize(model, plan, world)
-    return _train(model, case, strategy, world.rank, plan, reference.gradients if gradients else None)
+    return _train(
+        model, case, strategy, world.rank, plan, reference.gradients if gradients else None
+    )
 
 
 def _train(

@@ -70,7 +70,9 @@ def _results(case: str, size: int) -> dict[Strategy, list[Run]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "size", "strategy"), MATRIX, ids=[f"{c}-{str(s).replace(' ', '-')}" for c, _, s in MATRIX]
+    ("case", "size", "strategy"),
+    MATRIX,
+    ids=[f"{c}-{str(s).replace(' ', '-')}" for c, _, s in MATRIX],
 )
 def test_layout_repeats_one_device(case: str, size: int, strategy: Strategy) -> None:
     expected = _reference(case).run

@@ -103,13 +103,18 @@ def test_the_newest_are_kept_and_an_existing_step_is_replaced(tmp_path):
 
 
 @pytest.mark.torch
-def test_what_a_killed_run_left_is_cleaned(tmp_path):
-    saved_run(tmp_path, (1,))
-    (tmp_path / ".step_00000002.tmp").mkdir()
-    (tmp_path / ".step_00000002.tmp" / "__0_0.distcp").write_bytes(b"half")
+def test_the_first_save_cleans_what_a_killed_run_left(tmp_path):
+    saved_run(tmp_path, (1, 2))
+    (tmp_path / ".step_00000003.tmp").mkdir()
+    (tmp_path / ".step_00000003.tmp" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "step_00000001").rename(tmp_path / ".step_00000001.old")
-    assert checkpointer(tmp_path).latest() == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
+    model, optimizer = build(1)
+    saver = checkpointer(tmp_path, keep=3)
+    assert saver.load(model, optimizer)[0] == 2
+    assert len(list(tmp_path.iterdir())) == 3
+    saver.save(3, model, optimizer, {})
+    names = [f"step_0000000{step}" for step in (1, 2, 3)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 def flip(path):
@@ -197,20 +202,26 @@ def test_an_error_of_the_background_save_surfaces_and_leaves_the_older_checkpoin
     saver = checkpointer(tmp_path / "c", asynchronous=True)
     saver.save(1, model, optimizer, {})
     saver.finish()
-    (tmp_path / "c" / ".step_00000002.tmp").write_text("in the way")
+    obstacle = tmp_path / "c" / ".step_00000002.tmp"
+    obstacle.write_text("in the way")
     saver.save(2, model, optimizer, {})
     with pytest.raises(OutputNotWritable, match="step_00000002"):
         saver.finish()
     saver.finish()
     assert saver.latest() == 1
+    obstacle.unlink()
+    saver.save(2, model, optimizer, {})
+    saver.finish()
+    assert saver.latest() == 2
     assert threading.active_count() == 1
 
 
 @pytest.mark.torch
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
+    model, optimizer = build(1)
     with pytest.raises(OutputNotWritable, match="file"):
-        checkpointer(tmp_path / "file" / "checkpoints")
+        checkpointer(tmp_path / "file" / "checkpoints").save(1, model, optimizer, {})
 
 
 def _chain(rank, source, layouts, root):

@@ -15,7 +15,7 @@ def corpus(tmp_path):
     for i in range(40):
         path = root / f"part{i % 3}" / f"doc{i:02d}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        words = [f"word{i}_{n} caf\u00e9" for n in range(20 + 7 * i)]
+        words = [f"word{i}_{n} \u00fcber" for n in range(20 + 7 * i)]
         path.write_text(" ".join(words) + "\n", encoding="utf-8")
     return root
 

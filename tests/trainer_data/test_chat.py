@@ -20,7 +20,7 @@ UNSTABLE = "{{ messages | length }} turns\n{% for m in messages %}{{ m['content'
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": " 4 caf\u00e9"},
+    {"role": "assistant", "content": " 4 \u00fcber"},
     {"role": "user", "content": "4?"},
     {"role": "assistant", "content": "4"},
 ]
@@ -34,9 +34,9 @@ def tokenizer(corpus, make):
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (CHATML, [" 4 caf\u00e9<|im_end|>", "4<|im_end|>"]),
-        (PLAIN, [" 4 caf\u00e9<|endoftext|>", "4<|endoftext|>"]),
-        (REASONING, [" 4 caf\u00e9<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"]),
+        (CHATML, [" 4 \u00fcber<|im_end|>", "4<|im_end|>"]),
+        (PLAIN, [" 4 \u00fcber<|endoftext|>", "4<|endoftext|>"]),
+        (REASONING, [" 4 \u00fcber<|im_end|>", "<think>\n\n</think>\n\n4<|im_end|>"]),
     ],
     ids=["chatml", "plain", "reasoning"],
 )
@@ -48,6 +48,14 @@ def test_the_mask_covers_the_answers_and_their_end_markers(tokenizer, template, 
     learnt = [i for i, m in zip(ids, mask, strict=True) if m]
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(learnt) == "".join(expected)
+
+
+def test_a_template_that_drops_words_of_earlier_answers_is_refused(tokenizer):
+    tokenizer.chat_template = CHATML.replace(
+        "message['content'] }}", "message['content'] if loop.last else 'gone' }}"
+    )
+    with pytest.raises(BadValue, match="differently once more turns follow"):
+        assistant_spans(tokenizer, MESSAGES, "chat.jsonl:7")
 
 
 def test_a_template_without_stable_beginnings_is_refused(tokenizer):
@@ -67,7 +75,7 @@ def test_a_template_that_refuses_a_conversation_names_the_record(tokenizer):
 def test_an_opening_turn_of_the_assistant_is_context(tokenizer):
     greeting = [{"role": "assistant", "content": "Hello."}, *MESSAGES[1:3]]
     text, spans = assistant_spans(tokenizer, greeting)
-    assert [text[a:b] for a, b in spans] == [" 4 caf\u00e9<|im_end|>"]
+    assert [text[a:b] for a, b in spans] == [" 4 \u00fcber<|im_end|>"]
 
 
 def test_answers_end_at_the_marker_of_the_template(tokenizer):

@@ -1,16 +1,19 @@
 """Packed arrays: nothing lost, nothing learnt twice, hold-out apart, and a cache that notices damage."""
 
+import json
 import os
 import pickle
+import socket
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData, OutputNotWritable
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer.data import IGNORE_INDEX, load_tokenizer
+from hyper_parallel.trainer.data import IGNORE_INDEX, load_tokenizer, prepare
 from hyper_parallel.trainer.data._pack import first_fit, token_dtype
 
 pytestmark = pytest.mark.torch
@@ -244,3 +247,39 @@ def test_pretraining_reads_conversations_as_text(conversations, make):
     packed = make(conversations, stage="pt")
     text = load_tokenizer(packed.tokenizer_dir).decode(stream(packed.train))
     assert "<|im_start|>user\nWhat is" in text
+
+
+def test_two_processes_train_the_same_tokenizer(corpus, make, tmp_path):
+    def one(rank):
+        return make(corpus, cache_dir=str(tmp_path / f"cache{rank}")).fingerprint
+
+    assert len(set(launch(one, 3, timeout_s=60))) == 1
+
+
+def test_nothing_is_fetched(conversations, make, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert len(make(conversations, stage="sft", seq_len=128).train) > 0
+
+
+def test_conversations_in_parquet_are_those_in_json(conversations, make, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    records = [json.loads(line) for line in conversations.read_text().splitlines()]
+    pandas.DataFrame(records).to_parquet(tmp_path / "chat.parquet")
+    packed = [
+        make(path, stage="sft", seq_len=128) for path in (conversations, tmp_path / "chat.parquet")
+    ]
+    assert packed[0].fingerprint == packed[1].fingerprint
+
+
+def test_bars_go_to_stderr_and_only_when_there_is_work(corpus, tmp_path, capsys):
+    data = Data(source=str(corpus), seq_len=32, vocab_size=320, cache_dir=str(tmp_path / "cache"))
+    prepare(data, stage="pt", model_path=None, seed=0)
+    first = capsys.readouterr()
+    prepare(data, stage="pt", model_path=None, seed=0)
+    second = capsys.readouterr()
+    assert "train tokenizer" in first.err
+    assert "tokenise" in first.err
+    assert (first.out, second.out, second.err) == ("", "", "")

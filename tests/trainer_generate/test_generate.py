@@ -46,7 +46,7 @@ def run_dir(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     text = root / "text.txt"
     text.write_text(
-        "".join(f"def f{n}(caf\u00e9): return {n}\n" for n in range(300)), encoding="utf-8"
+        "".join(f"def f{n}(\u00fcber): return {n}\n" for n in range(300)), encoding="utf-8"
     )
     data = Data(source=str(text), seq_len=32, vocab_size=320, cache_dir=str(root / "cache"))
     packed = prepare(data, stage="pt", model_path=None, seed=0, progress=False)
@@ -111,7 +111,7 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(generator):
 
 def test_streaming_gives_whole_characters_and_the_same_text(generator):
     tokenizer = generator.tokenizer
-    text = "caf\u00e9 \u4e16\u754c \U0001f680 def f"
+    text = "\u00fcber \u4e16\u754c \U0001f680 def f"
     tokens = tokenizer(text)["input_ids"]
     pieces = list(stream_text(tokenizer, tokens))
     assert "".join(pieces) == text

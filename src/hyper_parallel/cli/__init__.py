@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import typer
 
+from hyper_parallel.cli._checkpoint import app as checkpoint
 from hyper_parallel.cli._config import config
 from hyper_parallel.cli._doctor import doctor
 from hyper_parallel.cli._frame import build_app, run
+from hyper_parallel.cli._generate import generate
+from hyper_parallel.cli._plan import plan
 from hyper_parallel.cli._report import report
 from hyper_parallel.cli._train import train
 
-_COMMANDS = (
-    train,
-    report,
-    doctor,
-)
-_GROUPS = (config,)
+_COMMANDS = (plan, train, generate, report, doctor)
+_GROUPS = (checkpoint, config)
 
 
 def application() -> typer.Typer:

@@ -9,6 +9,7 @@ from hyper_parallel.cost._score import Scores, peak_memory, score, step_cost
 __all__ = [
     "ACCELERATOR",
     "CPU",
+    "LINEAR_ENTRY",
     "Candidates",
     "Efficiency",
     "LINEAR_ENTRY",

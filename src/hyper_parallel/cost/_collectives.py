@@ -178,11 +178,15 @@ def _tensor_parallel(step: _Step) -> Iterator[Collective]:
     gathers, scatters = gathers + regions[0], scatters + regions[1]
     # The final norm's output is gathered; its gradient is scattered.
     yield step.collective("all_gather", (TP,), "sequence gather", (gathers + 1) * times, whole)
-    yield step.collective("reduce_scatter", (TP,), "sequence scatter", (scatters + 1) * times, whole)
+    yield step.collective(
+        "reduce_scatter", (TP,), "sequence scatter", (scatters + 1) * times, whole
+    )
     if not gathers_entry(step.model.family) and _cuts_vocabulary(step, "embedding"):
         bytes_ = step.tokens * step.model.hidden_size * step.compute_bytes
         yield step.collective("all_reduce", (TP,), "embedding", 2 * times, bytes_)
-    if _cuts_vocabulary(step, "head") or step.model.tied_embeddings and _cuts_vocabulary(step, "embedding"):
+    if _cuts_vocabulary(step, "head") or (
+        step.model.tied_embeddings and _cuts_vocabulary(step, "embedding")
+    ):
         stats = step.strategy.tp * 2 * step.tokens * step.stat_bytes
         yield step.collective("all_gather", (TP,), "loss statistics", times, stats)
     else:

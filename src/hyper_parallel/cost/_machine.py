@@ -5,8 +5,9 @@ Efficiencies are few, per kind of device, and carry their source. They are not f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -25,10 +26,11 @@ class Efficiency:
     Attributes:
         matmul: Share of the peak FLOP/s of a large matmul.
         saturation: Rows or columns at which a matmul reaches half of that share.
-        attention: Share of the peak FLOP/s of the two attention products.
-        memory: Share of the memory bandwidth of element-wise kernels.
+        attention: Share of the peak FLOP/s of the two attention products, by compute dtype.
+        elementwise: Share of the memory bandwidth of element-wise and normalising kernels.
+        stream: Share of the memory bandwidth of one long pass, as the optimizer makes.
         link: Share of the link bandwidth of collectives.
-        overlap: Share of compute behind which FSDP, cp and expert traffic can hide.
+        overlap: Share of compute behind which FSDP and cp traffic can hide.
         kernel_s: Seconds to launch one kernel or run one small operator.
         launch_hidden: Launches run ahead of the device, so only a layer shorter than its launches waits.
         context_bytes: Memory of driver context, communicators and workspaces.
@@ -38,8 +40,9 @@ class Efficiency:
 
     matmul: float
     saturation: float
-    attention: float
-    memory: float
+    attention: Mapping[str, float]
+    elementwise: float
+    stream: float
     link: float
     overlap: float
     kernel_s: float
@@ -50,16 +53,34 @@ class Efficiency:
 
 
 ACCELERATOR: Final = Efficiency(
-    matmul=0.70, saturation=128.0, attention=0.50, memory=0.80, link=0.80, overlap=0.90,
-    kernel_s=4e-6, launch_hidden=True, context_bytes=GiB, fragmentation=0.04,
-    source="general knowledge of large bf16 kernels and NCCL / HCCL rings; not fitted to a run",
-)  # fmt: skip
+    matmul=0.70,
+    saturation=128.0,
+    attention=MappingProxyType({"bfloat16": 0.5, "float16": 0.5, "float32": 0.5, "float64": 0.5}),
+    elementwise=0.80,
+    stream=0.80,
+    link=0.80,
+    overlap=0.90,
+    kernel_s=4e-6,
+    launch_hidden=True,
+    context_bytes=GiB,
+    fragmentation=0.04,
+    source="general knowledge of large bfloat16 kernels and ring collectives; not fitted to a run",
+)
 
 CPU: Final = Efficiency(
-    matmul=0.85, saturation=16.0, attention=0.45, memory=0.80, link=1.0, overlap=0.0,
-    kernel_s=8e-6, launch_hidden=False, context_bytes=0, fragmentation=0.0,
-    source="micro-benchmarks of torch CPU operators (docs/cost.md)",
-)  # fmt: skip
+    matmul=0.98,
+    saturation=4.0,
+    attention=MappingProxyType({"float32": 0.35, "bfloat16": 0.18, "float64": 0.25}),
+    elementwise=0.55,
+    stream=1.0,
+    link=1.0,
+    overlap=0.0,
+    kernel_s=10e-6,
+    launch_hidden=False,
+    context_bytes=0,
+    fragmentation=0.0,
+    source="micro-benchmarks of torch operators on one core, see docs/cost.md; not fitted to a run",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +91,7 @@ class Machine:
         peak_flops: Dense peak FLOP/s in the compute dtype.
         memory_bytes: Capacity of the device's own memory.
         memory_bytes_s: Peak bytes/s of the device's own memory.
+        attention_flops: FLOP/s that attention reaches in the compute dtype.
         tiers: Interconnect levels, inner to outer.
         efficiency: Reached shares.
     """
@@ -77,6 +99,7 @@ class Machine:
     peak_flops: float
     memory_bytes: int
     memory_bytes_s: float
+    attention_flops: float
     tiers: tuple[Tier, ...]
     efficiency: Efficiency
 
@@ -84,12 +107,15 @@ class Machine:
     def of(cls, supernode: Supernode, compute_dtype: str) -> Machine:
         """Read the numbers off a topology for a compute dtype."""
         device = supernode.device
+        efficiency = CPU if device.kind == "cpu" else ACCELERATOR
+        peak = supernode.peak_flops(compute_dtype)
         return cls(
-            supernode.peak_flops(compute_dtype),
+            peak,
             int(device.memory_bytes.value),
             device.memory_bytes_s.value,
+            peak * efficiency.attention[compute_dtype],
             supernode.tiers,
-            CPU if device.kind == "cpu" else ACCELERATOR,
+            efficiency,
         )
 
     def ring_seconds(self, gathered_bytes: Array, size: Array, stride: Array) -> Array:
@@ -126,12 +152,14 @@ class Machine:
     def bandwidth(self, size: Array, stride: Array) -> Array:
         """Bytes/s at which every rank of a group sends in a ring: the least of g_local * bandwidth over its tiers.
 
-        g_local ranks of the group lie in one domain below the links of a tier and drive them in parallel. The same
-        law as `topology.group_bandwidth`, over arrays of regular groups, times the link efficiency.
+        g_local ranks of the group lie in one domain below the links of a tier and drive them in parallel; where the
+        group does not divide over the domains the one that holds the fewest decides. The same law as
+        `topology.group_bandwidth`, over arrays of regular groups, times the link efficiency.
         """
         rate = np.full(np.broadcast(size, stride).shape, np.inf)
         for hop in self._hops(size, stride):
-            possible = hop.below * hop.tier.bytes_s.value
+            rest = np.mod(size, hop.below)
+            possible = np.where(rest > 0, rest, hop.below) * hop.tier.bytes_s.value
             rate = np.where(hop.reached > hop.inside, np.minimum(rate, possible), rate)
         return rate * self.efficiency.link
 

@@ -13,9 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import Candidates
+from hyper_parallel.cost._layer import (
+    outside_elements,
+    saved_elements,
+    stage_elements,
+    tokens_of,
+)
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._time import saved_elements, stage_elements
 from hyper_parallel.ir import MemoryTerm, Workload
 from hyper_parallel.units import DTYPE_BYTES
 
@@ -46,7 +51,7 @@ def memory_terms(
     width = float(DTYPE_BYTES[workload.compute_dtype])
     param_width = float(DTYPE_BYTES[workload.param_dtype])
     reduce_width = float(DTYPE_BYTES[workload.reduce_dtype])
-    tokens = c.microbatch * workload.seq_len / c.cp
+    tokens = tokens_of(workload, c)
     layers = np.ceil(n.layers / c.pp)
     elements = stage_elements(n, c)
     expert_split = np.where(c.ep > 1, c.ep, c.tp)
@@ -60,11 +65,7 @@ def memory_terms(
     copies = split | (width != param_width)
     gathered_layers = np.where(c.reshard > 0, np.minimum(2.0, layers), layers)
     gathered = np.where(copies, gathered_layers * layer * width, 0.0)
-    vocabulary = np.where(
-        c.pp > 1,
-        np.maximum(n.embedding_weights, n.head_weights),
-        n.embedding_weights + n.head_params,
-    ) / c.tp
+    vocabulary = outside_elements(n, c) / c.tp
     gathered = gathered + np.where(copies, vocabulary * width, 0.0)
     gradient_buffer = np.where(
         copies, np.maximum(layer, vocabulary) * np.where(split, reduce_width + width, width), 0.0
@@ -103,5 +104,7 @@ def memory_terms(
     waste = e.fragmentation * sum((t.bytes for t in terms[:-1]), np.zeros(len(c)))
     return (
         *terms,
-        SpaceTerm("fragmentation", waste, f"{e.fragmentation:.0%} of the terms above but the context"),
+        SpaceTerm(
+            "fragmentation", waste, f"{e.fragmentation:.0%} of the terms above but the context"
+        ),
     )

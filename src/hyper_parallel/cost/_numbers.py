@@ -89,9 +89,7 @@ class ModelNumbers:
                 ]
             )
 
-        saved = [
-            b.count * _dense_width(b) * (3 if b.mlp.gated else 2) for b in decoders if b.mlp
-        ]
+        saved = [b.count * _dense_width(b) * (3 if b.mlp.gated else 2) for b in decoders if b.mlp]
         expert_saved = [
             b.count
             * b.mlp.experts_per_token
@@ -122,7 +120,9 @@ class ModelNumbers:
             mlp_saved_width=mean([float(v) for v in saved]),
             expert_width=mlp.intermediate_size if mlp else 0,
             experts=mlp.num_experts if mlp else 0,
-            experts_per_token=mean([float(b.count * b.mlp.experts_per_token) for b in routed if b.mlp]),
+            experts_per_token=mean(
+                [float(b.count * b.mlp.experts_per_token) for b in routed if b.mlp]
+            ),
             moe_share=sum(b.count for b in routed) / layers,
             expert_saved_width=mean([float(v) for v in expert_saved]),
             attention_weights=weights("attention"),
@@ -138,9 +138,7 @@ class ModelNumbers:
     @property
     def layer_weights(self) -> float:
         """All elements of a mean layer."""
-        return (
-            self.attention_weights + self.mlp_weights + self.expert_weights + self.vector_weights
-        )
+        return self.attention_weights + self.mlp_weights + self.expert_weights + self.vector_weights
 
     def attention_flops(self, seq_len: int) -> float:
         """FLOPs per token and mean layer of the two attention products in forward, causal pairs only."""

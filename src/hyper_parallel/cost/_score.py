@@ -84,6 +84,4 @@ def _single(
     model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
 ) -> Scores:
     machine = Machine.of(supernode, workload.compute_dtype)
-    return score(
-        ModelNumbers.of(model), machine, workload, Candidates.of(strategy, workload)
-    )
+    return score(ModelNumbers.of(model), machine, workload, Candidates.of(strategy, workload))

@@ -48,8 +48,9 @@ def _head(plan: Plan) -> Iterator[str]:
     tokens = w.tokens_per_step or 0
     rate = tokens / plan.step_s / s.world_size if plan.step_s else 0.0
     yield (
-        f"  predicted  {format_seconds(plan.step_s)} per step, {rate:,.0f} tokens/s/device, MFU {plan.predicted_mfu:.1%}, "
-        f"{format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_capacity_bytes)} per device"
+        f"  predicted  {format_seconds(plan.step_s)} per step, {rate:,.0f} tokens/s/device, "
+        f"MFU {plan.predicted_mfu:.1%}, {format_bytes(plan.memory_bytes)} of "
+        f"{format_bytes(plan.memory_capacity_bytes)} per device"
     )
 
 
@@ -79,8 +80,8 @@ def _layouts(plan: Plan) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for name, layout in plan.layouts.items():
         groups.setdefault(str(layout), []).append(name)
-    for layout, names in groups.items():
-        yield f"  {layout}"
+    for text, names in groups.items():
+        yield f"  {text}"
         for name in names:
             yield f"      {name}"
 
@@ -133,7 +134,10 @@ def _flat(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "topology", plan.topology
     yield "step_s", format_seconds(plan.step_s)
     yield "mfu", f"{plan.predicted_mfu:.1%}"
-    yield "memory", f"{format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_capacity_bytes)}"
+    yield (
+        "memory",
+        f"{format_bytes(plan.memory_bytes)} of {format_bytes(plan.memory_capacity_bytes)}",
+    )
     for cost in plan.cost:
         yield f"cost[{cost.name}]", format_seconds(cost.seconds)
     for term in plan.memory:

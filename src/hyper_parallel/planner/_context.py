@@ -55,7 +55,7 @@ class Context:
             family=self.model.family,
             num_params=self.model.num_params,
             num_active_params=self.model.num_active_params,
-            flops_per_token=self.model.flops_per_token(self.workload.seq_len),
+            flops_per_token=float(self.model.flops_per_token(self.workload.seq_len)),
             fingerprint=self.model.fingerprint,
         )
 
@@ -121,23 +121,38 @@ def resolve(
         notes.append(
             f"workload assumed: sequences of {workload.seq_len} tokens, {workload.tokens_per_step} tokens per step"
         )
-    elif (workload.tokens_per_step, workload.microbatch, workload.accumulation_steps) == (None,) * 3:
+    elif (workload.tokens_per_step, workload.microbatch, workload.accumulation_steps) == (
+        None,
+    ) * 3:
         tokens = default_tokens(supernode, devices, workload.seq_len)
         workload = replace(workload, tokens_per_step=tokens)
         notes.append(f"workload assumed: {tokens} tokens per step")
     return Context(spec, supernode, workload, devices, tuple(notes))
 
 
-def default_workload(model: ModelSpec, supernode: Supernode, num_devices: int) -> Workload:
-    """A plausible training step: 8192 tokens a sequence (512 on a CPU) unless the model is made for fewer.
+def default_workload(
+    model: ModelSpec,
+    supernode: Supernode,
+    num_devices: int | None = None,
+    *,
+    seq_len: int | None = None,
+    tokens_per_step: int | None = None,
+) -> Workload:
+    """A plausible training step where nothing is said: bfloat16 with float32 states.
 
-    On a CPU everything is float32, where it is the fastest exact format; elsewhere bfloat16 with float32 states.
+    Args:
+        model: Sequences are as long as it is made for, at most 8192 tokens, on a CPU at most 512.
+        supernode: The machine.
+        num_devices: Devices to use; None: all of the machine.
+        seq_len: Tokens of a sequence, where it is given.
+        tokens_per_step: Tokens of a step, where it is given; else 8192 a device (1024 a CPU rank).
     """
-    cpu = supernode.device.kind == "cpu"
-    seq_len = min(512 if cpu else 8192, model.max_position_embeddings or 8192)
-    dtype = "float32" if cpu else "bfloat16"
-    tokens = default_tokens(supernode, num_devices, seq_len)
-    return Workload(seq_len, tokens_per_step=tokens, compute_dtype=dtype)
+    longest = 512 if supernode.device.kind == "cpu" else 8192
+    seq_len = seq_len or min(longest, model.max_position_embeddings or longest)
+    tokens = tokens_per_step or default_tokens(
+        supernode, num_devices or supernode.num_devices, seq_len
+    )
+    return Workload(seq_len, tokens_per_step=tokens)
 
 
 def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:

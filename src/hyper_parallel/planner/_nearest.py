@@ -88,7 +88,7 @@ def _changes(context: Context, limits: Limits) -> Iterator[str]:
 def _least_devices(context: Context, limits: Limits) -> int | None:
     """The least multiple of the devices, by doubling, that fits with as many tokens per device."""
     for doubling in range(1, MOST_DOUBLINGS + 1):
-        factor = 2**doubling
+        factor = 1 << doubling
         devices = context.num_devices * factor
         tokens = context.workload.tokens_per_step
         workload: Workload = replace(

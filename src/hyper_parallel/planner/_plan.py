@@ -73,9 +73,7 @@ def evaluate(context: Context, strategy: Strategy, where: str | None = None) -> 
     """
     workload = replace(context.workload, recompute=strategy.recompute).resolve(strategy.dp)
     check_legal(context.numbers, workload, strategy, where)
-    scores = score(
-        context.numbers, context.machine, workload, Candidates.of(strategy, workload)
-    )
+    scores = score(context.numbers, context.machine, workload, Candidates.of(strategy, workload))
     notes = []
     if scores.memory_bytes[0] > context.machine.memory_bytes:
         notes.append(
@@ -112,7 +110,7 @@ def search(context: Context, limits: Limits, base: Strategy | None = None, top: 
         _rejected(context, candidates, scores, ranking, best, i, base)
         for i in (*ranking.too_big(best, TOO_BIG_SHOWN), *others)
     )
-    notes = (searched(len(candidates), int(fits.sum()), space.ruled_out),)
+    notes: tuple[str, ...] = (searched(len(candidates), int(fits.sum()), space.ruled_out),)
     if strategy.recompute == "full" and context.workload.recompute == "none":
         notes += ("activations are recomputed because it is the fastest choice that fits",)
     return _make(context, strategy, workload, scores, best, rejected, notes)
@@ -136,11 +134,11 @@ class _Ranking:
 
     @classmethod
     def of(cls, c: Candidates, scores: Scores, fits: NDArray[np.bool_]) -> _Ranking:
-        """Rank; ties go to fewer tensor-parallel ranks, then to less memory."""
+        """Rank; ties go to the smaller tp, cp, pp and ep, then to less memory."""
         per_token = scores.step_s / (c.microbatch * c.accumulation * c.dp_replicate * c.dp_shard)
         # Equal to a part in 10^9 is a tie: the rest is rounding.
         rounded = np.round(per_token / per_token.min() * 1e9)
-        order = np.lexsort((scores.memory_bytes, c.tp, rounded))
+        order = np.lexsort((scores.memory_bytes, c.ep, c.pp, c.cp, c.tp, rounded))
         meshes = np.column_stack([c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp, c.ep])
         return cls(order, fits, per_token, meshes)
 
@@ -173,7 +171,7 @@ def _rejected(
     index: int,
     base: Strategy,
 ) -> Rejected:
-    strategy, workload = candidates.at(index, base, context.workload)
+    strategy, _ = candidates.at(index, base, context.workload)
     memory = int(scores.memory_bytes[index])
     if not ranking.fits[index]:
         reason = too_big(memory, context.machine.memory_bytes)
@@ -205,7 +203,9 @@ def _make(
         except UnsupportedSharding as error:
             if context.supernode.name == LOCAL or where is not None:
                 raise
-            later = f"this version cannot run this plan yet ({error.what}): the layouts are left out"
+            later = (
+                f"this version cannot run this plan yet ({error.what}): the layouts are left out"
+            )
     layouts = {} if later else sharded.layouts
     notes = (*context.notes, *(sharded.notes if not later else (later,)), *notes)
     cost = scores.cost_at(index)

@@ -8,7 +8,9 @@ from hyper_parallel.ir import CostTerm, Strategy
 from hyper_parallel.units import format_bytes, format_seconds
 
 
-def slower(best: Sequence[CostTerm], best_s: float, other: Sequence[CostTerm], other_s: float) -> str:
+def slower(
+    best: Sequence[CostTerm], best_s: float, other: Sequence[CostTerm], other_s: float
+) -> str:
     """Why a strategy that fits lost: how much slower, and the term that costs most of it.
 
     Args:
@@ -20,13 +22,9 @@ def slower(best: Sequence[CostTerm], best_s: float, other: Sequence[CostTerm], o
     share = other_s / best_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
-        how_much = "as fast, with more tensor-parallel ranks or memory"
+        return "as fast, but not simpler (smaller tp, cp, pp, ep) or smaller in memory"
     winner = {t.name: t.seconds for t in best}
-    excess = [(t.seconds - winner.get(t.name, 0.0), t) for t in other]
-    worst = max(excess, key=lambda pair: pair[0], default=None)
-    if worst is None or worst[0] <= 0.0:
-        return how_much
-    difference, term = worst
+    term = max(other, key=lambda t: t.seconds - winner.get(t.name, 0.0))
     against = winner.get(term.name, 0.0)
     return f"{how_much}: {term.name} {format_seconds(term.seconds)}" + (
         f" against {format_seconds(against)}" if against else ""

@@ -36,7 +36,9 @@ def plan_recipe(recipe: Recipe, world_size: int | None = None) -> Plan:
     if not parallel.auto:
         check_degrees(strategy, parallel.world_size, f"{WHERE}.world_size")
         check_degrees(strategy, world_size, WHERE)
-        context = resolve(recipe.model.path, recipe.topology, _workload(recipe), strategy.world_size)
+        context = resolve(
+            recipe.model.path, recipe.topology, _workload(recipe), strategy.world_size
+        )
         return evaluate(_keep_batch(context, recipe, None), strategy, WHERE)
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(

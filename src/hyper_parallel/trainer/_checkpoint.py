@@ -52,15 +52,12 @@ class Checkpointer:
     a process group it works in a single process.
 
     Args:
-        directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`; created, and cleaned of what a killed
-            run left behind.
+        directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every
+            save removes what a killed or failed one left behind.
         keep: Newest checkpoints kept, at least 1.
         asynchronous: Write in a background thread while training goes on.
         fingerprint: JSON values that must agree between the run that saves and the run that loads (model, optimizer;
-            not the layout).
-
-    Raises:
-        OutputNotWritable: HP105 when the directory cannot be created.
+            not the layout). None: load from any run whose tensors fit; such a checkpointer cannot save.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Checkpointer:
         *,
         keep: int,
         asynchronous: bool,
-        fingerprint: dict[str, Any],
+        fingerprint: dict[str, Any] | None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
@@ -83,12 +80,6 @@ class Checkpointer:
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         # The background thread must not share a group with training: collectives of one group need one order.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-
-        def prepare() -> None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            files.clean(self.directory)
-
-        self._on_rank_0(prepare)
 
     def save(
         self,
@@ -107,7 +98,13 @@ class Checkpointer:
             model: Module of plain tensors or DTensors.
             optimizer: None: weights only.
             extra: JSON values of the trainer, given back by `load`; rank 0's are stored.
+
+        Raises:
+            OutputNotWritable: HP105 when the directory cannot be written; in the background, raised by the next
+                `save` or `finish`. Older checkpoints stay.
         """
+        if self._fingerprint is None:
+            raise ValueError("a checkpointer without a fingerprint only loads")
         self.finish()
         for name, parameter in model.named_parameters():
             local_ranges(parameter, name)  # refuses a split that the file format cannot express
@@ -161,9 +158,10 @@ class Checkpointer:
             CheckpointMismatch: HP702 with the first difference between the checkpoint and this run.
         """
         self.finish()
-        found, manifest = self._newest_intact(step)
+        found, manifest = self.newest_intact(step)
         path = self.directory / files.step_name(found)
-        _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
+        if self._fingerprint is not None:
+            _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
         reader = dcp.FileSystemReader(path)
         state = _state(model, optimizer)
         _compare_tensors(state, reader.read_metadata(), path)
@@ -179,40 +177,12 @@ class Checkpointer:
             set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
         return found, json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
 
-    def _write(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Write, checksum and publish; every failure is raised on all ranks."""
-        path = files.temporary(self.directory, step)
+    def newest_intact(self, step: int | None) -> tuple[int, Manifest]:
+        """The newest checkpoint whose files agree with its manifest, or exactly `step`; the ranks share the reading.
 
-        def tensors() -> None:
-            with _quiet_without_group():
-                dcp.save(
-                    state,
-                    storage_writer=dcp.FileSystemWriter(path),
-                    process_group=self._group,
-                    no_dist=self._group is None,
-                )
-
-        def own_files() -> dict[str, files.FileEntry]:
-            if self._rank == 0:
-                files.write_json(path / files.EXTRA, extra)
-            mine = [p for p in path.iterdir() if p.name.startswith(f"__{self._rank}_")]
-            if self._rank == 0:
-                mine += [path / files.EXTRA, path / ".metadata"]
-            return {p.name: files.digest(p) for p in mine}
-
-        self._on_rank_0(lambda: path.mkdir(exist_ok=True))
-        self._everywhere(tensors)
-        entries = {n: e for part in self._everywhere(own_files) for n, e in part.items()}
-
-        def publish() -> None:
-            manifest = Manifest(files.FORMAT, step, self._world_size, self._fingerprint, entries)
-            files.write_json(path / files.MANIFEST, serde.encode(manifest))
-            files.publish(self.directory, step, self._keep)
-
-        self._on_rank_0(publish)
-
-    def _newest_intact(self, step: int | None) -> tuple[int, Manifest]:
-        """Check candidates from the newest to the oldest; the ranks share the reading of the files."""
+        Raises:
+            CheckpointCorrupt: HP701 when there is none; names the damaged files.
+        """
         published = self._on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]
         damaged: list[str] = []
@@ -243,6 +213,44 @@ class Checkpointer:
             hint="restore the file named, or train from the start with `checkpoint.resume=never`",
         )
 
+    def _write(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Write, checksum and publish; every failure is raised on all ranks."""
+        path = files.temporary(self.directory, step)
+
+        def tensors() -> None:
+            with _quiet_without_group():
+                dcp.save(
+                    state,
+                    storage_writer=dcp.FileSystemWriter(path),
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+
+        def own_files() -> dict[str, files.FileEntry]:
+            if self._rank == 0:
+                files.write_json(path / files.EXTRA, extra)
+            mine = [p for p in path.iterdir() if p.name.startswith(f"__{self._rank}_")]
+            if self._rank == 0:
+                mine += [path / files.EXTRA, path / ".metadata"]
+            return {p.name: files.digest(p) for p in mine}
+
+        def prepare() -> None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            files.clean(self.directory)
+            path.mkdir()
+
+        self._on_rank_0(prepare)
+        self._everywhere(tensors)
+        entries = {n: e for part in self._everywhere(own_files) for n, e in part.items()}
+
+        def publish() -> None:
+            assert self._fingerprint is not None
+            manifest = Manifest(files.FORMAT, step, self._world_size, self._fingerprint, entries)
+            files.write_json(path / files.MANIFEST, serde.encode(manifest))
+            files.publish(self.directory, step, self._keep)
+
+        self._on_rank_0(publish)
+
     def _everywhere(self, fn: Callable[[], T]) -> list[T]:
         """Run `fn` on every rank; the results of all ranks, or the first failure on all ranks."""
         try:
@@ -260,6 +268,16 @@ class Checkpointer:
 
     def _on_rank_0(self, fn: Callable[[], T]) -> T:
         return self._everywhere(lambda: fn() if self._rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def stored_dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
+    """Dtype of each parameter in a checkpoint, by name."""
+    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {
+        key.removeprefix("model."): entry.properties.dtype
+        for key, entry in entries.items()
+        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

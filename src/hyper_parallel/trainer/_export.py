@@ -95,7 +95,8 @@ def export_hf(
         if writer is not None and failure is None:
             failure = _try(lambda full=full, name=name: writer.add(name, full), out)
     if writer is not None and failure is None:
-        failure = _try(lambda: writer.close(config, tokenizer_dir), out)
+        generation = getattr(model, "generation_config", None)
+        failure = _try(lambda: writer.close(config, generation, tokenizer_dir), out)
     _raise_everywhere(failure)
     return out
 
@@ -154,7 +155,7 @@ class _Writer:
             if self._left[file] == 0:
                 save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
 
-    def close(self, config: Any, tokenizer_dir: str | Path | None) -> None:
+    def close(self, config: Any, generation: Any, tokenizer_dir: str | Path | None) -> None:
         """Write everything else and give the directory its name."""
         assert not self._open, f"tensors never completed: {sorted(self._open)}"
         if len(self._left) > 1:
@@ -168,7 +169,6 @@ class _Writer:
         config.architectures = [type(self._reference).__name__]
         config.dtype = str(self._dtype).removeprefix("torch.")
         config.save_pretrained(self._temporary)
-        generation = getattr(self._reference, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(self._temporary)
         if tokenizer_dir is not None:

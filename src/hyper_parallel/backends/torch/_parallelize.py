@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._comm import sum_forward
-from hyper_parallel.backends.torch._gradients import TpGradients
 from hyper_parallel.backends.torch._forward import keep_float64, recompute
+from hyper_parallel.backends.torch._gradients import TpGradients
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch._resolve import decoder_of, resolve_layouts
 from hyper_parallel.backends.torch._state import Handle, TpState, attach

@@ -21,6 +21,7 @@ from hyper_parallel.trainer.data._sequences import PackedSequences
 from hyper_parallel.trainer.data._sources import Source, resolve
 from hyper_parallel.trainer.data._tokenizer import (
     Tokenizer,
+    has_tokenizer,
     model_vocab_size,
     obtain,
     parallel_tokenizers,
@@ -88,7 +89,8 @@ def prepare(
     with parallel_tokenizers():
         tokenizer = obtain(data, source, model_path, cache, bars)
         limit = vocab_limit if vocab_limit is not None else model_vocab_size(model_path)
-        _check_vocab(tokenizer, limit, trained=tokenizer.directory.is_relative_to(cache))
+        trained = not data.tokenizer and not has_tokenizer(model_path)
+        _check_vocab(tokenizer, limit, trained=trained)
         matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
         directory, meta = entry(
             cache / "packed",
@@ -185,7 +187,5 @@ def _too_short(data: Data, stage: str, num_tokens: int, num_train: int) -> NoDat
         where=f"data.source: {data.source}",
         got=f"{num_tokens} tokens, {num_train} of them for training, seq_len={data.seq_len}",
         allowed=f"more than {data.seq_len} training tokens",
-        hint=f"data.seq_len={max(2, num_train // 4)} data.holdout={data.holdout}"
-        if num_train > 8
-        else "data.holdout=0",
+        hint=f"data.seq_len={max(2, num_train // 4)}" if num_train > 8 else "data.holdout=0",
     )
