@@ -152,9 +152,7 @@ def test_a_run_resumes_on_another_layout(place, one_rank):
 def test_never_resuming_starts_over(place, one_rank):
     out = place / "again"
     for _ in range(2):
-        _train(
-            place, out, "training.steps=2", "checkpoint.resume=never", "checkpoint.export=false"
-        )
+        _train(place, out, "training.steps=2", "checkpoint.resume=never", "checkpoint.export=false")
         assert _curve(out) == _curve(one_rank)[:2]
 
 

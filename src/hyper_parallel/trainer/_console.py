@@ -61,9 +61,15 @@ def startup_panel(plan: Plan, data: str, output_dir: str) -> Panel:
     batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens per data rank"
     rows = [
         ("topology", f"{plan.topology}, {plan.strategy.world_size} ranks"),
-        ("model", f"{plan.model.name} ({plan.model.family}), {format_count(plan.model.num_params)} parameters"),
+        (
+            "model",
+            f"{plan.model.name} ({plan.model.family}), {format_count(plan.model.num_params)} parameters",
+        ),
         ("mesh", str(plan.mesh)),
-        ("step", f"{format_count(work.tokens_per_step or 0)} tokens: {batch}, {work.compute_dtype}"),
+        (
+            "step",
+            f"{format_count(work.tokens_per_step or 0)} tokens: {batch}, {work.compute_dtype}",
+        ),
         ("data", data),
         ("plan", plan.fingerprint),
         ("predicted step", f"{format_seconds(plan.step_s)}, MFU {plan.predicted_mfu:.1%}"),

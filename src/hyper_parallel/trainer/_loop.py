@@ -82,7 +82,9 @@ class Loop:
         self._reports = all(coordinate[axis] == 0 for axis in ("pp", "cp", "tp_x", "tp_y"))
         self._microbatch = plan.workload.microbatch or 1
 
-    def step(self, step: int, batches: Batches, lr: float, max_grad_norm: float | None) -> StepResult:
+    def step(
+        self, step: int, batches: Batches, lr: float, max_grad_norm: float | None
+    ) -> StepResult:
         """Run one optimizer step.
 
         Raises:

@@ -109,7 +109,12 @@ class _Run:
                 if final or (every and step % every == 0):
                     recorder.begin_step(None)
                     with recorder.span("checkpoint", "checkpoint"):
-                        checkpointer.save(step, self._model, self._optimizer, {"data": self._train.state_dict(step)})
+                        checkpointer.save(
+                            step,
+                            self._model,
+                            self._optimizer,
+                            {"data": self._train.state_dict(step)},
+                        )
             seconds = time.perf_counter() - begin
             checkpointer.finish()
         timeline = recorder.gather(world.world_size)
@@ -174,7 +179,9 @@ class _Run:
         loss, tokens = loop.evaluate(self._holdout)
         if self._log:
             self._log.evaluation(EvalRecord(step, loss, tokens, time.perf_counter() - start))
-            self._display.line(f"eval after step {step}: held-out loss {loss:.4f} ({tokens:,} tokens)")
+            self._display.line(
+                f"eval after step {step}: held-out loss {loss:.4f} ({tokens:,} tokens)"
+            )
         return loss
 
     def _report(self, step: int, result: StepResult, lr: float) -> None:
@@ -216,5 +223,7 @@ class _Run:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "training_s": round(seconds, 3),
-            "memory": "allocator peak" if device.type == "cuda" else "peak anonymous memory above the start",
+            "memory": "allocator peak"
+            if device.type == "cuda"
+            else "peak anonymous memory above the start",
         }
