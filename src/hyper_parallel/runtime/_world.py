@@ -40,6 +40,7 @@ class World:
         self.backend = backend
         self._owns_group = False
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @classmethod
     def join(cls, device: str | None = None) -> World:
@@ -97,19 +98,22 @@ class World:
                 self._open(None)
             layout = torch.tensor(members, dtype=torch.int).view(degrees)
             self._meshes[key] = DeviceMesh(self.device.type, layout, mesh_dim_names=_MESH_AXES)
+            if 1 < len(members) < self.world_size and members not in self._groups:
+                self._groups[members] = dist.new_group(list(members))
         return self._meshes[key]
 
     def group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """All ranks of a mesh as one group; None for a mesh of one rank."""
+        """All ranks of a mesh that `mesh` made as one group; None for a mesh of one rank."""
         if mesh.size() == 1:
             return None
         if mesh.size() == self.world_size:
             return dist.group.WORLD
-        return mesh._flatten().get_group()
+        return self._groups[tuple(mesh.mesh.flatten().tolist())]
 
     def close(self) -> None:
         """Leave the world; groups this value opened are destroyed."""
         self._meshes.clear()
+        self._groups.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False

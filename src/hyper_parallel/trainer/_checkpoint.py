@@ -35,7 +35,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hyper_parallel import serde
 from hyper_parallel.backends.torch._local import local_ranges
-from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch, OutputNotWritable
+from hyper_parallel.backends.torch._weights import canonical_name
+from hyper_parallel.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    HyperParallelError,
+    OutputNotWritable,
+)
 from hyper_parallel.trainer import _manifest as files
 from hyper_parallel.trainer._manifest import Damaged, Manifest
 
@@ -164,7 +170,9 @@ class Checkpointer:
             _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
         reader = dcp.FileSystemReader(path)
         state = _state(model, optimizer)
-        _compare_tensors(state, reader.read_metadata(), path)
+        metadata = reader.read_metadata()
+        untrained = _take_untrained(state, metadata)
+        _compare_tensors(state, metadata, path)
         with _quiet_without_group():
             dcp.load(
                 state,
@@ -174,7 +182,12 @@ class Checkpointer:
             )
         set_model_state_dict(model, state["model"])
         if optimizer is not None:
-            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
+            entries = state["optimizer"] | untrained
+            set_optimizer_state_dict(model, optimizer, entries, options=_OPTIONS)
+            names = {_parameter_of(key) for key in untrained}
+            for name, parameter in model.named_parameters():
+                if canonical_name(name) in names:
+                    optimizer.state.pop(parameter, None)
         return found, json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest]:
@@ -256,6 +269,7 @@ class Checkpointer:
         try:
             result, failure = fn(), None
         except Exception as error:
+            _log.debug("failed on rank %d", self._rank, exc_info=True)
             result, failure = None, _coded(error, self.directory)
         everyone: list[Any] = [(result, failure)]
         if self._group is not None:
@@ -287,8 +301,31 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     return state
 
 
+def _take_untrained(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Remove the optimizer state of parameters that had none when they were saved: they never got a gradient.
+
+    Reading the state of an optimizer creates zeros for all parameters; those of such parameters are not in the files.
+    """
+    prefix = "optimizer.state."
+    saved = {
+        _parameter_of(key.removeprefix("optimizer."))
+        for key in metadata.state_dict_metadata
+        if key.startswith(prefix)
+    }
+    entries = state.get("optimizer", {})
+    taken = [k for k in entries if k.startswith("state.") and _parameter_of(k) not in saved]
+    return {key: entries.pop(key) for key in taken} if saved else {}
+
+
+def _parameter_of(key: str) -> str:
+    """`model.norm.weight` of `state.model.norm.weight.exp_avg`."""
+    return key.removeprefix("state.").rpartition(".")[0]
+
+
 def _coded(error: Exception, directory: Path) -> Exception:
-    """An error that explains itself and pickles: disk trouble gets its code."""
+    """An error that all ranks can raise: it pickles, and disk trouble gets its code."""
+    if isinstance(error, HyperParallelError):
+        return error
     causes = [error, *getattr(error, "failures", {}).values()]
     for cause in causes:
         cause = cause[0] if isinstance(cause, tuple) else cause
@@ -297,7 +334,7 @@ def _coded(error: Exception, directory: Path) -> Exception:
                 f"the checkpoint cannot be written: {cause.strerror or cause}",
                 where=str(cause.filename or directory),
             )
-    return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:

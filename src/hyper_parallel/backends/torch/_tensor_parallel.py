@@ -70,7 +70,7 @@ class TensorParallel:
             elif style == "rowwise":
                 self._rowwise(module, name)
             elif style == "vocab":
-                self._embedding(module, deferred=linear_entry)
+                self._embedding(module, None if linear_entry else _comm.sum_both)
             elif id(module) not in special:
                 _refuse_whole_attention(name, module, self.styles)
                 self._whole(module)
@@ -98,7 +98,7 @@ class TensorParallel:
             elif style == "rowwise":
                 self._rowwise(module, name, tokens=False)
             elif style == "vocab":
-                self._embedding(module, deferred=False)
+                self._embedding(module, _comm.sum_forward)
             elif style == "head":
                 self._linear(module, name)
                 _wrap(
@@ -163,8 +163,8 @@ class TensorParallel:
 
         module.forward = forward
 
-    def _embedding(self, module: nn.Module, deferred: bool) -> None:
-        """Look up the rows this rank holds; other tokens give zero. The sum is due at the first layer when deferred."""
+    def _embedding(self, module: nn.Module, reduce: Callable[..., Tensor] | None) -> None:
+        """Look up the rows this rank holds, zero for other tokens, and sum; None: the first layer does that."""
         state = self.state
         rows = module.num_embeddings // state.degree
         first = state.rank * rows
@@ -189,10 +189,10 @@ class TensorParallel:
             out = out.masked_fill(outside.unsqueeze(-1), 0)
             if scale is not None:
                 out = out * scale.to(out.dtype)
-            if deferred:
+            if reduce is None:
                 state.partial_embedding = True
                 return out
-            return _comm.sum_both(out, state.group)
+            return reduce(out, state.group)
 
         module.forward = forward
 
