@@ -43,6 +43,7 @@ def _matrix() -> list[tuple[str, int, Strategy]]:
     found += [
         ("qwen3-tied-accumulated", 4, s)
         for s in strategies(4, recompute="full", reshard_after_forward=False)
+        if s.dp_shard == 2 or s.tp == 4
     ]
     return found
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch._state import Handle, handle, local
 
@@ -51,7 +52,13 @@ def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
         param: A DTensor on the tensor-parallel mesh.
         owner: Who sums the gradient over the ranks when the parameter is whole on each; None: nobody needs to.
     """
-    return _Local.apply(param, owner) if isinstance(param, DTensor) else param
+    if not isinstance(param, DTensor):
+        return param
+    if torch.compiler.is_compiling():
+        return (
+            param.to_local()
+        )  # traceable; the outputs of the model tell the owner that backward runs
+    return _Local.apply(param, owner)
 
 
 class TpGradients:
@@ -79,8 +86,14 @@ class TpGradients:
         """Forget a backward pass that ended with an error."""
         self._queued = False
 
+    def forward_ends(self, output: Any) -> None:
+        """Let the gradients of the model's outputs, too, tell that backward runs: compiled layers cannot."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self.backward_runs())
+
     def backward_runs(self) -> None:
-        """Called by every whole parameter's backward; the first call of a pass arranges the sum at its end."""
+        """Called when backward begins, and by every whole parameter's; the first call arranges the sum at its end."""
         if self._queued:
             return
         self._queued = True
