@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -28,7 +29,7 @@ def test_factor_rises_to_the_peak_and_never_rises_again(schedule):
     assert all(0 <= f <= 1 for f in factors)
     assert factors[:warm] == sorted(factors[:warm])
     after = factors[warm:]
-    assert all(a >= b - 1e-12 for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(after))
     if warm:
         assert factors[warm - 1] == warm / schedule.warmup_steps
 
