@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml
-from hyper_parallel.errors import Contradiction, OutputNotWritable
+from hyper_parallel.errors import CheckpointCorrupt, Contradiction, OutputNotWritable
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._manifest import steps
 from hyper_parallel.trainer.data import Batches, PackedData
 
 
@@ -105,6 +106,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
             got=f"sample_prompt={recipe.sample_prompt!r}, checkpoint.export=false",
             hint="checkpoint.export=true",
         )
+    _check_resume(loaded)
     plan = plan_recipe(recipe, started_ranks())
     weights_directory(recipe)
     build_model(recipe)
@@ -122,6 +124,18 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
         write_text(output_dir / "config.yaml", recipe_to_yaml(recipe))
         write_text(output_dir / "plan.json", plan.to_json() + "\n")
     return job
+
+
+def _check_resume(loaded: LoadedRecipe) -> None:
+    """Raise when the recipe insists on a checkpoint and none was ever published."""
+    choice = loaded.recipe.checkpoint
+    directory = Path(choice.from_dir or loaded.recipe.output_dir) / "checkpoints"
+    if choice.resume == "must" and not steps(directory):
+        raise CheckpointCorrupt(
+            "there is no checkpoint to continue from",
+            where=f"{loaded.where('checkpoint.resume')}; looked in {directory}",
+            hint="checkpoint.resume=auto",
+        )
 
 
 def check_writable(directory: Path) -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.backends.torch import load_pretrained, materialize
-from hyper_parallel.errors import CheckpointCorrupt
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer._checkpoint import Checkpointer
 from hyper_parallel.trainer._console import Display
@@ -160,12 +159,6 @@ class _Run:
             return 0
         source = self._checkpointer(self._job.resume_dir)
         if source.latest() is None:
-            if choice.resume == "must":
-                raise CheckpointCorrupt(
-                    "there is no checkpoint to continue from",
-                    where=str(self._job.resume_dir),
-                    hint="checkpoint.resume=auto",
-                )
             return 0
         step, extra = source.load(self._model, self._optimizer)
         self._train.load_state_dict(extra["data"])
