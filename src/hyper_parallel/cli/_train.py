@@ -33,7 +33,13 @@ def train(
     from hyper_parallel.config import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
-    from hyper_parallel.trainer import prepare_job, rank_command, run_job, startup_panel
+    from hyper_parallel.trainer import (
+        prepare_job,
+        rank_command,
+        run_job,
+        startup_panel,
+        under_torchrun,
+    )
 
     main = os.environ.get("RANK", "0") == "0"
     job = prepare_job(loaded, progress=main and sys.stderr.isatty(), write=main and not dry_run)
@@ -53,6 +59,11 @@ def train(
         raise typer.Exit(130) from None
     if summary is not None:
         _conclude(job, summary, console)
+    if under_torchrun():
+        # Threads of the collective library can abort a normal exit after all work is done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _dry_run_text(job: Job, command: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import ModelUnreadable, WeightsUnreadable
+from hyper_parallel.model._presets import find_preset, read_preset
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 """Format of the parameters by compute format: bfloat16 computation keeps float32 parameters."""
@@ -24,12 +26,11 @@ def build_model(recipe: Recipe) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    path = config_path(recipe.model.path)
-    data = json.loads(path.read_text(encoding="utf-8"))
+    where, data = _config_values(recipe.model.path)
     family = data.get("model_type")
     if family not in CONFIG_MAPPING:
         raise ModelUnreadable(
-            "transformers has no model of this type", where=f"{path}: model_type", got=family
+            "transformers has no model of this type", where=f"{where}: model_type", got=family
         )
     config = AutoConfig.for_model(**data)
     with torch.device("meta"):
@@ -41,10 +42,14 @@ def build_model(recipe: Recipe) -> nn.Module:
     return model.train()
 
 
-def config_path(path: str) -> Path:
-    """The config.json of a model directory or file."""
-    where = Path(path)
-    return where / "config.json" if where.is_dir() else where
+def _config_values(name: str) -> tuple[str, dict[str, Any]]:
+    """Where the config of a model directory, config file or preset is, and its values."""
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    preset = None if path.is_file() else find_preset(name)
+    if preset is not None:
+        return f"preset {preset}", dict(read_preset(preset))
+    return str(path), json.loads(path.read_text(encoding="utf-8"))
 
 
 def weights_directory(recipe: Recipe) -> Path | None:
@@ -53,7 +58,7 @@ def weights_directory(recipe: Recipe) -> Path | None:
     Raises:
         WeightsUnreadable: HP703 when the recipe insists on weights that are not there.
     """
-    directory = Path(recipe.model.path)
+    directory = Path(recipe.model.path).expanduser()
     present = directory.is_dir() and any(directory.glob("*.safetensors"))
     if recipe.model.init == "pretrained" and not present:
         raise WeightsUnreadable(
