@@ -9,7 +9,7 @@ of each is sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,13 +74,19 @@ class TpGradients:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.enabled = True
+        self._find: Callable[[], Iterable[nn.Parameter]] = tuple
         self._params: list[nn.Parameter] = []
         self._summed: set[int] = set()
         self._queued = False
 
-    def watch(self, params: Iterable[nn.Parameter]) -> None:
-        """Name the whole parameters, after FSDP has replaced them by its own."""
-        self._params = [p for p in params if p.requires_grad]
+    def watch(self, find: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """Name the whole parameters, after FSDP has replaced them by its own.
+
+        Args:
+            find: Lists them; called again when weights have replaced parameters that were on the meta device.
+        """
+        self._find = find
+        self._params = [p for p in find() if p.requires_grad]
 
     def forward_begins(self) -> None:
         """Forget a backward pass that ended with an error."""
@@ -114,6 +120,8 @@ class TpGradients:
         self._queued = False
         if not self.enabled:
             return
+        if any(p.is_meta for p in self._params):
+            self.watch(self._find)
         buckets: dict[torch.dtype, list[Tensor]] = {}
         for i, param in enumerate(self._params):
             if param.grad is not None:

@@ -83,7 +83,9 @@ def apply_plan(
     if found.gradients is not None and decoder is not None:
         gradients = found.gradients
         gradients.watch(
-            p for n, p in model.named_parameters() if TP not in found.layouts[n].sharding_axes
+            lambda: (
+                p for n, p in model.named_parameters() if TP not in found.layouts[n].sharding_axes
+            )
         )
         # After FSDP's own hook, so that its callback at the end of backward comes first.
         model.register_forward_hook(lambda _, __, output: gradients.forward_ends(output))
