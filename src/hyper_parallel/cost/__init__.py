@@ -12,7 +12,6 @@ __all__ = [
     "LINEAR_ENTRY",
     "Candidates",
     "Efficiency",
-    "LINEAR_ENTRY",
     "Machine",
     "ModelNumbers",
     "Scores",
