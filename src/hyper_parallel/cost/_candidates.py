@@ -86,6 +86,5 @@ class Candidates:
             workload,
             microbatch=row["microbatch"],
             accumulation_steps=row["accumulation"],
-            recompute=strategy.recompute,
         ).resolve(strategy.dp)
         return strategy, resolved

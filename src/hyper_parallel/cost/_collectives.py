@@ -86,7 +86,7 @@ class _Step:
 
     @property
     def recompute(self) -> bool:
-        return "full" in (self.strategy.recompute, self.workload.recompute)
+        return self.strategy.recompute == "full"
 
     def params(self, block: Block) -> Iterator[ParamSpec]:
         return (p for p in block.params if p.tied_to is None)

@@ -71,7 +71,7 @@ def evaluate(context: Context, strategy: Strategy, where: str | None = None) -> 
         strategy: Degrees and choices.
         where: Where the degrees were set, for errors.
     """
-    workload = replace(context.workload, recompute=strategy.recompute).resolve(strategy.dp)
+    workload = context.workload.resolve(strategy.dp)
     check_legal(context.numbers, workload, strategy, where)
     scores = score(context.numbers, context.machine, workload, Candidates.of(strategy, workload))
     notes = []
@@ -111,7 +111,7 @@ def search(context: Context, limits: Limits, base: Strategy | None = None, top: 
         for i in (*ranking.too_big(best, TOO_BIG_SHOWN), *others)
     )
     notes: tuple[str, ...] = (searched(len(candidates), int(fits.sum()), space.ruled_out),)
-    if strategy.recompute == "full" and context.workload.recompute == "none":
+    if strategy.recompute == "full" and 0 in limits.recompute:
         notes += ("activations are recomputed because it is the fastest choice that fits",)
     return _make(context, strategy, workload, scores, best, rejected, notes)
 

@@ -30,7 +30,7 @@ def recheck(
     """
     strategy = plan.strategy
     # Accumulation follows from the other two numbers, so editing a degree needs no second edit.
-    workload = replace(plan.workload, accumulation_steps=None, recompute=strategy.recompute)
+    workload = replace(plan.workload, accumulation_steps=None)
     again = make_plan(
         model, topology if topology is not None else plan.topology, workload, strategy=strategy
     )

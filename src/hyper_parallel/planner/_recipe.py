@@ -91,7 +91,6 @@ def _workload(recipe: Recipe) -> Workload:
         compute_dtype=t.dtype,
         param_dtype=stored,
         reduce_dtype=stored,
-        recompute=t.recompute,
     )
 
 

@@ -29,23 +29,23 @@ class MemoryGauge:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type != "cuda" and sys.platform == "linux":
+        if device.type == "cpu" and sys.platform == "linux":
             # Free memory of the inherited heap would be used again unseen: give it back before counting.
             with suppress(AttributeError):  # a C library other than glibc
                 ctypes.CDLL(None).malloc_trim(0)
-        self._baseline = 0 if device.type == "cuda" else _resident()["RssAnon"]
+        self._baseline = _resident()["RssAnon"] if device.type == "cpu" else 0
 
     def start(self) -> None:
         """Forget the peak so far."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
         elif _STATUS.exists():
             _RESET.write_text("5")
 
     def peak_bytes(self) -> int:
         """Peak since `start`; 0 on a system that tells neither."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+        if self._device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(self._device)
         now = _resident()
         peak = now["VmHWM"] - now["RssFile"] - now["RssShmem"]
         return max(0, peak - self._baseline)

@@ -25,8 +25,9 @@ class StepRecord:
         loss: Mean over all valid tokens of the step, over every rank and microbatch.
         grad_norm: Global norm of the gradients before clipping.
         lr: Learning rate of the step.
-        tokens: Tokens seen since step 1, this step included.
-        valid_tokens: Tokens of this step that the loss counts.
+        tokens: Tokens of this step over all ranks.
+        valid_tokens: Those of them that the loss counts.
+        tokens_seen: Tokens since step 1, this step included.
         step_s: Seconds of the step.
         tps: Tokens per second and device.
         tflops: Model TFLOP/s per device, recomputation not counted.
@@ -41,6 +42,7 @@ class StepRecord:
     lr: float
     tokens: int
     valid_tokens: int
+    tokens_seen: int
     step_s: float
     tps: float
     tflops: float

@@ -11,7 +11,7 @@ from torch import nn
 
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import ModelUnreadable, WeightsUnreadable
-from hyper_parallel.model._presets import find_preset, read_preset
+from hyper_parallel.model import find_preset, read_preset
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 """Format of the parameters by compute format: bfloat16 computation keeps float32 parameters."""

@@ -189,8 +189,9 @@ class _Run:
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=lr,
-            tokens=step * tokens,
+            tokens=tokens,
             valid_tokens=result.valid_tokens,
+            tokens_seen=step * tokens,
             step_s=result.seconds,
             tps=per_device,
             tflops=flops / 1e12,
@@ -216,7 +217,7 @@ class _Run:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "training_s": round(seconds, 3),
-            "memory": "allocator peak"
-            if device.type == "cuda"
-            else "peak anonymous memory above the start",
+            "memory": "peak anonymous memory above the start"
+            if device.type == "cpu"
+            else "allocator peak",
         }

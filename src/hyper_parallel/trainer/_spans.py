@@ -35,7 +35,8 @@ class SpanRecorder:
 
     def __init__(self, rank: int, device: torch.device, first_step: int = 1) -> None:
         self._rank = rank
-        self._events = device.type == "cuda"
+        self._device = device
+        self._events = device.type != "cpu"
         self._window = range(WINDOW.start + first_step - 1, WINDOW.stop + first_step - 1)
         self._marks: list[tuple[str, str, str, int | None, Any, Any]] = []
         self._counters: list[tuple[Any, float]] = []
@@ -68,7 +69,7 @@ class SpanRecorder:
         by their own `SpanRecorder` being created right after a barrier.
         """
         if self._events:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize(self._device)
         mine: tuple[tuple[Span, ...], tuple[Counter, ...]] = ((), ())
         if self._rank < _MAX_RANKS:
             mine = (tuple(self._spans()), tuple(self._samples()))
@@ -88,7 +89,7 @@ class SpanRecorder:
     def _now(self) -> Any:
         if not self._events:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 

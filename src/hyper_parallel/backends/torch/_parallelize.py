@@ -65,7 +65,7 @@ def apply_plan(
     if tp_mesh is not None:
         found.tp = TpState(tp_mesh.get_group())
         found.gradients = TpGradients(found.tp.group)
-    if decoder is not None and "full" in (strategy.recompute, plan.workload.recompute):
+    if decoder is not None and strategy.recompute == "full":
         # Before tensor parallelism: the tokens are cut outside of what is made again.
         for layer in decoder[1]:
             recompute(layer, found.tp, exact)
