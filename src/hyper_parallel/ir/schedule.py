@@ -44,6 +44,7 @@ _OURS: Final = frozenset({"OFFLOAD", "RELOAD"})
 _TEXT: Final = re.compile(
     rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)"
 )
+_SLOTS: Final = {"F": 1, "I": 1, "W": 1, "B": 2}
 _OVERLAP: Final = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 
@@ -67,6 +68,11 @@ class Action:
     def leaves(self) -> tuple[Action, ...]:
         """The parts of an OVERLAP_F_B, else the action itself."""
         return self.parts or (self,)
+
+    @property
+    def slots(self) -> int:
+        """Length in a grid with bubbles: one slot for F, I and W, two for B, none for what is not computed."""
+        return sum(_SLOTS.get(leaf.kind, 0) for leaf in self.leaves)
 
     def __str__(self) -> str:
         if self.parts:
@@ -220,7 +226,8 @@ def grid(
     Args:
         schedule: What to print.
         rows: `slots`: one row per slot and one column per rank, as torch prints; `ranks`: the other way round.
-        starts: Slot of each action per rank (see `mpmd.unit_starts`); None: its position, so bubbles do not show.
+        starts: Slot of each action per rank (see `mpmd.unit_starts`), which shows bubbles, and `..` where an action
+            goes on; None: its position.
         mark: Rank and position of an action to mark with `>` and `<`.
         around: Show only this many slots before and after the marked one.
     """
@@ -231,6 +238,8 @@ def grid(
             slot = starts[rank][position] if starts else position
             text = f">{action}<" if mark == (rank, position) else str(action)
             cells[slot, rank] = f"{cells[slot, rank]} {text}" if (slot, rank) in cells else text
+            for later in range(slot + 1, slot + action.slots) if starts else ():
+                cells[later, rank] = ".."
     first, last = 0, max((slot for slot, _ in cells), default=-1)
     if mark and around is not None:
         centre = starts[mark[0]][mark[1]] if starts else mark[1]
@@ -244,6 +253,9 @@ def grid(
         body = [[str(r), *(cells.get((s, r), "") for s in slots)] for r in range(width)]
     table = [head, *body]
     widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+    if rows == "ranks":
+        # Time runs to the right: every slot is equally wide.
+        widths[1:] = [max(widths[1:], default=0)] * len(widths[1:])
     return "\n".join(
         " ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in table
     )

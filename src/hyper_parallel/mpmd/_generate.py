@@ -164,7 +164,8 @@ def _interleaved(rank: int, p: int, m: int, v: int) -> list[Action]:
 def _zb_h1(rank: int, p: int, m: int) -> list[Action]:
     """1F1B with the backward split; rank r puts its weight gradients off by r microbatches.
 
-    Bubble (p-1)(tf+tb-2tw) when tw <= tf; p microbatches in flight on every rank, as on rank 0 of 1F1B. Needs m >= p.
+    Bubble (p-1)(tf+tb-2tw) when tw <= min(tf, ti); p microbatches in flight on every rank, as on rank 0
+    of 1F1B. Needs m >= p.
     """
     warmup = p - 1 - rank
     actions = [Action(rank, "F", i) for i in range(warmup)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, ActionKind, Schedule
 from hyper_parallel.ir.schedule import COMPUTE, at
-from hyper_parallel.mpmd._replay import unit_starts, units
+from hyper_parallel.mpmd._replay import unit_starts
 
 
 def lower(
@@ -52,7 +52,7 @@ def lower(
             start = starts[rank][position]
             # At one time ends (0) come before starts (1): what arrives is received before it is used.
             events.append((start, 1, rank, position))
-            events.append((start + units(action), 0, rank, position))
+            events.append((start + action.slots, 0, rank, position))
     out: list[list[Action]] = [[] for _ in schedule.ranks]
     for _, starting, rank, position in sorted(events):
         action = schedule.ranks[rank][position]

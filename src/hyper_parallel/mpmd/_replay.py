@@ -19,7 +19,6 @@ _EVENTS: Final = {
     "RELOAD": 7,
     "OFFLOAD": 8,
 }
-_UNITS: Final = {"F": 1, "I": 1, "W": 1, "B": 2}
 
 
 class _Keys:
@@ -165,13 +164,8 @@ def unit_starts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
         leaves = schedule.ranks[rank][position].leaves
         start = max([free[rank], *(ends[k] for leaf in leaves for k in keys.needs(leaf))])
         starts[rank].append(start)
-        free[rank] = start + units(schedule.ranks[rank][position])
+        free[rank] = start + schedule.ranks[rank][position].slots
         for leaf in leaves:
             for key in keys.gives(leaf):
                 ends[key] = free[rank]
     return tuple(tuple(row) for row in starts)
-
-
-def units(action: Action) -> int:
-    """Slots an action takes in `unit_starts`."""
-    return sum(_UNITS.get(leaf.kind, 0) for leaf in action.leaves)

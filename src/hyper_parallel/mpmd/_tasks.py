@@ -42,18 +42,22 @@ class StageCost:
     parameter_bytes: int = 0
 
 
-def schedule_tasks(schedule: Schedule, costs: Sequence[StageCost]) -> TaskGraph:
+def schedule_tasks(
+    schedule: Schedule, costs: Sequence[StageCost], *, overlap: float | None = None
+) -> TaskGraph:
     """The task graph of a schedule.
 
     Each rank computes in its order on `rank r/compute`. A result that another rank needs is a task on the serial
     channel `link a->b`, first come first served; links are assumed not to disturb one another or the computation.
     Sends and receives of a lowered schedule add nothing: they are these transfers, started as soon as the data is
     there. Gathers and reductions run in order on `rank r/communication`, offload and reload on `rank r/copy`; the
-    memory of a rank's device is the counter `rank r/device`. The parts of OVERLAP_F_B run one after the other.
+    memory of a rank's device is the counter `rank r/device`.
 
     Args:
         schedule: Schedule with or without communication; it need not have passed `verify`.
         costs: One per stage.
+        overlap: Time of an OVERLAP_F_B over the sum of its parts' times, when they run together as one task; None:
+            they run one after the other, and the first announces its result when it ends.
 
     Raises:
         ScheduleError: HP320 when the schedule deadlocks, or the number of costs is not the number of stages.
@@ -64,8 +68,12 @@ def schedule_tasks(schedule: Schedule, costs: Sequence[StageCost]) -> TaskGraph:
         )
     builder = _Builder(schedule, costs)
     for rank, position in replay(schedule):
-        for leaf in schedule.ranks[rank][position].leaves:
-            builder.add(rank, leaf)
+        leaves = schedule.ranks[rank][position].leaves
+        if overlap is not None and len(leaves) > 1:
+            builder.add(rank, leaves, overlap)
+            continue
+        for leaf in leaves:
+            builder.add(rank, (leaf,))
     return TaskGraph(tuple(builder.tasks), builder.policies)
 
 
@@ -85,53 +93,64 @@ class _Builder:
         self.copied: dict[tuple[int, int], int] = {}
         self.last_compute: dict[int, int] = {}
 
-    def add(self, rank: int, action: Action) -> None:
-        if action.kind in ("F", "B", "I", "W"):
-            self._compute(rank, action)
-        elif not action.kind.startswith(("SEND", "RECV")):
-            self._move(rank, action)
+    def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
+        """Add one action, or the parts of an overlap as one task that takes `factor` of their times' sum."""
+        if actions[0].kind in ("F", "B", "I", "W"):
+            self._compute(rank, actions, factor)
+        elif not actions[0].kind.startswith(("SEND", "RECV")):
+            self._move(rank, actions[0])
 
     def _append(self, *fields: Any) -> int:
         self.tasks.append(Task(*fields))
         return len(self.tasks) - 1
 
-    def _compute(self, rank: int, action: Action) -> None:
-        s, i, cost = action.stage, action.microbatch, self.costs[action.stage]
-        assert i is not None
-        deps = [self.gathered[s]] if s in self.gathered else []
-        starts = ends = 0
-        if action.kind == "F":
-            seconds, starts = cost.forward_s, cost.activation_bytes
-            if s:
-                deps.append(self.output[s - 1, i])
-        elif action.kind == "W":
-            seconds, ends = cost.weight_grad_s, -cost.weight_grad_input_bytes
-        else:
-            seconds, ends = cost.input_grad_s, -cost.activation_bytes
-            if action.kind == "B":
-                seconds += cost.weight_grad_s
-            else:
-                ends += cost.weight_grad_input_bytes
-            if s < self.stages - 1:
-                deps.append(self.gradient[s + 1, i])
-            if (s, i) in self.copied:
-                deps.append(self.copied[s, i])
+    def _compute(self, rank: int, actions: tuple[Action, ...], factor: float) -> None:
+        seconds, deps, at_start, at_end = 0.0, [], 0, 0
+        for action in actions:
+            took, needed, starts, ends = self._effect(action)
+            seconds += took
+            deps += needed
+            at_start += starts
+            at_end += ends
         device = f"rank {rank}/device"
         task = self._append(
-            str(action),
+            str(actions[0]) if len(actions) == 1 else f"({';'.join(map(str, actions))})OVERLAP_F_B",
             f"rank {rank}/compute",
-            _nanoseconds(seconds),
+            _nanoseconds(seconds * factor),
             "compute",
             tuple(deps),
             0,
-            ((device, starts),) if starts else (),
-            ((device, ends),) if ends else (),
+            ((device, at_start),) if at_start else (),
+            ((device, at_end),) if at_end else (),
         )
         self.last_compute[rank] = task
+        for a in actions:
+            s, i, cost = a.stage, a.microbatch, self.costs[a.stage]
+            assert i is not None
+            if a.kind == "F":
+                self.output[s, i] = self._sent(rank, s, s + 1, i, task, cost.send_forward_s)
+            elif a.kind != "W":
+                self.gradient[s, i] = self._sent(rank, s, s - 1, i, task, cost.send_backward_s)
+
+    def _effect(self, action: Action) -> tuple[float, list[int], int, int]:
+        """Seconds, dependencies, and bytes taken at the start and given back at the end."""
+        s, i, cost = action.stage, action.microbatch, self.costs[action.stage]
+        assert i is not None
+        deps = [self.gathered[s]] if s in self.gathered else []
         if action.kind == "F":
-            self.output[s, i] = self._sent(rank, s, s + 1, i, task, cost.send_forward_s)
-        elif action.kind != "W":
-            self.gradient[s, i] = self._sent(rank, s, s - 1, i, task, cost.send_backward_s)
+            if s:
+                deps.append(self.output[s - 1, i])
+            return cost.forward_s, deps, cost.activation_bytes, 0
+        if action.kind == "W":
+            return cost.weight_grad_s, deps, 0, -cost.weight_grad_input_bytes
+        if s < self.stages - 1:
+            deps.append(self.gradient[s + 1, i])
+        if (s, i) in self.copied:
+            deps.append(self.copied[s, i])
+        if action.kind == "I":
+            kept = cost.weight_grad_input_bytes
+            return cost.input_grad_s, deps, 0, kept - cost.activation_bytes
+        return cost.input_grad_s + cost.weight_grad_s, deps, 0, -cost.activation_bytes
 
     def _sent(self, rank: int, s: int, to: int, i: int, task: int, seconds: float) -> int:
         """The task after which the neighbouring stage has the result: the transfer, or the computation itself."""

@@ -118,9 +118,8 @@ def _check_compute(schedule: Schedule, found: dict[Action, _Spot]) -> None:
         for i in range(schedule.microbatches):
             f, b, gi, gw = (found.get(Action(s, kind, i)) for kind in ("F", "B", "I", "W"))
             if f is None:
-                raise ScheduleError(
-                    f"stage {s} has no forward of microbatch {i}", where=schedule.name
-                )
+                last = max(spot for a, spot in found.items() if a.stage == s)
+                _fail(schedule, last, f"stage {s} has no forward of microbatch {i}")
             if b and (gi or gw):
                 _fail(schedule, b, f"the backward of {s}F{i} happens as a whole and in parts")
             if bool(gi) != bool(gw):
@@ -227,6 +226,10 @@ def _check_sharding(schedule: Schedule) -> None:
                 _fail(schedule, spot, f"{a} computes with parameters that are not gathered")
             if a.kind in ("B", "W"):
                 backwards[a.stage] = backwards.get(a.stage, 0) + 1
+    if gathered:
+        rank = schedule.placement()[min(gathered)]
+        last = len(schedule.ranks[rank]) - 1
+        _fail(schedule, (rank, last), f"stage {min(gathered)} holds gathered parameters at the end")
 
 
 def _check_offload(schedule: Schedule, found: dict[Action, _Spot]) -> None:

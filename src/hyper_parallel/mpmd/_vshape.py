@@ -90,8 +90,9 @@ def zbv_ranks(p: int, m: int) -> list[list[Action]]:
 def dualpipev_ranks(p: int, m: int) -> list[list[Action]]:
     """DualPipeV: forwards and backwards of different microbatches overlap in the steady state.
 
-    Needs m >= 2p. Bubble (p-1)(tfb + tb - 3 tw) per stage times, where tfb is the time of an overlapped forward and
-    backward; at most 2p + 1 stage activations on a rank.
+    Needs m >= 2p. With the times of one stage and tf = ti, the step takes (p-1)(tfb + tb - 3 tw) longer than the rank
+    with the least work, where tfb >= tb is the time of an overlapped forward and backward. Every rank holds at most
+    2p + 1 stage activations.
 
     Source: DeepSeek-AI 2024, DeepSeek-V3 technical report, section 3.2.1 (DualPipe), halved at the middle so that no
         parameters are held twice.
