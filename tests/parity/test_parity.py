@@ -10,7 +10,8 @@ from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch
 from tests.parity._case import Case, Reference, Run, run, strategies
 
-pytestmark = pytest.mark.parity
+# One fork runs a whole group of layouts, so its first test takes the time of all of them.
+pytestmark = [pytest.mark.parity, pytest.mark.timeout(300)]
 RTOL = 1e-10
 
 CASES = {
@@ -42,6 +43,7 @@ def _matrix() -> list[tuple[str, int, Strategy]]:
     found += [
         ("qwen3-tied-accumulated", 4, s)
         for s in strategies(4, recompute="full", reshard_after_forward=False)
+        if s.dp_shard == 2 or s.tp == 4
     ]
     return found
 
@@ -66,7 +68,7 @@ def _results(case: str, size: int) -> dict[Strategy, list[Run]]:
         with World.join("cpu") as world:
             return [run(reference, s, world, gradients=size <= 4) for s in wanted]
 
-    ranks = launch(rank, size, timeout_s=110)
+    ranks = launch(rank, size, timeout_s=280)
     return {s: [r[i] for r in ranks] for i, s in enumerate(wanted)}
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import DegreesMismatch, NotDivisible
+from hyper_parallel.errors import DegreesMismatch, NotDivisible, UnsupportedSharding
 from hyper_parallel.planner import plan_recipe
 
 pytestmark = pytest.mark.unit
@@ -68,6 +68,8 @@ def test_explicit_degrees_are_what_runs(recipe):
     with pytest.raises(DegreesMismatch) as caught:
         plan_recipe(recipe(parallel={"tp": 2}), world_size=8)
     assert caught.value.hint == "parallel.dp_shard=4"
+    with pytest.raises(UnsupportedSharding, match="HP205"):
+        plan_recipe(recipe(parallel={"pp": 2}, training={"accumulation_steps": 2}))
     with pytest.raises(NotDivisible, match="HP203"):
         plan_recipe(recipe(parallel={"tp": 3}))
 
@@ -87,6 +89,5 @@ def test_number_formats(recipe):
 def test_rules_reach_the_layouts(recipe):
     rules = {"model.layers.*.mlp.*": "replicate"}
     chosen = plan_recipe(recipe(parallel={"auto": True, "tp": 2, "rules": rules}))
-    assert not chosen.layouts["model.layers.*.mlp.up_proj.weight"].sharding_axes or (
-        "tp_x" not in chosen.layouts["model.layers.*.mlp.up_proj.weight"].sharding_axes
-    )
+    assert "tp_x" not in chosen.layouts["model.layers.*.mlp.up_proj.weight"].sharding_axes
+    assert "tp_x" in chosen.layouts["model.layers.*.self_attn.q_proj.weight"].sharding_axes

@@ -161,6 +161,23 @@ def test_frozen_parameters_and_parameters_without_gradient(tmp_path):
     assert_same(whole(other, other_optimizer), whole(model, optimizer))
 
 
+@pytest.mark.torch
+def test_a_parameter_that_never_got_a_gradient_has_no_state_after_loading_either(tmp_path):
+    def make():
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpointer(tmp_path).save(1, model, optimizer, {})
+    other, other_optimizer = make()
+    checkpointer(tmp_path).load(other, other_optimizer)
+    assert model["idle"].weight not in optimizer.state
+    assert other["idle"].weight not in other_optimizer.state
+    assert_same(whole(other, other_optimizer), whole(model, optimizer))
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -257,7 +274,7 @@ def test_an_error_of_the_background_save_surfaces_and_leaves_the_older_checkpoin
     saver.save(2, model, optimizer, {})
     saver.finish()
     assert saver.latest() == 2
-    assert threading.active_count() == 1
+    assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint-")]
 
 
 @pytest.mark.torch
@@ -301,7 +318,6 @@ def test_state_is_bitwise_the_same_on_every_layout_and_world_size(tmp_path):
         {"fsdp": 4},
         {"replicate": 2, "fsdp": 2},
         {"fsdp": 2, "tp": 2},
-        {"replicate": 2, "tp": 2},
     ]
     source = launch(lambda r: _chain(r, tmp_path / "one", four, tmp_path), 4, timeout_s=100)[0]
     two = [{"tp": 2}, {"fsdp": 2}]

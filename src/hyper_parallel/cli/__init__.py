@@ -17,8 +17,9 @@ from hyper_parallel.cli._frame import build_app, run
 from hyper_parallel.cli._generate import generate
 from hyper_parallel.cli._plan import plan
 from hyper_parallel.cli._report import report
+from hyper_parallel.cli._train import train
 
-_COMMANDS = (plan, generate, report, doctor)
+_COMMANDS = (plan, train, generate, report, doctor)
 _GROUPS = (checkpoint, config)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.errors import BadValue, Contradiction
-from hyper_parallel.ir import Plan
+from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
+
+if TYPE_CHECKING:
+    from hyper_parallel.ir import Plan
 
 
 def plan(
@@ -50,6 +52,8 @@ def plan(
 ) -> None:
     """Print the best plan of a model on a machine; starts no device and imports no torch."""
     if diff is not None:
+        from hyper_parallel.ir import Plan
+
         left, right = (Plan.load(path) for path in diff)
         typer.echo(left.diff(right) or "the plans do not differ")
         return
@@ -70,7 +74,12 @@ def plan(
         )
     typer.echo(chosen.to_json() if as_json else chosen.explain())
     if output is not None and not dry_run:
-        chosen.save(output)
+        try:
+            chosen.save(output)
+        except OSError as error:
+            raise OutputNotWritable(
+                "the plan cannot be written", where="--output", got=f"{output}: {error.strerror}"
+            ) from error
         typer.echo(f"plan written to {output}", err=True)
 
 

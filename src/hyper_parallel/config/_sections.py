@@ -108,6 +108,8 @@ class Training(Section):
     """Compile each decoder layer with torch.compile."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out text; 0: only before the first and after the last step."""
+    log_every: int = Field(default=1, ge=1)
+    """Steps between printed lines; metrics.jsonl has every step."""
     eval_tokens: int = Field(default=65536, ge=1)
     """Held-out tokens per evaluation."""
 

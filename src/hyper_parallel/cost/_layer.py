@@ -136,7 +136,7 @@ def layer_communication(
 ) -> Communication:
     """Communication of one layer, as far as it does not hide behind its compute.
 
-    Tensor parallelism: 4 gathers or scatters of T h elements forward and 6 backward (inputs are gathered again), half
+    Tensor parallelism: 4 gathers or scatters of T h elements forward and 4 backward (gathered inputs are kept), half
     of that for layers whose experts are spread by ep instead. Source: Korthikanti et al. 2022, section 4.2.2.
     """
     e, tokens, one = machine.efficiency, tokens_of(workload, c), np.ones_like(c.tp)
@@ -146,7 +146,7 @@ def layer_communication(
 
     gather = machine.ring_seconds(tokens * n.hidden * width, c.tp, one)
     pairs = 2.0 - np.where(c.ep > 1, n.moe_share, 0.0)
-    tp = (5.0 + 2.0 * again) * pairs * gather
+    tp = (4.0 + 2.0 * again) * pairs * gather
 
     ring = machine.ring_seconds(2.0 * n.k_width / c.tp * tokens * c.cp * width, c.cp, c.tp)
     cp_forward = np.maximum(0.0, ring - e.overlap * work.attention)
@@ -186,7 +186,7 @@ def layer_communication(
 
 
 def saved_elements(numbers: ModelNumbers) -> float:
-    """Elements per token that one layer keeps for backward without recomputation, over all tensor-parallel ranks.
+    """Elements per token that one layer keeps for backward without recomputation, without tensor parallelism.
 
     4h for the inputs of the two norms and of the two column matmuls, twice the query width for queries and attention
     output, keys and values, and the feed-forward part. With all query heads as wide as h it is 6h + 2k + 3f.
@@ -201,6 +201,15 @@ def saved_elements(numbers: ModelNumbers) -> float:
         + n.mlp_saved_width
         + n.expert_saved_width
     )
+
+
+def saved_on_rank(numbers: ModelNumbers, c: Candidates) -> Array:
+    """Elements per token that one layer keeps on a tensor-parallel rank: the share of a P-th, gathered inputs whole.
+
+    The gathered inputs of the two column matmuls are kept, which saves two gathers in backward.
+    """
+    whole = saved_elements(numbers) / c.tp
+    return whole + 2.0 * numbers.hidden * (1.0 - 1.0 / c.tp)
 
 
 def stage_elements(numbers: ModelNumbers, c: Candidates) -> Array:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hyper_parallel.cost._candidates import Candidates
 from hyper_parallel.cost._layer import (
     outside_elements,
-    saved_elements,
+    saved_on_rank,
     stage_elements,
     tokens_of,
 )
@@ -72,12 +72,12 @@ def memory_terms(
     )
 
     in_flight = np.where(c.pp > 1, np.minimum(c.accumulation, c.pp), 1.0)
-    one_layer = saved_elements(n) * width * tokens / c.tp
+    one_layer = saved_on_rank(n, c) * width * tokens
     boundary = n.hidden * width * tokens / c.tp
     kept = np.where(c.recompute > 0, boundary, one_layer)
     saved = layers * in_flight * kept + np.where(c.recompute > 0, one_layer, 0.0)
-    # One layer at work holds its gathered input and the gradient of it.
-    working = np.where(c.tp > 1, 2.0 * tokens * n.hidden * width, 0.0)
+    # The backward of one layer holds the gradient of a gathered input.
+    working = np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
     logits = tokens * n.vocab / c.tp * (width + 2.0 * max(width, 4.0))
     # With a pipeline the first stage holds most activations and the last one the logits: the fuller of the two.
     last_saved = layers * kept + np.where(c.recompute > 0, one_layer, 0.0)
@@ -95,8 +95,8 @@ def memory_terms(
         SpaceTerm("gradient buffers", gradient_buffer,
                   "unsharded gradients of the largest group before and in reduction"),
         SpaceTerm("activations", activations,
-                  "layers * microbatches in flight * T (4h + 2q + 2k + 3f) b / P; with recompute T h b / P a layer"),
-        SpaceTerm("work space", working, "gathered layer input and its gradient, 2 T h b"),
+                  "layers * microbatches in flight * T b ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)), or T b h / P"),
+        SpaceTerm("work space", working, "gradient of a gathered layer input, T h b"),
         SpaceTerm("logits", logits, "T V / P: the logits, float32 probabilities and their gradient"),
         SpaceTerm("device context", np.full(len(c), float(e.context_bytes)),
                   "driver context, communicators and workspaces"),

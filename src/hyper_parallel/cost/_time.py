@@ -131,7 +131,7 @@ def time_terms(
         ),
         TimeTerm(
             "tp communication", all_layers * comm.tp,
-            "m l 10 (recompute: 14) gathers or scatters of T h elements",
+            "m l 8 (recompute: 12) gathers or scatters of T h elements",
             "Korthikanti et al. 2022, section 4.2.2", {**of, "gather_s": comm.tp_gather},
         ),
         TimeTerm(
@@ -153,8 +153,8 @@ def time_terms(
              "overlap": e.overlap},
         ),
         TimeTerm(
-            "replica all-reduce", m * replicas, "m 2 (r-1)/r of the gradient shard",
-            "ring all-reduce, Patarasuk and Yuan 2009", {"m": m, "r": c.dp_replicate, "bytes": shard_bytes},
+            "replica all-reduce", replicas, "2 (r-1)/r of the gradient shard, once per step",
+            "ring all-reduce, Patarasuk and Yuan 2009", {"r": c.dp_replicate, "bytes": shard_bytes},
         ),
         TimeTerm(
             "pipeline bubble", (c.pp - 1.0) * stage, "(p-1) microbatches of the slowest stage",

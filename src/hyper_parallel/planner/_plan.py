@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import Candidates, Scores, score
+from hyper_parallel.cost import Candidates, Scores, score, step_collectives
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Plan, Rejected, Strategy, Workload
+from hyper_parallel.ir import Layout, Plan, Rejected, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.planner._check import check_degrees, check_legal
 from hyper_parallel.planner._context import LOCAL, Context, resolve
@@ -186,6 +186,28 @@ def _rejected(
     return Rejected(strategy, reason, float(scores.step_s[index]), memory)
 
 
+def _layouts(
+    context: Context, strategy: Strategy, where: str | None
+) -> tuple[dict[str, Layout], tuple[str, ...]]:
+    """Layouts and their notes; none, with a note, for what this version only predicts.
+
+    What is meant to run now (`where` is given, or the machine is this one) is refused instead.
+    """
+    must_run = where is not None or context.supernode.name == LOCAL
+    later = not_executable(strategy)
+    if later is not None and not must_run:
+        return {}, (later,)
+    try:
+        sharded = context.shard(strategy, where)
+    except UnsupportedSharding as error:
+        if must_run:
+            raise
+        return {}, (
+            f"this version cannot run this plan yet ({error.what}): the layouts are left out",
+        )
+    return sharded.layouts, sharded.notes
+
+
 def _make(
     context: Context,
     strategy: Strategy,
@@ -196,18 +218,9 @@ def _make(
     notes: tuple[str, ...] = (),
     where: str | None = None,
 ) -> Plan:
-    later = not_executable(strategy)
-    if later is None:
-        try:
-            sharded = context.shard(strategy, where)
-        except UnsupportedSharding as error:
-            if context.supernode.name == LOCAL or where is not None:
-                raise
-            later = (
-                f"this version cannot run this plan yet ({error.what}): the layouts are left out"
-            )
-    layouts = {} if later else sharded.layouts
-    notes = (*context.notes, *(sharded.notes if not later else (later,)), *notes)
+    layouts, told = _layouts(context, strategy, where)
+    notes = (*context.notes, *told, *notes)
+    collectives = step_collectives(context.model, layouts, strategy, workload) if layouts else ()
     cost = scores.cost_at(index)
     return Plan(
         model=context.model_ref(),
@@ -220,6 +233,7 @@ def _make(
         cost=cost,
         memory=scores.memory_at(index),
         memory_capacity_bytes=context.machine.memory_bytes,
+        collectives=collectives,
         rejected=rejected,
         notes=notes,
     )

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hyper_parallel import serde
 from hyper_parallel.backends.torch._local import local_ranges
+from hyper_parallel.backends.torch._weights import canonical_name
 from hyper_parallel.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -169,7 +170,9 @@ class Checkpointer:
             _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
         reader = dcp.FileSystemReader(path)
         state = _state(model, optimizer)
-        _compare_tensors(state, reader.read_metadata(), path)
+        metadata = reader.read_metadata()
+        untrained = _take_untrained(state, metadata)
+        _compare_tensors(state, metadata, path)
         with _quiet_without_group():
             dcp.load(
                 state,
@@ -179,7 +182,12 @@ class Checkpointer:
             )
         set_model_state_dict(model, state["model"])
         if optimizer is not None:
-            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
+            entries = state["optimizer"] | untrained
+            set_optimizer_state_dict(model, optimizer, entries, options=_OPTIONS)
+            names = {_parameter_of(key) for key in untrained}
+            for name, parameter in model.named_parameters():
+                if canonical_name(name) in names:
+                    optimizer.state.pop(parameter, None)
         return found, json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest]:
@@ -291,6 +299,27 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     return state
+
+
+def _take_untrained(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Remove the optimizer state of parameters that had none when they were saved: they never got a gradient.
+
+    Reading the state of an optimizer creates zeros for all parameters; those of such parameters are not in the files.
+    """
+    prefix = "optimizer.state."
+    saved = {
+        _parameter_of(key.removeprefix("optimizer."))
+        for key in metadata.state_dict_metadata
+        if key.startswith(prefix)
+    }
+    entries = state.get("optimizer", {})
+    taken = [k for k in entries if k.startswith("state.") and _parameter_of(k) not in saved]
+    return {key: entries.pop(key) for key in taken} if saved else {}
+
+
+def _parameter_of(key: str) -> str:
+    """`model.norm.weight` of `state.model.norm.weight.exp_avg`."""
+    return key.removeprefix("state.").rpartition(".")[0]
 
 
 def _coded(error: Exception, directory: Path) -> Exception:

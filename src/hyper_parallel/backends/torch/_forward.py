@@ -17,13 +17,8 @@ from hyper_parallel.backends.torch._state import TpState
 class _KeepFloat64(TorchFunctionMode):
     """No operation narrows a float64 tensor to float32.
 
-    <<<<<<< HEAD
-        Model code computes norms, rotary angles and softmax "in float32 at least" by converting to float32. For float64
-        that is a loss, and whether two layouts round to the same float32 is chance.
-    =======
-        Model code computes norms, rotary angles and softmax "in float32 at least" by converting to float32. For
-        float64 that is a loss, and whether two layouts round to the same float32 is chance.
-    >>>>>>> torch
+    Model code computes norms, rotary angles and softmax "in float32 at least" by converting to float32. For float64
+    that is a loss, and whether two layouts round to the same float32 is chance.
     """
 
     def __torch_function__(

@@ -9,7 +9,7 @@ of each is sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch._state import Handle, handle, local
 
@@ -51,7 +52,13 @@ def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
         param: A DTensor on the tensor-parallel mesh.
         owner: Who sums the gradient over the ranks when the parameter is whole on each; None: nobody needs to.
     """
-    return _Local.apply(param, owner) if isinstance(param, DTensor) else param
+    if not isinstance(param, DTensor):
+        return param
+    if torch.compiler.is_compiling():
+        return (
+            param.to_local()
+        )  # traceable; the outputs of the model tell the owner that backward runs
+    return _Local.apply(param, owner)
 
 
 class TpGradients:
@@ -67,20 +74,32 @@ class TpGradients:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.enabled = True
+        self._find: Callable[[], Iterable[nn.Parameter]] = tuple
         self._params: list[nn.Parameter] = []
         self._summed: set[int] = set()
         self._queued = False
 
-    def watch(self, params: Iterable[nn.Parameter]) -> None:
-        """Name the whole parameters, after FSDP has replaced them by its own."""
-        self._params = [p for p in params if p.requires_grad]
+    def watch(self, find: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """Name the whole parameters, after FSDP has replaced them by its own.
+
+        Args:
+            find: Lists them; called again when weights have replaced parameters that were on the meta device.
+        """
+        self._find = find
+        self._params = [p for p in find() if p.requires_grad]
 
     def forward_begins(self) -> None:
         """Forget a backward pass that ended with an error."""
         self._queued = False
 
+    def forward_ends(self, output: Any) -> None:
+        """Let the gradients of the model's outputs, too, tell that backward runs: compiled layers cannot."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self.backward_runs())
+
     def backward_runs(self) -> None:
-        """Called by every whole parameter's backward; the first call of a pass arranges the sum at its end."""
+        """Called when backward begins, and by every whole parameter's; the first call arranges the sum at its end."""
         if self._queued:
             return
         self._queued = True
@@ -101,6 +120,8 @@ class TpGradients:
         self._queued = False
         if not self.enabled:
             return
+        if any(p.is_meta for p in self._params):
+            self.watch(self._find)
         buckets: dict[torch.dtype, list[Tensor]] = {}
         for i, param in enumerate(self._params):
             if param.grad is not None:

@@ -81,9 +81,14 @@ def apply_plan(
         model.loss_function = _loss_function(found.tp)
     _shard_data_parallel(model, decoder[1] if decoder else None, found)
     if found.gradients is not None and decoder is not None:
-        found.gradients.watch(
-            p for n, p in model.named_parameters() if TP not in found.layouts[n].sharding_axes
+        gradients = found.gradients
+        gradients.watch(
+            lambda: (
+                p for n, p in model.named_parameters() if TP not in found.layouts[n].sharding_axes
+            )
         )
+        # After FSDP's own hook, so that its callback at the end of backward comes first.
+        model.register_forward_hook(lambda _, __, output: gradients.forward_ends(output))
     attach(model, found)
     audit(model)
     return model
