@@ -1,6 +1,7 @@
 """The simulator against a fixed-point computation, its memory counters, and its speed."""
 
 import gc
+import json
 import time
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hyper_parallel.errors import ScheduleError, TaskGraphError
 from hyper_parallel.ir import Counter, Schedule, Task, TaskGraph, peaks, simulate
 from hyper_parallel.mpmd import StageCost, bubble_fraction, lower, make_schedule, schedule_tasks
+from hyper_parallel.serde import decode, encode
 
 pytestmark = pytest.mark.unit
 
@@ -186,3 +188,11 @@ def test_a_large_schedule_simulates_quickly():
 
     small, large = seconds_per_task(4), seconds_per_task(64)
     assert large < 4 * small + 1e-5
+
+
+def test_json_round_trip():
+    cost = StageCost(1.0, 1.0, 1.0, send_forward_s=0.1, activation_bytes=8)
+    graph = schedule_tasks(make_schedule("1f1b", 2, 3), [cost] * 2)
+    assert decode(TaskGraph, json.loads(json.dumps(encode(graph)))) == graph
+    schedule = make_schedule("dualpipev", 2, 5)
+    assert decode(Schedule, json.loads(json.dumps(encode(schedule)))) == schedule

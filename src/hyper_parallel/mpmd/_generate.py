@@ -54,7 +54,7 @@ def make_schedule(
         raise ScheduleError(
             f"schedule {name} cannot run {microbatches} microbatches on {ranks} ranks",
             got=f"microbatches={microbatches}",
-            allowed=[*near, _rule(name, ranks)],
+            allowed=[*near, f"in general {_rule(name, ranks)}"],
             hint=f"microbatches={near[-1]}",
         )
     p, m, v = ranks, microbatches, stages_per_rank

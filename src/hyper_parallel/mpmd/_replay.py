@@ -87,7 +87,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
     stage's. OVERLAP_F_B starts when both parts can.
 
     Args:
-        schedule: Any schedule; with or without communication.
+        schedule: Schedule with or without communication, complete as `verify` checks it before it comes here.
         rendezvous: A send also waits for its receive, as large messages do, instead of being buffered.
 
     Raises:

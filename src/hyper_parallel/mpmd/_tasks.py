@@ -54,7 +54,7 @@ def schedule_tasks(
     memory of a rank's device is the counter `rank r/device`.
 
     Args:
-        schedule: Schedule with or without communication; it need not have passed `verify`.
+        schedule: Schedule with or without communication that passes `verify`; here only deadlocks are noticed.
         costs: One per stage.
         overlap: Time of an OVERLAP_F_B over the sum of its parts' times, when they run together as one task; None:
             they run one after the other, and the first announces its result when it ends.
