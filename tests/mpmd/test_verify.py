@@ -63,6 +63,7 @@ def test_wrong_computations_are_refused(old, new, what):
         ("1UNSHARD", [], "parameters that are not gathered"),
         ("1UNSHARD", ["1RESHARD", "1UNSHARD"], "freed without being gathered"),
         ("1B3", ["1REDUCE_GRAD", "1B3"], "before the last backward"),
+        ("1REDUCE_GRAD", [], "gradients of stage 1 are never reduced"),
     ],
 )
 def test_wrong_communication_is_refused(old, new, what):

@@ -70,6 +70,14 @@ class _Keys:
             return [self.key("SEND_B", s + 1, i)]
         return [self.key("F", s, i)] if kind == "OFFLOAD" else [self.key("OFFLOAD", s, i)]
 
+    def first_missing(self, action: Action, happened: bytearray) -> int | None:
+        """The first thing the action waits for, or None."""
+        for leaf in action.leaves:
+            for key in self.needs(leaf):
+                if not happened[key]:
+                    return key
+        return None
+
     def gives(self, action: Action) -> list[int]:
         """What the action announces: a computation when it ends, a send or receive when it is reached."""
         kind, s, i = action.kind, action.stage, action.microbatch
@@ -117,9 +125,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
             if message:
                 # Being reached is what the other side waits for: a rendezvous completes on both sides at once.
                 announce(action)
-            missing = next(
-                (k for leaf in action.leaves for k in keys.needs(leaf) if not happened[k]), None
-            )
+            missing = keys.first_missing(action, happened)
             if missing is not None:
                 sleepers.setdefault(missing, []).append(rank)
                 blocked[rank] = missing

@@ -226,6 +226,13 @@ def _check_sharding(schedule: Schedule) -> None:
                 _fail(schedule, spot, f"{a} computes with parameters that are not gathered")
             if a.kind in ("B", "W"):
                 backwards[a.stage] = backwards.get(a.stage, 0) + 1
+    for rank, position, a in schedule.leaves():
+        if reduced and a.kind == "F" and a.stage not in reduced:
+            _fail(
+                schedule,
+                (rank, position),
+                f"gradients of stage {a.stage} are never reduced, others are",
+            )
     if gathered:
         rank = schedule.placement()[min(gathered)]
         last = len(schedule.ranks[rank]) - 1
