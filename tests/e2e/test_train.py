@@ -156,13 +156,37 @@ def test_never_resuming_starts_over(place, one_rank):
         assert _curve(out) == _curve(one_rank)[:2]
 
 
-def test_accumulation_and_a_ragged_tail_change_nothing(place, one_rank):
+def test_microbatches_and_recompute_change_nothing(place, one_rank):
     out = place / "accumulated"
     _train(
-        place, out, "parallel.dp_shard=2", "training.microbatch=1", "training.recompute=full",
+        place, out, "training.microbatch=4", "training.recompute=full", "checkpoint.export=false"
+    )
+    _assert_same_curve(_curve(out), _curve(one_rank))
+
+
+def test_ranks_with_different_numbers_of_labels_share_one_mean(place):
+    """Conversations: packed rows hold different numbers of assistant tokens, on ranks and in microbatches."""
+    rows = [
+        {"conversations": [
+            {"from": "human", "value": f"add {i}"},
+            {"from": "gpt", "value": "yes " * (1 + i % 9)},
+        ]}
+        for i in range(300)
+    ]  # fmt: skip
+    chats = place / "chats.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = (
+        "stage=sft", f"data.source={chats}", "data.format=sharegpt", "training.steps=3",
         "checkpoint.export=false",
     )  # fmt: skip
-    _assert_same_curve(_curve(out), _curve(one_rank))
+    outs = [place / f"chat_{n}" for n in (1, 2)]
+    _train(place, outs[0], *common)
+    _train(place, outs[1], "parallel.dp_shard=2", *common)
+    _assert_same_curve(_curve(outs[1]), _curve(outs[0]))
+    counts = [[r["valid_tokens"] for r in _rows(out / "metrics.jsonl")] for out in outs]
+    assert counts[0] == counts[1]
+    assert len(set(counts[0])) > 1
+    assert all(0 < count < 256 for count in counts[0])
 
 
 def test_dry_run_starts_nothing_and_writes_nothing(place):

@@ -285,6 +285,31 @@ def test_meta_parameters_are_laid_out_without_memory() -> None:
     launch(rank, 4, timeout_s=60)
 
 
+@pytest.mark.dist
+@pytest.mark.filterwarnings("default")  # Dynamo's tracer warns about what it does itself
+def test_layers_compile_without_a_graph_break() -> None:
+    model = Case("qwen3", dtype="float32").build()
+    ids, labels = CASE.batches()[0]
+
+    def rank(_: int) -> None:
+        with World.join("cpu") as world:
+            norms = []
+            for compiled in (False, True):
+                net = parallelize(
+                    copy.deepcopy(model),
+                    Case("qwen3", dtype="float32").plan(Strategy(tp_x=2)),
+                    world,
+                )
+                if compiled:
+                    for layer in net.model.layers:
+                        layer.compile(backend="aot_eager", fullgraph=True)
+                net(input_ids=ids, labels=labels, shift_labels=labels).loss.backward()
+                norms.append(float(clip_grad_norm_(net, None)))
+            assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+    launch(rank, 2, timeout_s=100)
+
+
 @pytest.mark.torch
 def test_refusals_come_before_any_rank() -> None:
     world = World.join("cpu")
@@ -316,5 +341,8 @@ def test_audit_names_a_parameter_that_moved() -> None:
             split = parallelize(CASE.build(), CASE.plan(Strategy(tp_x=2)), world)
             with pytest.raises(UnsupportedSharding, match="HP205"):
                 split(input_ids=CASE.batches()[0][0], output_hidden_states=True)
+            whole = Rule("model.layers.*.self_attn", "replicate")
+            with pytest.raises(UnsupportedSharding, match="do not fit together"):
+                CASE.plan(Strategy(tp_x=2, rules=(whole,)))
 
     launch(rank, 2, timeout_s=60)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hyper_parallel.ir import Collective, Layout, Strategy, Workload
 from hyper_parallel.model import Block, ModelSpec, ParamSpec
@@ -134,7 +134,17 @@ def step_collectives(
     """
     step = _Step(model, layouts, strategy, workload)
     found = [*_data_parallel(step), *_tensor_parallel(step), *_gradient_norm(step)]
-    return tuple(c for c in found if c.count and c.sent_bytes)
+    merged: dict[tuple[str, tuple[str, ...], str], Collective] = {}
+    for item in found:
+        key = (item.kind, item.axes, item.purpose)
+        seen = merged.get(key)
+        if seen is not None:
+            item = replace(
+                item, count=seen.count + item.count, sent_bytes=seen.sent_bytes + item.sent_bytes
+            )
+        if item.count and item.sent_bytes:
+            merged[key] = item
+    return tuple(merged.values())
 
 
 def _groups(step: _Step) -> Iterator[tuple[int, int, int]]:

@@ -72,7 +72,6 @@ class TensorParallel:
             elif style == "vocab":
                 self._embedding(module, None if linear_entry else _comm.sum_both)
             elif id(module) not in special:
-                _refuse_whole_attention(name, module, self.styles)
                 self._whole(module)
         for name in self._regions():
             self._region(self.modules[name], name)
@@ -332,18 +331,6 @@ def _require_linear(module: nn.Module, name: str) -> None:
             where=name,
             got=type(module).__name__,
             hint=f"'parallel.rules={{{name}: replicate}}'",
-        )
-
-
-def _refuse_whole_attention(name: str, module: nn.Module, styles: dict[str, str]) -> None:
-    """A whole projection works on this rank's tokens only, which is wrong for attention: it mixes tokens."""
-    parent = name.rpartition(".")[0]
-    if "attn" in parent.rpartition(".")[2] and isinstance(module, nn.Linear):
-        raise UnsupportedSharding(
-            "attention cannot stay whole under tensor parallelism: each rank holds only some of the tokens",
-            where=name,
-            got=styles[name],
-            allowed="colwise, rowwise",
         )
 
 
