@@ -20,13 +20,17 @@ from hyper_parallel.ir.plan import (
     Rejected,
 )
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
+from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
 from hyper_parallel.ir.strategy import Rule, Strategy
+from hyper_parallel.ir.taskgraph import Task, TaskGraph, peaks, simulate
 from hyper_parallel.ir.timeline import Counter, Span, Timeline
 from hyper_parallel.ir.workload import Workload
 
 __all__ = [
     "AXES",
     "PLAN_VERSION",
+    "Action",
+    "ActionKind",
     "Collective",
     "CollectiveStep",
     "CostTerm",
@@ -42,12 +46,18 @@ __all__ = [
     "Rejected",
     "Replicate",
     "Rule",
+    "Schedule",
     "Shard",
     "Span",
     "Strategy",
     "StridedShard",
+    "Task",
+    "TaskGraph",
     "Timeline",
     "Workload",
+    "grid",
+    "peaks",
     "placements",
     "redistribute",
+    "simulate",
 ]
