@@ -9,8 +9,8 @@ pytestmark = pytest.mark.torch
 
 def _record(step, loss=0.1 + 0.2):
     return StepRecord(
-        step=step, loss=loss, grad_norm=1.5, lr=1e-3, tokens=64 * step, valid_tokens=60, step_s=0.5,
-        tps=64.0, tflops=0.002, mfu=0.25, memory_bytes=2**20, pred_step_s=0.4,
+        step=step, loss=loss, grad_norm=1.5, lr=1e-3, tokens=64, valid_tokens=60, tokens_seen=64 * step,
+        step_s=0.5, tps=64.0, tflops=0.002, mfu=0.25, memory_bytes=2**20, pred_step_s=0.4,
     )  # fmt: skip
 
 
