@@ -111,7 +111,8 @@ def _plan_recipe(recipe: Path, devices: int | None) -> Plan:
     from hyper_parallel.config import load_recipe
     from hyper_parallel.planner import plan_recipe
 
-    return plan_recipe(load_recipe(recipe).recipe, devices)
+    loaded = load_recipe(recipe)
+    return plan_recipe(loaded.recipe, devices, loaded.where)
 
 
 def _pin(text: str) -> tuple[str, int]:

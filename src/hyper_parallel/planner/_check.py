@@ -11,7 +11,6 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner._space import divisors
-from hyper_parallel.shard import check_sequence
 
 
 def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None = None) -> None:
@@ -74,7 +73,6 @@ def check_legal(
             allowed=f"multiples of {unit}",
             hint=f"data.seq_len={max(1, round(workload.seq_len / unit)) * unit}",
         )
-    check_sequence(workload.seq_len, s, where)
     if s.ep > 1:
         inner = s.dp_shard * s.cp * s.tp
         allowed = [e for e in divisors(max(1, numbers.experts)) if inner % e == 0]

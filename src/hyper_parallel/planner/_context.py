@@ -30,6 +30,7 @@ class Context:
         workload: Number formats and the batch numbers that are given.
         num_devices: Devices to use.
         notes: Sentences about what was assumed.
+        from_recipe: The request is a recipe, so hints are overrides, not options of the plan command.
     """
 
     model: ModelSpec
@@ -37,6 +38,11 @@ class Context:
     workload: Workload
     num_devices: int
     notes: tuple[str, ...] = ()
+    from_recipe: bool = False
+
+    def hint(self, option: str, key: str, value: object) -> str:
+        """A change that can be pasted: an option of `plan`, or an override of the recipe."""
+        return f"{key}={value}" if self.from_recipe else f"{option}{value}"
 
     @property
     def numbers(self) -> ModelNumbers:

@@ -29,14 +29,16 @@ def nothing_legal(
         if found:
             allowed = [f"{name}={v}" for v in found]
             near = min(found, key=lambda v: (abs(v - pins[name]), v))
-            hint = f"--pin {name}={near}"
+            hint = context.hint(f"--pin {name}=", f"parallel.{name}", near)
             break
     if hint is None:
         tokens = context.workload.tokens_per_step or 0
         unit = context.workload.seq_len * context.num_devices
         workload = replace(context.workload, tokens_per_step=max(1, round(tokens / unit)) * unit)
         if len(enumerate_space(context.numbers, workload, limits).candidates):
-            hint = f"--tokens-per-step {workload.tokens_per_step}"
+            hint = context.hint(
+                "--tokens-per-step ", "training.tokens_per_step", workload.tokens_per_step
+            )
     return NoLegalStrategy(
         f"no combination of degrees is legal for {context.model.name} on {context.num_devices} devices"
         + (f": {reasons}" if reasons else ""),
@@ -77,12 +79,12 @@ def _changes(context: Context, limits: Limits) -> Iterator[str]:
     if context.supernode.name != LOCAL:
         least = _least_devices(context, limits)
         if least is not None:
-            yield f"--devices {least}"
+            yield context.hint("--devices ", "parallel.world_size", least)
     workload = context.workload
     while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
         workload = replace(workload, seq_len=workload.seq_len // 2)
         if _fits(replace(context, workload=workload), limits):
-            yield f"--seq-len {workload.seq_len}"
+            yield context.hint("--seq-len ", "data.seq_len", workload.seq_len)
 
 
 def _least_devices(context: Context, limits: Limits) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from hyper_parallel.config import Recipe
@@ -12,10 +13,10 @@ from hyper_parallel.planner._context import Context, resolve
 from hyper_parallel.planner._plan import evaluate, search
 from hyper_parallel.planner._space import DEGREES, Limits
 
-WHERE = "parallel"
 
-
-def plan_recipe(recipe: Recipe, world_size: int | None = None) -> Plan:
+def plan_recipe(
+    recipe: Recipe, world_size: int | None = None, where: Callable[[str], str] = str
+) -> Plan:
     """The plan that a recipe trains with.
 
     With explicit degrees exactly those are planned. With `parallel: auto` the degrees that the recipe does not name
@@ -26,6 +27,7 @@ def plan_recipe(recipe: Recipe, world_size: int | None = None) -> Plan:
         recipe: The run.
         world_size: Ranks that were already started; None: the product of explicit degrees; with auto
             `parallel.world_size`, else every accelerator of the topology, or 4 on a machine without one.
+        where: Tells where the value of a key was set, for errors; `LoadedRecipe.where`.
 
     Raises:
         DegreesMismatch: HP301 when explicit degrees do not multiply to the ranks.
@@ -34,16 +36,17 @@ def plan_recipe(recipe: Recipe, world_size: int | None = None) -> Plan:
     parallel = recipe.parallel
     strategy = _strategy(recipe)
     if not parallel.auto:
-        check_degrees(strategy, parallel.world_size, f"{WHERE}.world_size")
-        check_degrees(strategy, world_size, WHERE)
+        culprit = where(_culprit(strategy))
+        check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
+        check_degrees(strategy, world_size, culprit)
         context = resolve(
             recipe.model.path, recipe.topology, _workload(recipe), strategy.world_size
         )
-        return evaluate(_keep_batch(context, recipe, None), strategy, WHERE)
+        return evaluate(_keep_batch(context, recipe, None), strategy, culprit)
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(
             f"the recipe plans for {parallel.world_size} ranks, but {world_size} were started",
-            where=f"{WHERE}.world_size",
+            where=where("parallel.world_size"),
             got=parallel.world_size,
             allowed=world_size,
             hint=f"parallel.world_size={world_size}",
@@ -51,7 +54,7 @@ def plan_recipe(recipe: Recipe, world_size: int | None = None) -> Plan:
     context = resolve(
         recipe.model.path, recipe.topology, _workload(recipe), world_size or parallel.world_size
     )
-    context = _keep_batch(context, recipe, context.num_devices)
+    context = replace(_keep_batch(context, recipe, context.num_devices), from_recipe=True)
     given = parallel.model_fields_set
     limits = Limits(
         context.num_devices,
@@ -64,6 +67,13 @@ def plan_recipe(recipe: Recipe, world_size: int | None = None) -> Plan:
         else (1, 0),
     )
     return search(context, limits, base=Strategy(rules=strategy.rules))
+
+
+def _culprit(strategy: Strategy) -> str:
+    """Key of the degree that an error of this strategy is most likely about."""
+    degrees = strategy.degrees()
+    suspects = ("pp", "cp", "tp_y", "ep", "tp_x", "dp_shard", "dp_replicate")
+    return "parallel." + next((axis for axis in suspects if degrees[axis] > 1), "dp_shard")
 
 
 def _choices(given: bool, recipe: Recipe) -> tuple[int, ...]:

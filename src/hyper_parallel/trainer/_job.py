@@ -107,7 +107,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
             hint="checkpoint.export=true",
         )
     _check_resume(loaded)
-    plan = plan_recipe(recipe, started_ranks())
+    plan = plan_recipe(recipe, started_ranks(), loaded.where)
     weights_directory(recipe)
     build_model(recipe)
     packed = prepare(
@@ -139,19 +139,23 @@ def _check_resume(loaded: LoadedRecipe) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raise when a directory cannot be created or written; creates nothing.
+    """Raise when a directory cannot be created or written; leaves nothing behind.
 
     Raises:
         OutputNotWritable: HP105.
     """
     existing = directory.absolute()
+    missing = []
     while not existing.exists() and existing != existing.parent:
+        missing.append(existing)
         existing = existing.parent
     if not existing.is_dir():
         problem = f"{existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
         problem = f"no permission to write {existing}"
     else:
+        problem = _try_to_create(missing)
+    if not problem:
         return
     raise OutputNotWritable(
         "the output directory cannot be written",
@@ -159,6 +163,21 @@ def check_writable(directory: Path) -> None:
         got=problem,
         hint="output_dir=<a directory you can write>",
     )
+
+
+def _try_to_create(directories: list[Path]) -> str:
+    """Create directories, outermost last in the list, and remove them again; what went wrong, or ""."""
+    created: list[Path] = []
+    try:
+        for path in reversed(directories):
+            path.mkdir()
+            created.append(path)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    finally:
+        for path in reversed(created):
+            path.rmdir()
+    return ""
 
 
 def clear_run(job: Job) -> list[str]:
