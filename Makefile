@@ -19,15 +19,13 @@ setup:
 
 train: setup
 	$(bin)/hyper-parallel train recipes/quickstart.yaml output_dir=$(out) checkpoint.resume=never
-	$(bin)/hyper-parallel report $(out)
-	$(bin)/hyper-parallel generate $(out) --prompt "def "
 
 check: setup
-	$(bin)/ruff format --check src tests benchmarks tools
-	$(bin)/ruff check src tests benchmarks tools
+	$(bin)/ruff format --check src tests benchmarks examples tools
+	$(bin)/ruff check src tests benchmarks examples tools
 	$(bin)/mypy
 	$(bin)/lint-imports --no-cache
-	$(bin)/codespell src tests docs recipes benchmarks tools README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md
+	$(bin)/codespell src tests docs recipes benchmarks examples tools README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md
 	$(bin)/python tools/size_report.py
 
 test: check

@@ -133,6 +133,7 @@ def load(
         DeviceUnavailable: HP502 when the machine lacks the device.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     export = find_export(directory)
     kinds = ("float64", "float32", "bfloat16", "float16")
@@ -140,6 +141,7 @@ def load(
         raise BadValue("not a format of weights", got=dtype, allowed=kinds)
     where = pick_device(device)
     tokenizer = load_tokenizer(export)
+    logging.disable_progress_bar()  # it would run through the generated text
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(export),

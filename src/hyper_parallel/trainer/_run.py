@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from hyper_parallel.runtime import launch
 from hyper_parallel.trainer._job import Job, clear_run, under_torchrun
 from hyper_parallel.trainer._rank import Summary, train_rank
+
+logger = logging.getLogger(__name__)
 
 
 def run_job(job: Job) -> Summary | None:
@@ -17,7 +20,11 @@ def run_job(job: Job) -> Summary | None:
         HyperParallelError: A coded error of a rank, as it is.
     """
     if job.recipe.checkpoint.resume == "never" and int(os.environ.get("RANK", "0")) == 0:
-        clear_run(job)
+        removed = clear_run(job)
+        if removed:
+            logger.info(
+                "checkpoint.resume=never: removed %s of %s", ", ".join(removed), job.output_dir
+            )
     if under_torchrun():
         return train_rank(job)
     # The model's library is imported once, before the fork, and shared by all ranks.

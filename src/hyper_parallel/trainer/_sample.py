@@ -7,6 +7,8 @@ from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer._job import Job
 
 _NEW_TOKENS = 160
+_TEMPERATURE = 0.5
+"""Below 1: a model of a few million parameters is surest of itself where it has learnt something."""
 
 
 def write_sample(job: Job) -> str:
@@ -14,15 +16,14 @@ def write_sample(job: Job) -> str:
 
     Called once, after the ranks have ended: one device reads the export as anybody would.
     """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     prompt = job.recipe.sample_prompt or ""
     generator = Generator(job.output_dir)
     context = getattr(generator.model.config, "max_position_embeddings", None) or _NEW_TOKENS * 2
     room = context - len(generator.encode(prompt))
     sampling = Sampling(
-        max_new_tokens=max(1, min(_NEW_TOKENS, room)), seed=job.recipe.training.seed
+        max_new_tokens=max(1, min(_NEW_TOKENS, room)),
+        temperature=_TEMPERATURE,
+        seed=job.recipe.training.seed,
     )
     generation = generator.generate(prompt, sampling)
     text = generation.prompt + generation.text
