@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
-from hyper_parallel.ir import Plan
+from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.reports._mesh import draw_layout, draw_mesh, layout_text
 from hyper_parallel.reports._run import Run
 from hyper_parallel.reports._svg import (
@@ -141,30 +141,26 @@ def _loss(run: Run) -> str:
 
 
 def _step_terms(run: Run) -> str:
-    plan = run.plan
-    by_category = _measured_step(run) if run.timeline else {}
-    shades = colors([*(t.name for t in plan.cost), *by_category])
-    predicted = [Part(t.name, t.seconds, shades[t.name]) for t in plan.cost]
-    charts = "<h3>predicted</h3>" + stacked_bars(
-        [("predicted", predicted)], x_format=format_seconds
-    )
+    terms = run.plan.cost
+    shades = colors([t.name for t in terms])
+    predicted = [Part(t.name, t.seconds, shades[t.name]) for t in terms]
+    out = "<h3>predicted</h3>" + stacked_bars([("predicted", predicted)], x_format=format_seconds)
     if run.timeline is not None:
-        parts = [Part(name, seconds, shades[name]) for name, seconds in by_category.items()]
-        charts += "<h3>measured, mean over ranks</h3>" + stacked_bars(
-            [("measured", parts)], x_format=format_seconds
-        )
-    return charts
+        phases = _measured_step(run.timeline)
+        shades = colors(list(phases))
+        measured = [Part(name, seconds, shades[name]) for name, seconds in phases.items()]
+        out += "<h3>measured, mean over ranks</h3>"
+        out += stacked_bars([("measured", measured)], x_format=format_seconds)
+    return out
 
 
-def _measured_step(run: Run) -> dict[str, float]:
-    """Mean seconds per category of one step and rank."""
-    assert run.timeline is not None
-    spans = [s for s in run.timeline.spans if s.step is not None]
-    steps = len({s.step for s in spans}) or 1
-    ranks = len({s.lane.split("/")[0] for s in spans}) or 1
+def _measured_step(timeline: Timeline) -> dict[str, float]:
+    """Mean seconds of each phase in one step of one rank."""
+    spans = [s for s in timeline.spans if s.step is not None]
+    rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
     total: dict[str, float] = {}
     for span in spans:
-        total[span.category] = total.get(span.category, 0.0) + span.duration_s / (steps * ranks)
+        total[span.name] = total.get(span.name, 0.0) + span.duration_s / rank_steps
     return total
 
 
@@ -218,49 +214,39 @@ def _tier_name(plan: Plan, tier: str) -> str:
 
 
 def _lanes(run: Run) -> str:
-    predicted = predicted_timeline(run.plan)
-    measured = one_step(run.timeline) if run.timeline else None
-    shades = colors([s.category for s in (*predicted.spans, *(measured.spans if measured else ()))])
-    rows = [
-        (
-            "predicted",
-            [(s.name, s.start_s, s.duration_s, shades[s.category]) for s in predicted.spans],
-        )
-    ]
-    out = "<h3>predicted</h3>" + lanes(rows, x_format=format_seconds)
-    if run.timeline is None or measured is None:
-        return (
-            out
-            + legend(list(shades.items()))
-            + '<p class="muted">No measured timeline in this run.</p>'
-        )
-    shown = measured.lanes[:_MAX_LANES]
-    rows = [
-        (
-            lane,
-            [
-                (s.name, s.start_s, s.duration_s, shades[s.category])
-                for s in measured.spans
-                if s.lane == lane
-            ],
-        )
-        for lane in shown
-    ]
-    out += "<h3>measured</h3>" + lanes(rows, x_format=format_seconds) + legend(list(shades.items()))
-    more = (
-        f" First {len(shown)} of {len(measured.lanes)} lanes."
-        if len(shown) < len(measured.lanes)
-        else ""
-    )
+    out = "<h3>predicted</h3>" + _gantt(predicted_timeline(run.plan))
+    if run.timeline is None:
+        return out + '<p class="muted">No measured timeline in this run.</p>'
+    measured = one_step(run.timeline)
+    out += "<h3>measured</h3>" + _gantt(measured)
+    hidden = len(measured.lanes) - _MAX_LANES
+    more = f" {hidden} more lanes are not drawn." if hidden > 0 else ""
     return (
         out
         + f'<p class="muted">All recorded steps are in trace.json: open it in Perfetto.{more}</p>'
     )
 
 
+def _gantt(timeline: Timeline) -> str:
+    shades = colors([s.name for s in timeline.spans])
+    rows = [
+        (
+            lane,
+            [
+                (s.name, s.start_s, s.duration_s, shades[s.name])
+                for s in timeline.spans
+                if s.lane == lane
+            ],
+        )
+        for lane in timeline.lanes[:_MAX_LANES]
+    ]
+    return lanes(rows, x_format=format_seconds) + legend(list(shades.items()))
+
+
 def _mesh(plan: Plan) -> str:
     return (
-        draw_mesh(plan.mesh) + '<p class="muted">Ranks of one row split each tensor among them.</p>'
+        draw_mesh(plan.mesh)
+        + '<p class="muted">Ranks of one colour are neighbours on the innermost axis.</p>'
     )
 
 
