@@ -17,14 +17,17 @@ def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
     broken = [
         target
         for target, _ in LINK.findall(page.read_text(encoding="utf-8"))
-        if not target.startswith(("http://", "https://", "mailto:")) and not (page.parent / target).exists()
+        if not target.startswith(("http://", "https://", "mailto:"))
+        and not (page.parent / target).exists()
     ]
     assert not broken
 
 
 def test_every_page_of_docs_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")} - {"index.md"}
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")} - {
+        "index.md"
+    }
     assert not {page for page in pages if f"({page})" not in index}
 
 

@@ -5,8 +5,19 @@ mistakes raise one of these; `assert` guards our own invariants.
 """
 
 from hyper_parallel.errors._base import HyperParallelError, all_codes
-from hyper_parallel.errors.backend import DeviceUnavailable, MissingDependency
-from hyper_parallel.errors.capacity import DoesNotFit
+from hyper_parallel.errors.backend import (
+    CaptureUnsupported,
+    DeviceUnavailable,
+    MissingDependency,
+    StepChanged,
+    TransferFailed,
+)
+from hyper_parallel.errors.capacity import (
+    BudgetImpossible,
+    DoesNotFit,
+    MemoryPlanInvalid,
+    TierFull,
+)
 from hyper_parallel.errors.checkpoint import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -48,6 +59,8 @@ __all__ = [
     "AuditError",
     "BadValue",
     "BatchMismatch",
+    "BudgetImpossible",
+    "CaptureUnsupported",
     "CheckpointCorrupt",
     "CheckpointMismatch",
     "Contradiction",
@@ -57,6 +70,7 @@ __all__ = [
     "HyperParallelError",
     "LayoutError",
     "LossNotFinite",
+    "MemoryPlanInvalid",
     "MeshError",
     "MissingDependency",
     "ModelUnreadable",
@@ -70,8 +84,11 @@ __all__ = [
     "RecipeUnreadable",
     "RuleError",
     "RunUnreadable",
+    "StepChanged",
+    "TierFull",
     "TopologyTooSmall",
     "TopologyUnreadable",
+    "TransferFailed",
     "UnknownDevice",
     "UnknownKey",
     "UnknownModel",

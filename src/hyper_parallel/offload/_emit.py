@@ -1,0 +1,362 @@
+"""Emission: turn chosen gaps into an executable program.
+
+A forward walk over the order with the simulator's own clock. A store is issued right after the last use; its device
+bytes are detached at the first operator boundary at which the copy is done, earlier (by waiting) when the budget needs
+them. A prefetch is issued as late as its serial channel allows, computed backwards from the deadlines.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyper_parallel.ir.memory import Action, ActionKind, MemoryProgram, MemoryTier
+from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._recompute import Recomputes
+from hyper_parallel.offload._simulate import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A stretch of the step in which a storage is not on the device.
+
+    Attributes:
+        storage: Storage index.
+        first: Position after which it leaves; -1 when it starts the step away.
+        last: Position before which it must be back; the number of operators when it ends the step away.
+        tier: Where it goes.
+    """
+
+    storage: int
+    first: int
+    last: int
+    tier: MemoryTier
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A running copy out of the device (or out of DRAM) that a detach waits for."""
+
+    storage: int
+    into: MemoryTier
+    leaves: bool  # False: the storage was needed again before the copy was done
+
+
+def issue_positions(
+    gaps: Sequence[Gap], starts_s: np.ndarray, program: MemoryProgram, machine: MemoryMachine
+) -> list[tuple[int, Gap, ActionKind]]:
+    """When to issue every reload: as late as possible on one serial channel per direction, deadlines kept.
+
+    Returns:
+        (position before which to issue, gap, prefetch or copy_in), in issue order.
+    """
+    events: list[tuple[int, int, Gap, ActionKind]] = []
+    free_s = {"prefetch": float("inf"), "copy_in": float("inf")}
+    due = sorted((g for g in gaps if g.last < len(starts_s)), key=lambda g: -g.last)
+    times = starts_s.tolist()
+    for rank, gap in enumerate(due):
+        num_bytes = program.storages[gap.storage].num_bytes
+        deadline = times[gap.last]
+        kinds: tuple[ActionKind, ...] = ("prefetch",)
+        if gap.tier == "flash":
+            kinds = ("prefetch", "copy_in")
+        for kind in kinds:
+            begin = min(deadline, free_s[kind]) - machine.channel(kind).seconds(num_bytes)
+            free_s[kind] = deadline = begin
+            position = max(bisect_right(times, begin) - 1, gap.first + 1, 0)
+            events.append((min(position, gap.last), -2 * rank - (kind == "copy_in"), gap, kind))
+    events.sort(key=lambda e: (e[0], e[1]))
+    return [(position, gap, kind) for position, _, gap, kind in events]
+
+
+class Emitter:
+    """One emission; `emit` gives the actions, `clock` the time."""
+
+    def __init__(
+        self,
+        program: MemoryProgram,
+        machine: MemoryMachine,
+        order: Sequence[int],
+        gaps: Sequence[Gap],
+        recomputes: Recomputes,
+        budget_bytes: int | None,
+        planned: np.ndarray | None = None,
+        back: dict[tuple[int, int], int] | None = None,
+    ) -> None:
+        n = len(program.storages)
+        self.planned = planned  # bytes per position as selected
+        self.back = (
+            back or {}
+        )  # (storage, end of gap) -> position from which `planned` counts it again
+        self.program, self.order, self.again = program, order, recomputes
+        self.budget = budget_bytes
+        self.clock = Clock(program, machine)
+        self.actions: list[Action] = []
+        self.live = 0
+        self.homes: list[MemoryTier] = ["device"] * n
+        for gap in gaps:
+            if gap.first < 0:
+                self.homes[gap.storage] = gap.tier
+        self.current: list[dict[str, bool]] = [{} for _ in range(n)]  # tier -> content is newest
+        for s, storage in enumerate(program.storages):
+            if storage.at_start:
+                self._set(s, self.homes[s])
+        self.leave = {(g.storage, g.first): g for g in gaps if g.first >= 0}
+        self.leaving: dict[int, list[int]] = {}
+        for g in gaps:
+            self.leaving.setdefault(g.storage, []).append(g.first)
+        starts = np.cumsum([0.0] + [program.operators[i].seconds for i in order])[:-1]
+        self.events = issue_positions(gaps, starts, program, machine)
+        self.pending: list[_Pending] = []
+        self.due: set[int] = set()  # reload is due, but there is no room yet
+        self.flying: dict[tuple[int, str], None] = {}  # copies towards the device not waited for
+        self.writes: list[list[int]] = [[] for _ in range(n)]
+        for position, index in enumerate(order):
+            for s in program.operators[index].writes:
+                self.writes[s].append(position)
+
+    def emit(self) -> tuple[Action, ...]:
+        """The whole program."""
+        for s, storage in enumerate(self.program.storages):
+            if storage.at_start and not storage.at_end and not self.again.uses[s]:
+                self._release(s)
+        queue = 0
+        waiting: list[tuple[int, Gap, ActionKind]] = []
+        for position, index in enumerate(self.order):
+            self._retire()
+            while queue < len(self.events) and self.events[queue][0] <= position:
+                waiting.append(self.events[queue])
+                queue += 1
+            waiting = [event for event in waiting if not self._reload(event, position)]
+            self._operator(position, index)
+        while self.pending:
+            self._finish(self.pending[0])
+        return tuple(self.actions)
+
+    # -- one operator --------------------------------------------------------------------------
+
+    def _operator(self, position: int, index: int) -> None:
+        op = self.program.operators[index]
+        rerun = [
+            i
+            for i in self.again.rerun.get(position, ())
+            if any("device" not in self.current[s] for s in self.program.operators[i].allocs)
+        ]
+        wanted = dict.fromkeys((*op.reads, *op.writes))
+        for i in rerun:
+            wanted.update(dict.fromkeys(self.program.operators[i].reads))
+        fresh = {*op.allocs, *(s for i in rerun for s in self.program.operators[i].allocs)}
+        wanted = {s: None for s in wanted if s not in fresh}
+        sizes = self.program.sizes
+        need = sum(sizes[s] for s in fresh if "device" not in self.current[s])
+        need += sum(sizes[s] for s in wanted if "device" not in self.current[s])
+        self._make_room(need, {*wanted, *fresh})
+        for s in wanted:
+            self._bring(s)
+        for s in wanted:
+            self._arrive(s, position)
+        for s in op.writes:
+            for item in [p for p in self.pending if p.storage == s]:
+                self._finish(item)
+        for i in rerun:
+            for s in self.program.operators[i].allocs:
+                self._set(s, "device")
+            self._do("recompute", i)
+        helpers = [h for h in self.again.helpers.get(position, ()) if h not in op.touched]
+        for h in helpers:
+            if "device" in self.current[h] and not self._used_at(h, position):
+                self._detach(h, "device")
+        for s in op.allocs:
+            self._set(s, "device")
+        for s in op.writes:
+            for tier in self.current[s]:
+                self.current[s][tier] = tier == "device"
+        self._do("run", index)
+        touched = dict.fromkeys((*op.touched, *wanted, *fresh))
+        for s in touched:
+            if "device" in self.current[s]:
+                self._after(s, position)
+
+    def _used_at(self, s: int, position: int) -> bool:
+        uses = self.again.uses[s]
+        at = bisect_right(uses, position)
+        return at > 0 and uses[at - 1] == position
+
+    def _after(self, s: int, position: int) -> None:
+        """What happens to a storage once an operator is done with it."""
+        uses = self.again.uses[s]
+        gap = self.leave.get((s, position))
+        if gap is not None:
+            self._depart(gap)
+        elif s in self.again.gaps and self.again.gaps[s][0] == position:
+            self._detach(s, "device")
+        elif uses[-1] <= position and not self.program.storages[s].at_end:
+            self._release(s)
+
+    # -- leaving and coming back ---------------------------------------------------------------
+
+    def _depart(self, gap: Gap) -> None:
+        s = gap.storage
+        held = self.current[s]
+        if gap.tier == "dram" or not held.get("flash"):
+            if not held.get("dram"):
+                self._set(s, "dram")
+                self._do("store", s)
+                self.pending.append(_Pending(s, "dram", True))
+            else:
+                self._detach(s, "device")
+            if gap.tier == "flash":
+                self._set(s, "flash")
+                self._do("copy_out", s)
+                self.pending.append(_Pending(s, "flash", True))
+        else:
+            self._detach(s, "device")
+            if "dram" in held:
+                self._detach(s, "dram")
+
+    def _retire(self) -> None:
+        """Detach what has been copied by now."""
+        for item in list(self.pending):
+            if self.clock.arrival_s(item.storage, item.into) <= self.clock.now_s:
+                if item.storage in self.due:
+                    item.leaves = False
+                self._finish(item)
+
+    def _finish(self, item: _Pending) -> None:
+        """Wait for a copy and give its source's bytes back."""
+        s = item.storage
+        if item not in self.pending:
+            return
+        if item.into == "flash":
+            for other in [p for p in self.pending if p.storage == s and p.into == "dram"]:
+                self._finish(other)
+        self.pending.remove(item)
+        self._do("wait", s, item.into)
+        if item.leaves:
+            self._detach(s, "device" if item.into == "dram" else "dram")
+        elif item.into == "dram" and self.homes[s] != "dram" and not self._going(s, "flash"):
+            self._detach(s, "dram")
+
+    def _going(self, s: int, into: str) -> bool:
+        return any(p.storage == s and p.into == into for p in self.pending)
+
+    def _reload(self, event: tuple[int, Gap, ActionKind], position: int) -> bool:
+        """Issue a planned reload; False when it must be tried again later for lack of room."""
+        _, gap, kind = event
+        s = gap.storage
+        self.due.discard(s)
+        if position > gap.last:
+            return True
+        if "device" in self.current[s]:
+            going = [p for p in self.pending if p.storage == s and p.leaves]
+            if going and self.budget is not None and position < gap.last:
+                # It has not left yet. If the budget needs the room it still goes, else its leave is called off.
+                self.due.add(s)
+                return False
+            for item in going:
+                item.leaves = False
+            return True
+        if kind == "copy_in":
+            if "dram" not in self.current[s]:
+                self._set(s, "dram")
+                self._do("copy_in", s)
+                self.flying[s, "dram"] = None
+            return True
+        if position < gap.last and not self._has_room(s, gap, position):
+            return False
+        self._bring(s)
+        return True
+
+    def _has_room(self, s: int, gap: Gap, position: int) -> bool:
+        """An early reload must not take bytes that an operator before its use needs."""
+        if self.budget is None:
+            return True
+        size = self.program.sizes[s]
+        if self.live + size > self.budget:
+            return False
+        counted = self.back.get((s, gap.last), gap.last)
+        if self.planned is None or position >= counted:
+            return True
+        return int(self.planned[position:counted].max()) + size <= self.budget
+
+    def _bring(self, s: int) -> None:
+        """Start the copy to the device unless the bytes are there or on their way."""
+        held = self.current[s]
+        if "device" in held:
+            for item in self.pending:
+                if item.storage == s:
+                    item.leaves = False
+            return
+        for item in [p for p in self.pending if p.storage == s]:
+            item.leaves = False
+            self._finish(item)
+        if not held.get("dram"):
+            self._set(s, "dram")
+            self._do("copy_in", s)
+            self.flying[s, "dram"] = None
+        self._set(s, "device")
+        self._do("prefetch", s)
+        self.flying[s, "device"] = None
+
+    def _arrive(self, s: int, position: int) -> None:
+        """Wait for the copy to the device, then drop host copies that nothing will use."""
+        if (s, "device") not in self.flying:
+            return
+        for tier in ("dram", "device"):
+            if (s, tier) in self.flying:
+                del self.flying[s, tier]
+                self._do("wait", s, "dram" if tier == "dram" else "device")
+        again = [p for p in self.leaving.get(s, ()) if p >= position]
+        clean = again and not any(position <= w <= again[0] for w in self.writes[s])
+        home = self.homes[s]
+        if "dram" in self.current[s] and home != "dram" and not clean:
+            self._detach(s, "dram")
+        if "flash" in self.current[s] and home != "flash" and not clean:
+            self._detach(s, "flash")
+
+    def _make_room(self, need: int, keep: set[int]) -> None:
+        """Wait for running stores until `need` more bytes fit under the budget."""
+        if self.budget is None:
+            return
+        while self.live + need > self.budget:
+            item = next(
+                (
+                    p
+                    for p in self.pending
+                    if p.leaves and p.into == "dram" and p.storage not in keep
+                ),
+                None,
+            )
+            if item is None:
+                return
+            self._finish(item)
+
+    # -- bookkeeping ---------------------------------------------------------------------------
+
+    def _set(self, s: int, tier: str) -> None:
+        if tier == "device" and tier not in self.current[s]:
+            self.live += self.program.sizes[s]
+        self.current[s][tier] = True
+
+    def _detach(self, s: int, tier: MemoryTier) -> None:
+        del self.current[s][tier]
+        if tier == "device":
+            self.live -= self.program.sizes[s]
+        self._do("detach", s, tier)
+
+    def _release(self, s: int) -> None:
+        for item in [p for p in self.pending if p.storage == s]:
+            item.leaves = False
+            self._finish(item)
+        if "device" in self.current[s]:
+            self.live -= self.program.sizes[s]
+        self.current[s] = {}
+        self._do("free", s)
+
+    def _do(self, kind: ActionKind, target: int, tier: MemoryTier = "device") -> None:
+        action = Action(kind, target, tier)
+        self.actions.append(action)
+        self.clock.apply(action)

@@ -1,0 +1,312 @@
+"""The planner: least peak at a bounded slowdown, or least time under a byte budget.
+
+Both goals share one step: for a target in bytes, try a small portfolio (recompute density limits, ranking rules),
+emit each as a program, and let the exact replay and the simulator judge what was emitted. No choice is kept on the
+strength of an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
+from hyper_parallel.ir.memory import (
+    Action,
+    Choice,
+    MemoryPlan,
+    MemoryProgram,
+    MemoryTier,
+    Replay,
+    StorageKind,
+    replay,
+)
+from hyper_parallel.offload._address import assign_addresses
+from hyper_parallel.offload._emit import Emitter, Gap
+from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._order import refine_order
+from hyper_parallel.offload._recompute import Recomputes, choose_recomputes, recompute_density
+from hyper_parallel.offload._select import Rank, Selector, assign_tiers
+from hyper_parallel.offload._usedef import (
+    UseDef,
+    identity_actions,
+    use_definitions,
+    working_set_bytes,
+)
+from hyper_parallel.units import format_bytes
+
+_RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap")
+
+
+@dataclass(frozen=True)
+class _Emitted:
+    """One emitted program with its judgement."""
+
+    actions: tuple[Action, ...]
+    homes: tuple[MemoryTier, ...]
+    seconds: float
+    judged: Replay
+    gaps: tuple[Gap, ...]
+    again: Recomputes | None
+    rule: str
+
+    @property
+    def peak(self) -> int:
+        return self.judged.peak_bytes["device"]
+
+
+@dataclass
+class _Search:
+    program: MemoryProgram
+    machine: MemoryMachine
+    order: tuple[int, ...]
+    selectors: list[tuple[str, Selector]]
+    best_seen: _Emitted
+
+    def portfolio(self, target: int) -> Iterator[_Emitted]:
+        """Every emitted program for a target that respects the other tiers."""
+        for name, selector in self.selectors:
+            for rank in _RANKS:
+                aim = target
+                for _ in range(3):
+                    emitted = self._emit(selector, aim, target, rank, name)
+                    if not _overfull(self.machine, emitted.judged):
+                        if emitted.peak < self.best_seen.peak:
+                            self.best_seen = emitted
+                        yield emitted
+                    if emitted.peak <= target:
+                        break
+                    aim -= emitted.peak - target
+                    if aim <= 0:
+                        break
+
+    def _emit(self, selector: Selector, aim: int, target: int, rank: Rank, name: str) -> _Emitted:
+        chosen, planned = selector.select(aim, rank)
+        gaps = assign_tiers(self.program, self.machine, chosen)
+        # The first span of a candidate ends where its bytes are counted again before the gap's end.
+        back = {
+            (g.storage, g.last): high
+            for c in chosen
+            for g, (_, high) in zip(c.gaps, c.spans, strict=False)
+            if g.last < selector.n
+        }
+        emitter = Emitter(
+            self.program, self.machine, self.order, gaps, selector.again, target, planned, back
+        )
+        actions, homes = emitter.emit(), tuple(emitter.homes)
+        judged = replay(self.program, homes, actions)
+        return _Emitted(
+            actions,
+            homes,
+            emitter.clock.now_s,
+            judged,
+            tuple(gaps),
+            selector.again,
+            f"{name}, {rank}",
+        )
+
+
+def plan_memory(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    *,
+    budget_bytes: int | None = None,
+    max_slowdown: float | None = None,
+    move: Collection[StorageKind] | None = None,
+    recompute: bool = True,
+    reorder: bool = True,
+) -> MemoryPlan:
+    """Plan the memory of one step.
+
+    Args:
+        program: Operators with their seconds.
+        machine: Channels and capacities.
+        budget_bytes: Device bytes the step may take at any time; the plan is the fastest one found under it.
+        max_slowdown: Allowed extra time as a share (0.02 is 2 %); the plan is the one with the least peak found.
+        move: Kinds of storages that may leave the device; None: all but inputs and outputs.
+        recompute: Results may be dropped and computed again.
+        reorder: Operators may change their order (never what they compute).
+
+    Returns:
+        A plan whose replay passed; the identity program, with the reason, when nothing pays.
+
+    Raises:
+        BadValue: HP102 unless exactly one goal is given.
+        BudgetImpossible: HP402 with the least peak reached and the bound no plan can pass.
+        TierFull: HP403 when only the DRAM or flash capacity stands in the way.
+    """
+    if (budget_bytes is None) == (max_slowdown is None):
+        raise BadValue(
+            "a memory plan needs exactly one goal",
+            got=f"budget_bytes={budget_bytes}, max_slowdown={max_slowdown}",
+            hint="give budget_bytes=... for the least time, or max_slowdown=0.02 for the least peak",
+        )
+    order, said = refine_order(program) if reorder else (tuple(range(len(program.operators))), ())
+    identity = _identity(program, order)
+    if budget_bytes is not None and identity.peak <= budget_bytes:
+        reason = (
+            f"identity: the step takes {identity.peak} bytes and fits the budget; nothing moves"
+        )
+        return _finish(program, identity, (*said, reason))
+    search = _search(program, machine, order, identity, move, recompute)
+    if budget_bytes is not None:
+        best = _least_time(search, budget_bytes)
+    else:
+        assert max_slowdown is not None
+        best = _least_peak(search, identity, identity.seconds * (1 + max_slowdown))
+    if best is identity:
+        said = (
+            *said,
+            f"identity: no plan lowers the peak of {identity.peak} bytes within {max_slowdown:.1%} more time; "
+            "nothing moves",
+        )
+    else:
+        said = (
+            *said,
+            f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {best.seconds:.6g} "
+            f"({best.rule})",
+        )
+    return _finish(program, best, said)
+
+
+def _identity(program: MemoryProgram, order: tuple[int, ...]) -> _Emitted:
+    actions = identity_actions(program, order)
+    homes = program.on_device
+    judged = replay(program, homes, actions)
+    return _Emitted(actions, homes, program.seconds, judged, (), None, "identity")
+
+
+def _search(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    order: tuple[int, ...],
+    identity: _Emitted,
+    move: Collection[StorageKind] | None,
+    recompute: bool,
+) -> _Search:
+    chains = use_definitions(program, order)
+    movable = [
+        s
+        for s, storage in enumerate(program.storages)
+        if (storage.kind in move if move is not None else storage.kind not in ("input", "output"))
+        and (storage.persistent or not storage.at_start)
+    ]
+    selectors = []
+    for name, limit in _density_limits(program, machine, chains) if recompute else [("", -1.0)]:
+        density = recompute_density(program, chains) if limit >= 0 else {}
+        chosen = [s for s, d in density.items() if d <= limit]
+        again = choose_recomputes(program, chains, chosen)
+        for stall in (False, True):
+            selector = Selector(program, machine, order, again, movable, stall=stall)
+            label = (name or "copies only") + (", waits allowed" if stall else "")
+            selectors.append((label, selector))
+    return _Search(program, machine, order, selectors, identity)
+
+
+def _density_limits(
+    program: MemoryProgram, machine: MemoryMachine, chains: UseDef
+) -> list[tuple[str, float]]:
+    """Recompute density limits worth trying: none, well below a transfer, as dear as a transfer, everything."""
+    transfer = 1 / machine.prefetch.bytes_s
+    density = recompute_density(program, chains)
+    limits = [("", -1.0)]
+    taken: set[int] = {0}
+    for name, limit in (
+        ("recompute far cheaper than a copy", transfer / 8),
+        ("recompute cheaper than a copy", transfer),
+        ("recompute everything repeatable", float("inf")),
+    ):
+        count = sum(d <= limit for d in density.values())
+        if count not in taken:
+            taken.add(count)
+            limits.append((name, limit))
+    return limits
+
+
+def _least_time(search: _Search, budget: int) -> _Emitted:
+    fitting = [e for e in search.portfolio(budget) if e.peak <= budget]
+    if fitting:
+        return min(fitting, key=lambda e: (e.seconds, e.peak))
+    floor = working_set_bytes(search.program)
+    for target in (floor, (floor + budget) // 2):
+        fitting += [e for e in search.portfolio(target) if e.peak <= budget]
+    if fitting:
+        return min(fitting, key=lambda e: (e.seconds, e.peak))
+    least = search.best_seen.peak
+    if _no_room_elsewhere(search):
+        raise TierFull(
+            "the device budget needs more bytes in DRAM or flash than the machine allows",
+            got=f"budget {budget}, dram {search.machine.dram_bytes}, flash {search.machine.flash_bytes}",
+            hint=f"set a device budget of {least} bytes, or allow more DRAM",
+        )
+    raise BudgetImpossible(
+        f"no memory plan fits {format_bytes(budget)}",
+        got=f"{budget} bytes",
+        allowed=f"at least {least} bytes (the largest operator alone takes {floor})",
+        hint=f"set `offload.budget={least}`",
+    )
+
+
+def _no_room_elsewhere(search: _Search) -> bool:
+    """Would the budget be met if the other tiers were unlimited?"""
+    machine = search.machine
+    if machine.dram_bytes is None and machine.flash_bytes is None:
+        return False
+    name, selector = search.selectors[0]
+    floor = working_set_bytes(search.program)
+    emitted = search._emit(selector, floor, floor, "longest_gap", name)
+    return _overfull(machine, emitted.judged)
+
+
+def _least_peak(search: _Search, identity: _Emitted, limit_s: float) -> _Emitted:
+    """Bisect the target; every success is judged by its real peak, so the answer never depends on monotony."""
+    low, high = working_set_bytes(search.program), identity.peak
+    best = identity
+    for _ in range(10):
+        target = (low + high) // 2
+        if high - low <= max(identity.peak // 200, search.program.alignment_bytes):
+            break
+        fine = [e for e in search.portfolio(target) if e.seconds <= limit_s and e.peak < best.peak]
+        if fine:
+            best = min(fine, key=lambda e: (e.peak, e.seconds))
+            high = min(best.peak, high)
+            if best.peak > target:
+                low = target
+        else:
+            low = target
+    return best
+
+
+def _overfull(machine: MemoryMachine, judged: Replay) -> bool:
+    caps = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
+    return any(cap is not None and judged.peak_bytes[t] > cap for t, cap in caps.items())
+
+
+def _finish(program: MemoryProgram, emitted: _Emitted, said: tuple[str, ...]) -> MemoryPlan:
+    addresses, arena = assign_addresses(emitted.judged.residency, program.sizes)
+    choices = [
+        Choice(
+            g.storage,
+            "stream" if g.first < 0 else "offload",
+            g.first,
+            g.last,
+            g.tier,
+            f"idle between positions {g.first} and {g.last}",
+        )
+        for g in emitted.gaps
+    ]
+    if emitted.again is not None:
+        choices += [
+            Choice(s, "recompute", a, b, "device", "cheaper to run again than to keep or copy")
+            for s, (a, b) in sorted(emitted.again.gaps.items())
+        ]
+    return MemoryPlan(
+        program,
+        emitted.homes,
+        emitted.actions,
+        emitted.seconds,
+        tuple(choices),
+        said,
+        addresses,
+        arena,
+    )
