@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.ir.memory import Action, ActionKind, MemoryProgram, MemoryTier
+from hyper_parallel.ir.memory import MEMORY_TIERS, Action, ActionKind, MemoryProgram, MemoryTier
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 from hyper_parallel.offload._simulate import Clock
@@ -95,12 +95,15 @@ class Emitter:
         self.budget = budget_bytes
         self.clock = Clock(program, machine)
         self.actions: list[Action] = []
-        self.live = 0
+        self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.homes: list[MemoryTier] = ["device"] * n
         for gap in gaps:
             if gap.first < 0:
                 self.homes[gap.storage] = gap.tier
-        self.current: list[dict[str, bool]] = [{} for _ in range(n)]  # tier -> content is newest
+        self.current: list[dict[MemoryTier, bool]] = [
+            {} for _ in range(n)
+        ]  # tier -> content is newest
         for s, storage in enumerate(program.storages):
             if storage.at_start:
                 self._set(s, self.homes[s])
@@ -275,7 +278,7 @@ class Emitter:
         if self.budget is None:
             return True
         size = self.program.sizes[s]
-        if self.live + size > self.budget:
+        if self.live["device"] + size > self.budget:
             return False
         counted = self.back.get((s, gap.last), gap.last)
         if self.planned is None or position >= counted:
@@ -321,7 +324,7 @@ class Emitter:
         """Wait for running stores until `need` more bytes fit under the budget."""
         if self.budget is None:
             return
-        while self.live + need > self.budget:
+        while self.live["device"] + need > self.budget:
             item = next(
                 (
                     p
@@ -336,23 +339,23 @@ class Emitter:
 
     # -- bookkeeping ---------------------------------------------------------------------------
 
-    def _set(self, s: int, tier: str) -> None:
-        if tier == "device" and tier not in self.current[s]:
-            self.live += self.program.sizes[s]
+    def _set(self, s: int, tier: MemoryTier) -> None:
+        if tier not in self.current[s]:
+            self.live[tier] += self.program.sizes[s]
+            self.peaks[tier] = max(self.peaks[tier], self.live[tier])
         self.current[s][tier] = True
 
     def _detach(self, s: int, tier: MemoryTier) -> None:
         del self.current[s][tier]
-        if tier == "device":
-            self.live -= self.program.sizes[s]
+        self.live[tier] -= self.program.sizes[s]
         self._do("detach", s, tier)
 
     def _release(self, s: int) -> None:
         for item in [p for p in self.pending if p.storage == s]:
             item.leaves = False
             self._finish(item)
-        if "device" in self.current[s]:
-            self.live -= self.program.sizes[s]
+        for tier in self.current[s]:
+            self.live[tier] -= self.program.sizes[s]
         self.current[s] = {}
         self._do("free", s)
 

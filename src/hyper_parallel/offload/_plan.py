@@ -7,24 +7,24 @@ strength of an estimate.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
 from hyper_parallel.ir.memory import (
+    MEMORY_TIERS,
     Action,
     Choice,
     MemoryPlan,
     MemoryProgram,
     MemoryTier,
-    Replay,
     StorageKind,
     replay,
 )
 from hyper_parallel.offload._address import assign_addresses
 from hyper_parallel.offload._emit import Emitter, Gap
 from hyper_parallel.offload._machine import MemoryMachine
-from hyper_parallel.offload._order import refine_order
+from hyper_parallel.offload._order import order_peak, refine_order
 from hyper_parallel.offload._recompute import Recomputes, choose_recomputes, recompute_density
 from hyper_parallel.offload._select import Rank, Selector, assign_tiers
 from hyper_parallel.offload._usedef import (
@@ -36,23 +36,25 @@ from hyper_parallel.offload._usedef import (
 from hyper_parallel.units import format_bytes
 
 _RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap")
+_LARGE = 1500  # operators; below, trying everything takes a few seconds
+_KEPT = 3
 
 
 @dataclass(frozen=True)
 class _Emitted:
-    """One emitted program with its judgement."""
+    """One emitted program with the emitter's own account of it; the chosen one is replayed."""
 
     actions: tuple[Action, ...]
     homes: tuple[MemoryTier, ...]
     seconds: float
-    judged: Replay
+    peaks: dict[MemoryTier, int]
     gaps: tuple[Gap, ...]
     again: Recomputes | None
     rule: str
 
     @property
     def peak(self) -> int:
-        return self.judged.peak_bytes["device"]
+        return self.peaks["device"]
 
 
 @dataclass
@@ -63,22 +65,32 @@ class _Search:
     selectors: list[tuple[str, Selector]]
     best_seen: _Emitted
 
-    def portfolio(self, target: int) -> Iterator[_Emitted]:
-        """Every emitted program for a target that respects the other tiers."""
-        for name, selector in self.selectors:
-            for rank in _RANKS:
-                aim = target
-                for _ in range(3):
-                    emitted = self._emit(selector, aim, target, rank, name)
-                    if not _overfull(self.machine, emitted.judged):
-                        if emitted.peak < self.best_seen.peak:
-                            self.best_seen = emitted
-                        yield emitted
-                    if emitted.peak <= target:
-                        break
-                    aim -= emitted.peak - target
-                    if aim <= 0:
-                        break
+    def __post_init__(self) -> None:
+        self.rules = [(name, s, rank) for name, s in self.selectors for rank in _RANKS]
+
+    def portfolio(self, target: int) -> list[_Emitted]:
+        """Every emitted program for a target that respects the other tiers.
+
+        On a large program only the rules that did best at the first target are tried at the later ones.
+        """
+        found: list[_Emitted] = []
+        first: list[tuple[bool, float, int]] = []
+        for index, (name, selector, rank) in enumerate(self.rules):
+            aim = target
+            last = None
+            for _ in range(3):
+                last = emitted = self._emit(selector, aim, target, rank, name)
+                if not _overfull(self.machine, emitted):
+                    self.best_seen = min(self.best_seen, emitted, key=lambda e: e.peak)
+                    found.append(emitted)
+                aim -= emitted.peak - target
+                if emitted.peak <= target or aim <= 0:
+                    break
+            if last is not None:
+                first.append((last.peak > target, last.seconds, index))
+        if len(self.program.operators) > _LARGE:
+            self.rules = [self.rules[i] for *_, i in sorted(first)[:_KEPT]]
+        return found
 
     def _emit(self, selector: Selector, aim: int, target: int, rank: Rank, name: str) -> _Emitted:
         chosen, planned = selector.select(aim, rank)
@@ -94,12 +106,11 @@ class _Search:
             self.program, self.machine, self.order, gaps, selector.again, target, planned, back
         )
         actions, homes = emitter.emit(), tuple(emitter.homes)
-        judged = replay(self.program, homes, actions)
         return _Emitted(
             actions,
             homes,
             emitter.clock.now_s,
-            judged,
+            emitter.peaks,
             tuple(gaps),
             selector.again,
             f"{name}, {rank}",
@@ -171,9 +182,9 @@ def plan_memory(
 
 def _identity(program: MemoryProgram, order: tuple[int, ...]) -> _Emitted:
     actions = identity_actions(program, order)
-    homes = program.on_device
-    judged = replay(program, homes, actions)
-    return _Emitted(actions, homes, program.seconds, judged, (), None, "identity")
+    peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+    peaks["device"] = order_peak(program, order)
+    return _Emitted(actions, program.on_device, program.seconds, peaks, (), None, "identity")
 
 
 def _search(
@@ -255,7 +266,7 @@ def _no_room_elsewhere(search: _Search) -> bool:
     name, selector = search.selectors[0]
     floor = working_set_bytes(search.program)
     emitted = search._emit(selector, floor, floor, "longest_gap", name)
-    return _overfull(machine, emitted.judged)
+    return _overfull(machine, emitted)
 
 
 def _least_peak(search: _Search, identity: _Emitted, limit_s: float) -> _Emitted:
@@ -277,13 +288,15 @@ def _least_peak(search: _Search, identity: _Emitted, limit_s: float) -> _Emitted
     return best
 
 
-def _overfull(machine: MemoryMachine, judged: Replay) -> bool:
-    caps = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-    return any(cap is not None and judged.peak_bytes[t] > cap for t, cap in caps.items())
+def _overfull(machine: MemoryMachine, emitted: _Emitted) -> bool:
+    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
+    return any(cap is not None and emitted.peaks[t] > cap for t, cap in caps.items())
 
 
 def _finish(program: MemoryProgram, emitted: _Emitted, said: tuple[str, ...]) -> MemoryPlan:
-    addresses, arena = assign_addresses(emitted.judged.residency, program.sizes)
+    judged = replay(program, emitted.homes, emitted.actions)
+    assert judged.peak_bytes == emitted.peaks, "the emitter and the replay count differently"
+    addresses, arena = assign_addresses(judged.residency, program.sizes)
     choices = [
         Choice(
             g.storage,

@@ -158,7 +158,9 @@ class SimulatedDevice:
             TierFull: HP403 when a tier's capacity is exceeded.
         """
         if self._closed or self._failed:
-            raise StepChanged("the device was closed or a step on it failed; capture and plan again")
+            raise StepChanged(
+                "the device was closed or a step on it failed; capture and plan again"
+            )
         self._write_inputs(inputs)
         clock = Clock(self.plan.program, self.machine)
         for meter in (self.device, self.dram, self.flash):
@@ -184,16 +186,37 @@ class SimulatedDevice:
         }
         return outputs, Measured(peaks, clock.now_s, clock.wait_s)
 
-    def read_state(self, storage: int) -> torch.Tensor:
-        """A copy of a persistent storage's tensor, wherever it lives between steps."""
-        tensor = self.captured.state[storage]
-        view = View(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-        home = self.plan.homes[storage]
-        if home == "flash":
+    def read_state(self, name: str) -> torch.Tensor:
+        """A copy of a named persistent tensor, wherever it lives between steps."""
+        storage, view, base = self._state(name)
+        if base is None:
             base = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
             self._files.read(storage, base)
-            return view.on(base)
-        return view.on(self._on[home][storage]).clone()
+        return view.on(base).clone()
+
+    def write_state(self, name: str, value: torch.Tensor) -> None:
+        """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
+        storage, view, base = self._state(name)
+        if base is not None:
+            view.on(base).copy_(value)
+            return
+        staged = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
+        self._files.read(storage, staged)
+        view.on(staged).copy_(value)
+        self._files.write(storage, staged)
+
+    def _state(self, name: str) -> tuple[int, View, torch.UntypedStorage | None]:
+        """Storage, view and bytes (None: in a file) of a persistent tensor."""
+        for s, tensor in self.captured.state.items():
+            if self.plan.program.storages[s].name == name:
+                size, stride = tuple(tensor.shape), tuple(tensor.stride())
+                view = View(s, tensor.dtype, size, stride, int(tensor.storage_offset()))
+                home = self.plan.homes[s]
+                return s, view, None if home == "flash" else self._on[home][s]
+        raise StepChanged(
+            f"the captured step has no state named `{name}`",
+            allowed=[self.plan.program.storages[s].name for s in self.captured.state][:20],
+        )
 
     def _write_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
         expected = self.captured.inputs

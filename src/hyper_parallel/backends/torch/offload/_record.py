@@ -7,7 +7,7 @@ them. A view is recorded as an address; only operators that make or change bytes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,8 @@ class Recorder(TorchDispatchMode):
         named: Tensors that exist before the step, with what they hold.
         training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
         alignment_bytes: Rounding of every allocation.
+        branches: Values that tensors read by Python code (`.item()`, `if tensor:`) are taken to have on fake tensors,
+            in order of reading. Each becomes a guard that is checked on real values when the program runs.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Recorder(TorchDispatchMode):
         *,
         training: bool,
         alignment_bytes: int,
+        branches: Sequence[bool | int | float] = (),
     ) -> None:
         super().__init__()
+        self._branches = list(branches)
         self.tables = _Tables()
         self._training = training
         self._alignment = alignment_bytes
@@ -95,7 +99,9 @@ class Recorder(TorchDispatchMode):
 
     # -- storages ------------------------------------------------------------------------------
 
-    def view(self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input") -> View:
+    def view(
+        self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
+    ) -> View:
         """The tensor as a view; an unknown storage is taken in as state of the step."""
         known = self._find(tensor)
         if known is None:
@@ -145,7 +151,11 @@ class Recorder(TorchDispatchMode):
         return "optimizer" if self._seen_backward else "forward"
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "profiler":
@@ -157,10 +167,12 @@ class Recorder(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except DataDependentOutputException as error:
-            raise CaptureUnsupported(
-                f"the step branches on a tensor's value at `{func}`, and fake tensors have no values",
-                hint="record on real tensors (the branch becomes a guard), or pass the value from outside",
-            ) from error
+            if not self._branches or func._opname != "_local_scalar_dense":
+                raise CaptureUnsupported(
+                    f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
+                    hint="record on real tensors (the value becomes a guard), or give it with branches=(True,)",
+                ) from error
+            out = self._branches.pop(0)
         if [t.untyped_storage().nbytes() for t in written] != before:
             raise CaptureUnsupported(
                 f"`{func}` resizes a storage; a static memory plan needs fixed sizes",
@@ -202,7 +214,9 @@ class Recorder(TorchDispatchMode):
             allocs = tuple(s for _, s in made)
             moved = sum(v.num_bytes for v in _views((part_args, part_kwargs)))
             moved += sum(self.tables.entries[s].num_bytes for s in allocs)
-            moved += sum(v.num_bytes for v in _views((part_args, part_kwargs)) if v.storage in writes)
+            moved += sum(
+                v.num_bytes for v in _views((part_args, part_kwargs)) if v.storage in writes
+            )
             self.tables.operators.append(
                 Operator(
                     name,
@@ -229,6 +243,7 @@ def record(
     name: str,
     training: bool,
     alignment_bytes: int = 512,
+    branches: Sequence[bool | int | float] = (),
 ) -> Captured:
     """Run `step(**inputs)` once and record it.
 
@@ -241,6 +256,7 @@ def record(
         name: Name of the program.
         training: See `Recorder`.
         alignment_bytes: See `MemoryProgram`.
+        branches: See `Recorder`.
 
     Raises:
         CaptureUnsupported: HP511 for what cannot be repeated faithfully.
@@ -249,7 +265,9 @@ def record(
         **{k: (t, "input") for k, t in inputs.items()},
         **named,
     }
-    recorder = Recorder(everything, training=training, alignment_bytes=alignment_bytes)
+    recorder = Recorder(
+        everything, training=training, alignment_bytes=alignment_bytes, branches=branches
+    )
     hooks = []
     for tensor, _ in named.values():
         if tensor.is_leaf and tensor.requires_grad:
@@ -290,7 +308,7 @@ def _refuse_leaks(
     entries = recorder.tables.entries
     for name, (tensor, _) in named.items():
         index = recorder._find(tensor)
-        if index is None or entries[index].name != name and not entries[index].at_start:
+        if index is None or (entries[index].name != name and not entries[index].at_start):
             raise CaptureUnsupported(
                 f"`{name}` got a new storage during the step",
                 hint="change state in place, so that it keeps its storage",
@@ -325,7 +343,12 @@ def _storages_of(tensors: list[torch.Tensor], recorder: Recorder) -> tuple[int, 
 
 
 def _refuse_layouts(tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.is_quantized
+    ):
         raise CaptureUnsupported(
             "only plain strided tensors have an address in a storage",
             got=f"layout {tensor.layout}, conjugate {tensor.is_conj()}, negative {tensor.is_neg()}",
