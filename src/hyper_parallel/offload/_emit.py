@@ -46,9 +46,21 @@ class _Pending:
 
 
 def issue_positions(
-    gaps: Sequence[Gap], starts_s: np.ndarray, program: MemoryProgram, machine: MemoryMachine
+    gaps: Sequence[Gap],
+    starts_s: np.ndarray,
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    window: float | None = None,
 ) -> list[tuple[int, Gap, ActionKind]]:
     """When to issue every reload: as late as possible on one serial channel per direction, deadlines kept.
+
+    Args:
+        gaps: What comes back.
+        starts_s: Start of each position without stalls.
+        program: Sizes.
+        machine: Channels.
+        window: No copy starts earlier than this many of its own durations before its deadline. On a channel that is
+            asked for more than it can carry, the serial schedule alone would fetch everything at once.
 
     Returns:
         (position before which to issue, gap, prefetch or copy_in), in issue order.
@@ -64,7 +76,10 @@ def issue_positions(
         if gap.tier == "flash":
             kinds = ("prefetch", "copy_in")
         for kind in kinds:
-            begin = min(deadline, free_s[kind]) - machine.channel(kind).seconds(num_bytes)
+            seconds = machine.channel(kind).seconds(num_bytes)
+            begin = min(deadline, free_s[kind]) - seconds
+            if window is not None:
+                begin = max(begin, deadline - window * seconds)
             free_s[kind] = deadline = begin
             position = max(bisect_right(times, begin) - 1, gap.first + 1, 0)
             events.append((min(position, gap.last), -2 * rank - (kind == "copy_in"), gap, kind))
@@ -85,6 +100,7 @@ class Emitter:
         budget_bytes: int | None,
         planned: np.ndarray | None = None,
         back: dict[tuple[int, int], int] | None = None,
+        window: float | None = None,
     ) -> None:
         n = len(program.storages)
         self.planned = planned  # bytes per position as selected
@@ -112,7 +128,7 @@ class Emitter:
         for g in gaps:
             self.leaving.setdefault(g.storage, []).append(g.first)
         starts = np.cumsum([0.0] + [program.operators[i].seconds for i in order])[:-1]
-        self.events = issue_positions(gaps, starts, program, machine)
+        self.events = issue_positions(gaps, starts, program, machine, window)
         self.pending: list[_Pending] = []
         self.due: set[int] = set()  # reload is due, but there is no room yet
         self.flying: dict[tuple[int, str], None] = {}  # copies towards the device not waited for
@@ -206,6 +222,7 @@ class Emitter:
         held = self.current[s]
         if gap.tier == "dram" or not held.get("flash"):
             if not held.get("dram"):
+                self._make_dram_room(s)
                 self._set(s, "dram")
                 self._do("store", s)
                 self.pending.append(_Pending(s, "dram", True))
@@ -264,9 +281,9 @@ class Emitter:
             return True
         if kind == "copy_in":
             if "dram" not in self.current[s]:
-                self._set(s, "dram")
-                self._do("copy_in", s)
-                self.flying[s, "dram"] = None
+                if position < gap.last and not self._dram_fits(s):
+                    return False
+                self._copy_in(s)
             return True
         if position < gap.last and not self._has_room(s, gap, position):
             return False
@@ -283,7 +300,11 @@ class Emitter:
         counted = self.back.get((s, gap.last), gap.last)
         if self.planned is None or position >= counted:
             return True
-        return int(self.planned[position:counted].max()) + size <= self.budget
+        ahead = self.planned[position:counted]
+        if int(ahead.max()) + size > self.budget:
+            return False
+        ahead += size  # the next early reload sees this one
+        return True
 
     def _bring(self, s: int) -> None:
         """Start the copy to the device unless the bytes are there or on their way."""
@@ -297,9 +318,7 @@ class Emitter:
             item.leaves = False
             self._finish(item)
         if not held.get("dram"):
-            self._set(s, "dram")
-            self._do("copy_in", s)
-            self.flying[s, "dram"] = None
+            self._copy_in(s)
         self._set(s, "device")
         self._do("prefetch", s)
         self.flying[s, "device"] = None
@@ -333,6 +352,29 @@ class Emitter:
                 ),
                 None,
             )
+            if item is None:
+                return
+            self._finish(item)
+
+    def _copy_in(self, s: int) -> None:
+        self._make_dram_room(s)
+        self._set(s, "dram")
+        self._do("copy_in", s)
+        self.flying[s, "dram"] = None
+
+    def _dram_fits(self, s: int) -> bool:
+        cap = self.clock.machine.dram_bytes
+        return (
+            cap is None
+            or "dram" in self.current[s]
+            or self.live["dram"] + self.program.sizes[s] <= cap
+        )
+
+    def _make_dram_room(self, s: int) -> None:
+        """Wait for bytes on their way to flash until a storage fits into DRAM; replay refuses it when none are."""
+        while not self._dram_fits(s):
+            going = (p for p in self.pending if p.leaves and p.into == "flash" and p.storage != s)
+            item = next(going, None)
             if item is None:
                 return
             self._finish(item)

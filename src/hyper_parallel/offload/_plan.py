@@ -38,6 +38,8 @@ from hyper_parallel.units import format_bytes
 _RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap")
 _LARGE = 1500  # operators; below, trying everything takes a few seconds
 _KEPT = 3
+_DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
+_WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,6 @@ class _Search:
 
     def _emit(self, selector: Selector, aim: int, target: int, rank: Rank, name: str) -> _Emitted:
         chosen, planned = selector.select(aim, rank)
-        gaps = assign_tiers(self.program, self.machine, chosen)
         # The first span of a candidate ends where its bytes are counted again before the gap's end.
         back = {
             (g.storage, g.last): high
@@ -102,19 +103,32 @@ class _Search:
             for g, (_, high) in zip(c.gaps, c.spans, strict=False)
             if g.last < selector.n
         }
-        emitter = Emitter(
-            self.program, self.machine, self.order, gaps, selector.again, target, planned, back
-        )
-        actions, homes = emitter.emit(), tuple(emitter.homes)
-        return _Emitted(
-            actions,
-            homes,
-            emitter.clock.now_s,
-            emitter.peaks,
-            tuple(gaps),
-            selector.again,
-            f"{name}, {rank}",
-        )
+        for share in _DRAM_SHARES:
+            gaps = assign_tiers(self.program, self.machine, chosen, share)
+            emitter = Emitter(
+                self.program,
+                self.machine,
+                self.order,
+                gaps,
+                selector.again,
+                target,
+                planned.copy(),
+                back,
+                window=_WINDOW if selector.stall else None,
+            )
+            actions = emitter.emit()
+            emitted = _Emitted(
+                actions,
+                tuple(emitter.homes),
+                emitter.clock.now_s,
+                emitter.peaks,
+                tuple(gaps),
+                selector.again,
+                f"{name}, {rank}",
+            )
+            if self.machine.copy_out is None or not _overfull(self.machine, emitted):
+                break
+        return emitted
 
 
 def plan_memory(

@@ -185,12 +185,18 @@ class Selector:
 
 
 def assign_tiers(
-    program: MemoryProgram, machine: MemoryMachine, chosen: list[Candidate]
+    program: MemoryProgram, machine: MemoryMachine, chosen: list[Candidate], share: float
 ) -> list[Gap]:
     """DRAM while its budget lasts; then the candidates with the longest idle time go on to flash.
 
     The DRAM account is the sum over all chosen candidates, an upper bound of what is there at any one time; replay
     gives the exact peak.
+
+    Args:
+        program: Sizes.
+        machine: Capacities.
+        chosen: What leaves the device.
+        share: Part of the DRAM to fill; the rest is for bytes on their way through DRAM to flash and back.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes
@@ -202,8 +208,7 @@ def assign_tiers(
             s = c.gaps[0].storage
             by_storage[s] = max(by_storage.get(s, 0.0), c.idle_s)
         for s in sorted(by_storage, key=lambda s: by_storage[s]):
-            # A quarter stays free for bytes on their way through DRAM to flash and back.
-            if used + program.sizes[s] <= room * 3 // 4:
+            if used + program.sizes[s] <= room * share:
                 used += program.sizes[s]
             else:
                 tiers[s] = "flash"

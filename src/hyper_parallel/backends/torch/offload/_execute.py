@@ -112,21 +112,32 @@ class SimulatedDevice:
                 self._files.write(s, mine)
             else:
                 self._on[home][s] = mine
-            # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
-            base.resize_(0)
+            if self.plan.program.storages[s].kind != "input":
+                # All tensors on this storage share it, so emptying it in place frees the bytes of all of them. Inputs
+                # stay with the caller, who may pass the very same tensors again.
+                base.resize_(0)
 
     def close(self) -> None:
-        """Give the state's bytes back to the tensors that owned them."""
+        """Give the state's bytes back to the tensors that owned them.
+
+        After a failed step they are filled with ones in every bit (NaN as floating point): a half-updated state must
+        not pass for a good one.
+        """
         if self._closed:
             return
         self._closed = True
         for lane in self._lanes.values():
             lane.shutdown()
+        given = {view.storage for view in self.captured.inputs.values()}
         for s, tensor in self.captured.state.items():
+            if s in given:
+                continue
             home = self.plan.homes[s]
             base = tensor.untyped_storage()
             base.resize_(self.captured.program.storages[s].num_bytes)
-            if home == "flash":
+            if self._failed:
+                base.fill_(0xFF)
+            elif home == "flash":
                 self._files.read(s, base)
                 self._files.drop(s)
             else:

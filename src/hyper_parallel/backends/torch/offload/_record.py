@@ -7,7 +7,7 @@ them. A view is recorded as an address; only operators that make or change bytes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +73,6 @@ class Recorder(TorchDispatchMode):
         named: Tensors that exist before the step, with what they hold.
         training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
         alignment_bytes: Rounding of every allocation.
-        branches: Values that tensors read by Python code (`.item()`, `if tensor:`) are taken to have on fake tensors,
-            in order of reading. Each becomes a guard that is checked on real values when the program runs.
     """
 
     def __init__(
@@ -83,10 +81,8 @@ class Recorder(TorchDispatchMode):
         *,
         training: bool,
         alignment_bytes: int,
-        branches: Sequence[bool | int | float] = (),
     ) -> None:
         super().__init__()
-        self._branches = list(branches)
         self.tables = _Tables()
         self._training = training
         self._alignment = alignment_bytes
@@ -167,12 +163,10 @@ class Recorder(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except DataDependentOutputException as error:
-            if not self._branches or func._opname != "_local_scalar_dense":
-                raise CaptureUnsupported(
-                    f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
-                    hint="record on real tensors (the value becomes a guard), or give it with branches=(True,)",
-                ) from error
-            out = self._branches.pop(0)
+            raise CaptureUnsupported(
+                f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
+                hint="record on real tensors: the value becomes a guard of the program",
+            ) from error
         if [t.untyped_storage().nbytes() for t in written] != before:
             raise CaptureUnsupported(
                 f"`{func}` resizes a storage; a static memory plan needs fixed sizes",
@@ -243,7 +237,6 @@ def record(
     name: str,
     training: bool,
     alignment_bytes: int = 512,
-    branches: Sequence[bool | int | float] = (),
 ) -> Captured:
     """Run `step(**inputs)` once and record it.
 
@@ -256,7 +249,6 @@ def record(
         name: Name of the program.
         training: See `Recorder`.
         alignment_bytes: See `MemoryProgram`.
-        branches: See `Recorder`.
 
     Raises:
         CaptureUnsupported: HP511 for what cannot be repeated faithfully.
@@ -265,9 +257,7 @@ def record(
         **{k: (t, "input") for k, t in inputs.items()},
         **named,
     }
-    recorder = Recorder(
-        everything, training=training, alignment_bytes=alignment_bytes, branches=branches
-    )
+    recorder = Recorder(everything, training=training, alignment_bytes=alignment_bytes)
     hooks = []
     for tensor, _ in named.values():
         if tensor.is_leaf and tensor.requires_grad:
