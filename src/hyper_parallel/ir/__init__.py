@@ -5,18 +5,17 @@ from hyper_parallel.ir.memory import (
     COPIES,
     MEMORY_TIERS,
     Action,
+    ActionKind,
     Choice,
     Extent,
-    MemoryPlan,
     MemoryProgram,
     MemoryTier,
     Operator,
     Phase,
-    Replay,
     Storage,
     StorageKind,
-    replay,
 )
+from hyper_parallel.ir.memory_plan import MemoryPlan
 from hyper_parallel.ir.mesh import AXES, Mesh
 from hyper_parallel.ir.placement import (
     Partial,
@@ -36,6 +35,7 @@ from hyper_parallel.ir.plan import (
     Rejected,
 )
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
+from hyper_parallel.ir.replay import Replay, replay
 from hyper_parallel.ir.strategy import Rule, Strategy
 from hyper_parallel.ir.timeline import Counter, Span, Timeline
 from hyper_parallel.ir.workload import Workload
@@ -46,6 +46,7 @@ __all__ = [
     "MEMORY_TIERS",
     "PLAN_VERSION",
     "Action",
+    "ActionKind",
     "Choice",
     "Collective",
     "CollectiveStep",

@@ -9,7 +9,7 @@ from hyper_parallel.offload._address import assign_addresses
 from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.offload._order import order_peak, refine_order
 from hyper_parallel.offload._plan import plan_memory
-from hyper_parallel.offload._simulate import simulate
+from hyper_parallel.offload._simulate import Clock, simulate
 from hyper_parallel.offload._usedef import (
     UseDef,
     dependencies,
@@ -20,6 +20,7 @@ from hyper_parallel.offload._usedef import (
 
 __all__ = [
     "Channel",
+    "Clock",
     "MemoryMachine",
     "Roofline",
     "UseDef",

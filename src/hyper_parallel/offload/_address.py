@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hyper_parallel.ir.memory import Extent
+from hyper_parallel.ir import Extent
 
 
 def assign_addresses(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hyper_parallel.ir.memory import MemoryProgram
+from hyper_parallel.ir import MemoryProgram
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hyper_parallel.ir.memory import MemoryProgram, Operator, replay
+from hyper_parallel.ir import MemoryProgram, Operator, replay
 from hyper_parallel.offload._usedef import dependencies, identity_actions
 
 

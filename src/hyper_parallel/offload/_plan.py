@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
-from hyper_parallel.ir.memory import (
+from hyper_parallel.ir import (
     MEMORY_TIERS,
     Action,
     Choice,
@@ -22,7 +22,8 @@ from hyper_parallel.ir.memory import (
     replay,
 )
 from hyper_parallel.offload._address import assign_addresses
-from hyper_parallel.offload._emit import Emitter, Gap
+from hyper_parallel.offload._emit import Emitter
+from hyper_parallel.offload._issue import Gap
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._order import order_peak, refine_order
 from hyper_parallel.offload._recompute import Recomputes, choose_recomputes, recompute_density

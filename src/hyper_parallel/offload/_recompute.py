@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hyper_parallel.ir.memory import MemoryProgram
+from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.offload._usedef import UseDef
 
 MAX_CHAIN = 4

@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from hyper_parallel.ir.memory import MemoryProgram, MemoryTier
-from hyper_parallel.offload._emit import Gap
+from hyper_parallel.ir import MemoryProgram, MemoryTier
+from hyper_parallel.offload._issue import Gap
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 

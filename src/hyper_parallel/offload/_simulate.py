@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hyper_parallel.ir.memory import COPIES, Action, MemoryProgram
+from hyper_parallel.ir import COPIES, Action, MemoryProgram
 from hyper_parallel.ir.timeline import Span, Timeline
 from hyper_parallel.offload._machine import MemoryMachine
 

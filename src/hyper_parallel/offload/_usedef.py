@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.ir.memory import Action, MemoryProgram
+from hyper_parallel.ir import Action, MemoryProgram
 
 
 @dataclass(frozen=True)

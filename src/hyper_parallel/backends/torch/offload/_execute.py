@@ -21,8 +21,7 @@ from hyper_parallel.backends.torch.offload._record import Captured
 from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter, new_buffer
 from hyper_parallel.errors import HyperParallelError, MemoryPlanInvalid, StepChanged, TransferFailed
 from hyper_parallel.ir import COPIES, Action, MemoryPlan
-from hyper_parallel.offload import MemoryMachine
-from hyper_parallel.offload._simulate import Clock
+from hyper_parallel.offload import Clock, MemoryMachine
 
 Copies = Literal["at_issue", "at_wait", "threads"]
 
