@@ -162,22 +162,32 @@ class Emitter:
     def _depart(self, gap: Gap) -> None:
         s = gap.storage
         held = self.current[s]
-        if gap.tier == "dram" or not held.get("flash"):
-            if not held.get("dram"):
-                self._make_dram_room(s)
-                self._set(s, "dram")
-                self._do("store", s)
-                self.pending.append(_Pending(s, "dram", True))
-            else:
-                self._detach(s, "device")
-            if gap.tier == "flash":
-                self._set(s, "flash")
-                self._do("copy_out", s)
-                self.pending.append(_Pending(s, "flash", True))
-        else:
+        # A copy of an earlier leave may still run: it carries the same content (a write would have waited for it).
+        going = {p.into: p for p in self.pending if p.storage == s}
+        if gap.tier == "flash" and held.get("flash") and "flash" not in going:
+            for item in going.values():
+                item.leaves = False
+                self._finish(item)
             self._detach(s, "device")
             if "dram" in held:
                 self._detach(s, "dram")
+            return
+        if "dram" in going:
+            going["dram"].leaves = True
+        elif held.get("dram"):
+            self._detach(s, "device")
+        else:
+            self._make_dram_room(s)
+            self._set(s, "dram")
+            self._do("store", s)
+            self.pending.append(_Pending(s, "dram", True))
+        if gap.tier == "flash":
+            if "flash" in going:
+                going["flash"].leaves = True
+            else:
+                self._set(s, "flash")
+                self._do("copy_out", s)
+                self.pending.append(_Pending(s, "flash", True))
 
     def _retire(self) -> None:
         """Detach what has been copied by now."""

@@ -38,7 +38,6 @@ from hyper_parallel.units import format_bytes
 
 _RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap")
 _LARGE = 1500  # operators; below, trying everything takes a few seconds
-_KEPT = 3
 _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
 _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
 
@@ -71,17 +70,17 @@ class _Search:
     def __post_init__(self) -> None:
         self.rules = [(name, s, rank) for name, s in self.selectors for rank in _RANKS]
 
-    def portfolio(self, target: int) -> list[_Emitted]:
+    def portfolio(self, target: int, limit_s: float = float("inf")) -> list[_Emitted]:
         """Every emitted program for a target that respects the other tiers.
 
-        On a large program only the rules that did best at the first target are tried at the later ones.
+        On a large program, once a target is met within the time limit, only the rules that met it go on.
         """
         found: list[_Emitted] = []
-        first: list[tuple[bool, float, int]] = []
+        met: list[int] = []
         for index, (name, selector, rank) in enumerate(self.rules):
             aim = target
             last = None
-            for _ in range(3):
+            for _ in range(2 if len(self.program.operators) > _LARGE else 3):
                 last = emitted = self._emit(selector, aim, target, rank, name)
                 if not _overfull(self.machine, emitted):
                     self.best_seen = min(self.best_seen, emitted, key=lambda e: e.peak)
@@ -89,10 +88,10 @@ class _Search:
                 aim -= emitted.peak - target
                 if emitted.peak <= target or aim <= 0:
                     break
-            if last is not None:
-                first.append((last.peak > target, last.seconds, index))
-        if len(self.program.operators) > _LARGE:
-            self.rules = [self.rules[i] for *_, i in sorted(first)[:_KEPT]]
+            if last is not None and last.peak <= target and last.seconds <= limit_s:
+                met.append(index)
+        if met and len(self.program.operators) > _LARGE:
+            self.rules = [self.rules[i] for i in met]
         return found
 
     def _emit(self, selector: Selector, aim: int, target: int, rank: Rank, name: str) -> _Emitted:
@@ -174,7 +173,8 @@ def plan_memory(
             f"identity: the step takes {identity.peak} bytes and fits the budget; nothing moves"
         )
         return _finish(program, identity, (*said, reason))
-    search = _search(program, machine, order, identity, move, recompute)
+    slack_s = None if max_slowdown is None else max_slowdown * identity.seconds
+    search = _search(program, machine, order, identity, move, recompute, slack_s)
     if budget_bytes is not None:
         best = _least_time(search, budget_bytes)
     else:
@@ -209,6 +209,7 @@ def _search(
     identity: _Emitted,
     move: Collection[StorageKind] | None,
     recompute: bool,
+    slack_s: float | None,
 ) -> _Search:
     chains = use_definitions(program, order)
     movable = [
@@ -217,36 +218,57 @@ def _search(
         if (storage.kind in move if move is not None else storage.kind not in ("input", "output"))
         and (storage.persistent or not storage.at_start)
     ]
+    large = len(program.operators) > _LARGE
     selectors = []
-    for name, limit in _density_limits(program, machine, chains) if recompute else [("", -1.0)]:
-        density = recompute_density(program, chains) if limit >= 0 else {}
-        chosen = [s for s, d in density.items() if d <= limit]
+    for name, chosen in _recompute_sets(program, machine, chains, slack_s, recompute):
         again = choose_recomputes(program, chains, chosen)
-        for stall in (False, True):
+        # Gaps shorter than their copies cost waits: for a budget they may be needed, for a time limit they rarely pay.
+        for stall in (False,) if large and slack_s is not None else (False, True):
             selector = Selector(program, machine, order, again, movable, stall=stall)
-            label = (name or "copies only") + (", waits allowed" if stall else "")
+            label = name + (", waits allowed" if stall else "")
             selectors.append((label, selector))
     return _Search(program, machine, order, selectors, identity)
 
 
-def _density_limits(
-    program: MemoryProgram, machine: MemoryMachine, chains: UseDef
-) -> list[tuple[str, float]]:
-    """Recompute density limits worth trying: none, well below a transfer, as dear as a transfer, everything."""
-    transfer = 1 / machine.prefetch.bytes_s
-    density = recompute_density(program, chains)
-    limits = [("", -1.0)]
-    taken: set[int] = {0}
-    for name, limit in (
-        ("recompute far cheaper than a copy", transfer / 8),
-        ("recompute cheaper than a copy", transfer),
-        ("recompute everything repeatable", float("inf")),
-    ):
-        count = sum(d <= limit for d in density.values())
-        if count not in taken:
-            taken.add(count)
-            limits.append((name, limit))
-    return limits
+def _recompute_sets(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    chains: UseDef,
+    slack_s: float | None,
+    recompute: bool,
+) -> list[tuple[str, list[int]]]:
+    """Sets of storages to recompute that are worth trying, cheapest seconds per byte first.
+
+    Under a time limit recomputation may spend a part of the slack only: every second of it is exposed, and what is left
+    must absorb the copies. Under a budget the limits are the density of a copy, well below it, and none.
+    """
+    sets: list[tuple[str, list[int]]] = [("copies only", [])]
+    density = recompute_density(program, chains) if recompute else {}
+    ranked = sorted(density, key=lambda s: (density[s], -program.sizes[s], s))
+    if slack_s is not None:
+        for share in (0.25, 0.5, 0.9):
+            spent, chosen = 0.0, []
+            for s in ranked:
+                cost = density[s] * program.sizes[s]
+                if spent + cost <= share * slack_s:
+                    spent += cost
+                    chosen.append(s)
+            sets.append((f"recompute for {share:.0%} of the allowed time", chosen))
+    else:
+        transfer = 1 / machine.prefetch.bytes_s
+        for name, limit in (
+            ("recompute far cheaper than a copy", transfer / 8),
+            ("recompute cheaper than a copy", transfer),
+            ("recompute everything repeatable", float("inf")),
+        ):
+            sets.append((name, [s for s in ranked if density[s] <= limit]))
+    seen: set[tuple[int, ...]] = set()
+    distinct = []
+    for name, chosen in sets:
+        if tuple(chosen) not in seen:
+            seen.add(tuple(chosen))
+            distinct.append((name, chosen))
+    return distinct
 
 
 def _least_time(search: _Search, budget: int) -> _Emitted:
@@ -292,7 +314,11 @@ def _least_peak(search: _Search, identity: _Emitted, limit_s: float) -> _Emitted
         target = (low + high) // 2
         if high - low <= max(identity.peak // 200, search.program.alignment_bytes):
             break
-        fine = [e for e in search.portfolio(target) if e.seconds <= limit_s and e.peak < best.peak]
+        fine = [
+            e
+            for e in search.portfolio(target, limit_s)
+            if e.seconds <= limit_s and e.peak < best.peak
+        ]
         if fine:
             best = min(fine, key=lambda e: (e.peak, e.seconds))
             high = min(best.peak, high)
