@@ -22,8 +22,12 @@ def main() -> None:
             long.append(f"  {lines}  {relative}")
     for room, sizes in sorted(rooms.items()):
         print(f"{room:12} {len(sizes):3} files {sum(sizes):6} lines")
-    print(f"{'package':12} {sum(map(len, rooms.values())):3} files {sum(map(sum, rooms.values())):6} lines")
-    tests = sum(len(p.read_text(encoding="utf-8").splitlines()) for p in (root / "tests").rglob("*.py"))
+    print(
+        f"{'package':12} {sum(map(len, rooms.values())):3} files {sum(map(sum, rooms.values())):6} lines"
+    )
+    tests = sum(
+        len(p.read_text(encoding="utf-8").splitlines()) for p in (root / "tests").rglob("*.py")
+    )
     print(f"{'tests':12} {'':9} {tests:6} lines")
     if long:
         print(f"files over {LIMIT} lines:", *long, sep="\n")

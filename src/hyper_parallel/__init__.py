@@ -17,6 +17,7 @@ _EXPORTS = {
     "Strategy": "hyper_parallel.ir",
     "Workload": "hyper_parallel.ir",
     "ModelSpec": "hyper_parallel.model",
+    "load_model": "hyper_parallel.model",
     "Supernode": "hyper_parallel.topology",
     "plan": "hyper_parallel.planner",
     "parallelize": "hyper_parallel.runtime",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hyper_parallel.errors import BadValue, BudgetImpossible, MemoryPlanInvalid, TierFull
-from hyper_parallel.ir import Action, MemoryPlan, MemoryProgram, Operator, Storage
+from hyper_parallel.ir import MemoryAction, MemoryPlan, MemoryProgram, Operator, Storage
 from hyper_parallel.offload import (
     Channel,
     MemoryMachine,
@@ -18,6 +18,7 @@ from hyper_parallel.offload import (
 from tests.offload.programs import training_chain
 
 pytestmark = pytest.mark.unit
+do = MemoryAction
 
 
 def machine(bytes_s=3000.0, **kw):
@@ -140,20 +141,33 @@ def test_round_trip_and_a_damaged_plan_is_refused():
 @pytest.mark.parametrize(
     "actions",
     [
-        (Action("run", 1), Action("run", 0)),  # use before it exists
-        (Action("run", 0),),  # an operator is missing
-        (Action("run", 0), Action("detach", 0), Action("run", 1)),  # dropped, then used
-        (Action("run", 0), Action("store", 0), Action("detach", 0), Action("run", 1)),  # no wait
-        (Action("run", 0), Action("run", 0), Action("run", 1)),  # twice
-        (Action("run", 0), Action("recompute", 0), Action("run", 1)),  # result still there
-        (Action("run", 0), Action("run", 1)),  # `a` is never freed
+        (do("run", 1), do("run", 0)),  # use before it exists
+        (do("run", 0),),  # an operator is missing
+        (
+            do("run", 0),
+            do("detach", 0),
+            do("run", 1),
+        ),  # dropped, then used
+        (
+            do("run", 0),
+            do("store", 0),
+            do("detach", 0),
+            do("run", 1),
+        ),  # no wait
+        (do("run", 0), do("run", 0), do("run", 1)),  # twice
+        (
+            do("run", 0),
+            do("recompute", 0),
+            do("run", 1),
+        ),  # result still there
+        (do("run", 0), do("run", 1)),  # `a` is never freed
     ],
 )
 def test_replay_refuses_illegal_actions(actions):
     storages = (Storage("a", 4, "activation"), Storage("y", 4, "output", False, True))
     ops = (Operator("f", (), (), (0,), repeatable=True), Operator("g", (0,), (), (1,)))
     program = MemoryProgram("p", storages, ops, 1)
-    legal = (Action("run", 0), Action("run", 1), Action("free", 0))
+    legal = (do("run", 0), do("run", 1), do("free", 0))
     assert MemoryPlan(program, ("device", "device"), legal, 0.0).peak_bytes["device"] == 8
     with pytest.raises(MemoryPlanInvalid):
         _ = MemoryPlan(program, ("device", "device"), actions, 0.0).replayed

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel.errors import NotDivisible, RuleError, UnsupportedSharding
 from hyper_parallel.ir import Layout, Rule, Strategy
-from hyper_parallel.shard import check_sequence, family_rules, legal_tp, plan_layouts
+from hyper_parallel.shard import family_rules, legal_tp, plan_layouts
 from tests.shard._models import EMBED, HEAD_DIM, decoder, sizes
 
 pytestmark = pytest.mark.unit
@@ -343,16 +343,3 @@ def test_axes_to_come_are_refused_by_name(axis, hint):
     assert error.code == "HP205"
     assert error.got == f"{axis}=2"
     assert error.hint == hint
-
-
-def test_a_sequence_is_cut_into_equal_slices():
-    check_sequence(512, Strategy(tp_x=4))
-    check_sequence(511, Strategy(dp_shard=4))
-    with pytest.raises(NotDivisible) as error:
-        check_sequence(511, Strategy(tp_x=4), where="r.yaml: data.seq_len")
-    assert error.value.code == "HP203"
-    assert error.value.where == "r.yaml: data.seq_len"
-    assert error.value.hint == "data.seq_len=512"
-    with pytest.raises(NotDivisible) as error:
-        check_sequence(1, Strategy(tp_x=4))
-    assert error.value.hint == "data.seq_len=4"

@@ -126,3 +126,10 @@ def test_detection_imports_no_framework(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "set()"
+
+
+def test_cpu_ranks_that_share_cores_get_slower_links(tools):
+    cores = read_cpu().cores
+    own, shared = detect_local(cores), detect_local(4 * cores)
+    assert shared.tiers[0].bytes_s.value == own.tiers[0].bytes_s.value / 4
+    assert shared.tiers[0].latency_s.value == own.tiers[0].latency_s.value * 4

@@ -1,5 +1,6 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
+from hyper_parallel.config._load import DEGREES, LoadedRecipe, load_recipe, recipe_to_yaml
 from hyper_parallel.config._problems import describe, leaves, problems, raise_all
 from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config._sections import (
@@ -13,8 +14,10 @@ from hyper_parallel.config._sections import (
 )
 
 __all__ = [
+    "DEGREES",
     "Checkpoint",
     "Data",
+    "LoadedRecipe",
     "Model",
     "Parallel",
     "Recipe",
@@ -22,7 +25,9 @@ __all__ = [
     "Training",
     "describe",
     "leaves",
+    "load_recipe",
     "problems",
     "raise_all",
     "read_mapping",
+    "recipe_to_yaml",
 ]

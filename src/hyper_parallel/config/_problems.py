@@ -47,7 +47,7 @@ def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | N
             current = section_of(field.annotation)
             if _is_container(field.annotation) and (current is None or isinstance(part, int)):
                 continue
-            if _is_mapping(field.annotation):
+            if is_mapping(field.annotation):
                 continue
         if current is None or not isinstance(part, str) or part not in current.model_fields:
             return None
@@ -55,7 +55,8 @@ def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | N
     return field
 
 
-def _is_mapping(annotation: object) -> bool:
+def is_mapping(annotation: object) -> bool:
+    """Whether a field is a mapping with free keys."""
     return typing.get_origin(annotation) in (dict, Mapping)
 
 

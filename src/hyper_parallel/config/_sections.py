@@ -1,11 +1,13 @@
 """The recipe: one pydantic section per room, a docstring under every field, unknown keys refused.
 
-`None` means derived. Sections check themselves; checks across sections live in `Recipe._check`.
+`None` means derived. Sections check themselves; checks across sections live in `_checks.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -13,7 +15,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Other names of keys, accepted on input only."""
 
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -101,12 +108,16 @@ class Training(Section):
     """Compile each decoder layer with torch.compile."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out text; 0: only before the first and after the last step."""
+    log_every: int = Field(default=1, ge=1)
+    """Steps between printed lines; metrics.jsonl has every step."""
     eval_tokens: int = Field(default=65536, ge=1)
     """Held-out tokens per evaluation."""
 
 
 class Parallel(Section):
     """Degrees of the mesh axes, outer to inner. `parallel: auto` lets the planner choose all of them."""
+
+    KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({"tp": "tp_x"})
 
     auto: bool = False
     """Let the planner choose the degrees that are not given."""

@@ -112,3 +112,24 @@ class UnknownDevice(HyperParallelError):
     """
 
     code = "HP312"
+
+
+class ScheduleError(HyperParallelError):
+    """A pipeline schedule is impossible, would deadlock, computes something twice or not at all, or cannot be read.
+
+    Why: a wrong schedule hangs or gives other gradients, so it is refused before any process starts.
+    Fix: the message marks the offending action in the grid of the schedule; for a generated schedule take one of the
+    microbatch counts that are listed.
+    """
+
+    code = "HP320"
+
+
+class TaskGraphError(HyperParallelError):
+    """A task graph lists a task before what it depends on, or has a negative duration.
+
+    Why: the order of the list is the proof that the graph has no cycle and that its executors cannot deadlock.
+    Fix: list every task after the tasks it depends on.
+    """
+
+    code = "HP321"

@@ -4,10 +4,10 @@ from hyper_parallel.ir.layout import Layout, MemoryKind
 from hyper_parallel.ir.memory import (
     COPIES,
     MEMORY_TIERS,
-    Action,
-    ActionKind,
     Choice,
     Extent,
+    MemoryAction,
+    MemoryActionKind,
     MemoryProgram,
     MemoryTier,
     Operator,
@@ -36,7 +36,9 @@ from hyper_parallel.ir.plan import (
 )
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
 from hyper_parallel.ir.replay import Replay, replay
+from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
 from hyper_parallel.ir.strategy import Rule, Strategy
+from hyper_parallel.ir.taskgraph import Task, TaskGraph, peaks, simulate
 from hyper_parallel.ir.timeline import Counter, Span, Timeline
 from hyper_parallel.ir.workload import Workload
 
@@ -54,6 +56,8 @@ __all__ = [
     "Counter",
     "Extent",
     "Layout",
+    "MemoryAction",
+    "MemoryActionKind",
     "MemoryKind",
     "MemoryPlan",
     "MemoryProgram",
@@ -70,15 +74,21 @@ __all__ = [
     "Replay",
     "Replicate",
     "Rule",
+    "Schedule",
     "Shard",
     "Span",
     "Storage",
     "StorageKind",
     "Strategy",
     "StridedShard",
+    "Task",
+    "TaskGraph",
     "Timeline",
     "Workload",
+    "grid",
+    "peaks",
     "placements",
     "redistribute",
     "replay",
+    "simulate",
 ]

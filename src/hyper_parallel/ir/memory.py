@@ -19,7 +19,7 @@ StorageKind = Literal[
     "weight", "expert", "gradient", "optimizer", "activation", "kv", "input", "output", "scratch"
 ]
 Phase = Literal["forward", "backward", "optimizer", "inference"]
-ActionKind = Literal[
+MemoryActionKind = Literal[
     "run", "recompute", "prefetch", "store", "copy_in", "copy_out", "wait", "detach", "free"
 ]
 
@@ -127,7 +127,7 @@ class MemoryProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class MemoryAction:
     """One step of an emitted program.
 
     Attributes:
@@ -138,7 +138,7 @@ class Action:
         tier: For wait: the copy's destination. For detach: the tier that is left.
     """
 
-    kind: ActionKind
+    kind: MemoryActionKind
     target: int
     tier: MemoryTier = "device"
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hyper_parallel.errors import MemoryPlanInvalid
-from hyper_parallel.ir.memory import Action, Choice, Extent, MemoryProgram, MemoryTier
+from hyper_parallel.ir.memory import Choice, Extent, MemoryAction, MemoryProgram, MemoryTier
 from hyper_parallel.ir.replay import Replay, replay
 from hyper_parallel.serde import DecodeError, decode, encode
 
@@ -30,7 +30,7 @@ class MemoryPlan:
 
     program: MemoryProgram
     homes: tuple[MemoryTier, ...]
-    actions: tuple[Action, ...]
+    actions: tuple[MemoryAction, ...]
     seconds: float
     choices: tuple[Choice, ...] = ()
     statement: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from hyper_parallel.errors import PlanUnreadable
+from hyper_parallel.ir import _text
 from hyper_parallel.ir.layout import Layout
 from hyper_parallel.ir.mesh import Mesh
 from hyper_parallel.ir.strategy import Strategy
@@ -150,6 +151,14 @@ class Plan:
             if self.step_s and peak
             else 0.0
         )
+
+    def explain(self) -> str:
+        """The plan as text: time and memory by term, layouts, collectives, why the runners-up lost."""
+        return _text.explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """What differs from another plan, one line per value; empty when nothing does."""
+        return _text.diff(self, other)
 
     def to_json(self) -> str:
         """The file form: indented JSON, keys in field order."""

@@ -9,8 +9,8 @@ from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir.memory import (
     COPIES,
     MEMORY_TIERS,
-    Action,
     Extent,
+    MemoryAction,
     MemoryProgram,
     MemoryTier,
     Operator,
@@ -24,7 +24,7 @@ class Replay:
 
     Attributes:
         peak_bytes: Peak of every tier over the step.
-        peak_action: Action at which the device's peak occurs.
+        peak_action: MemoryAction at which the device's peak occurs.
         profile: Device bytes taken during every action.
         copied_bytes: Bytes moved by each kind of copy (requested, not rounded).
         residency: Every stay on the device, without addresses.
@@ -79,7 +79,7 @@ def _source(destination: str, tier: str) -> str:
 
 
 def replay(
-    program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Iterable[Action]
+    program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Iterable[MemoryAction]
 ) -> Replay:
     """Walk the actions and check every one of them.
 
@@ -123,7 +123,7 @@ def replay(
     return Replay(walk.peak, best_at, tuple(profile), copied, tuple(walk.stays), again_s)
 
 
-def _illegal(walk: _Walk, at: int, action: Action, why: str) -> MemoryPlanInvalid:
+def _illegal(walk: _Walk, at: int, action: MemoryAction, why: str) -> MemoryPlanInvalid:
     names: tuple[Operator, ...] | tuple[Storage, ...]
     names = walk.program.operators if action.kind in ("run", "recompute") else walk.program.storages
     name = names[action.target].name if action.target < len(names) else "?"
@@ -134,7 +134,9 @@ def _illegal(walk: _Walk, at: int, action: Action, why: str) -> MemoryPlanInvali
     )
 
 
-def _step_operator(walk: _Walk, action: Action, at: int, seen: dict[int, tuple[int, ...]]) -> None:
+def _step_operator(
+    walk: _Walk, action: MemoryAction, at: int, seen: dict[int, tuple[int, ...]]
+) -> None:
     op = walk.program.operators[action.target]
     if (action.kind == "recompute") != (action.target in seen):
         raise _illegal(walk, at, action, "it ran before" if action.kind == "run" else "never ran")
@@ -162,7 +164,7 @@ def _step_operator(walk: _Walk, action: Action, at: int, seen: dict[int, tuple[i
         walk.take(s, "device", walk.version[s], at)
 
 
-def _step_copy(walk: _Walk, action: Action, at: int) -> None:
+def _step_copy(walk: _Walk, action: MemoryAction, at: int) -> None:
     s = action.target
     src, dst = COPIES[action.kind]
     version = walk.held[s].get(src)
@@ -177,7 +179,7 @@ def _step_copy(walk: _Walk, action: Action, at: int) -> None:
     walk.in_flight[s][dst] = version
 
 
-def _step_release(walk: _Walk, action: Action, at: int) -> None:
+def _step_release(walk: _Walk, action: MemoryAction, at: int) -> None:
     s = action.target
     if action.kind == "wait":
         if walk.in_flight[s].pop(action.tier, None) is None:

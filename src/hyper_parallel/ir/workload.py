@@ -24,7 +24,6 @@ class Workload:
         param_dtype: Format of the parameters the optimizer owns.
         reduce_dtype: Format of gradient reductions.
         optimizer: Name of the optimizer; AdamW holds two states per parameter.
-        recompute: Activations redone in backward: none, or the whole block.
     """
 
     seq_len: int
@@ -35,7 +34,6 @@ class Workload:
     param_dtype: str = "float32"
     reduce_dtype: str = "float32"
     optimizer: Literal["adamw"] = "adamw"
-    recompute: Literal["none", "full"] = "none"
 
     def resolve(self, dp: int) -> Workload:
         """The same workload with all three batch numbers, for a data-parallel degree.
@@ -69,5 +67,5 @@ class Workload:
             )
         return Workload(
             self.seq_len, tokens, micro, steps,
-            self.compute_dtype, self.param_dtype, self.reduce_dtype, self.optimizer, self.recompute,
+            self.compute_dtype, self.param_dtype, self.reduce_dtype, self.optimizer,
         )  # fmt: skip

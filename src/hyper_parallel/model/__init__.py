@@ -1,7 +1,7 @@
 """ModelSpec: read from a config.json, a Hugging Face directory or a preset, without any framework."""
 
 from hyper_parallel.model._load import load_model, spec_from_config
-from hyper_parallel.model._presets import preset_names
+from hyper_parallel.model._presets import find_preset, preset_names, read_preset
 from hyper_parallel.model._types import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 
 __all__ = [
@@ -10,7 +10,9 @@ __all__ = [
     "MlpSpec",
     "ModelSpec",
     "ParamSpec",
+    "find_preset",
     "load_model",
     "preset_names",
+    "read_preset",
     "spec_from_config",
 ]

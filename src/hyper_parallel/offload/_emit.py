@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.ir import MEMORY_TIERS, Action, ActionKind, MemoryProgram, MemoryTier
+from hyper_parallel.ir import (
+    MEMORY_TIERS,
+    MemoryAction,
+    MemoryActionKind,
+    MemoryProgram,
+    MemoryTier,
+)
 from hyper_parallel.offload._issue import Gap, issue_positions
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
@@ -52,7 +58,7 @@ class Emitter:
         self.program, self.order, self.again = program, order, recomputes
         self.budget = budget_bytes
         self.clock = Clock(program, machine)
-        self.actions: list[Action] = []
+        self.actions: list[MemoryAction] = []
         self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.homes: list[MemoryTier] = ["device"] * n
@@ -70,6 +76,7 @@ class Emitter:
         for g in gaps:
             self.leaving.setdefault(g.storage, []).append(g.first)
         starts = np.cumsum([0.0] + [program.operators[i].seconds for i in order])[:-1]
+        self.left_s = float(starts[-1]) - starts if len(starts) else starts
         self.events = issue_positions(gaps, starts, program, machine, window)
         self.pending: list[_Pending] = []
         self.due: set[int] = set()  # reload is due, but there is no room yet
@@ -79,14 +86,16 @@ class Emitter:
             for s in program.operators[index].writes:
                 self.writes[s].append(position)
 
-    def emit(self) -> tuple[Action, ...]:
-        """The whole program."""
+    def emit(self, limit_s: float = float("inf")) -> tuple[MemoryAction, ...] | None:
+        """The whole program, or None as soon as it must take longer than the limit."""
         for s, storage in enumerate(self.program.storages):
             if storage.at_start and not storage.at_end and not self.again.uses[s]:
                 self._release(s)
         queue = 0
-        waiting: list[tuple[int, Gap, ActionKind]] = []
+        waiting: list[tuple[int, Gap, MemoryActionKind]] = []
         for position, index in enumerate(self.order):
+            if self.clock.now_s + self.left_s[position] > limit_s:
+                return None
             self._retire()
             while queue < len(self.events) and self.events[queue][0] <= position:
                 waiting.append(self.events[queue])
@@ -215,7 +224,7 @@ class Emitter:
     def _going(self, s: int, into: str) -> bool:
         return any(p.storage == s and p.into == into for p in self.pending)
 
-    def _reload(self, event: tuple[int, Gap, ActionKind], position: int) -> bool:
+    def _reload(self, event: tuple[int, Gap, MemoryActionKind], position: int) -> bool:
         """Issue a planned reload; False when it must be tried again later for lack of room."""
         _, gap, kind = event
         s = gap.storage
@@ -353,7 +362,7 @@ class Emitter:
         self.current[s] = {}
         self._do("free", s)
 
-    def _do(self, kind: ActionKind, target: int, tier: MemoryTier = "device") -> None:
-        action = Action(kind, target, tier)
+    def _do(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
+        action = MemoryAction(kind, target, tier)
         self.actions.append(action)
         self.clock.apply(action)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.ir import ActionKind, MemoryProgram, MemoryTier
+from hyper_parallel.ir import MemoryActionKind, MemoryProgram, MemoryTier
 from hyper_parallel.offload._machine import MemoryMachine
 
 
@@ -35,7 +35,7 @@ def issue_positions(
     program: MemoryProgram,
     machine: MemoryMachine,
     window: float | None = None,
-) -> list[tuple[int, Gap, ActionKind]]:
+) -> list[tuple[int, Gap, MemoryActionKind]]:
     """When to issue every reload: as late as possible on one serial channel per direction, deadlines kept.
 
     Args:
@@ -49,14 +49,14 @@ def issue_positions(
     Returns:
         (position before which to issue, gap, prefetch or copy_in), in issue order.
     """
-    events: list[tuple[int, int, Gap, ActionKind]] = []
+    events: list[tuple[int, int, Gap, MemoryActionKind]] = []
     free_s = {"prefetch": float("inf"), "copy_in": float("inf")}
     due = sorted((g for g in gaps if g.last < len(starts_s)), key=lambda g: -g.last)
     times = starts_s.tolist()
     for rank, gap in enumerate(due):
         num_bytes = program.storages[gap.storage].num_bytes
         deadline = times[gap.last]
-        kinds: tuple[ActionKind, ...] = ("prefetch",)
+        kinds: tuple[MemoryActionKind, ...] = ("prefetch",)
         if gap.tier == "flash":
             kinds = ("prefetch", "copy_in")
         for kind in kinds:

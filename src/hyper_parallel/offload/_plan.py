@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
 from hyper_parallel.ir import (
     MEMORY_TIERS,
-    Action,
     Choice,
+    MemoryAction,
     MemoryPlan,
     MemoryProgram,
     MemoryTier,
@@ -46,7 +46,7 @@ _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
 class _Emitted:
     """One emitted program with the emitter's own account of it; the chosen one is replayed."""
 
-    actions: tuple[Action, ...]
+    actions: tuple[MemoryAction, ...]
     homes: tuple[MemoryTier, ...]
     seconds: float
     peaks: dict[MemoryTier, int]
@@ -81,7 +81,9 @@ class _Search:
             aim = target
             last = None
             for _ in range(2 if len(self.program.operators) > _LARGE else 3):
-                last = emitted = self._emit(selector, aim, target, rank, name)
+                last = emitted = self._emit(selector, aim, target, rank, name, limit_s)
+                if emitted is None:
+                    break
                 if not _overfull(self.machine, emitted):
                     self.best_seen = min(self.best_seen, emitted, key=lambda e: e.peak)
                     found.append(emitted)
@@ -94,7 +96,15 @@ class _Search:
             self.rules = [self.rules[i] for i in met]
         return found
 
-    def _emit(self, selector: Selector, aim: int, target: int, rank: Rank, name: str) -> _Emitted:
+    def _emit(
+        self,
+        selector: Selector,
+        aim: int,
+        target: int,
+        rank: Rank,
+        name: str,
+        limit_s: float = float("inf"),
+    ) -> _Emitted | None:
         chosen, planned = selector.select(aim, rank)
         # The first span of a candidate ends where its bytes are counted again before the gap's end.
         back = {
@@ -116,7 +126,9 @@ class _Search:
                 back,
                 window=_WINDOW if selector.stall else None,
             )
-            actions = emitter.emit()
+            actions = emitter.emit(limit_s * (1 + 1e-9))
+            if actions is None:
+                return None
             emitted = _Emitted(
                 actions,
                 tuple(emitter.homes),
@@ -303,7 +315,7 @@ def _no_room_elsewhere(search: _Search) -> bool:
     name, selector = search.selectors[0]
     floor = working_set_bytes(search.program)
     emitted = search._emit(selector, floor, floor, "longest_gap", name)
-    return _overfull(machine, emitted)
+    return emitted is not None and _overfull(machine, emitted)
 
 
 def _least_peak(search: _Search, identity: _Emitted, limit_s: float) -> _Emitted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hyper_parallel.ir import COPIES, Action, MemoryProgram
+from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram
 from hyper_parallel.ir.timeline import Span, Timeline
 from hyper_parallel.offload._machine import MemoryMachine
 
@@ -34,7 +34,7 @@ class Clock:
         self._lane_free = dict.fromkeys(COPIES, 0.0)
         self._arrival: dict[tuple[int, str], float] = {}
 
-    def apply(self, action: Action) -> None:
+    def apply(self, action: MemoryAction) -> None:
         """Advance by one action."""
         if action.kind in ("run", "recompute"):
             op = self.program.operators[action.target]
@@ -54,7 +54,7 @@ class Clock:
         """When the newest copy of a storage into a tier is complete."""
         return self._arrival[storage, tier]
 
-    def _copy(self, action: Action) -> None:
+    def _copy(self, action: MemoryAction) -> None:
         src, dst = COPIES[action.kind]
         storage = self.program.storages[action.target]
         start = max(
@@ -71,7 +71,9 @@ class Clock:
             self.spans.append(Span(lane, name, start_s, seconds, category))
 
 
-def simulate(program: MemoryProgram, actions: Iterable[Action], machine: MemoryMachine) -> Timeline:
+def simulate(
+    program: MemoryProgram, actions: Iterable[MemoryAction], machine: MemoryMachine
+) -> Timeline:
     """Timeline of an emitted program; its end includes copies that outlast the compute lane."""
     clock = Clock(program, machine, record=True)
     for action in actions:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyper_parallel.ir import Action, MemoryProgram
+from hyper_parallel.ir import MemoryAction, MemoryProgram
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,19 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
     return before
 
 
-def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Action, ...]:
+def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[MemoryAction, ...]:
     """The program without any cache operator: every operator once, every storage freed right after its last use."""
     chains = use_definitions(program, order)
     keep = [s.at_end for s in program.storages]
     actions = [
-        Action("free", s)
+        MemoryAction("free", s)
         for s, storage in enumerate(program.storages)
         if storage.at_start and not storage.at_end and not chains.uses[s]
     ]
     for position, index in enumerate(order):
-        actions.append(Action("run", index))
+        actions.append(MemoryAction("run", index))
         actions += [
-            Action("free", s)
+            MemoryAction("free", s)
             for s in program.operators[index].touched
             if not keep[s] and chains.uses[s][-1] == position
         ]

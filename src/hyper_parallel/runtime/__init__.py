@@ -1,5 +1,26 @@
 """Runtime: join a world of ranks, start local ranks, apply a Plan to a model."""
 
+from hyper_parallel.backends.torch import (
+    CommCounter,
+    Handle,
+    accumulate,
+    audit,
+    clip_grad_norm_,
+    handle,
+)
 from hyper_parallel.runtime._launch import launch, preload
+from hyper_parallel.runtime._parallelize import parallelize
+from hyper_parallel.runtime._world import World
 
-__all__ = ["launch", "preload"]
+__all__ = [
+    "CommCounter",
+    "Handle",
+    "World",
+    "accumulate",
+    "audit",
+    "clip_grad_norm_",
+    "handle",
+    "launch",
+    "parallelize",
+    "preload",
+]

@@ -10,6 +10,7 @@ and are then killed by process id; the first failure is raised in full.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -101,6 +102,7 @@ def _child(
     """Body of a rank; never returns."""
     status = 1
     try:
+        _die_with_parent()
         if not echo:
             log = os.open(logs / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(log, 1)
@@ -123,15 +125,22 @@ def _child(
         (scratch / f"result_{rank}").write_bytes(pickle.dumps(result))
         status = 0
     except BaseException as error:
-        _record(error, rank, scratch)
+        _record(error, rank, scratch, echo)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def _record(error: BaseException, rank: int, scratch: Path) -> None:
-    traceback.print_exc()
+def _die_with_parent() -> None:
+    """Have the kernel kill this rank when the parent ends, however it ends (Linux; prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _record(error: BaseException, rank: int, scratch: Path, echo: bool) -> None:
+    if not echo:  # what the parent raises reaches the same terminal
+        traceback.print_exc()
     text = traceback.format_exc()
     coded = error if isinstance(error, HyperParallelError) else None
     partial = scratch / f"error_{rank}.part"

@@ -1,6 +1,6 @@
 """HyperShard, the framework-free half: rules that map model parts to mesh axes, and the layouts they give."""
 
-from hyper_parallel.shard._checks import check_axes, check_sequence, legal_tp
+from hyper_parallel.shard._checks import check_axes, legal_tp
 from hyper_parallel.shard._plan import ShardPlan, plan_layouts
 from hyper_parallel.shard._rules import (
     FAMILIES,
@@ -17,7 +17,6 @@ __all__ = [
     "STYLES",
     "ShardPlan",
     "check_axes",
-    "check_sequence",
     "family_rules",
     "legal_tp",
     "match",

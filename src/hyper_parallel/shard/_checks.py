@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hyper_parallel.errors import NotDivisible, UnsupportedSharding
+from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 
 _NOT_YET = ("pp", "cp", "tp_y", "ep")
@@ -45,21 +45,3 @@ def check_axes(strategy: Strategy, where: str | None = None) -> None:
                 allowed="dp_replicate, dp_shard, tp_x",
                 hint=f"parallel.{axis}=1{more}",
             )
-
-
-def check_sequence(seq_len: int, strategy: Strategy, where: str | None = None) -> None:
-    """Raise when sequence parallelism cannot cut a sequence into equal slices.
-
-    Raises:
-        NotDivisible: HP203 with the nearest length that can be cut.
-    """
-    tp = strategy.tp
-    if seq_len % tp:
-        near = max(1, round(seq_len / tp)) * tp
-        raise NotDivisible(
-            f"sequence parallelism cannot cut seq_len={seq_len} into tp={tp} equal slices",
-            where=where,
-            got=f"seq_len={seq_len}, tp={tp}",
-            allowed=f"multiples of {tp}",
-            hint=f"data.seq_len={near}",
-        )

@@ -1,7 +1,7 @@
 """Supernode: machines as planning sees them, from YAML presets or detected."""
 
 from hyper_parallel.topology._bandwidth import CollectiveKind, group_bandwidth, group_latency
-from hyper_parallel.topology._cpu import DEFAULT_CPU_RANKS, cache_dir
+from hyper_parallel.topology._cpu import DEFAULT_CPU_RANKS, cache_dir, forget_measurements
 from hyper_parallel.topology._detect import Accelerator, detect_local, find_accelerators
 from hyper_parallel.topology._load import load_topology, preset_names, read_topology
 from hyper_parallel.topology._types import (
@@ -26,6 +26,7 @@ __all__ = [
     "cache_dir",
     "detect_local",
     "find_accelerators",
+    "forget_measurements",
     "group_bandwidth",
     "group_latency",
     "load_topology",

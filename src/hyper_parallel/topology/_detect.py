@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -109,11 +109,14 @@ def match_preset(accelerator: Accelerator) -> Supernode | None:
     return None
 
 
-def detect_local(num_devices: int | None = None) -> Supernode:
+def detect_local(
+    num_devices: int | None = None, *, found: Sequence[Accelerator] | None = None
+) -> Supernode:
     """This machine as planning sees it. Imports no framework.
 
     Args:
         num_devices: Devices to use. None: every accelerator, or 4 ranks on a machine without one.
+        found: The accelerators, when they are already known. None: look for them.
 
     Returns:
         The preset of the accelerator found, with the number of devices and the memory that is reported; without an
@@ -127,7 +130,8 @@ def detect_local(num_devices: int | None = None) -> Supernode:
     """
     if num_devices is not None and num_devices < 1:
         raise BadValue("the number of devices is below one", got=num_devices, allowed=">= 1")
-    found = find_accelerators()
+    if found is None:
+        found = find_accelerators()
     if not found:
         return cpu_supernode(num_devices or DEFAULT_CPU_RANKS)
     preset = match_preset(found[0])

@@ -35,7 +35,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hyper_parallel import serde
 from hyper_parallel.backends.torch._local import local_ranges
-from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch, OutputNotWritable
+from hyper_parallel.backends.torch._weights import canonical_name
+from hyper_parallel.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    HyperParallelError,
+    OutputNotWritable,
+)
 from hyper_parallel.trainer import _manifest as files
 from hyper_parallel.trainer._manifest import Damaged, Manifest
 
@@ -52,15 +58,12 @@ class Checkpointer:
     a process group it works in a single process.
 
     Args:
-        directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`; created, and cleaned of what a killed
-            run left behind.
+        directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every
+            save removes what a killed or failed one left behind.
         keep: Newest checkpoints kept, at least 1.
         asynchronous: Write in a background thread while training goes on.
         fingerprint: JSON values that must agree between the run that saves and the run that loads (model, optimizer;
-            not the layout).
-
-    Raises:
-        OutputNotWritable: HP105 when the directory cannot be created.
+            not the layout). None: load from any run whose tensors fit; such a checkpointer cannot save.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Checkpointer:
         *,
         keep: int,
         asynchronous: bool,
-        fingerprint: dict[str, Any],
+        fingerprint: dict[str, Any] | None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
@@ -83,12 +86,6 @@ class Checkpointer:
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         # The background thread must not share a group with training: collectives of one group need one order.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-
-        def prepare() -> None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            files.clean(self.directory)
-
-        self._on_rank_0(prepare)
 
     def save(
         self,
@@ -107,7 +104,13 @@ class Checkpointer:
             model: Module of plain tensors or DTensors.
             optimizer: None: weights only.
             extra: JSON values of the trainer, given back by `load`; rank 0's are stored.
+
+        Raises:
+            OutputNotWritable: HP105 when the directory cannot be written; in the background, raised by the next
+                `save` or `finish`. Older checkpoints stay.
         """
+        if self._fingerprint is None:
+            raise ValueError("a checkpointer without a fingerprint only loads")
         self.finish()
         for name, parameter in model.named_parameters():
             local_ranges(parameter, name)  # refuses a split that the file format cannot express
@@ -161,12 +164,15 @@ class Checkpointer:
             CheckpointMismatch: HP702 with the first difference between the checkpoint and this run.
         """
         self.finish()
-        found, manifest = self._newest_intact(step)
+        found, manifest = self.newest_intact(step)
         path = self.directory / files.step_name(found)
-        _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
+        if self._fingerprint is not None:
+            _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
         reader = dcp.FileSystemReader(path)
         state = _state(model, optimizer)
-        _compare_tensors(state, reader.read_metadata(), path)
+        metadata = reader.read_metadata()
+        untrained = _take_untrained(state, metadata)
+        _compare_tensors(state, metadata, path)
         with _quiet_without_group():
             dcp.load(
                 state,
@@ -176,43 +182,20 @@ class Checkpointer:
             )
         set_model_state_dict(model, state["model"])
         if optimizer is not None:
-            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
+            entries = state["optimizer"] | untrained
+            set_optimizer_state_dict(model, optimizer, entries, options=_OPTIONS)
+            names = {_parameter_of(key) for key in untrained}
+            for name, parameter in model.named_parameters():
+                if canonical_name(name) in names:
+                    optimizer.state.pop(parameter, None)
         return found, json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
 
-    def _write(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Write, checksum and publish; every failure is raised on all ranks."""
-        path = files.temporary(self.directory, step)
+    def newest_intact(self, step: int | None) -> tuple[int, Manifest]:
+        """The newest checkpoint whose files agree with its manifest, or exactly `step`; the ranks share the reading.
 
-        def tensors() -> None:
-            with _quiet_without_group():
-                dcp.save(
-                    state,
-                    storage_writer=dcp.FileSystemWriter(path),
-                    process_group=self._group,
-                    no_dist=self._group is None,
-                )
-
-        def own_files() -> dict[str, files.FileEntry]:
-            if self._rank == 0:
-                files.write_json(path / files.EXTRA, extra)
-            mine = [p for p in path.iterdir() if p.name.startswith(f"__{self._rank}_")]
-            if self._rank == 0:
-                mine += [path / files.EXTRA, path / ".metadata"]
-            return {p.name: files.digest(p) for p in mine}
-
-        self._on_rank_0(lambda: path.mkdir(exist_ok=True))
-        self._everywhere(tensors)
-        entries = {n: e for part in self._everywhere(own_files) for n, e in part.items()}
-
-        def publish() -> None:
-            manifest = Manifest(files.FORMAT, step, self._world_size, self._fingerprint, entries)
-            files.write_json(path / files.MANIFEST, serde.encode(manifest))
-            files.publish(self.directory, step, self._keep)
-
-        self._on_rank_0(publish)
-
-    def _newest_intact(self, step: int | None) -> tuple[int, Manifest]:
-        """Check candidates from the newest to the oldest; the ranks share the reading of the files."""
+        Raises:
+            CheckpointCorrupt: HP701 when there is none; names the damaged files.
+        """
         published = self._on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]
         damaged: list[str] = []
@@ -243,11 +226,50 @@ class Checkpointer:
             hint="restore the file named, or train from the start with `checkpoint.resume=never`",
         )
 
+    def _write(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
+        """Write, checksum and publish; every failure is raised on all ranks."""
+        path = files.temporary(self.directory, step)
+
+        def tensors() -> None:
+            with _quiet_without_group():
+                dcp.save(
+                    state,
+                    storage_writer=dcp.FileSystemWriter(path),
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+
+        def own_files() -> dict[str, files.FileEntry]:
+            if self._rank == 0:
+                files.write_json(path / files.EXTRA, extra)
+            mine = [p for p in path.iterdir() if p.name.startswith(f"__{self._rank}_")]
+            if self._rank == 0:
+                mine += [path / files.EXTRA, path / ".metadata"]
+            return {p.name: files.digest(p) for p in mine}
+
+        def prepare() -> None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            files.clean(self.directory)
+            path.mkdir()
+
+        self._on_rank_0(prepare)
+        self._everywhere(tensors)
+        entries = {n: e for part in self._everywhere(own_files) for n, e in part.items()}
+
+        def publish() -> None:
+            assert self._fingerprint is not None
+            manifest = Manifest(files.FORMAT, step, self._world_size, self._fingerprint, entries)
+            files.write_json(path / files.MANIFEST, serde.encode(manifest))
+            files.publish(self.directory, step, self._keep)
+
+        self._on_rank_0(publish)
+
     def _everywhere(self, fn: Callable[[], T]) -> list[T]:
         """Run `fn` on every rank; the results of all ranks, or the first failure on all ranks."""
         try:
             result, failure = fn(), None
         except Exception as error:
+            _log.debug("failed on rank %d", self._rank, exc_info=True)
             result, failure = None, _coded(error, self.directory)
         everyone: list[Any] = [(result, failure)]
         if self._group is not None:
@@ -262,6 +284,16 @@ class Checkpointer:
         return self._everywhere(lambda: fn() if self._rank == 0 else None)[0]  # type: ignore[return-value]
 
 
+def stored_dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
+    """Dtype of each parameter in a checkpoint, by name."""
+    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    return {
+        key.removeprefix("model."): entry.properties.dtype
+        for key, entry in entries.items()
+        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+
+
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
@@ -269,8 +301,31 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     return state
 
 
+def _take_untrained(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Remove the optimizer state of parameters that had none when they were saved: they never got a gradient.
+
+    Reading the state of an optimizer creates zeros for all parameters; those of such parameters are not in the files.
+    """
+    prefix = "optimizer.state."
+    saved = {
+        _parameter_of(key.removeprefix("optimizer."))
+        for key in metadata.state_dict_metadata
+        if key.startswith(prefix)
+    }
+    entries = state.get("optimizer", {})
+    taken = [k for k in entries if k.startswith("state.") and _parameter_of(k) not in saved]
+    return {key: entries.pop(key) for key in taken} if saved else {}
+
+
+def _parameter_of(key: str) -> str:
+    """`model.norm.weight` of `state.model.norm.weight.exp_avg`."""
+    return key.removeprefix("state.").rpartition(".")[0]
+
+
 def _coded(error: Exception, directory: Path) -> Exception:
-    """An error that explains itself and pickles: disk trouble gets its code."""
+    """An error that all ranks can raise: it pickles, and disk trouble gets its code."""
+    if isinstance(error, HyperParallelError):
+        return error
     causes = [error, *getattr(error, "failures", {}).values()]
     for cause in causes:
         cause = cause[0] if isinstance(cause, tuple) else cause
@@ -279,7 +334,7 @@ def _coded(error: Exception, directory: Path) -> Exception:
                 f"the checkpoint cannot be written: {cause.strerror or cause}",
                 where=str(cause.filename or directory),
             )
-    return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:

@@ -66,7 +66,7 @@ def local_ranges(tensor: Tensor, name: str = "tensor") -> tuple[tuple[Run, ...],
                     allowed="sizes that the product of the two degrees divides",
                 )
             indices[dim] = _stored(indices[dim], split)
-    return tuple(_runs(i.tolist()) for i in indices)
+    return tuple(_runs(i) for i in indices)
 
 
 def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
@@ -108,7 +108,11 @@ def _chunk(indices: Tensor, degree: int, rank: int) -> Tensor:
     return chunks[rank] if rank < len(chunks) else indices[:0]
 
 
-def _runs(indices: list[int]) -> tuple[Run, ...]:
-    starts = [k for k, i in enumerate(indices) if k == 0 or i != indices[k - 1] + 1]
-    ends = [*starts[1:], len(indices)] if indices else []
-    return tuple(Run(indices[a], indices[b - 1] + 1, a) for a, b in zip(starts, ends, strict=True))
+def _runs(indices: Tensor) -> tuple[Run, ...]:
+    if not len(indices):
+        return ()
+    ends = (indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1
+    bounds = [0, *ends.tolist(), len(indices)]
+    return tuple(
+        Run(int(indices[a]), int(indices[b - 1]) + 1, a) for a, b in itertools.pairwise(bounds)
+    )

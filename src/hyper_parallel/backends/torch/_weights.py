@@ -82,7 +82,7 @@ def _initialise(
     model: nn.Module, seed: int, device: torch.device | str | None, *, parameters: bool
 ) -> None:
     """Run the rules; keep the values of parameters (if asked for) and of buffers that were on the meta device."""
-    before = _tensors(model)
+    before = named_tensors(model)
     # A tied parameter belongs to the first module that holds it; the rule of a later one must not overwrite it.
     first: dict[int, str] = {}
     owned = {name for name, t in before.items() if first.setdefault(id(t), name) == name}
@@ -92,7 +92,7 @@ def _initialise(
         if (parameters if isinstance(before[name], nn.Parameter) else before[name].is_meta)
     }
     allocate(model, device=device)
-    after = _tensors(model)
+    after = named_tensors(model)
     rules = _Rules(model, seed)
     unset = set(required)
     for module_name, own in rules.own.items():
@@ -223,7 +223,7 @@ def _swapped(
             table.update(old_entries)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer by name; a tied one under each of its names."""
     return {
         _join(name, key): tensor

@@ -82,6 +82,10 @@ class Batches:
         self.num_sequences = len(sequences) if limit is None else min(limit, len(sequences))
         if self.num_sequences == 0:
             raise NoData("there is no sequence to read", where=f"{sequences.split} data")
+        # A limit takes sequences spread over the whole text, not the first ones: those may be one document.
+        self._picked = (
+            np.arange(self.num_sequences, dtype=np.int64) * len(sequences) // self.num_sequences
+        )
         self._origin = 0
         self._order: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
 
@@ -112,11 +116,11 @@ class Batches:
 
     def _epoch(self, epoch: int) -> Int64:
         if not self.shuffle:
-            return np.arange(self.num_sequences, dtype=np.int64)
+            return self._picked
         if self._order[0] != epoch:
             # Raw bits of PCG64 are fixed for ever; numpy may change how `permutation` draws.
             keys = np.random.PCG64([self.seed, 0, epoch]).random_raw(self.num_sequences)
-            self._order = (epoch, np.argsort(keys, kind="stable"))
+            self._order = (epoch, self._picked[np.argsort(keys, kind="stable")])
         return self._order[1]
 
     def num_valid(self, step: int) -> int:

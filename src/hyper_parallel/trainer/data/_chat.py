@@ -68,29 +68,40 @@ def assistant_spans(
         if message["role"] != "assistant" or i == 0 or not message["content"].strip():
             continue
         before = render(tokenizer, messages[:i], prompt=True, where=where)
-        if not full.startswith(before):
+        upto = render(tokenizer, messages[: i + 1], where=where)
+        end = _turn_end(full, before, upto, message["content"].strip())
+        if end is None:
             raise BadValue(
-                "the chat template renders a conversation differently once more turns follow, so the assistant's "
+                "the chat template writes a conversation differently once more turns follow, so the assistant's "
                 "tokens cannot be told from the others",
                 where=f"{where}, turn {i + 1}",
-                got=repr(before[-40:]),
-                allowed=repr(full[max(0, len(before) - 40) : len(before)]),
+                got=repr(full[max(0, len(before) - 40) : len(before) + 40]),
+                allowed=f"a text that begins with {upto[-80:]!r}",
             )
-        end = _turn_end(full, len(before), render(tokenizer, messages[: i + 1]), message["content"])
         # White space behind the end marker belongs to the template; generation stops at the marker.
         spans.append((len(before), len(before) + len(full[len(before) : end].rstrip())))
     return full, spans
 
 
-def _turn_end(full: str, start: int, upto: str, content: str) -> int:
-    """Where the assistant's turn ends in `full`; `upto` is the rendering that ends with this turn."""
+def _turn_end(full: str, before: str, upto: str, words: str) -> int | None:
+    """Where the assistant's turn ends in `full`; None when it cannot be told.
+
+    Args:
+        full: The whole conversation.
+        before: What comes before the turn, with the generation prompt.
+        upto: The conversation up to and with this turn.
+        words: What the assistant said.
+    """
+    if not full.startswith(before):
+        return None
     if full.startswith(upto):
         return len(upto)
-    # Some templates add a reasoning block to the last turn only (Qwen3): find the words and the marker behind them.
-    words = content.strip()
-    end = full.index(words, start) + len(words)
-    marker = upto[upto.rindex(words) + len(words) :]
-    return end + (len(marker) if full.startswith(marker, end) else 0)
+    # Some templates add a reasoning block to the last turn only (Qwen3): the words and the marker must follow.
+    at = upto.rfind(words)
+    turn = full[len(before) :]
+    if at < 0 or not turn.lstrip().startswith(words + upto[at + len(words) :]):
+        return None
+    return len(full) - len(turn.lstrip()) + len(upto) - at
 
 
 def encode_conversation(

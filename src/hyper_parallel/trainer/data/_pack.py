@@ -18,7 +18,7 @@ from hyper_parallel.trainer.data._chat import encode_conversation, render
 from hyper_parallel.trainer.data._progress import Progress
 from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, Int64
 from hyper_parallel.trainer.data._sources import Document, Source
-from hyper_parallel.trainer.data._tokenizer import Tokenizer, parallel_tokenizers
+from hyper_parallel.trainer.data._tokenizer import Tokenizer
 from hyper_parallel.units import MiB
 
 _BATCH_BYTES = 4 * MiB
@@ -64,7 +64,6 @@ def tokenise(
     files = directory / "flat.tokens", directory / "flat.learn"
     with (
         progress.task("tokenise", source.num_bytes) as task,
-        parallel_tokenizers(),
         files[0].open("wb") as tokens_file,
         files[1].open("wb") as learn_file,
     ):

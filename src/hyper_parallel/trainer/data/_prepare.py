@@ -19,7 +19,13 @@ from hyper_parallel.trainer.data._pack import (
 from hyper_parallel.trainer.data._progress import Progress
 from hyper_parallel.trainer.data._sequences import PackedSequences
 from hyper_parallel.trainer.data._sources import Source, resolve
-from hyper_parallel.trainer.data._tokenizer import Tokenizer, model_vocab_size, obtain
+from hyper_parallel.trainer.data._tokenizer import (
+    Tokenizer,
+    has_tokenizer,
+    model_vocab_size,
+    obtain,
+    parallel_tokenizers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,23 +86,17 @@ def prepare(
     source = resolve(data, stage)
     cache = cache_root(data.cache_dir)
     bars = Progress(progress)
-    tokenizer = obtain(data, source, model_path, cache, bars)
-    limit = vocab_limit if vocab_limit is not None else model_vocab_size(model_path)
-    _check_vocab(tokenizer, limit, trained=tokenizer.directory.is_relative_to(cache))
-    key = digest(
-        [
-            _VERSION,
-            source.identity(),
-            tokenizer.fingerprint,
-            data.seq_len,
-            stage,
-            data.holdout,
-            seed,
-        ]
-    )
-    directory, meta = entry(
-        cache / "packed", key, lambda d: _build(d, data, source, tokenizer, stage, seed, bars)
-    )
+    with parallel_tokenizers():
+        tokenizer = obtain(data, source, model_path, cache, bars)
+        limit = vocab_limit if vocab_limit is not None else model_vocab_size(model_path)
+        trained = not data.tokenizer and not has_tokenizer(model_path)
+        _check_vocab(tokenizer, limit, trained=trained)
+        matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
+        directory, meta = entry(
+            cache / "packed",
+            digest([*matters, stage, data.holdout, seed]),
+            lambda target: _build(target, data, source, tokenizer, stage, seed, bars),
+        )
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)
     arrays = {n: facts["sha256"] for n, facts in meta["files"].items()}
@@ -187,7 +187,5 @@ def _too_short(data: Data, stage: str, num_tokens: int, num_train: int) -> NoDat
         where=f"data.source: {data.source}",
         got=f"{num_tokens} tokens, {num_train} of them for training, seq_len={data.seq_len}",
         allowed=f"more than {data.seq_len} training tokens",
-        hint=f"data.seq_len={max(2, num_train // 4)} data.holdout={data.holdout}"
-        if num_train > 8
-        else "data.holdout=0",
+        hint=f"data.seq_len={max(2, num_train // 4)}" if num_train > 8 else "data.holdout=0",
     )

@@ -29,7 +29,6 @@ SPECIAL_TOKENS = (END_OF_TEXT, PAD, "<|im_start|>", "<|im_end|>")
 
 _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabulary
 _VERSION = 1
-_OFF = "off"  # one of the library's words for no; tells our value from a user's `false`
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -194,19 +193,14 @@ def model_vocab_size(model_path: str | None) -> int | None:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let `tokenizers` use all cores inside, and keep ranks forked afterwards from using them.
+    """Let `tokenizers` use all cores inside, and keep processes forked afterwards from using its thread pool.
 
-    The library starts a thread pool on its first parallel call. A forked child inherits the pool without its
-    threads; the library then warns, and hangs when parallelism was asked for by name. `TOKENIZERS_PARALLELISM=off`
-    in the environment of the children prevents both. A value set by the user is left alone. It decides speed only,
-    never a token.
+    The library starts a pool on its first parallel call. A forked child inherits the pool without its threads; the
+    library then prints a warning, and hangs when parallelism was asked for by name. `TOKENIZERS_PARALLELISM=false`,
+    set from here on, prevents both. A second `prepare` in the same process therefore runs on one core. A value that
+    the user has set is left alone. It decides speed only, never a token.
     """
-    name = "TOKENIZERS_PARALLELISM"
-    if os.environ.get(name, _OFF) != _OFF:
-        yield
-        return
-    os.environ[name] = "on"
     try:
         yield
     finally:
-        os.environ[name] = _OFF
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -20,7 +20,7 @@ from hyper_parallel.backends.torch.offload._calls import View
 from hyper_parallel.backends.torch.offload._record import Captured
 from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter, new_buffer
 from hyper_parallel.errors import HyperParallelError, MemoryPlanInvalid, StepChanged, TransferFailed
-from hyper_parallel.ir import COPIES, Action, MemoryPlan
+from hyper_parallel.ir import COPIES, MemoryAction, MemoryPlan
 from hyper_parallel.offload import Clock, MemoryMachine
 
 Copies = Literal["at_issue", "at_wait", "threads"]
@@ -252,7 +252,7 @@ class SimulatedDevice:
 
     # -- actions -------------------------------------------------------------------------------
 
-    def _apply(self, action: Action) -> None:
+    def _apply(self, action: MemoryAction) -> None:
         s = action.target
         if action.kind in ("run", "recompute"):
             self._run(action.target)
@@ -300,7 +300,7 @@ class SimulatedDevice:
                     hint="capture again; for an optimizer keep the step count in tensors with `fused=True`",
                 )
 
-    def _copy(self, action: Action) -> None:
+    def _copy(self, action: MemoryAction) -> None:
         s = action.target
         src, dst = COPIES[action.kind]
         num_bytes = self.plan.program.storages[s].num_bytes

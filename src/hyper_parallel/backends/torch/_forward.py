@@ -1,0 +1,75 @@
+"""Changes to a forward pass that keep its values: activations made again, and float64 that stays float64."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from hyper_parallel.backends.torch._state import TpState
+
+
+class _KeepFloat64(TorchFunctionMode):
+    """No operation narrows a float64 tensor to float32.
+
+    Model code computes norms, rotary angles and softmax "in float32 at least" by converting to float32. For float64
+    that is a loss, and whether two layouts round to the same float32 is chance.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            if torch.float32 in args or kwargs.get("dtype") is torch.float32:
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+                kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def keep_float64(model: nn.Module) -> None:
+    """Let the model compute in float64 throughout; its outputs and signature stay as they are."""
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _KeepFloat64():
+            return inner(*args, **kwargs)
+
+    model.forward = forward
+
+
+def recompute(layer: nn.Module, tp: TpState | None, exact: bool) -> None:
+    """Drop the activations of a layer after forward and make them again in backward.
+
+    Args:
+        layer: Module whose forward is put around.
+        tp: Tensor-parallel state, whose token count of this pass is needed again in backward.
+        exact: Float64 is kept, also in backward.
+    """
+    inner = layer.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        batch = tp.batch if tp is not None else ()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if tp is not None:
+                tp.batch = batch  # another batch may have passed before backward runs this again
+            with _KeepFloat64() if exact else nullcontext():
+                return inner(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    layer.forward = forward

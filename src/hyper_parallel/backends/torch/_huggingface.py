@@ -1,0 +1,145 @@
+"""How the names in a Hugging Face directory map to the parameters of a model.
+
+Checkpoints store one tensor per expert, current models hold all experts of a layer in one parameter; transformers
+publishes the mapping as data (renamings, and converters made of a few operations). Here it becomes boxes: each stored
+tensor fills one box of one parameter, so a rank can read exactly the part of it that it stores.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from hyper_parallel.errors import WeightsUnreadable
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A stored tensor and where it lies in the parameter.
+
+    Attributes:
+        key: Name in the files.
+        offset: First index in the parameter, per dim of the parameter.
+        stacked: The first dim of the parameter is not a dim of the stored tensor: it holds one index of it.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    stacked: bool
+
+
+def twin(model: nn.Module) -> nn.Module | None:
+    """The same Hugging Face model on the meta device, of its original class and unsharded; None for other modules.
+
+    `fully_shard` replaces the class of a module, which hides from transformers which model it is.
+    """
+    cls = original_class(model)
+    config = getattr(model, "config", None)
+    if config is None or not callable(getattr(model, "get_expanded_tied_weights_keys", None)):
+        return None
+    with torch.device("meta"):
+        return cls(copy.deepcopy(config))
+
+
+def original_class(model: nn.Module) -> type[nn.Module]:
+    """The class of a module before `fully_shard`."""
+    return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+
+
+def boxes(
+    reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]], where: str
+) -> tuple[dict[str, list[Box]], list[str]]:
+    """Assign every stored tensor to a parameter.
+
+    Args:
+        reference: The model's `twin`; None: names in the files are parameter names.
+        wanted: Names of the model's parameters and buffers.
+        stored: Shapes by name in the files.
+        where: The directory, for errors.
+
+    Returns:
+        The boxes of each parameter, and the stored names that belong to no parameter.
+
+    Raises:
+        WeightsUnreadable: HP703 for a conversion other than stacking experts and concatenating.
+    """
+    if reference is None:
+        return {k: [Box(k, (0,) * len(s), False)] for k, s in stored.items() if k in wanted}, [
+            k for k in stored if k not in wanted
+        ]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    transforms = get_model_conversion_mapping(reference)
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    state = reference.state_dict()
+    prefix = reference.base_model_prefix
+    result: dict[str, list[Box]] = {}
+    groups: dict[str, dict[str, list[str]]] = {}
+    unknown = []
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in wanted:
+            unknown.append(key)
+        elif pattern is None:
+            result.setdefault(name, []).append(Box(key, (0,) * len(stored[key]), False))
+        else:
+            groups.setdefault(name, {}).setdefault(pattern, []).append(key)
+    for name, by_source in groups.items():
+        converter = by_pattern[next(iter(by_source))]
+        result[name] = _converted(name, converter, by_source, stored, where)
+    return result, unknown
+
+
+def _converted(
+    name: str,
+    converter: Any,
+    by_source: dict[str, list[str]],
+    stored: dict[str, tuple[int, ...]],
+    where: str,
+) -> list[Box]:
+    """Boxes of a parameter that several stored tensors make up."""
+    operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+    stack = operations[:1] == [("MergeModulelist", 0)]
+    rest = operations[1:] if stack else operations
+    if len(rest) > 1 or any(kind != "Concatenate" for kind, _ in rest) or (not stack and not rest):
+        raise WeightsUnreadable(
+            f"`{name}` is stored in a form that is not supported",
+            where=where,
+            got=[kind for kind, _ in operations],
+            allowed="MergeModulelist(dim=0), Concatenate, or both",
+        )
+    axis = rest[0][1] if rest else None
+    result = []
+    start = 0
+    for pattern in converter.source_patterns:
+        keys = by_source.get(pattern, [])
+        for number, key in enumerate(keys):
+            shape = ((1,) if stack else ()) + stored[key]
+            offset = [0] * len(shape)
+            if stack:
+                offset[0] = number
+            if axis is not None:
+                offset[axis] = start
+            result.append(Box(key, tuple(offset), stack))
+        if keys and axis is not None:
+            start += (((1,) if stack else ()) + stored[keys[0]])[axis]
+    return result
+
+
+def may_be_unexpected(reference: nn.Module | None, key: str) -> bool:
+    """Whether the model class declares that files may hold this tensor without the model using it."""
+    patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or []
+    return any(re.search(p, key) for p in [*patterns, r"rotary_emb\.inv_freq$"])

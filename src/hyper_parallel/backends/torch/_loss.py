@@ -1,0 +1,97 @@
+"""Causal language-model loss over a vocabulary that may be split over ranks.
+
+One autograd function computes the cross entropy of T tokens from local logits [T, V / tp]. Ranks exchange two numbers
+per token (log-sum-exp and the logit of the target) in one all-gather. Backward rebuilds the softmax from the logits,
+so besides the logits only one number per token is kept. Arithmetic is in float64 for float64 logits, else float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hyper_parallel.backends.torch._comm import gather_rows
+
+_BLOCK_ELEMENTS = 1 << 24
+"""Elements of logits converted at a time, which bounds the temporaries."""
+
+
+def _blocks(logits: Tensor) -> range:
+    return range(0, logits.shape[0], max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1])))
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        first: int,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = _blocks(logits)
+        lse = torch.cat([torch.logsumexp(logits[i : i + rows.step].to(wide), dim=1) for i in rows])
+        valid = targets != ignore_index
+        here = targets - first
+        inside = valid & (here >= 0) & (here < logits.shape[1])
+        here = here.masked_fill_(~inside, 0)
+        at_target = logits.gather(1, here.unsqueeze(1)).squeeze(1).to(wide).masked_fill_(~inside, 0)
+        if group is not None:
+            stats = gather_rows(torch.stack((lse, at_target)), group)
+            lse = torch.logsumexp(stats[:, 0], dim=0)
+            at_target = stats[:, 1].sum(dim=0)
+        ctx.save_for_backward(logits, lse, here, inside, valid)
+        return (lse - at_target).masked_fill_(~valid, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, lse, here, inside, valid = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        scale = valid.to(lse.dtype) * grad
+        hit = inside.to(lse.dtype)
+        rows = _blocks(logits)
+        for i in rows:
+            cut = slice(i, i + rows.step)
+            if out.dtype == lse.dtype:
+                block = torch.sub(logits[cut], lse[cut].unsqueeze(1), out=out[cut])
+            else:
+                block = logits[cut].to(lse.dtype).sub_(lse[cut].unsqueeze(1))
+            block.exp_()
+            block.scatter_add_(1, here[cut].unsqueeze(1), -hit[cut].unsqueeze(1))
+            block.mul_(scale[cut].unsqueeze(1))
+            if out.dtype != lse.dtype:
+                out[cut] = block
+        return out, None, None, None, None
+
+
+def cross_entropy_sum(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    first: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Sum of the cross entropies of all tokens whose target is not `ignore_index`.
+
+    Args:
+        logits: [T, V], or the columns from `first` on that this rank holds.
+        targets: [T] token ids of the whole vocabulary.
+        ignore_index: Target of tokens that do not count.
+        first: Token id of the first local column.
+        group: Ranks that hold the other columns; None: there are none.
+    """
+    return _CrossEntropySum.apply(logits, targets, ignore_index, first, group)
+
+
+def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Labels moved one token to the left: the target of a position is the next token."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -1,0 +1,104 @@
+"""Read a model: its decoder parts, its own sharding plan, and the layouts these give, compared with the plan's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
+from hyper_parallel.ir import Layout, Plan, Rule
+from hyper_parallel.shard import ShardPlan, normalise_plan, plan_layouts
+
+
+def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
+    """The base model and its decoder layers, for a Hugging Face model; None for any other module."""
+    prefix = getattr(model, "base_model_prefix", None)
+    if prefix is None or not hasattr(model, "config"):
+        return None
+    base = getattr(model, prefix, model)
+    layers = getattr(base, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        return None
+    return base, layers
+
+
+def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
+    """Layouts of the model's own parameters; they must be the ones the plan holds.
+
+    Raises:
+        PlanMismatch: HP307 with the first parameter that differs.
+        RuleError: HP204, NotDivisible: HP203, UnsupportedSharding: HP205 from the layouts themselves.
+    """
+    params = [(name, tuple(p.shape), ()) for name, p in model.named_parameters()]
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    tp = plan.strategy.tp
+    heads = _number(text, "num_attention_heads", tp)
+    shard_plan = plan_layouts(
+        params,
+        _rules(model, text),
+        plan.strategy,
+        num_heads=heads,
+        num_kv_heads=_number(text, "num_key_value_heads", heads),
+        head_dim=_number(text, "head_dim", _number(text, "hidden_size", heads) // heads),
+        vocab_size=_number(text, "vocab_size", tp),
+    )
+    if decoder_of(model) is None and config is not None and tp > 1:
+        raise UnsupportedSharding(
+            "tensor parallelism needs a Hugging Face model with a list of decoder layers",
+            where=type(model).__name__,
+            hint=f"parallel.tp=1 parallel.dp_shard={plan.strategy.dp_shard * tp}",
+        )
+    _compare(shard_plan.layouts, plan)
+    return shard_plan
+
+
+def starred(name: str) -> str:
+    """A parameter name with `*` for every index, the form plans use."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _number(config: Any, key: str, default: int) -> int:
+    value = getattr(config, key, None)
+    return value if isinstance(value, int) else default
+
+
+def _rules(model: nn.Module, config: Any) -> tuple[Rule, ...]:
+    """Rules of the Hugging Face class, embedding and head included; none for any other module."""
+    if config is None:
+        return ()
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    rules, _ = normalise_plan(getattr(config, "base_model_tp_plan", None), prefix)
+    names = {id(module): name for name, module in model.named_modules()}
+    ends = []
+    for module, style in (
+        (model.get_input_embeddings(), "vocab"),
+        (model.get_output_embeddings(), "head"),
+    ):
+        if module is not None:
+            ends.append(Rule(names[id(module)], style))
+    return (*ends, *rules)
+
+
+def _compare(layouts: dict[str, Layout], plan: Plan) -> None:
+    own = {starred(name): layout for name, layout in layouts.items()}
+    planned = dict(plan.layouts)
+    for name in sorted(own.keys() | planned.keys()):
+        mine, theirs = own.get(name), planned.get(name)
+        if mine is None and theirs is not None and _is_tied(name, own):
+            continue
+        if mine is None or theirs is None or mine.axes != theirs.axes:
+            raise PlanMismatch(
+                f"the plan does not fit this model at `{name}`",
+                got=f"model: {mine if mine is not None else 'no such parameter'}",
+                allowed=f"plan: {theirs if theirs is not None else 'no such parameter'}",
+                hint="hyper-parallel plan MODEL -o plan.json",
+            )
+
+
+def _is_tied(name: str, own: dict[str, Layout]) -> bool:
+    """A head that shares the embedding's weight is one parameter in torch, two names in a plan."""
+    return name == "lm_head.weight" and "model.embed_tokens.weight" in own

@@ -1,0 +1,101 @@
+"""What one parallel model remembers: its plan, mesh and layouts, and the state of the forward pass that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.ir import Layout, Plan
+
+if TYPE_CHECKING:
+    from hyper_parallel.backends.torch._gradients import TpGradients
+
+_ATTRIBUTE = "_hyper_parallel"
+
+
+@dataclass(slots=True)
+class TpState:
+    """Tensor-parallel state shared by the modules of one model.
+
+    Attributes:
+        group: Ranks of this rank's tensor-parallel group.
+        batch: Shape of the tokens of the running forward pass, (B, S); set where the first decoder layer begins.
+        head_batch: Shape of the tokens the head saw, when it works on pieces of them.
+        partial_embedding: The embedding returned a summand that nobody has summed yet.
+        loss_taken: The loss function has consumed this pass's logits.
+        head: How logits lie: whole, split over the vocabulary, or over the tokens.
+    """
+
+    group: dist.ProcessGroup
+    batch: tuple[int, ...] = ()
+    head_batch: tuple[int, ...] = ()
+    partial_embedding: bool = False
+    loss_taken: bool = False
+    head: str = "whole"
+
+    @property
+    def degree(self) -> int:
+        """Ranks of the group."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's position in the group."""
+        return self.group.rank()
+
+
+@dataclass(slots=True)
+class Handle:
+    """What `parallelize` attached to a model.
+
+    Attributes:
+        plan: The plan that was applied.
+        mesh: Device mesh with the axes dp_replicate, dp_shard, tp_x; None on one rank without process group.
+        layouts: Parameter name to its layout.
+        styles: Module name to its sharding style.
+        shapes: Parameter name to its logical shape.
+        tp: Tensor-parallel state, or None.
+        gradients: Summation of gradients over the tensor-parallel ranks, or None.
+        fsdp: Modules that FSDP manages, root last.
+        world_group: All ranks of the mesh; None on one rank.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh | None
+    layouts: dict[str, Layout]
+    styles: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    rank: int
+    device: torch.device
+    tp: TpState | None = None
+    gradients: TpGradients | None = None
+    fsdp: list[nn.Module] = field(default_factory=list)
+    world_group: dist.ProcessGroup | None = None
+
+
+def attach(model: nn.Module, handle: Handle) -> None:
+    """Remember the handle on the model itself, so that it lives as long."""
+    object.__setattr__(model, _ATTRIBUTE, handle)
+
+
+def handle(model: nn.Module) -> Handle:
+    """What `parallelize` attached to this model.
+
+    Raises:
+        TypeError: The model did not pass through `parallelize`.
+    """
+    found = model.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        raise TypeError(f"{type(model).__name__} did not pass through parallelize")
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor, without autograd; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

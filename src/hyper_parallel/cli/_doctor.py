@@ -1,0 +1,243 @@
+"""`hyper-parallel doctor`: what works on this machine, what does not, and the command that enables it.
+
+Versions come from package metadata, so nothing is imported to be looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import typer
+
+from hyper_parallel import __version__
+
+Need = Literal["core", "training", "optional"]
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A package that something needs.
+
+    Attributes:
+        name: Distribution name.
+        minimum: Lowest version that works; empty: any.
+        need: core (planning), training (plan, train, generate, report on a model), or optional.
+        gives: What it is for.
+    """
+
+    name: str
+    minimum: str
+    need: Need
+    gives: str
+
+
+REQUIREMENTS: Final = (
+    Requirement("numpy", "1.25", "core", "planning"),
+    Requirement("pydantic", "2.10", "core", "recipes"),
+    Requirement("pyyaml", "6.0", "core", "recipes and topology files"),
+    Requirement("rich", "13.7", "core", "progress and panels"),
+    Requirement("typer", "0.15", "core", "this command"),
+    Requirement("torch", "2.11", "training", "training and generation"),
+    Requirement("transformers", "5.5", "training", "Hugging Face models"),
+    Requirement("datasets", "4.0", "training", "JSONL and parquet data"),
+    Requirement("tokenizers", "0.22", "training", "tokenizers"),
+    Requirement("safetensors", "0.6", "training", "weight files"),
+    Requirement("jinja2", "3.1", "training", "chat templates"),
+    Requirement("filelock", "3.13", "training", "one process prepares the data"),
+    Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
+    Requirement("highspy", "", "optional", "exact solvers of the planner (MILP)"),
+    Requirement("ray", "", "optional", "single controller over machines"),
+    Requirement("mindspore", "", "optional", "MindSpore back end, in an environment of its own"),
+    Requirement(
+        "torch_npu", "", "optional", "Ascend accelerators; needs the vendor's libraries first"
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: What was looked at.
+        status: ok, missing, old, or warning.
+        detail: What was found.
+        need: How much depends on it.
+        gives: What it is for.
+        fix: Command that enables it; None when nothing is to be done.
+    """
+
+    name: str
+    status: Literal["ok", "missing", "old", "warning"]
+    detail: str
+    need: Need
+    gives: str
+    fix: str | None = None
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the processor again, ignoring the cache.")
+    ] = False,
+) -> None:
+    """Say what works on this machine, and how to enable the rest.
+
+    Exits with 0 when planning works, which needs neither an accelerator nor torch.
+    """
+    packages = [check_package(requirement) for requirement in REQUIREMENTS]
+    machine, machine_json = _machine(measure)
+    findings = [_python(), *packages, *machine, *_storage()]
+    usable = {need: _usable(findings, need) for need in ("core", "training")}
+    if as_json:
+        report = {
+            "version": __version__,
+            "planning": usable["core"],
+            "training": usable["core"] and usable["training"],
+            "findings": [asdict(finding) for finding in findings],
+            "topology": machine_json,
+        }
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print(findings, usable["core"], usable["core"] and usable["training"])
+    if not usable["core"]:
+        raise typer.Exit(1)
+
+
+def check_package(requirement: Requirement) -> Finding:
+    """Look up one package by its metadata."""
+    r = requirement
+    wanted = f"{r.name}>={r.minimum}" if r.minimum else r.name
+    try:
+        version = importlib.metadata.version(r.name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(r.name, "missing", "not installed", r.need, r.gives, _install(wanted))
+    if r.minimum and release(version) < release(r.minimum):
+        detail = f"{version}, at least {r.minimum} is needed"
+        return Finding(r.name, "old", detail, r.need, r.gives, _install(wanted))
+    return Finding(r.name, "ok", version, r.need, r.gives)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without pre-release and build parts: `2.13.0+cpu` is (2, 13, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(n) for n in match[0].split(".")) if match else ()
+
+
+def _install(wanted: str) -> str:
+    quoted = f"'{wanted}'" if ">" in wanted else wanted
+    return f"{Path(sys.executable).name} -m pip install {quoted}"
+
+
+def _usable(findings: list[Finding], need: str) -> bool:
+    return all(f.status not in ("missing", "old") for f in findings if f.need == need)
+
+
+def _python() -> Finding:
+    detail = (
+        f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
+    )
+    return Finding("python", "ok", detail, "core", "everything")
+
+
+def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
+    """Accelerators and the topology that planning for `local` would use."""
+    from hyper_parallel.errors import HyperParallelError
+    from hyper_parallel.serde import encode
+    from hyper_parallel.topology import detect_local, find_accelerators, forget_measurements
+    from hyper_parallel.units import format_bytes, format_seconds
+
+    if measure:
+        forget_measurements()
+    found = find_accelerators()
+    shown = f"{len(found)} x {found[0].name}" if found else "none, 4 ranks share the processor"
+    findings = [Finding("accelerators", "ok", shown, "optional", "training at speed")]
+    if found and found[0].kind == "cuda" and _is_cpu_build("torch"):
+        findings.append(
+            Finding(
+                "torch build", "warning", "torch is a CPU build and cannot use the accelerator",
+                "optional", "training at speed", _install("torch>=2.11") + " --force-reinstall",
+            )
+        )  # fmt: skip
+    try:
+        machine = detect_local(found=found)
+    except HyperParallelError as error:
+        detail = f"[{error.code}] {error.what}"
+        findings.append(
+            Finding("topology", "warning", detail, "optional", "topology: local", error.hint)
+        )
+        return findings, None
+    device, tier = machine.device, machine.tiers[0]
+    peaks = ", ".join(f"{d} {q.value / 1e12:.3g}" for d, q in device.peak_flops.items())
+    detail = (
+        f"{machine.description}; per device {peaks} TFLOP/s, {format_bytes(device.memory_bytes.value)}; "
+        f"{tier.name} {tier.bytes_s.value / 1e9:.3g} GB/s, {format_seconds(tier.latency_s.value)}"
+    )
+    findings.append(Finding("topology", "ok", detail, "optional", "topology: local"))
+    return findings, encode(machine)
+
+
+def _is_cpu_build(name: str) -> bool:
+    try:
+        return importlib.metadata.version(name).endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def _storage() -> list[Finding]:
+    from hyper_parallel.topology import cache_dir
+    from hyper_parallel.units import GB, format_bytes
+
+    cache = cache_dir()
+    findings = []
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        probe = cache / ".writable"
+        probe.touch()
+        probe.unlink()
+        findings.append(
+            Finding("cache", "ok", str(cache), "optional", "tokenised data, measurements")
+        )
+    except OSError as error:
+        findings.append(
+            Finding(
+                "cache", "warning", f"{cache}: {error.strerror}", "optional",
+                "tokenised data, measurements", "export XDG_CACHE_HOME=/a/writable/directory",
+            )
+        )  # fmt: skip
+    free = shutil.disk_usage(Path.cwd()).free
+    status: Literal["ok", "warning"] = "ok" if free > 5 * GB else "warning"
+    detail = f"{format_bytes(free)} free in the working directory"
+    fix = None if status == "ok" else "free some space, or set `output_dir` to another disk"
+    return [*findings, Finding("disk", status, detail, "optional", "runs and checkpoints", fix)]
+
+
+def _print(findings: list[Finding], planning: bool, training: bool) -> None:
+    width = max(len(f.name) for f in findings)
+    marks = {
+        "ok": ("ok", "green"),
+        "missing": ("--", "yellow"),
+        "old": ("old", "red"),
+        "warning": ("!!", "yellow"),
+    }
+    for f in findings:
+        mark, color = marks[f.status]
+        typer.secho(f"{mark:<4}", fg=None if os.environ.get("NO_COLOR") else color, nl=False)
+        typer.echo(f"{f.name:<{width}}  {f.detail}" + ("" if f.status == "ok" else f": {f.gives}"))
+        if f.fix is not None:
+            typer.echo(f"{'':{width + 6}}hint: {f.fix}")
+    verdicts = (("planning", planning), ("training and generation", training))
+    typer.echo()
+    for what, usable in verdicts:
+        typer.echo(f"{what}: {'works' if usable else 'disabled, see the hints above'}")
+    if not training:
+        typer.echo("\nhint: from a checkout, `make setup` installs everything that training needs")

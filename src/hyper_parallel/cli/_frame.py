@@ -1,0 +1,96 @@
+"""The frame of the command line: the application, exit codes, and how errors are shown."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final
+
+import typer
+
+from hyper_parallel import __version__
+from hyper_parallel.errors import HyperParallelError
+
+_DEFECT_STATUS: Final = 70
+"""Exit status of a defect (EX_SOFTWARE of sysexits.h), so that scripts can tell it from a user's mistake."""
+
+
+def build_app(
+    commands: Sequence[Callable[..., None]], groups: Sequence[typer.Typer] = ()
+) -> typer.Typer:
+    """An application of commands.
+
+    Args:
+        commands: Functions whose name, signature and docstring are the command.
+        groups: Named applications that become commands with commands of their own.
+    """
+    app = typer.Typer(
+        name="hyper-parallel",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_root)
+    for command in commands:
+        app.command()(command)
+    for group in groups:
+        app.add_typer(group)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hyper-parallel {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")
+    ] = False,
+) -> None:
+    """A supernode as one computer: plan, train, generate and report."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s"
+    )
+    logging.getLogger("hyper_parallel").setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+def run(app: typer.Typer) -> None:
+    """Run the application on the arguments of the process, and exit."""
+    try:
+        app(prog_name="hyper-parallel")
+    except HyperParallelError as error:
+        fail(error)
+    except BrokenPipeError:
+        # The reader of a pipe has left; a second complaint at interpreter exit is avoided by giving stdout a sink.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.write(
+            f"\ninternal error: {type(error).__name__} in hyper_parallel {__version__}; this is a defect, "
+            "please report it with the lines above\n"
+        )
+        sys.exit(_DEFECT_STATUS)
+
+
+def fail(error: HyperParallelError) -> None:
+    """Print a coded error on stderr and exit with status 1."""
+    text = error.render()
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        head, _, rest = text.partition(":")
+        text = f"\x1b[1;31m{head}\x1b[0m:{rest}".replace("\nhint:", "\n\x1b[1;36mhint\x1b[0m:", 1)
+    sys.stderr.write(text + "\n")
+    sys.exit(1)

@@ -1,0 +1,93 @@
+"""`hyper-parallel train`: a recipe in, a trained model, its metrics and a report out."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hyper_parallel.trainer import Job, Summary
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe YAML.", dir_okay=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Values that replace the recipe's, as a.b=c.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, plan and print; start no rank, write no run.")
+    ] = False,
+) -> None:
+    """Train a model from a recipe; starts its own local ranks unless torchrun has."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from rich.console import Console
+
+    from hyper_parallel.config import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    from hyper_parallel.trainer import (
+        prepare_job,
+        rank_command,
+        run_job,
+        startup_panel,
+        under_torchrun,
+    )
+
+    main = os.environ.get("RANK", "0") == "0"
+    job = prepare_job(loaded, progress=main and sys.stderr.isatty(), write=main and not dry_run)
+    console = Console(stderr=True, highlight=False)
+    if main:
+        data = f"{loaded.recipe.data.source}, {len(job.packed.train):,} training sequences"
+        console.print(startup_panel(job.plan, data, str(job.output_dir)))
+    if dry_run:
+        if main:
+            words = [shlex.quote(word) for word in (str(recipe), *(overrides or []))]
+            typer.echo(_dry_run_text(job, rank_command(job, words)))
+        return
+    try:
+        summary = run_job(job)
+    except KeyboardInterrupt:
+        console.print("interrupted: all ranks were stopped; checkpoints written so far are intact")
+        raise typer.Exit(130) from None
+    if summary is not None:
+        _conclude(job, summary, console)
+    if under_torchrun():
+        # Threads of the collective library can abort a normal exit after all work is done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _dry_run_text(job: Job, command: str) -> str:
+    ranks = job.plan.strategy.world_size
+    return "\n".join(
+        [
+            job.plan.explain(),
+            "",
+            f"would write {job.output_dir}/ and fork {ranks} ranks; the same by hand:",
+            f"  {command}",
+        ]
+    )
+
+
+def _conclude(job: Job, summary: Summary, console: Console) -> None:
+    """Report of the run on standard error, the sample on standard output."""
+    from hyper_parallel.reports import write_report
+
+    page, trace = write_report(job.output_dir)
+    first, last = summary.first_eval_loss, summary.last_eval_loss
+    if not math.isnan(last):
+        console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
+    console.print(f"report {page}\ntrace  {trace}", highlight=False)
+    if job.recipe.sample_prompt is not None:
+        from hyper_parallel.trainer import write_sample
+
+        typer.echo(write_sample(job))

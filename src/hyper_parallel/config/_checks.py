@@ -1,0 +1,126 @@
+"""Checks across sections of a recipe: values that are each allowed but cannot hold together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hyper_parallel.config._sections import Recipe
+from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
+
+
+def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
+    """Every contradiction in a recipe, in the order of its sections.
+
+    Args:
+        recipe: A recipe whose sections are each valid.
+        where: Origin of a dotted key.
+    """
+    return [
+        *_conversations(recipe, where),
+        *_schedule(recipe, where),
+        *_degrees(recipe, where),
+        *_resume(recipe, where),
+    ]
+
+
+def _conversations(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
+    data = recipe.data
+    if recipe.stage != "sft":
+        return []
+    if data.format not in ("auto", "alpaca", "sharegpt"):
+        return [
+            Contradiction(
+                "`stage: sft` needs conversations, and the format of the data holds plain text",
+                where=where("data.format"),
+                got=f"stage=sft, data.format={data.format}",
+                allowed="auto, alpaca, sharegpt",
+                hint="set `data.format=auto`, or `stage=pt` to learn every token",
+            )
+        ]
+    if data.source == "python-stdlib":
+        return [
+            Contradiction(
+                "`stage: sft` needs conversations, and the source text of the standard library has none",
+                where=where("data.source"),
+                got="stage=sft, data.source=python-stdlib",
+                allowed="a file or directory of conversations",
+                hint="set `data.source=conversations.jsonl`, or `stage=pt`",
+            )
+        ]
+    return []
+
+
+def _schedule(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
+    training = recipe.training
+    found: list[HyperParallelError] = []
+    decay = training.decay_steps
+    if training.warmup_steps > training.steps:
+        found.append(
+            Contradiction(
+                "the warm-up is longer than the run, so the peak learning rate is never reached",
+                where=where("training.warmup_steps"),
+                got=f"warmup_steps={training.warmup_steps}, steps={training.steps}",
+                allowed=f"0..{training.steps}",
+                hint=f"set `training.warmup_steps={training.steps // 10}`",
+            )
+        )
+    elif decay is not None and training.lr_schedule != "wsd":
+        found.append(
+            Contradiction(
+                "`training.decay_steps` belongs to the schedule wsd and would have no effect",
+                where=where("training.decay_steps"),
+                got=f"decay_steps={decay}, lr_schedule={training.lr_schedule}",
+                hint="set `training.lr_schedule=wsd`, or `training.decay_steps=null`",
+            )
+        )
+    elif decay is not None and training.warmup_steps + decay > training.steps:
+        longest = training.steps - training.warmup_steps
+        found.append(
+            Contradiction(
+                "warm-up and decay together are longer than the run",
+                where=where("training.decay_steps"),
+                got=f"warmup_steps={training.warmup_steps}, decay_steps={decay}, steps={training.steps}",
+                allowed=f"0..{longest}",
+                hint=f"set `training.decay_steps={longest}`",
+            )
+        )
+    if training.eval_every and recipe.data.holdout == 0:
+        found.append(
+            Contradiction(
+                "evaluation is asked for and no text is held out for it",
+                where=where("training.eval_every"),
+                got=f"eval_every={training.eval_every}, data.holdout=0",
+                hint="set `data.holdout=0.02`, or `training.eval_every=0`",
+            )
+        )
+    return found
+
+
+def _degrees(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
+    p = recipe.parallel
+    ranks = math.prod((p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp_x, p.tp_y))
+    if p.auto or p.world_size is None or p.world_size == ranks:
+        return []
+    return [
+        DegreesMismatch(
+            "the degrees do not multiply to the number of ranks that is asked for",
+            where=where("parallel.world_size"),
+            got=f"degrees multiply to {ranks}, world_size={p.world_size}",
+            hint=f"set `parallel.world_size={ranks}`, or `parallel.auto=true` to let the planner fill the rest",
+        )
+    ]
+
+
+def _resume(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
+    checkpoint = recipe.checkpoint
+    if checkpoint.from_dir is None or checkpoint.resume != "never":
+        return []
+    return [
+        Contradiction(
+            "`checkpoint.from_dir` names checkpoints that `checkpoint.resume: never` forbids to read",
+            where=where("checkpoint.from_dir"),
+            got=f"from_dir={checkpoint.from_dir}, resume=never",
+            hint="set `checkpoint.resume=must`, or `checkpoint.from_dir=null`",
+        )
+    ]

@@ -1,0 +1,165 @@
+"""The numbers of a model that the cost formulas need, averaged over its layers.
+
+Letters as in the literature: h hidden, a heads, k width of all key (or value) heads, f width of the feed-forward
+part, V vocabulary, L layers, E experts. Layers of different kinds (dense and mixture of experts, full and sliding
+attention) are averaged, because this first model prices a pipeline stage as a number of equal layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hyper_parallel.model import AttentionSpec, Block, ModelSpec, ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNumbers:
+    """Sizes of a model; counts are elements, "per layer" is the mean over the decoder layers.
+
+    Attributes:
+        hidden: h.
+        layers: L.
+        vocab: V.
+        num_heads: Query heads; 1 when the model has no attention.
+        num_kv_heads: Key and value heads.
+        q_width: Width of all query heads.
+        k_width: Width of all key heads.
+        attentions: Number of layers and attention of each kind of layer.
+        mlp_width: Width of the dense feed-forward part a token visits: dense MLPs and shared experts.
+        mlp_saved_width: Elements per token that the backward of that part needs: 3f gated, else 2f.
+        expert_width: Width of one routed expert.
+        experts: Routed experts of a layer; 0 for a dense model.
+        experts_per_token: Routed experts a token visits, mean over the layers.
+        moe_share: Share of the layers that have routed experts.
+        expert_saved_width: Elements per token that the backward of the routed experts needs.
+        attention_weights: Matrix elements of attention per layer.
+        mlp_weights: Matrix elements of dense MLP, shared experts and router per layer.
+        expert_weights: Matrix elements of all routed experts per layer.
+        active_expert_weights: Matrix elements of the routed experts that one token visits, per layer.
+        vector_weights: Elements of norms and biases per layer.
+        embedding_weights: Elements of the embedding block.
+        head_weights: Elements of the output projection as a matmul, V h, tied or not.
+        head_params: Elements the head stores: 0 when tied.
+    """
+
+    hidden: int
+    layers: int
+    vocab: int
+    num_heads: int
+    num_kv_heads: int
+    q_width: int
+    k_width: int
+    attentions: tuple[tuple[int, AttentionSpec], ...]
+    mlp_width: float
+    mlp_saved_width: float
+    expert_width: int
+    experts: int
+    experts_per_token: float
+    moe_share: float
+    expert_saved_width: float
+    attention_weights: float
+    mlp_weights: float
+    expert_weights: float
+    active_expert_weights: float
+    vector_weights: float
+    embedding_weights: int
+    head_weights: int
+    head_params: int
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> ModelNumbers:
+        """Read the numbers off a model."""
+        decoders = [b for b in model.blocks if b.layers]
+        layers = max(1, sum(b.count for b in decoders))
+        attentions = tuple((b.count, b.attention) for b in decoders if b.attention)
+        first = attentions[0][1] if attentions else AttentionSpec("full", 1, 1, 1, 1)
+        routed = [b for b in decoders if b.mlp and b.mlp.num_experts]
+
+        def mean(values: list[float]) -> float:
+            return math.fsum(values) / layers
+
+        def weights(wanted: str) -> float:
+            return mean(
+                [
+                    float(p.num_elements * b.count)
+                    for b in decoders
+                    for p in b.params
+                    if _part(p) == wanted
+                ]
+            )
+
+        saved = [b.count * _dense_width(b) * (3 if b.mlp.gated else 2) for b in decoders if b.mlp]
+        expert_saved = [
+            b.count
+            * b.mlp.experts_per_token
+            * ((3 if b.mlp.gated else 2) * b.mlp.intermediate_size + 2 * model.hidden_size)
+            for b in routed
+            if b.mlp
+        ]
+        active = [
+            p.num_elements * b.count * b.mlp.experts_per_token / b.mlp.num_experts
+            for b in routed
+            if b.mlp
+            for p in b.params
+            if _part(p) == "expert"
+        ]
+        outside = [b for b in model.blocks if not b.layers]
+        head_params = sum(b.num_params for b in outside if b.name == "head")
+        mlp = routed[0].mlp if routed else None
+        return cls(
+            hidden=model.hidden_size,
+            layers=layers,
+            vocab=model.vocab_size,
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            q_width=first.num_heads * first.qk_head_dim,
+            k_width=first.num_kv_heads * first.qk_head_dim,
+            attentions=attentions,
+            mlp_width=mean([float(b.count * _dense_width(b)) for b in decoders]),
+            mlp_saved_width=mean([float(v) for v in saved]),
+            expert_width=mlp.intermediate_size if mlp else 0,
+            experts=mlp.num_experts if mlp else 0,
+            experts_per_token=mean(
+                [float(b.count * b.mlp.experts_per_token) for b in routed if b.mlp]
+            ),
+            moe_share=sum(b.count for b in routed) / layers,
+            expert_saved_width=mean([float(v) for v in expert_saved]),
+            attention_weights=weights("attention"),
+            mlp_weights=weights("mlp"),
+            expert_weights=weights("expert"),
+            active_expert_weights=mean(active),
+            vector_weights=weights("vector"),
+            embedding_weights=sum(b.num_params for b in outside) - head_params,
+            head_weights=model.vocab_size * model.hidden_size,
+            head_params=head_params,
+        )
+
+    @property
+    def layer_weights(self) -> float:
+        """All elements of a mean layer."""
+        return self.attention_weights + self.mlp_weights + self.expert_weights + self.vector_weights
+
+    def attention_flops(self, seq_len: int) -> float:
+        """FLOPs per token and mean layer of the two attention products in forward, causal pairs only."""
+        total = math.fsum(
+            count * attention.forward_flops_per_token(seq_len, causal=True)
+            for count, attention in self.attentions
+        )
+        return total / self.layers
+
+
+def _dense_width(block: Block) -> int:
+    if block.mlp is None:
+        return 0
+    return (
+        block.mlp.shared_intermediate_size if block.mlp.num_experts else block.mlp.intermediate_size
+    )
+
+
+def _part(param: ParamSpec) -> str:
+    if not param.is_matrix:
+        return "vector"
+    if param.is_expert:
+        return "expert"
+    return "attention" if "attn" in param.name else "mlp"

@@ -1,0 +1,268 @@
+"""Schedule: for every pipeline rank the ordered list of what it does with which stage and microbatch.
+
+The text form is the one torch.distributed.pipelining prints and reads, so a schedule made here runs there and the
+other way round: `2F0` is the forward of stage 2 on microbatch 0, `1RECV_B3` receives the gradient of microbatch 3 for
+stage 1, `0UNSHARD` gathers the parameters of stage 0, `(0F4;3B1)OVERLAP_F_B` runs a forward and a backward together.
+One CSV row per rank. OFFLOAD and RELOAD are our own; torch does not read them.
+
+A schedule says order, not time. It need not be legal: `hyper_parallel.mpmd.verify` decides that.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal, TypeAlias, get_args
+
+from hyper_parallel.errors import ScheduleError
+
+ActionKind: TypeAlias = Literal[
+    "F",
+    "I",
+    "W",
+    "B",
+    "SEND_F",
+    "RECV_F",
+    "SEND_B",
+    "RECV_B",
+    "UNSHARD",
+    "RESHARD",
+    "REDUCE_GRAD",
+    "OVERLAP_F_B",
+    "OFFLOAD",
+    "RELOAD",
+]
+"""F forward, I input gradient, W weight gradient, B full backward (I and W); the rest says its name."""
+
+COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
+_PER_STAGE: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
+_OURS: Final = frozenset({"OFFLOAD", "RELOAD"})
+_TEXT: Final = re.compile(
+    rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)"
+)
+_SLOTS: Final = {"F": 1, "I": 1, "W": 1, "B": 2}
+_OVERLAP: Final = re.compile(r"\((.+)\)OVERLAP_F_B")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a schedule.
+
+    Attributes:
+        stage: Virtual stage, 0 is the first of the model; -1 for OVERLAP_F_B, whose parts have their own.
+        kind: What is done.
+        microbatch: Which microbatch; None for UNSHARD, RESHARD, REDUCE_GRAD and OVERLAP_F_B.
+        parts: Actions that OVERLAP_F_B runs together.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int | None = None
+    parts: tuple[Action, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Action, ...]:
+        """The parts of an OVERLAP_F_B, else the action itself."""
+        return self.parts or (self,)
+
+    @property
+    def slots(self) -> int:
+        """Length in a grid with bubbles: one slot for F, I and W, two for B, none for what is not computed."""
+        return sum(_SLOTS.get(leaf.kind, 0) for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(str(part) for part in self.parts)}){self.kind}"
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Read the text form.
+
+        Raises:
+            ScheduleError: HP320 when the text is no action.
+        """
+        return _parse(text.strip())
+
+
+@lru_cache(maxsize=65536)
+def _parse(text: str) -> Action:
+    if overlap := _OVERLAP.fullmatch(text):
+        parts = tuple(_parse(part.strip()) for part in overlap[1].split(";"))
+        if all(part.kind in COMPUTE and not part.parts for part in parts):
+            return Action(-1, "OVERLAP_F_B", None, parts)
+    elif match := _TEXT.fullmatch(text):
+        stage, kind, microbatch = match.groups()
+        if (kind in _PER_STAGE) != bool(microbatch):
+            number = int(microbatch) if microbatch else None
+            return Action(int(stage), kind, number)  # type: ignore[arg-type]
+    raise ScheduleError(
+        f"`{text}` is not a schedule action",
+        got=text,
+        allowed="stage, kind, microbatch: 2F0, 1RECV_B3, 0UNSHARD, (0F4;3B1)OVERLAP_F_B",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Ordered actions per pipeline rank.
+
+    Attributes:
+        name: How it was made: `1f1b`, `zbv`, `csv`.
+        stages: Virtual stages of the whole pipeline.
+        microbatches: Microbatches of one step.
+        ranks: Actions of each rank, in order. Idle steps are not stored: time comes from a simulation.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def has_communication(self) -> bool:
+        """True when sends and receives are written out (torch's `compute_comms` form)."""
+        return any(a.kind.startswith(("SEND", "RECV")) for rank in self.ranks for a in rank)
+
+    def leaves(self) -> Iterator[tuple[int, int, Action]]:
+        """Every action as (rank, position, action); an OVERLAP_F_B gives its parts with one position."""
+        for rank, actions in enumerate(self.ranks):
+            for position, action in enumerate(actions):
+                for leaf in action.leaves:
+                    yield rank, position, leaf
+
+    def placement(self) -> dict[int, int]:
+        """Stage to rank, from where a stage computes.
+
+        Raises:
+            ScheduleError: HP320 when a stage computes on two ranks, or on none.
+        """
+        found: dict[int, int] = {}
+        for rank, position, leaf in self.leaves():
+            if leaf.kind in COMPUTE and found.setdefault(leaf.stage, rank) != rank:
+                raise ScheduleError(
+                    f"stage {leaf.stage} computes on rank {found[leaf.stage]} and on rank {rank}",
+                    where=at(self, rank, position),
+                )
+        lost = sorted(set(range(self.stages)) - set(found))
+        if lost:
+            raise ScheduleError(f"stage {lost[0]} never computes", got=f"stages {sorted(found)}")
+        return found
+
+    def compute_only(self) -> Schedule:
+        """The schedule without communication, sharding and offload actions."""
+        kept = tuple(tuple(a for a in rank if a.kind in COMPUTE) for rank in self.ranks)
+        return Schedule(self.name, self.stages, self.microbatches, kept)
+
+    def to_csv(self, *, extended: bool = False) -> str:
+        """One row per rank; torch reads it with `_load_csv` as `compute_only` or `compute_comms`.
+
+        Args:
+            extended: Also write OFFLOAD and RELOAD, which torch does not read.
+
+        Raises:
+            ScheduleError: HP320 for an OFFLOAD or RELOAD when not `extended`.
+        """
+        for rank, position, leaf in self.leaves():
+            if leaf.kind in _OURS and not extended:
+                raise ScheduleError(
+                    f"torch.distributed.pipelining has no action {leaf.kind}",
+                    where=at(self, rank, position),
+                    hint="schedule.to_csv(extended=True)",
+                )
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(
+            [str(a) for a in rank] for rank in self.ranks
+        )
+        return out.getvalue()
+
+    @staticmethod
+    def from_csv(text: str, name: str = "csv") -> Schedule:
+        """Read either CSV form; empty cells are idle steps and are dropped.
+
+        Raises:
+            ScheduleError: HP320 for a cell that is no action, with its row and column, or a file without actions.
+        """
+        ranks = []
+        for row, cells in enumerate(csv.reader(io.StringIO(text))):
+            actions = []
+            for column, cell in enumerate(cells):
+                try:
+                    if cell.strip():
+                        actions.append(Action.parse(cell))
+                except ScheduleError as error:
+                    raise ScheduleError(
+                        error.what,
+                        where=f"{name}: row {row + 1}, column {column + 1}",
+                        got=error.got,
+                        allowed=error.allowed,
+                    ) from None
+            ranks.append(tuple(actions))
+        leaves = [leaf for rank in ranks for a in rank for leaf in a.leaves]
+        if not leaves:
+            raise ScheduleError("the schedule has no actions", where=name)
+        return Schedule(
+            name,
+            1 + max(leaf.stage for leaf in leaves),
+            1 + max(-1 if leaf.microbatch is None else leaf.microbatch for leaf in leaves),
+            tuple(ranks),
+        )
+
+
+def grid(
+    schedule: Schedule,
+    *,
+    rows: Literal["slots", "ranks"] = "slots",
+    starts: Sequence[Sequence[int]] | None = None,
+    mark: tuple[int, int] | None = None,
+    around: int | None = None,
+) -> str:
+    """The schedule as a table of text.
+
+    Args:
+        schedule: What to print.
+        rows: `slots`: one row per slot and one column per rank, as torch prints; `ranks`: the other way round.
+        starts: Slot of each action per rank (see `mpmd.unit_starts`), which shows bubbles, and `..` where an action
+            goes on; None: its position.
+        mark: Rank and position of an action to mark with `>` and `<`.
+        around: Show only this many slots before and after the marked one.
+    """
+    width = len(schedule.ranks)
+    cells: dict[tuple[int, int], str] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            slot = starts[rank][position] if starts else position
+            text = f">{action}<" if mark == (rank, position) else str(action)
+            cells[slot, rank] = f"{cells[slot, rank]} {text}" if (slot, rank) in cells else text
+            for later in range(slot + 1, slot + action.slots) if starts else ():
+                cells[later, rank] = ".."
+    first, last = 0, max((slot for slot, _ in cells), default=-1)
+    if mark and around is not None:
+        centre = starts[mark[0]][mark[1]] if starts else mark[1]
+        first, last = max(first, centre - around), min(last, centre + around)
+    slots = range(first, last + 1)
+    if rows == "slots":
+        head = ["slot", *(f"rank {r}" for r in range(width))]
+        body = [[str(s), *(cells.get((s, r), "") for r in range(width))] for s in slots]
+    else:
+        head = ["rank", *(str(s) for s in slots)]
+        body = [[str(r), *(cells.get((s, r), "") for s in slots)] for r in range(width)]
+    table = [head, *body]
+    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+    if rows == "ranks":
+        # Time runs to the right: every slot is equally wide.
+        widths[1:] = [max(widths[1:], default=0)] * len(widths[1:])
+    return "\n".join(
+        " ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in table
+    )
+
+
+def at(schedule: Schedule, rank: int, position: int) -> str:
+    """Where an action stands, with the grid around it; the `where` of a ScheduleError."""
+    lines = grid(schedule, mark=(rank, position), around=4).splitlines()
+    head = f"{schedule.name}: rank {rank}, action {position}: {schedule.ranks[rank][position]}"
+    return "\n".join([head, *(f"      {line}" for line in lines)])

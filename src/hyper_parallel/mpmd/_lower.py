@@ -1,0 +1,125 @@
+"""From what is computed to everything a rank does: sends and receives, FSDP gathers, gradient reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hyper_parallel.errors import ScheduleError
+from hyper_parallel.ir import Action, ActionKind, Schedule
+from hyper_parallel.ir.schedule import COMPUTE, at
+from hyper_parallel.mpmd._replay import unit_starts
+
+
+def lower(
+    schedule: Schedule, *, unshard: bool = False, max_unsharded: int = 3, reduce_grad: bool = True
+) -> Schedule:
+    """Add SEND, RECV and, if wanted, UNSHARD, RESHARD and REDUCE_GRAD to a compute-only schedule.
+
+    The actions are laid out in the order of a replay with unit times. When a computation ends whose result another
+    rank needs, the send is appended to its rank and the receive to the other at the same moment. So there is one
+    order of all actions in which every pair is adjacent: no deadlock even when a send waits for its receive, and
+    between two ranks messages arrive in the order in which they are sent, which NCCL needs because it has no tags.
+
+    Args:
+        schedule: Compute-only schedule.
+        unshard: Gather the parameters of a stage before use and free them when they are not among the next
+            `max_unsharded` stages of the rank.
+        max_unsharded: Stages whose parameters a rank holds gathered at once, prefetched ones included; 2 or more.
+        reduce_grad: Reduce (and scale) the gradients of a stage after its last backward. torch's runtime needs it
+            also without data parallelism: this action is what divides by the number of microbatches.
+
+    Raises:
+        ScheduleError: HP320 when the schedule already has other actions, cannot run, or max_unsharded is below 2.
+    """
+    for rank, position, leaf in schedule.leaves():
+        if leaf.kind not in COMPUTE:
+            raise ScheduleError(
+                f"only a compute-only schedule is lowered, this one has {leaf.kind}",
+                where=at(schedule, rank, position),
+                hint="schedule.compute_only()",
+            )
+    if max_unsharded < 2:
+        raise ScheduleError(
+            "a rank must be able to hold two gathered stages, for a forward and a backward",
+            got=f"max_unsharded={max_unsharded}",
+            allowed="2 and more",
+        )
+    place = schedule.placement()
+    starts = unit_starts(schedule)
+    events = []
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            start = starts[rank][position]
+            # At one time ends (0) come before starts (1): what arrives is received before it is used.
+            events.append((start, 1, rank, position))
+            events.append((start + action.slots, 0, rank, position))
+    out: list[list[Action]] = [[] for _ in schedule.ranks]
+    for _, starting, rank, position in sorted(events):
+        action = schedule.ranks[rank][position]
+        if starting:
+            out[rank].append(action)
+            continue
+        for leaf in action.leaves:
+            message = _message(leaf, schedule.stages)
+            if message and place[message[1].stage] != rank:
+                out[rank].append(message[0])
+                out[place[message[1].stage]].append(message[1])
+    ranks = [_with_unshard(row, max_unsharded) if unshard else row for row in out]
+    if reduce_grad:
+        ranks = [_with_reduce(row, schedule.microbatches) for row in ranks]
+    return Schedule(
+        schedule.name, schedule.stages, schedule.microbatches, tuple(tuple(row) for row in ranks)
+    )
+
+
+def _message(action: Action, stages: int) -> tuple[Action, Action] | None:
+    """The send and the receive that carry the result of an action to the neighbouring stage."""
+    s, i = action.stage, action.microbatch
+    if action.kind == "F" and s < stages - 1:
+        return Action(s, "SEND_F", i), Action(s + 1, "RECV_F", i)
+    if action.kind in ("B", "I") and s > 0:
+        return Action(s, "SEND_B", i), Action(s - 1, "RECV_B", i)
+    return None
+
+
+def _with_unshard(row: Sequence[Action], limit: int) -> list[Action]:
+    """Keep the stages gathered that the rank needs next, looking ahead over distinct stages."""
+    stages_at = [
+        list(dict.fromkeys(leaf.stage for leaf in a.leaves)) if a.kind in COMPUTE else []
+        for a in row
+    ]
+    # The next distinct stages at each position, built from the end.
+    ahead: list[list[int]] = []
+    following: list[int] = []
+    for stages in reversed(stages_at):
+        following = [*stages, *(s for s in following if s not in stages)]
+        ahead.append(following[:limit])
+    ahead.reverse()
+    gathered: list[int] = []
+    out: list[Action] = []
+
+    def emit(kind: ActionKind, stages: list[int]) -> None:
+        out.extend(Action(s, kind) for s in stages)
+
+    for action, wanted in zip(row, ahead, strict=True):
+        if action.kind in COMPUTE:
+            emit("RESHARD", [s for s in gathered if s not in wanted])
+            emit("UNSHARD", [s for s in wanted if s not in gathered])
+            gathered = wanted
+        out.append(action)
+    emit("RESHARD", gathered)
+    return out
+
+
+def _with_reduce(row: Sequence[Action], microbatches: int) -> list[Action]:
+    """REDUCE_GRAD after the last backward of each stage."""
+    left: dict[int, int] = {}
+    out: list[Action] = []
+    for action in row:
+        out.append(action)
+        for leaf in action.leaves:
+            if leaf.kind in ("B", "W"):
+                left[leaf.stage] = left.get(leaf.stage, microbatches) - 1
+                if not left[leaf.stage]:
+                    out.append(Action(leaf.stage, "REDUCE_GRAD"))
+    return out

@@ -1,0 +1,173 @@
+"""What one planning call works on: model, machine, workload and limits, resolved from what the user gave."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hyper_parallel.cost import Machine, ModelNumbers
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.ir import ModelRef, Strategy, Workload
+from hyper_parallel.model import ModelSpec, load_model
+from hyper_parallel.shard import ShardPlan, family_rules, legal_tp, plan_layouts
+from hyper_parallel.topology import Supernode, detect_local, load_topology
+
+LOCAL = "local"
+TOKENS_PER_DEVICE = 8192
+TOKENS_PER_CPU_RANK = 1024
+MOST_TOKENS_PER_STEP = 2**24
+MOST_TP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Everything a planning call has read.
+
+    Attributes:
+        model: The model.
+        supernode: The machine.
+        workload: Number formats and the batch numbers that are given.
+        num_devices: Devices to use.
+        notes: Sentences about what was assumed.
+        from_recipe: The request is a recipe, so hints are overrides, not options of the plan command.
+    """
+
+    model: ModelSpec
+    supernode: Supernode
+    workload: Workload
+    num_devices: int
+    notes: tuple[str, ...] = ()
+    from_recipe: bool = False
+
+    def hint(self, option: str, key: str, value: object) -> str:
+        """A change that can be pasted: an option of `plan`, or an override of the recipe."""
+        return f"{key}={value}" if self.from_recipe else f"{option}{value}"
+
+    @property
+    def numbers(self) -> ModelNumbers:
+        """The numbers of the model that the cost formulas need."""
+        return ModelNumbers.of(self.model)
+
+    @property
+    def machine(self) -> Machine:
+        """The numbers of the machine that the cost formulas need."""
+        return Machine.of(self.supernode, self.workload.compute_dtype)
+
+    def model_ref(self) -> ModelRef:
+        """What the plan remembers of the model."""
+        return ModelRef(
+            name=self.model.name,
+            family=self.model.family,
+            num_params=self.model.num_params,
+            num_active_params=self.model.num_active_params,
+            flops_per_token=float(self.model.flops_per_token(self.workload.seq_len)),
+            fingerprint=self.model.fingerprint,
+        )
+
+    def shard(self, strategy: Strategy, where: str | None = None) -> ShardPlan:
+        """Layouts of the model under a strategy; raises what `shard.plan_layouts` raises."""
+        params = {p.name: p for b in self.model.blocks for p in b.params}
+        attention = next((b.attention for b in self.model.blocks if b.attention), None)
+        return plan_layouts(
+            [(p.name, p.shape, p.dims) for p in params.values()],
+            family_rules(self.model.family),
+            strategy,
+            num_heads=self.model.num_heads,
+            num_kv_heads=self.model.num_kv_heads,
+            head_dim=attention.qk_head_dim if attention else 1,
+            vocab_size=self.model.vocab_size,
+            tied={p.name: p.tied_to for p in params.values() if p.tied_to},
+            where=where,
+        )
+
+    def tp_degrees(self, num_devices: int, executable: bool) -> tuple[int, ...]:
+        """Tensor-parallel degrees to try: they divide the devices, the heads and every width, and are at most 64.
+
+        Args:
+            num_devices: Devices to plan for.
+            executable: Only degrees that this version makes layouts for.
+        """
+        legal = legal_tp(
+            self.model.num_heads, self.model.num_kv_heads, *self.model.intermediate_sizes
+        )
+        wanted = [t for t in legal if num_devices % t == 0 and t <= MOST_TP]
+        return tuple(t for t in wanted if not executable or self._can_shard(t))
+
+    def _can_shard(self, tp: int) -> bool:
+        try:
+            self.shard(Strategy(tp_x=tp))
+        except HyperParallelError:
+            return False
+        return True
+
+
+def resolve(
+    model: str | Path | ModelSpec,
+    topology: str | Supernode,
+    workload: Workload | None,
+    num_devices: int | None,
+) -> Context:
+    """Read the model and the machine and fill in the workload.
+
+    Raises:
+        UnknownModel: HP304. ModelUnreadable: HP305. UnknownTopology: HP303.
+    """
+    spec = model if isinstance(model, ModelSpec) else load_model(model)
+    if isinstance(topology, Supernode):
+        supernode = topology
+    elif topology == LOCAL:
+        supernode = detect_local(num_devices)
+    else:
+        supernode = load_topology(topology)
+    devices = num_devices or supernode.num_devices
+    notes = list(spec.notes)
+    if workload is None:
+        workload = default_workload(spec, supernode, devices)
+        notes.append(
+            f"workload assumed: sequences of {workload.seq_len} tokens, {workload.tokens_per_step} tokens per step"
+        )
+    elif (workload.tokens_per_step, workload.microbatch, workload.accumulation_steps) == (
+        None,
+    ) * 3:
+        tokens = default_tokens(supernode, devices, workload.seq_len)
+        workload = replace(workload, tokens_per_step=tokens)
+        notes.append(f"workload assumed: {tokens} tokens per step")
+    return Context(spec, supernode, workload, devices, tuple(notes))
+
+
+def default_workload(
+    model: ModelSpec,
+    supernode: Supernode,
+    num_devices: int | None = None,
+    *,
+    seq_len: int | None = None,
+    tokens_per_step: int | None = None,
+) -> Workload:
+    """A plausible training step where nothing is said: bfloat16 with float32 states.
+
+    Args:
+        model: Sequences are as long as it is made for, at most 8192 tokens, on a CPU at most 512.
+        supernode: The machine.
+        num_devices: Devices to use; None: all of the machine.
+        seq_len: Tokens of a sequence, where it is given.
+        tokens_per_step: Tokens of a step, where it is given; else 8192 a device (1024 a CPU rank).
+    """
+    longest = 512 if supernode.device.kind == "cpu" else 8192
+    seq_len = seq_len or min(longest, model.max_position_embeddings or longest)
+    tokens = tokens_per_step or default_tokens(
+        supernode, num_devices or supernode.num_devices, seq_len
+    )
+    return Workload(seq_len, tokens_per_step=tokens)
+
+
+def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:
+    """Tokens of a step: 8192 a device (1024 a CPU rank) in whole sequences per device, halved while above 16 Mi.
+
+    A whole number of sequences for every device divides over every data-parallel degree.
+    """
+    per_device = TOKENS_PER_CPU_RANK if supernode.device.kind == "cpu" else TOKENS_PER_DEVICE
+    sequences = num_devices * max(1, math.ceil(per_device / seq_len))
+    while sequences * seq_len > MOST_TOKENS_PER_STEP and sequences % 2 == 0:
+        sequences //= 2
+    return sequences * seq_len

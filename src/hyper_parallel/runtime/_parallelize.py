@@ -1,0 +1,42 @@
+"""parallelize: a plan onto a model, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from hyper_parallel.backends.torch import apply_plan
+from hyper_parallel.ir import Plan
+from hyper_parallel.runtime._world import World
+
+
+def parallelize(
+    model: nn.Module, plan: Plan, world: World | None = None, ranks: Sequence[int] | None = None
+) -> nn.Module:
+    """Apply a plan to an unmodified model, in place.
+
+    Args:
+        model: Any `nn.Module`; Hugging Face models bring their own sharding rules. Parameters are real and equal on
+            every rank, or on the meta device.
+        plan: The plan.
+        world: Ranks to use; None: joins the one the environment describes.
+        ranks: Ranks of the world this model lives on; None: all.
+
+    Returns:
+        The same model, same class and parameter names, with its parameters laid out.
+
+    Raises:
+        DegreesMismatch: HP301 when the plan is for another number of ranks.
+        PlanMismatch: HP307 when the plan is for another model.
+        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for what cannot be split exactly.
+    """
+    world = World.join() if world is None else world
+    strategy = plan.strategy
+    mixed = plan.workload.compute_dtype != plan.workload.param_dtype
+    if strategy.world_size == 1 and world.world_size == 1 and not mixed:
+        return apply_plan(model, plan, None, 0, world.device, None)
+    mesh = world.mesh(strategy, ranks)
+    members = mesh.mesh.flatten().tolist()
+    position = members.index(world.rank)
+    return apply_plan(model, plan, mesh, position, world.device, world.group(mesh))

@@ -1,0 +1,157 @@
+"""The world of ranks one process belongs to: a value that owns process groups and can be closed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.errors import DegreesMismatch, DeviceUnavailable
+from hyper_parallel.ir import Strategy
+from hyper_parallel.runtime._launch import INIT_METHOD
+
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+_MESH_AXES = ("dp_replicate", "dp_shard", "tp_x")
+
+
+class World:
+    """Ranks that train one or more models together.
+
+    Attributes:
+        rank: This process.
+        world_size: Number of processes.
+        local_rank: This process among those of its machine.
+        device: Device this process computes on.
+        backend: Collective libraries by device kind; empty in a world of one without process group.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, local_rank: int, device: torch.device, backend: str
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.device = device
+        self.backend = backend
+        self._owns_group = False
+        self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @classmethod
+    def join(cls, device: str | None = None) -> World:
+        """Join the world the environment describes: our launcher's, torchrun's, or a world of one.
+
+        Args:
+            device: cpu, cuda or npu. None: an accelerator when there is one, else cpu.
+
+        Raises:
+            DeviceUnavailable: HP502 when this process finds no accelerator of its own.
+        """
+        rank = int(os.environ.get("RANK", "0"))
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        kind = device or _default_device()
+        world = cls(rank, world_size, local_rank, _device(kind, local_rank), "")
+        if "RANK" in os.environ and not dist.is_initialized():
+            world._open(os.environ.get(INIT_METHOD, "env://"))
+        elif dist.is_initialized():
+            world.rank, world.world_size = dist.get_rank(), dist.get_world_size()
+            world.backend = dist.get_backend_config()
+        return world
+
+    def _open(self, init_method: str | None) -> None:
+        """Create the default process group; without a method a group of one."""
+        self.backend = _BACKENDS[self.device.type]
+        options = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
+        dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
+        self._owns_group = True
+
+    def mesh(self, strategy: Strategy, ranks: Sequence[int] | None = None) -> DeviceMesh:
+        """Device mesh of a strategy with the axes dp_replicate, dp_shard, tp_x, degree 1 included.
+
+        Making a mesh makes process groups, so every rank of the world must call this, also ranks outside `ranks`, in
+        the same order. A mesh is made once and kept.
+
+        Args:
+            strategy: Its degrees must multiply to the number of ranks.
+            ranks: Ranks of this world that take part; None: all. Several models may live on disjoint sets.
+
+        Raises:
+            DegreesMismatch: HP301 when the degrees do not multiply to the number of ranks.
+        """
+        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        if strategy.world_size != len(members):
+            raise DegreesMismatch(
+                f"the degrees multiply to {strategy.world_size}, not to the number of ranks",
+                got=f"{strategy} on {len(members)} ranks",
+                hint=f"parallel.dp_shard={_fitting_shard(strategy, len(members))}",
+            )
+        degrees = tuple(getattr(strategy, axis) for axis in _MESH_AXES)
+        key = (degrees, members)
+        if key not in self._meshes:
+            if not dist.is_initialized():
+                self._open(None)
+            layout = torch.tensor(members, dtype=torch.int).view(degrees)
+            self._meshes[key] = DeviceMesh(self.device.type, layout, mesh_dim_names=_MESH_AXES)
+            if 1 < len(members) < self.world_size and members not in self._groups:
+                self._groups[members] = dist.new_group(list(members))
+        return self._meshes[key]
+
+    def group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+        """All ranks of a mesh that `mesh` made as one group; None for a mesh of one rank."""
+        if mesh.size() == 1:
+            return None
+        if mesh.size() == self.world_size:
+            return dist.group.WORLD
+        return self._groups[tuple(mesh.mesh.flatten().tolist())]
+
+    def close(self) -> None:
+        """Leave the world; groups this value opened are destroyed."""
+        self._meshes.clear()
+        self._groups.clear()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _fitting_shard(strategy: Strategy, ranks: int) -> int:
+    others = strategy.world_size // strategy.dp_shard
+    return max(1, ranks // others)
+
+
+def _default_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    npu = getattr(torch, "npu", None)
+    return "npu" if npu is not None and npu.is_available() else "cpu"
+
+
+def _device(kind: str, local_rank: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = getattr(torch, kind, None)
+    count = module.device_count() if module is not None and module.is_available() else 0
+    if local_rank >= count:
+        raise DeviceUnavailable(
+            f"local rank {local_rank} finds no {kind} device of its own",
+            got=f"{count} {kind} devices",
+            hint="lower the degrees, or start the run on more machines with torchrun",
+        )
+    module.set_device(local_rank)
+    return torch.device(kind, local_rank)

@@ -1,0 +1,81 @@
+"""What rank 0 shows: the start-up panel, a progress bar on a terminal, one line per step. All on standard error."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hyper_parallel.ir import Plan
+from hyper_parallel.units import format_bytes, format_count, format_seconds
+
+
+class Display:
+    """Progress bar and log lines of a run; on other ranks than 0 it shows nothing.
+
+    Args:
+        steps: Last step.
+        enabled: Whether this rank shows anything.
+    """
+
+    def __init__(self, steps: int, enabled: bool) -> None:
+        self.enabled = enabled
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not (enabled and self._console.is_terminal),
+            transient=True,
+        )
+        self._task = self._progress.add_task("training", total=steps)
+
+    def start(self) -> None:
+        """Draw the bar."""
+        self._progress.start()
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        self._progress.stop()
+
+    def advance(self, step: int) -> None:
+        """Move the bar to a step."""
+        self._progress.update(self._task, completed=step)
+
+    def line(self, text: str) -> None:
+        """Print one line above the bar."""
+        if self.enabled:
+            self._console.print(text, markup=False)
+
+
+def startup_panel(plan: Plan, data: str, output_dir: str) -> Panel:
+    """Topology, model, mesh, plan, prediction and data of a run at a glance."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    work = plan.workload
+    share = plan.memory_bytes / plan.memory_capacity_bytes if plan.memory_capacity_bytes else 0.0
+    batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens per data rank"
+    rows = [
+        ("topology", f"{plan.topology}, {plan.strategy.world_size} ranks"),
+        (
+            "model",
+            f"{plan.model.name} ({plan.model.family}), {format_count(plan.model.num_params)} parameters",
+        ),
+        ("mesh", str(plan.mesh)),
+        (
+            "step",
+            f"{format_count(work.tokens_per_step or 0)} tokens: {batch}, {work.compute_dtype}",
+        ),
+        ("data", data),
+        ("plan", plan.fingerprint),
+        ("predicted step", f"{format_seconds(plan.step_s)}, MFU {plan.predicted_mfu:.1%}"),
+        ("predicted memory", f"{format_bytes(plan.memory_bytes)} per rank ({share:.1%})"),
+        ("output", output_dir),
+    ]
+    for key, value in rows:
+        table.add_row(key, value)
+    return Panel(table, title="hyper-parallel train", title_align="left", expand=False)

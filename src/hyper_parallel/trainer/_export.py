@@ -1,0 +1,258 @@
+"""Write a model as a Hugging Face directory that `AutoModelForCausalLM.from_pretrained` loads with no remote code.
+
+Parameters are gathered one at a time; rank 0 turns each into the names and shapes of the published format (experts one
+by one) and writes a file whenever `max_file_bytes` are collected. The directory appears by one rename.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.backends.torch._huggingface import original_class, twin
+from hyper_parallel.backends.torch._weights import canonical_name
+from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
+
+MAX_FILE_BYTES = 5 * 1024**3
+"""Size at which a file is closed. 5 GiB: loads on small hosts, and few files for large models."""
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def export_hf(
+    model: nn.Module,
+    config: Any,
+    tokenizer_dir: str | Path | None,
+    out_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Write the model, its configuration and its tokenizer; collective over all ranks.
+
+    Rank 0 holds at most one file's tensors and one whole parameter in memory, the others one whole parameter.
+
+    Args:
+        model: A Hugging Face causal language model of plain tensors or DTensors.
+        config: Its configuration.
+        tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
+        out_dir: Created. An earlier export there is replaced; any other non-empty directory is refused.
+        dtype: Stored dtype; None: that of the parameters.
+        max_file_bytes: Size at which a file is closed.
+
+    Returns:
+        `out_dir`.
+
+    Raises:
+        ModelUnreadable: HP305 for a model that is no Hugging Face model.
+        OutputNotWritable: HP105 when the directory cannot be written.
+    """
+    out = Path(out_dir)
+    reference = twin(model)
+    if reference is None:
+        raise ModelUnreadable(
+            f"{original_class(model).__name__} is no Hugging Face model, so it has no export format"
+        )
+    state = {canonical_name(k): v for k, v in model.state_dict().items()}
+    names = _stored_once(reference, state)
+    if dtype is None:
+        dtype = next(v.dtype for v in state.values() if v.is_floating_point())
+    writer = None
+    failure: OutputNotWritable | None = None
+    if _rank() == 0:
+        try:
+            writer = _Writer(
+                out, reference, {n: state[n].shape for n in names}, dtype, max_file_bytes
+            )
+        except OSError as error:
+            failure = _not_writable(error, out)
+        except OutputNotWritable as error:
+            failure = error
+    _raise_everywhere(failure)
+    for name in names:
+        full = _whole(state[name])
+        if writer is not None and failure is None:
+            failure = _try(lambda full=full, name=name: writer.add(name, full), out)
+    if writer is not None and failure is None:
+        generation = getattr(model, "generation_config", None)
+        failure = _try(lambda: writer.close(config, generation, tokenizer_dir), out)
+    _raise_everywhere(failure)
+    return out
+
+
+class _Writer:
+    """Files of one export on rank 0, in a hidden directory until `close`."""
+
+    def __init__(
+        self,
+        out: Path,
+        reference: nn.Module,
+        shapes: dict[str, torch.Size],
+        dtype: torch.dtype,
+        max_file_bytes: int,
+    ) -> None:
+        if out.exists() and not (out.is_dir() and _replaceable(out)):
+            raise OutputNotWritable(
+                "the export directory holds something other than an export",
+                where=str(out),
+                hint="choose another directory, or empty this one",
+            )
+        self._out = out
+        self._reference = reference
+        self._dtype = dtype
+        self._temporary = out.parent / f".{out.name}.tmp"
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(parents=True)
+        # The format of the whole model on the meta device: which file each tensor goes to, known before writing.
+        meta = {n: torch.empty(s, dtype=dtype, device="meta") for n, s in shapes.items()}
+        sizes = {}
+        for name, tensor in meta.items():
+            for key, part in _published(reference, name, tensor).items():
+                sizes[key] = part.numel() * part.element_size()
+        expected = _published_all(reference, meta)
+        if expected != sizes.keys():
+            raise ModelUnreadable(
+                "the published format of this model joins several parameters in one tensor, which is not supported",
+                got=sorted(expected ^ sizes.keys())[:3],
+            )
+        self._file_of = _plan(sizes, max_file_bytes)
+        self._total_bytes = sum(sizes.values())
+        self._left: dict[str, int] = {}
+        for file in self._file_of.values():
+            self._left[file] = self._left.get(file, 0) + 1
+        self._open: dict[str, dict[str, Tensor]] = {}
+
+    def add(self, name: str, full: Tensor) -> None:
+        """Take one whole parameter; write the files it completes."""
+        if full.is_floating_point():
+            full = full.to(self._dtype)
+        for key, part in _published(self._reference, name, full.cpu()).items():
+            file = self._file_of[key]
+            # A copy: parts of one parameter share storage, which safetensors refuses.
+            self._open.setdefault(file, {})[key] = part.clone(memory_format=torch.contiguous_format)
+            self._left[file] -= 1
+            if self._left[file] == 0:
+                save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
+
+    def close(self, config: Any, generation: Any, tokenizer_dir: str | Path | None) -> None:
+        """Write everything else and give the directory its name."""
+        assert not self._open, f"tensors never completed: {sorted(self._open)}"
+        if len(self._left) > 1:
+            index = {
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": dict(sorted(self._file_of.items())),
+            }
+            text = json.dumps(index, indent=2) + "\n"
+            (self._temporary / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        config = copy.deepcopy(config)
+        config.architectures = [type(self._reference).__name__]
+        config.dtype = str(self._dtype).removeprefix("torch.")
+        config.save_pretrained(self._temporary)
+        if generation is not None:
+            generation.save_pretrained(self._temporary)
+        if tokenizer_dir is not None:
+            for name in _TOKENIZER_FILES:
+                source = Path(tokenizer_dir) / name
+                if source.is_file():
+                    shutil.copyfile(source, self._temporary / name)
+        old = self._out.parent / f".{self._out.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if self._out.exists():
+            self._out.rename(old)
+        self._temporary.rename(self._out)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _stored_once(reference: nn.Module, state: dict[str, Tensor]) -> list[str]:
+    """Names to write: of tied parameters only the one the model takes the others from."""
+    tied = reference.get_expanded_tied_weights_keys(all_submodels=True)
+    return [name for name in state if name not in tied or tied[name] not in state]
+
+
+def _published(reference: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """One parameter in the names and shapes of the published format."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(reference, {name: tensor})
+
+
+def _published_all(reference: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return set(revert_weight_conversion(reference, tensors))
+
+
+def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
+    """File of each tensor: consecutive tensors share a file until it is full."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for key, size in sizes.items():
+        if groups[-1] and filled + size > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(key)
+        filled += size
+    if len(groups) == 1:
+        return dict.fromkeys(groups[0], "model.safetensors")
+    return {
+        key: f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        for number, group in enumerate(groups, 1)
+        for key in group
+    }
+
+
+def _replaceable(out: Path) -> bool:
+    return (out / "config.json").is_file() or not any(out.iterdir())
+
+
+@torch.no_grad()
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _try(action: Callable[[], None], out: Path) -> OutputNotWritable | None:
+    try:
+        action()
+    except OSError as error:
+        return _not_writable(error, out)
+    return None
+
+
+def _not_writable(error: OSError, out: Path) -> OutputNotWritable:
+    return OutputNotWritable(
+        f"the export cannot be written: {error.strerror or error}", where=str(error.filename or out)
+    )
+
+
+def _raise_everywhere(failure: OutputNotWritable | None) -> None:
+    """Raise rank 0's failure on all ranks, so that none waits for it."""
+    box = [failure]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise box[0]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

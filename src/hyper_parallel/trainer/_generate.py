@@ -1,0 +1,338 @@
+"""Generation: a prompt continued by an exported model, one token a step, with a KV cache.
+
+The prompt passes through the model once (prefill) and leaves the keys and values of every layer in the cache; each
+further step feeds one token. Greedy decoding with the cache gives the tokens that recomputing everything would give.
+Runs on one device.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyper_parallel.errors import BadValue, DeviceUnavailable, RunUnreadable, WeightsUnreadable
+from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, render, stop_ids
+
+_REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        max_new_tokens: Limit of the continuation.
+        temperature: 0: the most likely token; else logits are divided by it and a token is drawn.
+        top_p: Draw from the smallest set of tokens whose probability reaches this (Holtzman et al. 2020).
+        seed: Of the draws; the same seed gives the same text.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, allowed in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+        ):
+            if not good:
+                got = getattr(self, name)
+                raise BadValue(f"{name} is out of range", got=got, allowed=allowed)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished continuation.
+
+    Attributes:
+        prompt: The prompt as given.
+        text: The continuation.
+        token_ids: Its tokens, without the one that stopped it.
+        num_prompt_tokens: Tokens of the prompt.
+        stopped: Whether a stop token ended it, not the limit.
+        seconds: Wall time of prefill and decoding.
+    """
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    stopped: bool
+    seconds: float
+
+
+def find_export(directory: str | Path) -> Path:
+    """The Hugging Face directory to generate from: `RUN_DIR/export`, or the directory itself.
+
+    Raises:
+        RunUnreadable: HP603 when there is no exported model or no tokenizer beside it.
+    """
+    root = Path(directory).expanduser()
+    export = next((d for d in (root / "export", root) if (d / "config.json").is_file()), None)
+    if export is None:
+        raise RunUnreadable(
+            "there is no exported model" if root.is_dir() else "the run directory does not exist",
+            where=str(root),
+            allowed="a directory written by `train`, with export/config.json, or a Hugging Face directory",
+            hint="hyper-parallel train RECIPE.yaml checkpoint.export=true",
+        )
+    if not has_tokenizer(export):
+        raise RunUnreadable("the exported model has no tokenizer", where=str(export))
+    return export
+
+
+def pick_device(device: str) -> torch.device:
+    """The device by name; `auto` is the accelerator when there is one, else the CPU.
+
+    Raises:
+        DeviceUnavailable: HP502 when the machine lacks it.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise BadValue("not the name of a device", got=device, allowed="auto, cpu, cuda") from error
+    present = accelerator is not None and accelerator.type == chosen.type
+    if chosen.type != "cpu" and (
+        not present or (chosen.index or 0) >= torch.accelerator.device_count()
+    ):
+        raise DeviceUnavailable(
+            "this machine does not have the device",
+            got=device,
+            allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
+            hint="--device auto",
+        )
+    return chosen
+
+
+def load(
+    directory: str | Path, *, device: str = "auto", dtype: str | None = None
+) -> tuple[Any, Any]:
+    """Model in evaluation mode and tokenizer of a run or a Hugging Face directory.
+
+    Args:
+        directory: RUN_DIR or Hugging Face directory.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
+        dtype: Format of the weights; None: the one they are stored in.
+
+    Raises:
+        RunUnreadable: HP603 when nothing was exported there.
+        WeightsUnreadable: HP703 when the weight files cannot be read.
+        BadValue: HP102 when the dtype does not exist.
+        DeviceUnavailable: HP502 when the machine lacks the device.
+    """
+    from transformers import AutoModelForCausalLM
+
+    export = find_export(directory)
+    kinds = ("float64", "float32", "bfloat16", "float16")
+    if dtype is not None and dtype not in kinds:
+        raise BadValue("not a format of weights", got=dtype, allowed=kinds)
+    where = pick_device(device)
+    tokenizer = load_tokenizer(export)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(export),
+            dtype=getattr(torch, dtype) if dtype else "auto",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        # transformers and safetensors raise many classes here, plain Exception among them.
+        raise WeightsUnreadable(
+            "the exported model cannot be loaded",
+            where=str(export),
+            got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+        ) from error
+    if info["missing_keys"]:
+        raise WeightsUnreadable(
+            "the exported weights lack parameters of the model",
+            where=str(export),
+            got=sorted(info["missing_keys"])[:3],
+        )
+    return model.to(where).eval(), tokenizer
+
+
+@torch.no_grad()
+def decode_tokens(
+    model: Any, prompt_ids: list[int], sampling: Sampling, stops: Collection[int] = ()
+) -> Iterator[int]:
+    """Yield new tokens one by one, up to the limit or to one of `stops`, which is not yielded.
+
+    Args:
+        model: A Hugging Face causal language model.
+        prompt_ids: Tokens of the prompt, at least one.
+        sampling: How tokens are chosen.
+        stops: Tokens that end the text.
+    """
+    from transformers import DynamicCache
+
+    generator = torch.Generator().manual_seed(sampling.seed)
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor([prompt_ids], device=model.device)
+    for _ in range(sampling.max_new_tokens):
+        # Only the last position is needed: [1, 1, V] and not [1, S, V].
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token = choose(out.logits[0, -1], sampling, generator)
+        if token in stops:
+            return
+        yield token
+        ids = torch.tensor([[token]], device=model.device)
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token of logits [V]; drawn on the CPU in float64, so that a seed means the same on every device."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.double().cpu() / sampling.temperature, dim=-1)
+    ranked, order = probabilities.sort(descending=True, stable=True)
+    # A token stays when the more likely ones have not reached top_p yet; the first always stays.
+    ranked[ranked.cumsum(0) - ranked >= sampling.top_p] = 0
+    drawn = torch.multinomial(ranked, 1, generator=generator)
+    return int(order[drawn])
+
+
+def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
+    """Text of tokens as it becomes certain: the bytes of one character may span several tokens."""
+    pending: list[int] = []
+    context: list[int] = []
+    for token in tokens:
+        pending.append(token)
+        # Decoding with the tokens before keeps the spaces that a tokenizer drops at the beginning of a text.
+        before = tokenizer.decode(context)
+        text = tokenizer.decode(context + pending)[len(before) :]
+        if text and not text.endswith(_REPLACEMENT):
+            yield text
+            context, pending = pending, []
+    if pending:
+        yield tokenizer.decode(context + pending)[len(tokenizer.decode(context)) :]
+
+
+class Generator:
+    """A loaded model that continues prompts.
+
+    Args:
+        directory: RUN_DIR or Hugging Face directory.
+        device: `auto`, `cpu`, `cuda`, ...
+        dtype: Format of the weights; None: as stored.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, device: str = "auto", dtype: str | None = None
+    ) -> None:
+        self.model, self.tokenizer = load(directory, device=device, dtype=dtype)
+
+    def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
+        """Tokens of a prompt; with `chat`, wrapped as a user's turn. An empty prompt is a document's beginning.
+
+        Raises:
+            BadValue: HP102 when the tokenizer has no chat template.
+        """
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise BadValue(
+                    "the tokenizer has no chat template",
+                    where=self.tokenizer.name_or_path,
+                    got="--chat",
+                    hint="leave out --chat",
+                )
+            text = render(self.tokenizer, [{"role": "user", "content": prompt}], prompt=True)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = list(self.tokenizer(prompt)["input_ids"])
+        return ids or [self.tokenizer.eos_token_id]
+
+    def stream(
+        self, prompt: str, sampling: Sampling | None = None, *, chat: bool = False
+    ) -> Iterator[str]:
+        """The continuation of a prompt, piece by piece; wrong input is refused before the first piece.
+
+        Raises:
+            BadValue: HP102 when prompt and continuation exceed the context of the model.
+        """
+        _, tokens = self._start(prompt, sampling or Sampling(), chat)
+        return stream_text(self.tokenizer, tokens)
+
+    def generate(
+        self, prompt: str, sampling: Sampling | None = None, *, chat: bool = False
+    ) -> Generation:
+        """Continue a prompt to its end.
+
+        Raises:
+            BadValue: HP102 when prompt and continuation exceed the context of the model.
+        """
+        sampling = sampling or Sampling()
+        start = time.perf_counter()
+        prompt_ids, stream = self._start(prompt, sampling, chat)
+        tokens = tuple(stream)
+        return Generation(
+            prompt=prompt,
+            text="".join(stream_text(self.tokenizer, tokens)),
+            token_ids=tokens,
+            num_prompt_tokens=len(prompt_ids),
+            stopped=len(tokens) < sampling.max_new_tokens,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _start(
+        self, prompt: str, sampling: Sampling, chat: bool
+    ) -> tuple[list[int], Iterator[int]]:
+        prompt_ids = self.encode(prompt, chat=chat)
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        if context is not None and len(prompt_ids) + sampling.max_new_tokens > context:
+            raise BadValue(
+                "prompt and continuation are longer than the context of the model",
+                got=f"{len(prompt_ids)} + {sampling.max_new_tokens} tokens",
+                allowed=f"{context} tokens in all",
+                hint=f"--max-new-tokens {max(1, context - len(prompt_ids))}",
+            )
+        return prompt_ids, decode_tokens(self.model, prompt_ids, sampling, self._stops(chat))
+
+    def _stops(self, chat: bool) -> set[int]:
+        """Tokens that end a text: the tokenizer's, the model's own list, in a chat the template's."""
+        own = self.model.generation_config.eos_token_id
+        stops = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
+        return (stops | stop_ids(self.tokenizer) if chat else stops) - {None}
+
+
+def generate(
+    model_dir: str | Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str | None = None,
+    chat: bool = False,
+) -> str:
+    """Continuation of a prompt by an exported model; `Generator` keeps the model for several prompts.
+
+    Args:
+        model_dir: RUN_DIR of `train`, or a Hugging Face directory.
+        prompt: Text to continue; with `chat`, what the user says.
+        max_new_tokens: Limit of the continuation.
+        temperature: 0: greedy; higher: more varied.
+        top_p: Share of probability that is drawn from.
+        seed: Of the draws.
+        device: `auto`, `cpu`, `cuda`, ...
+        dtype: Format of the weights; None: as stored.
+        chat: Wrap the prompt in the tokenizer's chat template.
+
+    Raises:
+        RunUnreadable: HP603 when nothing was exported there.
+        BadValue: HP102 when the text would exceed the model's context.
+    """
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    model = Generator(model_dir, device=device, dtype=dtype)
+    return model.generate(prompt, sampling, chat=chat).text

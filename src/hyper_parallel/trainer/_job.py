@@ -1,0 +1,213 @@
+"""A run before any rank: everything that can be refused is refused here, in one process."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml
+from hyper_parallel.errors import CheckpointCorrupt, Contradiction, OutputNotWritable
+from hyper_parallel.ir import Plan
+from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._manifest import steps
+from hyper_parallel.trainer.data import Batches, PackedData
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run, ready to start; every rank gets the same one.
+
+    Attributes:
+        recipe: The resolved recipe.
+        plan: The plan, for exactly `plan.strategy.world_size` ranks.
+        packed: The prepared data.
+        output_dir: Where everything is written.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    packed: PackedData
+    output_dir: Path
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints are written."""
+        return self.output_dir / "checkpoints"
+
+    @property
+    def export_dir(self) -> Path:
+        """Where the Hugging Face directory is written."""
+        return self.output_dir / "export"
+
+    @property
+    def resume_dir(self) -> Path:
+        """Where checkpoints are looked for."""
+        source = self.recipe.checkpoint.from_dir
+        return Path(source) / "checkpoints" if source else self.checkpoint_dir
+
+    def train_batches(self) -> Batches:
+        """The order of the training sequences."""
+        work = self.plan.workload
+        return Batches(
+            self.packed.train,
+            sequences_per_step=(work.tokens_per_step or 0) // work.seq_len,
+            seed=self.recipe.training.seed,
+            shuffle=self.recipe.data.shuffle,
+            fingerprint=self.packed.fingerprint,
+        )
+
+    def holdout_batches(self) -> Batches | None:
+        """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
+        held_out = self.packed.holdout
+        tokens = self.recipe.training.eval_tokens
+        count = min(len(held_out), max(1, tokens // self.recipe.data.seq_len))
+        if count == 0:
+            return None
+        unit = self.plan.strategy.dp * (self.plan.workload.microbatch or 1)
+        size = math.ceil(count / unit) * unit
+        return Batches(held_out, sequences_per_step=size, shuffle=False, tail="pad", limit=count)
+
+
+def under_torchrun() -> bool:
+    """Whether another launcher has started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def started_ranks() -> int | None:
+    """Ranks that another launcher has started; None when this process starts them."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+
+
+def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = True) -> Job:
+    """Check the recipe, prepare its data and plan it.
+
+    Args:
+        loaded: The recipe with the origins of its values.
+        progress: Show progress bars of the data preparation on standard error.
+        write: Create the output directory and write `config.yaml` and `plan.json` there.
+
+    Raises:
+        HyperParallelError: Anything a user can have got wrong; see docs/train.md.
+    """
+    from hyper_parallel.planner import plan_recipe
+    from hyper_parallel.trainer._model import build_model, weights_directory
+    from hyper_parallel.trainer.data import prepare
+
+    recipe = loaded.recipe
+    output_dir = Path(recipe.output_dir)
+    check_writable(output_dir)
+    if recipe.sample_prompt is not None and not recipe.checkpoint.export:
+        raise Contradiction(
+            "the sample is written by the exported model, and the recipe exports none",
+            where=loaded.where("sample_prompt"),
+            got=f"sample_prompt={recipe.sample_prompt!r}, checkpoint.export=false",
+            hint="checkpoint.export=true",
+        )
+    _check_resume(loaded)
+    plan = plan_recipe(recipe, started_ranks(), loaded.where)
+    weights_directory(recipe)
+    build_model(recipe)
+    packed = prepare(
+        recipe.data,
+        stage=recipe.stage,
+        model_path=recipe.model.path,
+        seed=recipe.training.seed,
+        progress=progress,
+    )
+    job = Job(recipe, plan, packed, output_dir)
+    job.train_batches(), job.holdout_batches()
+    if write:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_text(output_dir / "config.yaml", recipe_to_yaml(recipe))
+        write_text(output_dir / "plan.json", plan.to_json() + "\n")
+    return job
+
+
+def _check_resume(loaded: LoadedRecipe) -> None:
+    """Raise when the recipe insists on a checkpoint and none was ever published."""
+    choice = loaded.recipe.checkpoint
+    directory = Path(choice.from_dir or loaded.recipe.output_dir) / "checkpoints"
+    if choice.resume == "must" and not steps(directory):
+        raise CheckpointCorrupt(
+            "there is no checkpoint to continue from",
+            where=f"{loaded.where('checkpoint.resume')}; looked in {directory}",
+            hint="checkpoint.resume=auto",
+        )
+
+
+def check_writable(directory: Path) -> None:
+    """Raise when a directory cannot be created or written; leaves nothing behind.
+
+    Raises:
+        OutputNotWritable: HP105.
+    """
+    existing = directory.absolute()
+    missing = []
+    while not existing.exists() and existing != existing.parent:
+        missing.append(existing)
+        existing = existing.parent
+    if not existing.is_dir():
+        problem = f"{existing} is a file"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"no permission to write {existing}"
+    else:
+        problem = _try_to_create(missing)
+    if not problem:
+        return
+    raise OutputNotWritable(
+        "the output directory cannot be written",
+        where=f"output_dir={directory}",
+        got=problem,
+        hint="output_dir=<a directory you can write>",
+    )
+
+
+def _try_to_create(directories: list[Path]) -> str:
+    """Create directories, outermost last in the list, and remove them again; what went wrong, or ""."""
+    created: list[Path] = []
+    try:
+        for path in reversed(directories):
+            path.mkdir()
+            created.append(path)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    finally:
+        for path in reversed(created):
+            path.rmdir()
+    return ""
+
+
+def clear_run(job: Job) -> list[str]:
+    """Remove what an earlier run left in the output directory and the new run would mix with.
+
+    Returns:
+        Names of the removed files and directories.
+    """
+    names = ("checkpoints", "export", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
+             "sample.txt", "run.json", "report.html", "trace.json")  # fmt: skip
+    removed = []
+    for name in names:
+        path = job.output_dir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.exists():
+            path.unlink()
+        else:
+            continue
+        removed.append(name)
+    return removed
+
+
+def rank_command(job: Job, words: list[str]) -> str:
+    """The command that starts the same ranks by hand.
+
+    Args:
+        job: The run.
+        words: Recipe and overrides, quoted for a shell.
+    """
+    ranks = job.plan.strategy.world_size
+    prefix = f"torchrun --standalone --nproc-per-node={ranks} -m hyper_parallel train"
+    return " ".join([prefix, *words])

@@ -1,0 +1,139 @@
+"""What a run writes per step: metrics.jsonl and eval.jsonl (full precision), TensorBoard, one line for people.
+
+The two JSONL files are the contract with the reports. A record is one line, written at once, so a reader never sees
+half of one; a resumed run first drops the records after the checkpoint it continues from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from hyper_parallel.trainer._files import write_text
+from hyper_parallel.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One line of metrics.jsonl.
+
+    Attributes:
+        step: Optimizer step, from 1.
+        loss: Mean over all valid tokens of the step, over every rank and microbatch.
+        grad_norm: Global norm of the gradients before clipping.
+        lr: Learning rate of the step.
+        tokens: Tokens of this step over all ranks.
+        valid_tokens: Those of them that the loss counts.
+        tokens_seen: Tokens since step 1, this step included.
+        step_s: Seconds of the step.
+        tps: Tokens per second and device.
+        tflops: Model TFLOP/s per device, recomputation not counted.
+        mfu: Model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
+        memory_bytes: Peak memory of the step on the fullest rank.
+        pred_step_s: Step time the plan predicts.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    valid_tokens: int
+    tokens_seen: int
+    step_s: float
+    tps: float
+    tflops: float
+    mfu: float
+    memory_bytes: int
+    pred_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """One line of eval.jsonl: the mean loss over the held-out tokens before step 1 (step 0) or after `step`."""
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+class MetricsLog:
+    """The metric files of a run directory; rank 0 holds one.
+
+    Args:
+        directory: Run directory.
+        resumed_step: Last step the run already has, 0 for a new run.
+    """
+
+    def __init__(self, directory: Path, resumed_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, TextIO] = {}
+        for name in ("metrics", "eval"):
+            path = directory / f"{name}.jsonl"
+            _keep_until(path, resumed_step)
+            self._files[name] = path.open("a", encoding="utf-8")
+        board = directory / "tensorboard"
+        if resumed_step == 0 and board.exists():
+            for old in board.glob("events.out.tfevents.*"):
+                old.unlink()
+        self._board = SummaryWriter(str(board), purge_step=resumed_step + 1)
+
+    def step(self, record: StepRecord) -> None:
+        """Append a training step."""
+        self._append("metrics", record)
+        for name in ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s"):
+            self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Append an evaluation."""
+        self._append("eval", record)
+        self._board.add_scalar("eval/loss", record.loss, record.step)
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        for file in self._files.values():
+            file.close()
+        self._board.close()
+
+    def _append(self, name: str, record: Any) -> None:
+        self._files[name].write(json.dumps(asdict(record)) + "\n")
+        self._files[name].flush()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the records after a step, and a last line a killed run may have cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if step and record["step"] <= step:
+            kept.append(line + "\n")
+    write_text(path, "".join(kept))
+
+
+def log_line(record: StepRecord, steps: int, capacity_bytes: int) -> str:
+    """One step for people, in the field's usual order, with the deviation from the plan."""
+    width = len(str(steps))
+    share = f" ({record.memory_bytes / capacity_bytes:.1%})" if capacity_bytes else ""
+    parts = [
+        f"step {record.step:>{width}}/{steps}",
+        f"loss {record.loss:.4f}",
+        f"grad_norm {record.grad_norm:.3f}",
+        f"memory {format_bytes(record.memory_bytes)}{share}",
+        f"tps {record.tps:,.0f}",
+        f"tflops {record.tflops:.3g}",
+        f"mfu {record.mfu:.1%}",
+    ]
+    if record.pred_step_s > 0 and math.isfinite(record.pred_step_s):
+        parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.1%}")
+    return "  ".join(parts)

@@ -1,0 +1,283 @@
+"""Recipes: merging with origins, the rules of `parallel`, and every mistake refused with a hint."""
+
+import pickle
+import textwrap
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyper_parallel.config import Parallel, Recipe, load_recipe, recipe_to_yaml
+from hyper_parallel.errors import (
+    BadValue,
+    Contradiction,
+    DegreesMismatch,
+    HyperParallelError,
+    RecipeUnreadable,
+    UnknownKey,
+)
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(text, name="recipe.yaml"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return _write
+
+
+@pytest.fixture
+def minimal(write):
+    return write("model: {path: tiny}\n")
+
+
+# --- values and origins ---------------------------------------------------------------------------------------------
+
+
+def test_defaults_parent_file_and_command_line_in_this_order(write):
+    write(
+        """
+        model: {path: tiny}
+        training: {steps: 50, lr: 1e-3, seed: 1}
+        data: {seq_len: 128}
+        """,
+        "base.yaml",
+    )
+    path = write("extends: base.yaml\ntraining: {lr: 2e-3, seed: 2}\n")
+    loaded = load_recipe(path, ["training.seed=3", "data.shuffle=false"])
+    assert loaded.path == path
+    training = loaded.recipe.training
+    assert (training.steps, training.lr, training.seed) == (50, 2e-3, 3)
+    assert loaded.recipe.data.seq_len == 128
+    assert {
+        key: loaded.origins[key]
+        for key in (
+            "training.steps",
+            "training.lr",
+            "training.seed",
+            "training.eps",
+            "data.shuffle",
+        )
+    } == {
+        "training.steps": "extends base.yaml",
+        "training.lr": "recipe",
+        "training.seed": "command line",
+        "training.eps": "default",
+        "data.shuffle": "command line",
+    }
+    assert loaded.where("training.seed") == f"{path}: training.seed (set by command line)"
+    assert loaded.where("training.lr") == f"{path}: training.lr"
+
+
+def test_every_value_has_an_origin(minimal):
+    loaded = load_recipe(minimal)
+    dump = loaded.recipe.model_dump()
+    keys = [
+        f"{section}.{key}" if isinstance(value, dict) else section
+        for section, value in dump.items()
+        for key in (value if isinstance(value, dict) else [None])
+    ]
+    assert set(keys) <= set(loaded.origins)
+
+
+def test_json_recipe(write):
+    path = write('{"model": {"path": "tiny"}, "training": {"lr": 0.01}}', "recipe.json")
+    assert load_recipe(path).recipe.training.lr == 0.01
+
+
+def test_unquoted_exponents_and_dtype_aliases(write):
+    path = write("model: {path: tiny}\ntraining: {lr: 1e-4, dtype: bf16}\n")
+    training = load_recipe(path, ["training.eps=1e-6"]).recipe.training
+    assert (training.lr, training.dtype, training.eps) == (1e-4, "bfloat16", 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("override", "get", "value"),
+    [
+        ("training.betas=[0.8, 0.9]", lambda r: r.training.betas, (0.8, 0.9)),
+        ("training.max_grad_norm=null", lambda r: r.training.max_grad_norm, None),
+        ("sample_prompt=def f(x): return {x", lambda r: r.sample_prompt, "def f(x): return {x"),
+        ("sample_prompt=yes", lambda r: r.sample_prompt, "yes"),
+        ("model.path=123", lambda r: r.model.path, "123"),
+        ("data.tokenizer=null", lambda r: r.data.tokenizer, None),
+        (
+            "parallel.rules.model.layers.*.mlp.up_proj=replicate",
+            lambda r: r.parallel.rules,
+            {"model.layers.*.mlp.up_proj": "replicate"},
+        ),
+        ("data={seq_len: 64, shuffle: false}", lambda r: r.data.seq_len, 64),
+    ],
+)
+def test_override_values(minimal, override, get, value):
+    assert get(load_recipe(minimal, [override]).recipe) == value
+
+
+# --- parallel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("", [], {"auto": True}),
+        ("parallel: auto", [], {"auto": True}),
+        ("parallel: {world_size: 2}", [], {"auto": True, "world_size": 2}),
+        ("parallel: {tp: 2}", [], {"auto": False, "tp_x": 2}),
+        ("parallel: {tp_x: 2, tp: 2}", [], {"auto": False, "tp_x": 2}),
+        ("parallel: {auto: true, tp: 2}", [], {"auto": True, "tp_x": 2}),
+        ("", ["parallel.tp=2"], {"auto": False, "tp_x": 2}),
+        ("parallel: auto", ["parallel.tp=2"], {"auto": False, "tp_x": 2}),
+        ("parallel: auto", ["parallel.tp=2", "parallel.auto=true"], {"auto": True, "tp_x": 2}),
+        ("parallel: {dp_shard: 2}", ["parallel.tp=2"], {"auto": False, "dp_shard": 2, "tp_x": 2}),
+        ("parallel: {dp_shard: 2}", ["parallel=auto"], {"auto": True}),
+        ("parallel: {dp_shard: 2}", ["parallel.auto=true"], {"auto": True, "dp_shard": 2}),
+        ("parallel: {tp_x: 2}", ["parallel.tp=4"], {"auto": False, "tp_x": 4}),
+    ],
+)
+def test_parallel_rules(write, text, overrides, expected):
+    path = write(f"model: {{path: tiny}}\n{text}\n")
+    loaded = load_recipe(path, overrides)
+    assert loaded.recipe.parallel == Parallel(**expected)
+    given = loaded.recipe.parallel.model_fields_set
+    assert given == set(expected) | {"auto"}
+
+
+def test_two_names_of_one_degree_must_agree(write):
+    path = write("model: {path: tiny}\nparallel: {tp: 2, tp_x: 4}\n")
+    with pytest.raises(Contradiction, match="two names of one degree"):
+        load_recipe(path)
+
+
+# --- round trip -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lr=st.floats(1e-9, 1.0),
+    seed=st.integers(-(2**40), 2**40),
+    prompt=st.none() | st.text(max_size=30),
+    degrees=st.dictionaries(st.sampled_from(["tp_x", "dp_shard", "pp", "ep"]), st.integers(1, 9)),
+    auto=st.booleans(),
+    rules=st.dictionaries(
+        st.from_regex(r"[a-z.*]{1,12}", fullmatch=True), st.just("colwise"), max_size=2
+    ),
+)
+def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees, auto, rules):
+    recipe = Recipe(
+        model={"path": "tiny"},
+        training={"lr": lr, "seed": seed},
+        parallel={"auto": auto, "rules": rules, **degrees},
+        sample_prompt=prompt,
+    )
+    path = tmp_path_factory.mktemp("resolved") / "config.yaml"
+    path.write_text(recipe_to_yaml(recipe))
+    again = load_recipe(path).recipe
+    assert again == recipe
+    if auto:  # a degree that was left to the planner is still left to it
+        assert set(degrees) == again.parallel.model_fields_set & {"tp_x", "dp_shard", "pp", "ep"}
+    assert recipe_to_yaml(again) == recipe_to_yaml(recipe)
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "error", "words"),
+    [
+        ("trainings: {lr: 1}", [], UnknownKey, ["unknown key `trainings`", "write `training"]),
+        ("training: {learning_rate: 1}", [], UnknownKey, ["training.learning_rate"]),
+        ("training: {warmup_step: 1}", [], UnknownKey, ["write `training.warmup_steps: 1`"]),
+        ("lr_schedule: wsd", [], UnknownKey, ["write `training.lr_schedule: wsd`"]),
+        ("", ["training.stpes=5"], UnknownKey, ["(set by command line)", "write `training.steps=5`"]),
+        ("", ["parallel.dpshard=2"], UnknownKey, ["write `parallel.dp_shard=2`"]),
+        ("training: {lr: 0}", [], BadValue, ["training.lr", "got: 0", "a number > 0"]),
+        ("training: {lr: fast}", [], BadValue, ["training.lr", "got: 'fast'", "a number > 0"]),
+        ("training: {lr: .nan}", [], BadValue, ["training.lr", "got: nan"]),
+        ("training: {min_lr_ratio: 2}", [], BadValue, [">= 0 and <= 1"]),
+        ("", ["training.lr_schedule=cosin"], BadValue, ["cosine, wsd", "training.lr_schedule=cosine"]),
+        ("", ["data.seq_len=1.5"], BadValue, ["data.seq_len (set by command line)", "integer >= 2"]),
+        ("", ["training.betas=[0.9]"], BadValue, ["training.betas", "2 values"]),
+        ("", ["training.deterministic=maybe"], BadValue, ["true or false"]),
+        ("training: fast", [], BadValue, ["`training`", "a mapping of keys"]),
+        ("parallel: sometimes", [], BadValue, ["`parallel`"]),
+        ("", ["training.lr"], BadValue, ["not an override", "training.lr=VALUE"]),
+        ("", ["data.seq_len=[1"], BadValue, ["is not YAML"]),
+        ("stage: sft", [], Contradiction, ["conversations", "data.source"]),
+        ("stage: sft\ndata: {source: x, format: text}", [], Contradiction, ["data.format"]),
+        ("training: {warmup_steps: 9, steps: 8}", [], Contradiction, ["training.warmup_steps=0"]),
+        ("training: {decay_steps: 5}", [], Contradiction, ["training.lr_schedule=wsd"]),
+        (
+            "training: {decay_steps: 95, lr_schedule: wsd}", [], Contradiction,
+            ["training.decay_steps=90"],
+        ),
+        ("training: {eval_every: 5}\ndata: {holdout: 0}", [], Contradiction, ["data.holdout=0.02"]),
+        ("checkpoint: {from_dir: a, resume: never}", [], Contradiction, ["checkpoint.from_dir"]),
+        ("parallel: {tp: 2, world_size: 4}", [], DegreesMismatch, ["parallel.world_size=2"]),
+        ("extends: 3", [], BadValue, ["extends"]),
+        ("extends: absent.yaml", [], RecipeUnreadable, ["absent.yaml", "No such file"]),
+    ],
+)  # fmt: skip
+def test_mistakes(write, text, overrides, error, words):
+    path = write(f"model: {{path: tiny}}\n{text}\n")
+    with pytest.raises(error) as caught:
+        load_recipe(path, overrides)
+    rendered = caught.value.render()
+    assert str(path.parent) in rendered
+    for word in words:
+        assert word in rendered
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("model: {path: tiny\ntraining: [", "r.yaml", ["is not YAML", "line 2"]),
+        ('{"model": {"path": "tiny"},}', "r.json", ["is not JSON", "line 1"]),
+        ("training: {lr: 1}\nmodel: {path: a}\ntraining: {lr: 2}\n", "r.yaml", ["twice", "line 3"]),
+        ('{"a": 1, "a": 2}', "r.json", ["`a` is given twice"]),
+        ("- 1\n", "r.yaml", ["not a mapping", "list"]),
+        ("", "r.yaml", ["an empty file"]),
+    ],
+)
+def test_unreadable_files_name_the_line(write, text, name, words):
+    path = write(text, name)
+    with pytest.raises(RecipeUnreadable) as caught:
+        load_recipe(path)
+    for word in words:
+        assert word in caught.value.render()
+
+
+def test_missing_file_and_missing_model(write, tmp_path):
+    with pytest.raises(RecipeUnreadable, match="No such file"):
+        load_recipe(tmp_path / "absent.yaml")
+    with pytest.raises(BadValue, match="`model` is missing"):
+        load_recipe(write("training: {lr: 1}\n"))
+
+
+def test_grandparents_are_refused(write):
+    write("extends: c.yaml\n", "b.yaml")
+    with pytest.raises(Contradiction, match="parent of its own"):
+        load_recipe(write("extends: b.yaml\n"))
+
+
+def test_all_problems_are_reported_at_once(write):
+    path = write("model: {path: tiny}\ntraining: {lr: -1, stepz: 3}\ndata: {seq_len: 1}\n")
+    with pytest.raises(HyperParallelError) as caught:
+        load_recipe(path)
+    text = caught.value.render()
+    assert "and 2 more:" in text
+    assert text.count("error[") == 3
+    assert (
+        pickle.loads(pickle.dumps(caught.value)).render() == text
+    )  # ranks send errors to their parent
+    for word in ("data.seq_len", "training.lr", "training.stepz", "training.steps: 3"):
+        assert word in text
+
+
+def test_default_warmup_shrinks_with_a_very_short_run_and_says_so(minimal):
+    loaded = load_recipe(minimal, ["training.steps=5"])
+    assert loaded.recipe.training.warmup_steps == 0
+    assert loaded.origins["training.warmup_steps"].startswith("derived: a tenth")
+    assert load_recipe(minimal, ["training.steps=10"]).recipe.training.warmup_steps == 10

@@ -1,0 +1,310 @@
+"""`hyper-parallel train` as a person calls it, on a model of 20 thousand parameters."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from hyper_parallel.cli import application
+from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import (
+    BadValue,
+    CheckpointCorrupt,
+    Contradiction,
+    DegreesMismatch,
+    HyperParallelError,
+    LossNotFinite,
+    ModelUnreadable,
+    NoData,
+    NotDivisible,
+    OutputNotWritable,
+    RecipeUnreadable,
+    UnknownKey,
+    UnknownModel,
+    WeightsUnreadable,
+)
+from hyper_parallel.ir import Plan, Timeline
+from hyper_parallel.serde import decode
+
+pytestmark = pytest.mark.e2e
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a model config, a text file, a recipe and a data cache."""
+    root = tmp_path_factory.mktemp("train")
+    (root / "model.json").write_text(json.dumps(CONFIG))
+    (root / "text.txt").write_text(
+        "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(4000))
+    )
+    (root / "recipe.yaml").write_text(
+        f"""
+model: {{path: {root}/model.json}}
+data:
+  source: {root}/text.txt
+  seq_len: 32
+  vocab_size: 384
+  cache_dir: {root}/cache
+training:
+  steps: 4
+  dtype: float64
+  tokens_per_step: 256
+  lr: 1.0e-2
+  warmup_steps: 2
+  lr_schedule: constant
+  eval_tokens: 1000
+parallel: {{dp_shard: 1}}
+"""
+    )
+    return root
+
+
+def _train(place, out, *overrides):
+    arguments = ["train", str(place / "recipe.yaml"), f"output_dir={out}", *overrides]
+    result = CliRunner().invoke(application(), arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def _rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _curve(out):
+    return [(r["loss"], r["grad_norm"]) for r in _rows(out / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def one_rank(place):
+    out = place / "one"
+    _train(place, out, "checkpoint.export=false")
+    return out
+
+
+def _assert_same_curve(mine, reference):
+    assert len(mine) == len(reference)
+    for (loss, norm), (loss_0, norm_0) in zip(mine, reference, strict=True):
+        assert loss == pytest.approx(loss_0, rel=1e-10)
+        assert norm == pytest.approx(norm_0, rel=1e-10)
+
+
+def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
+    out = place / "two"
+    result = _train(place, out, "parallel.dp_shard=2", "sample_prompt=def ")
+    _assert_same_curve(_curve(out), _curve(one_rank))
+    evals, evals_0 = _rows(out / "eval.jsonl"), _rows(one_rank / "eval.jsonl")
+    assert [e["step"] for e in evals] == [0, 4]
+    assert evals[1]["loss"] == pytest.approx(evals_0[1]["loss"], rel=1e-10)
+    assert evals[0]["tokens"] == 31 * 32  # whole sequences only, the same on every layout
+    assert evals[1]["loss"] < evals[0]["loss"]
+
+    assert load_recipe(out / "config.yaml").recipe.parallel.dp_shard == 2
+    plan = Plan.load(out / "plan.json")
+    row = _rows(out / "metrics.jsonl")[-1]
+    assert row["tokens"] == 4 * 256
+    assert row["valid_tokens"] == 256
+    assert row["tps"] == pytest.approx(256 / row["step_s"] / 2)
+    assert row["mfu"] == pytest.approx(
+        row["tps"] * plan.model.flops_per_token / plan.peak_flops, rel=1e-12
+    )
+    assert row["memory_bytes"] > 0
+    timeline = decode(Timeline, json.loads((out / "timeline.json").read_text()))
+    assert timeline.kind == "measured"
+    names = {(s.lane, s.name) for s in timeline.spans if s.step == 3}
+    assert {(f"rank {r}/compute", n) for r in (0, 1) for n in ("forward", "backward")} <= names
+    assert {"report.html", "trace.json", "run.json"} <= {p.name for p in out.iterdir()}
+    assert list((out / "tensorboard").iterdir())
+    sample = (out / "sample.txt").read_text()
+    assert sample.startswith("def ")
+    assert sample.strip() in result.stdout
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(out / "export", dtype="auto")
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+
+
+def test_a_run_resumes_on_another_layout(place, one_rank):
+    out = place / "resumed"
+    common = ("checkpoint.export=false",)
+    _train(place, out, "parallel.tp=2", "training.steps=2", *common)
+    _train(place, out, "parallel.dp_replicate=2", "checkpoint.resume=must", *common)
+    _assert_same_curve(_curve(out), _curve(one_rank))
+    assert [r["step"] for r in _rows(out / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_never_resuming_starts_over(place, one_rank):
+    out = place / "again"
+    for _ in range(2):
+        _train(place, out, "training.steps=2", "checkpoint.resume=never", "checkpoint.export=false")
+        assert _curve(out) == _curve(one_rank)[:2]
+
+
+def test_microbatches_and_recompute_change_nothing(place, one_rank):
+    out = place / "accumulated"
+    _train(
+        place, out, "training.microbatch=4", "training.recompute=full", "checkpoint.export=false"
+    )
+    _assert_same_curve(_curve(out), _curve(one_rank))
+
+
+def test_ranks_with_different_numbers_of_labels_share_one_mean(place):
+    """Conversations: packed rows hold different numbers of assistant tokens, on ranks and in microbatches."""
+    rows = [
+        {"conversations": [
+            {"from": "human", "value": f"add {i}"},
+            {"from": "gpt", "value": "yes " * (1 + i % 9)},
+        ]}
+        for i in range(300)
+    ]  # fmt: skip
+    chats = place / "chats.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = (
+        "stage=sft", f"data.source={chats}", "data.format=sharegpt", "training.steps=3",
+        "checkpoint.export=false",
+    )  # fmt: skip
+    outs = [place / f"chat_{n}" for n in (1, 2)]
+    _train(place, outs[0], *common)
+    _train(place, outs[1], "parallel.dp_shard=2", *common)
+    _assert_same_curve(_curve(outs[1]), _curve(outs[0]))
+    counts = [[r["valid_tokens"] for r in _rows(out / "metrics.jsonl")] for out in outs]
+    assert counts[0] == counts[1]
+    assert len(set(counts[0])) > 1
+    assert all(0 < count < 256 for count in counts[0])
+
+
+def test_dry_run_starts_nothing_and_writes_nothing(place):
+    out = place / "dry"
+    result = _train(place, out, "parallel.dp_shard=2", "--dry-run")
+    assert not out.exists()
+    assert "torchrun --standalone --nproc-per-node=2 -m hyper_parallel train" in result.stdout
+    assert "parallel.dp_shard=2" in result.stdout
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step(place):
+    out = place / "diverged"
+    with pytest.raises(LossNotFinite) as caught:
+        _train(place, out, "training.lr=1e300", "training.dtype=float32", "training.warmup_steps=0")
+    assert "training.lr" in caught.value.hint
+    assert [row["step"] for row in _rows(out / "metrics.jsonl")] == [1]
+    assert not list((out / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "says"),
+    [
+        (["training.lrr=1"], UnknownKey, "training.lr"),
+        (["training.lr=-1"], BadValue, "training.lr"),
+        (["parallel.dp_shard=2", "parallel.world_size=3"], DegreesMismatch, "3"),
+        (["parallel.tp=3"], NotDivisible, "tp=3"),
+        (["model.path=/nowhere/model"], UnknownModel, "/nowhere/model"),
+        (["model.init=pretrained"], WeightsUnreadable, "pretrained"),
+        (["data.source={root}/empty.txt"], NoData, "empty.txt"),
+        (["data.source={root}/missing.txt"], NoData, "missing.txt"),
+        (["output_dir={root}/text.txt"], OutputNotWritable, "text.txt"),
+        (["checkpoint.resume=must"], CheckpointCorrupt, "checkpoint"),
+        (["sample_prompt=x", "checkpoint.export=false"], Contradiction, "export"),
+        (["model.path={root}/strange.json"], (ModelUnreadable, UnknownModel), "strange"),
+    ],
+)
+def test_mistakes_are_refused_before_any_rank(place, overrides, error, says):
+    (place / "empty.txt").write_text("")
+    (place / "strange.json").write_text('{"model_type": "no_such_model"}')
+    out = place / "refused"
+    with pytest.raises(error) as caught:
+        _train(place, out, *(text.format(root=place) for text in overrides))
+    assert says in caught.value.render()
+    assert not (out / "metrics.jsonl").exists()
+    assert not (out / "logs").exists()
+
+
+def test_a_missing_recipe_is_refused(place):
+    result = CliRunner().invoke(application(), ["train", str(place / "nothing.yaml")])
+    assert isinstance(result.exception, RecipeUnreadable)
+
+
+def test_degrees_that_do_not_fit_torchrun_are_refused(place, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(HyperParallelError) as caught:
+        _train(place, place / "refused", "parallel.dp_shard=2")
+    assert caught.value.code == "HP301"
+
+
+def _start(place, out, *overrides, launcher=("-m", "hyper_parallel")):
+    command = [sys.executable, *launcher, "train", str(place / "recipe.yaml"), f"output_dir={out}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *overrides], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def _wait_for_steps(process, out: Path, steps: int):
+    deadline = time.monotonic() + 90
+    path = out / "metrics.jsonl"
+    while not path.exists() or len(path.read_text().splitlines()) < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_when_a_rank_dies_the_run_ends_with_its_name(place):
+    out = place / "killed"
+    with _start(place, out, "parallel.dp_shard=3", "training.tokens_per_step=192",
+                "training.steps=100000", "checkpoint.every=5") as process:  # fmt: skip
+        _wait_for_steps(process, out, 8)
+        ranks = sorted(child.pid for child in psutil.Process(process.pid).children())
+        assert len(ranks) == 3
+        os.kill(ranks[1], signal.SIGKILL)
+        killed = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - killed < 20
+    assert process.returncode == 1
+    assert "error[HP601]: rank 1 failed (killed by SIGKILL)" in errors
+    assert sum(line.startswith(("rank 0:", "rank 2:")) for line in errors.splitlines()) == 2
+    assert not any(psutil.pid_exists(pid) for pid in ranks)
+    assert [r["step"] for r in _rows(out / "metrics.jsonl")][:8] == list(range(1, 9))
+    published = [p.name for p in (out / "checkpoints").iterdir() if p.name.startswith("step_")]
+    assert published
+    assert all((out / "checkpoints" / name / "manifest.json").exists() for name in published)
+
+
+def test_an_interrupt_stops_all_ranks(place):
+    out = place / "interrupted"
+    with _start(place, out, "parallel.dp_shard=2", "training.steps=100000") as process:
+        _wait_for_steps(process, out, 2)
+        ranks = [child.pid for child in psutil.Process(process.pid).children()]
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert not any(psutil.pid_exists(pid) for pid in ranks)
+
+
+def test_torchrun_starts_the_same_run(place, one_rank):
+    out = place / "torchrun"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    overrides = ("parallel.dp_shard=2", "checkpoint.export=false")
+    launcher = (*torchrun, "-m", "hyper_parallel")
+    with _start(place, out, *overrides, launcher=launcher) as process:
+        _, errors = process.communicate(timeout=110)
+    assert process.returncode == 0, errors
+    _assert_same_curve(_curve(out), _curve(one_rank))
+    assert (out / "report.html").exists()

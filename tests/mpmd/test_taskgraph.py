@@ -1,0 +1,198 @@
+"""The simulator against a fixed-point computation, its memory counters, and its speed."""
+
+import gc
+import json
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyper_parallel.errors import ScheduleError, TaskGraphError
+from hyper_parallel.ir import Counter, Schedule, Task, TaskGraph, peaks, simulate
+from hyper_parallel.mpmd import StageCost, bubble_fraction, lower, make_schedule, schedule_tasks
+from hyper_parallel.serde import decode, encode
+
+pytestmark = pytest.mark.unit
+
+
+@st.composite
+def _graphs(draw, policies=("order",)):
+    tasks = []
+    for number in range(draw(st.integers(1, 25))):
+        deps = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else ()
+        tasks.append(
+            Task(
+                str(number),
+                f"lane {draw(st.integers(0, 3))}",
+                draw(st.integers(0, 9)),
+                deps=tuple(sorted(deps)),
+                priority=draw(st.integers(0, 2)),
+            )
+        )
+    chosen = {f"lane {i}": draw(st.sampled_from(policies)) for i in range(4)}
+    return TaskGraph(tuple(tasks), chosen)
+
+
+def _starts(timeline):
+    return {int(s.name): round(s.start_s * 1e9) for s in timeline.spans}
+
+
+@settings(deadline=None)
+@given(_graphs())
+def test_executors_in_order_give_the_longest_path(graph):
+    """Start = latest end of the dependencies and of the task before it on the executor, iterated with numpy."""
+    n = len(graph.tasks)
+    before = np.zeros((n, n), dtype=bool)
+    last = {}
+    for number, task in enumerate(graph.tasks):
+        before[number, list(task.deps)] = True
+        if task.executor in last:
+            before[number, last[task.executor]] = True
+        last[task.executor] = number
+    durations = np.array([t.duration_ns for t in graph.tasks])
+    starts = np.zeros(n, dtype=int)
+    for _ in range(n):
+        starts = np.where(before, starts + durations, 0).max(axis=1)
+    assert _starts(simulate(graph)) == dict(enumerate(starts.tolist()))
+
+
+@settings(deadline=None)
+@given(_graphs(("order", "priority")))
+def test_any_policy_respects_the_graph_and_never_idles_without_reason(graph):
+    starts = _starts(simulate(graph))
+    ends = {k: starts[k] + t.duration_ns for k, t in enumerate(graph.tasks)}
+    for number, task in enumerate(graph.tasks):
+        ready = max((ends[d] for d in task.deps), default=0)
+        assert starts[number] >= ready
+        same = [k for k, t in enumerate(graph.tasks) if t.executor == task.executor and k != number]
+        for k in same:
+            assert ends[k] <= starts[number] or ends[number] <= starts[k]
+        if graph.policies[task.executor] == "priority":
+            # Ready tasks wait only while their executor is busy.
+            waited = (max(0, min(ends[k], starts[number]) - max(starts[k], ready)) for k in same)
+            assert sum(waited) == starts[number] - ready
+
+
+def test_priority_takes_the_most_urgent_ready_task():
+    tasks = (
+        Task("first", "gpu", 5, priority=9),
+        Task("signal", "cpu", 3),
+        Task("low", "gpu", 1, priority=2),
+        Task("high", "gpu", 1, deps=(1,), priority=1),
+    )
+    timeline = simulate(TaskGraph(tasks, {"gpu": "priority"}))
+    assert {s.name: round(s.start_s * 1e9) for s in timeline.spans} == {
+        "low": 0,
+        "signal": 0,
+        "first": 1,
+        "high": 6,
+    }
+
+
+def test_memory_released_at_an_instant_is_free_for_what_starts_then():
+    tasks = (
+        Task("a", "gpu", 2, at_start=(("hbm", 100),), at_end=(("hbm", -100), ("host", 100))),
+        Task("b", "gpu", 2, at_start=(("hbm", 60),)),
+    )
+    timeline = simulate(TaskGraph(tasks, initial_bytes={"hbm": 7}))
+    assert timeline.kind == "simulated"
+    assert timeline.counters == (
+        Counter("hbm", 0.0, 7),
+        Counter("hbm", 0.0, 107),
+        Counter("hbm", 2e-9, 7),
+        Counter("host", 2e-9, 100),
+        Counter("hbm", 2e-9, 67),
+    )
+    assert peaks(timeline) == {"hbm": 107, "host": 100}
+
+
+def test_a_graph_out_of_order_is_refused():
+    with pytest.raises(TaskGraphError, match="task 0 `a` depends on task 1"):
+        TaskGraph((Task("a", "x", 1, deps=(1,)), Task("b", "x", 1)))
+    with pytest.raises(TaskGraphError, match="depends on task 0, which is not before it"):
+        TaskGraph((Task("a", "x", 1, deps=(0,)),))
+    with pytest.raises(TaskGraphError, match="negative duration"):
+        TaskGraph((Task("a", "x", -1),))
+
+
+def test_transfers_lengthen_the_fill_and_wait_for_their_link():
+    """GPipe on two ranks: with a link slower than the stage, the link sets the pace."""
+    schedule = make_schedule("gpipe", 2, 4)
+    cost = StageCost(2e-9, 1e-9, 1e-9, send_forward_s=3e-9, send_backward_s=1e-9)
+    timeline = simulate(schedule_tasks(schedule, [cost] * 2))
+    ends = {s.name: round(s.end_s * 1e9) for s in timeline.spans}
+    assert [ends[f"0SEND_F{i}"] for i in range(4)] == [5, 8, 11, 14]
+    assert ends["1F3"] == 16
+    # Then four backwards of 2 on rank 1, the last gradient over the link, and its backward on rank 0.
+    assert round(timeline.end_s * 1e9) == 16 + 8 + 1 + 2
+    assert bubble_fraction(timeline) == pytest.approx(1 - 32 / (2 * 27))
+
+
+def test_memory_of_a_schedule_follows_activations_and_offload():
+    cost = StageCost(1.0, 1.0, 1.0, activation_bytes=100, weight_grad_input_bytes=40, offload_s=0.5)
+    one = simulate(schedule_tasks(make_schedule("1f1b", 4, 8), [cost] * 4))
+    assert peaks(one) == {f"rank {r}/device": 100 * (4 - r) for r in range(4)}
+    split = simulate(schedule_tasks(make_schedule("zb_h1", 4, 8), [cost] * 4))
+    # The last rank puts three weight gradients off, each keeping 40.
+    assert peaks(split)["rank 3/device"] == 3 * 40 + 100
+    assert {s.lane: s.value for s in split.counters} == {f"rank {r}/device": 0 for r in range(4)}
+    plain = "0F0,{}0F1,0F2,0B2,0B1,{}0B0\n"
+    offloaded = Schedule.from_csv(plain.format("0OFFLOAD0,", "0RELOAD0,"))
+    got = simulate(schedule_tasks(offloaded, [cost]))
+    # The second forward starts while the first activation is leaving, the third after it has left.
+    assert peaks(got) == {"rank 0/device": 200}
+    slow = simulate(schedule_tasks(Schedule.from_csv(plain.format("", "")), [cost]))
+    assert got.end_s == slow.end_s + 0.5
+    assert sum(s.category == "copy" for s in got.spans) == 2
+
+
+def test_parameters_are_gathered_before_use_and_freed():
+    cost = StageCost(1.0, 1.0, 1.0, unshard_s=0.25, reduce_grad_s=0.5, parameter_bytes=10)
+    lowered = lower(make_schedule("interleaved_1f1b", 2, 4, 4), unshard=True, max_unsharded=2)
+    timeline = simulate(schedule_tasks(lowered, [cost] * 8))
+    assert peaks(timeline) == {"rank 0/device": 20, "rank 1/device": 20}
+    spans = {}
+    for s in timeline.spans:
+        spans.setdefault(s.name, s)
+    for stage in range(8):
+        assert spans[f"{stage}F0"].start_s >= spans[f"{stage}UNSHARD"].end_s
+        last = max(s.end_s for s in timeline.spans if s.name.startswith(f"{stage}B"))
+        assert spans[f"{stage}REDUCE_GRAD"].start_s >= last
+
+
+def test_costs_must_match_the_stages():
+    with pytest.raises(ScheduleError, match="every stage needs its cost"):
+        schedule_tasks(make_schedule("1f1b", 2, 2), [StageCost(1, 1, 1)])
+
+
+def test_time_is_exact_however_long_the_run():
+    tasks = tuple(Task(str(i), "gpu", 100_000_001) for i in range(20_000))
+    assert simulate(TaskGraph(tasks)).end_s == 20_000 * 100_000_001 / 1e9
+
+
+def test_a_large_schedule_simulates_quickly():
+    """64 ranks x 8 stages: time per task at 64 microbatches against 4; anything quadratic would be 16 times."""
+
+    def seconds_per_task(m):
+        schedule = make_schedule("interleaved_1f1b", 64, m, 8)
+        graph = schedule_tasks(schedule, [StageCost(1e-3, 1e-3, 1e-3)] * schedule.stages)
+        best = float("inf")
+        for _ in range(2):
+            gc.collect()
+            begin = time.process_time()
+            simulate(graph)
+            best = min(best, time.process_time() - begin)
+        return best / len(graph.tasks)
+
+    small, large = seconds_per_task(4), seconds_per_task(64)
+    assert large < 4 * small + 1e-5
+
+
+def test_json_round_trip():
+    cost = StageCost(1.0, 1.0, 1.0, send_forward_s=0.1, activation_bytes=8)
+    graph = schedule_tasks(make_schedule("1f1b", 2, 3), [cost] * 2)
+    assert decode(TaskGraph, json.loads(json.dumps(encode(graph)))) == graph
+    schedule = make_schedule("dualpipev", 2, 5)
+    assert decode(Schedule, json.loads(json.dumps(encode(schedule)))) == schedule

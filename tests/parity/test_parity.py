@@ -1,0 +1,88 @@
+"""Every layout repeats the run of one device: loss curve, norms, gradients; and sends the bytes of the formula."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from hyper_parallel.ir import Strategy
+from hyper_parallel.runtime import World, launch
+from tests.parity._case import Case, Reference, Run, run, strategies
+
+# One fork runs a whole group of layouts, so its first test takes the time of all of them.
+pytestmark = [pytest.mark.parity, pytest.mark.timeout(300)]
+RTOL = 1e-10
+
+CASES = {
+    "llama": Case(),
+    "qwen3-tied-accumulated": Case("qwen3", tied=True, sequences=16, accumulation=2),
+    # Rows that no dp_shard divides (some ranks get none of a head norm), a vocabulary that tp does not divide, fewer
+    # key-value heads than tp ranks, biases, tokens that tp does not divide, a batch whose last half is padding.
+    "qwen3-uneven": Case(
+        "qwen3", vocab=97, hidden=70, mlp=104, kv_heads=2, head_dim=10, bias=True, seq_len=13, ragged=True
+    ),
+    "llama-tied-uneven": Case(
+        tied=True, vocab=100, hidden=72, mlp=104, kv_heads=1, head_dim=10, bias=True, seq_len=13, ragged=True
+    ),
+}  # fmt: skip
+
+
+def _matrix() -> list[tuple[str, int, Strategy]]:
+    found = []
+    for size in (1, 2, 4, 8):
+        for case in ("llama", "qwen3-tied-accumulated"):
+            found += [(case, size, s) for s in strategies(size)]
+    for case in ("qwen3-uneven", "llama-tied-uneven"):
+        found += [(case, 4, s) for s in strategies(4)]
+        found += [
+            (case, 8, Strategy(tp_x=8)),
+            (case, 8, Strategy(dp_shard=8)),
+            (case, 8, Strategy(dp_replicate=2, dp_shard=2, tp_x=2)),
+        ]
+    found += [
+        ("qwen3-tied-accumulated", 4, s)
+        for s in strategies(4, recompute="full", reshard_after_forward=False)
+        if s.dp_shard == 2 or s.tp == 4
+    ]
+    return found
+
+
+MATRIX = _matrix()
+
+
+@functools.cache
+def _reference(case: str) -> Reference:
+    reference = Reference(CASES[case])
+    assert reference.gradients  # both runs happen before the ranks are forked
+    assert reference.run
+    return reference
+
+
+@functools.cache
+def _results(case: str, size: int) -> dict[Strategy, list[Run]]:
+    reference = _reference(case)
+    wanted = [s for c, n, s in MATRIX if (c, n) == (case, size)]
+
+    def rank(_: int) -> list[Run]:
+        with World.join("cpu") as world:
+            return [run(reference, s, world, gradients=size <= 4) for s in wanted]
+
+    ranks = launch(rank, size, timeout_s=280)
+    return {s: [r[i] for r in ranks] for i, s in enumerate(wanted)}
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "strategy"),
+    MATRIX,
+    ids=[f"{c}-{str(s).replace(' ', '-')}" for c, _, s in MATRIX],
+)
+def test_layout_repeats_one_device(case: str, size: int, strategy: Strategy) -> None:
+    expected = _reference(case).run
+    ranks = _results(case, size)[strategy]
+    losses = [sum(r.losses[i] for r in ranks) / strategy.tp for i in range(len(expected.losses))]
+    assert losses == pytest.approx(expected.losses, rel=RTOL, abs=0)
+    for found in ranks:
+        assert found.norms == pytest.approx(expected.norms, rel=RTOL, abs=0)
+        assert found.gradient_error <= RTOL
+    assert ranks[0].counted == ranks[0].planned

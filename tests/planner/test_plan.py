@@ -1,0 +1,222 @@
+"""Choosing: legality, the pick against brute force, runners-up, errors with a remedy."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hyper_parallel as hp
+from hyper_parallel.errors import (
+    BatchMismatch,
+    DegreesMismatch,
+    DoesNotFit,
+    HyperParallelError,
+    NoLegalStrategy,
+    NotDivisible,
+    PlanMismatch,
+    UnknownKey,
+    UnsupportedSharding,
+)
+from hyper_parallel.ir import Plan, Strategy, Workload
+from hyper_parallel.model import load_model
+from hyper_parallel.planner import diff, plan, recheck
+from tests.cost.machines import machine, small_model
+
+pytestmark = pytest.mark.unit
+
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x")
+
+
+def brute_force(model, supernode, tokens, seq_len, devices):
+    """The best strategy by pricing every combination of degrees, batch and memory choices one at a time."""
+    found = []
+    for degrees in itertools.product(range(1, devices + 1), repeat=len(DEGREES)):
+        for recompute, reshard, micro in itertools.product(
+            ("none", "full"), (True, False), (1, 2, 4, 8, 16)
+        ):
+            strategy = Strategy(
+                **dict(zip(DEGREES, degrees, strict=True)),
+                recompute=recompute,
+                reshard_after_forward=reshard,
+            )
+            if strategy.world_size != devices:
+                continue
+            workload = Workload(seq_len, tokens, micro)
+            try:
+                one = plan(model, supernode, workload, strategy=strategy)
+            except HyperParallelError:
+                continue
+            if one.memory_bytes <= one.memory_capacity_bytes:
+                found.append(one)
+    return min(found, key=lambda p: p.step_s)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 6])
+@pytest.mark.parametrize("memory_gib", [64, 1.3])
+def test_pick_equals_brute_force(devices, memory_gib):
+    model, supernode = small_model(heads=12, kv_heads=6, hidden=384), machine(memory_gib=memory_gib)
+    tokens = 512 * 12
+    best = brute_force(model, supernode, tokens, 512, devices)
+    chosen = plan(model, supernode, Workload(512, tokens), num_devices=devices)
+    assert chosen.step_s == pytest.approx(best.step_s, rel=1e-9)
+    assert chosen.memory_bytes <= chosen.memory_capacity_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(devices=st.sampled_from([1, 2, 3, 4, 8, 12, 16]), layers=st.integers(1, 6))
+def test_every_plan_adds_up(devices, layers):
+    chosen = plan(small_model(layers=layers), machine(), num_devices=devices)
+    assert chosen.strategy.world_size == devices
+    assert chosen.step_s == pytest.approx(sum(t.seconds for t in chosen.cost))
+    w = chosen.workload
+    sequences = w.microbatch * w.accumulation_steps * chosen.strategy.dp
+    assert sequences * w.seq_len == w.tokens_per_step
+    assert all(r.strategy.world_size == devices for r in chosen.rejected)
+    fitting = [r for r in chosen.rejected if r.memory_bytes <= chosen.memory_capacity_bytes]
+    assert all(r.step_s >= chosen.step_s * (1 - 1e-9) for r in fitting)
+
+
+def test_runners_up_say_why():
+    chosen = plan("llama-3-70b", "dgx-h100", num_devices=64)
+    assert 5 <= len(chosen.rejected) <= 7
+    meshes = {tuple(r.strategy.degrees().items()) for r in chosen.rejected}
+    assert len(meshes) == len(chosen.rejected)
+    for r in chosen.rejected:
+        assert r.reason.startswith(("slower by", "does not fit", "as fast"))
+
+
+def test_pins_are_kept_and_named():
+    chosen = plan("llama-3-70b", "cloudmatrix384", num_devices=64, pins={"tp": 4, "pp": 2})
+    assert (chosen.strategy.tp_x, chosen.strategy.pp) == (4, 2)
+    with pytest.raises(UnknownKey, match="HP101"):
+        plan("llama-3-8b", machine(), pins={"zero": 3})
+
+
+def test_not_executable_plans_say_so_and_executable_ones_have_layouts():
+    later = plan("llama-3-8b", machine(), num_devices=16, pins={"pp": 2})
+    assert not later.layouts
+    assert any("cannot run this plan yet" in n for n in later.notes)
+    now = plan("llama-3-8b", machine(), num_devices=16, pins={"pp": 1, "cp": 1})
+    assert set(now.layouts) == {p.name for b in load_model("llama-3-8b").blocks for p in b.params}
+    assert not any("cannot run" in n for n in now.notes)
+
+
+def test_given_strategy_is_priced_as_it_is():
+    workload = Workload(512, 512 * 8)
+    one = plan(small_model(), machine(), workload, strategy=Strategy(dp_shard=2, tp_x=4))
+    assert one.strategy == Strategy(dp_shard=2, tp_x=4)
+    assert (
+        str(one.layouts["model.layers.*.mlp.up_proj.weight"]) == "[mlp:tp_x.dp_shard, embed] @ hbm"
+    )
+    assert not one.rejected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "error"),
+    [
+        (Strategy(tp_x=3), NotDivisible),
+        (Strategy(tp_x=2, tp_y=2), UnsupportedSharding),
+        (Strategy(pp=8), NotDivisible),
+        (Strategy(cp=3), NotDivisible),
+        (Strategy(dp_shard=4, ep=2), NotDivisible),
+        (Strategy(dp_shard=3), BatchMismatch),
+        (Strategy(pp=4, dp_shard=4), BatchMismatch),
+    ],
+)
+def test_illegal_strategies_are_refused_with_a_hint(strategy, error):
+    with pytest.raises(error) as caught:
+        plan(small_model(), machine(), Workload(512, 512 * 8), strategy=strategy)
+    assert caught.value.hint
+
+
+def test_degrees_that_do_not_multiply():
+    with pytest.raises(DegreesMismatch) as caught:
+        plan(small_model(), machine(), num_devices=8, strategy=Strategy(dp_shard=2, tp_x=2))
+    assert caught.value.hint == "parallel.dp_shard=4"
+
+
+def test_nothing_legal_names_the_nearest_pin_and_it_works():
+    with pytest.raises(NoLegalStrategy) as caught:
+        plan(small_model(), machine(), num_devices=16, pins={"tp": 16})
+    assert caught.value.hint == "--pin tp_x=8"
+    plan(small_model(), machine(), num_devices=16, pins={"tp_x": 8})
+
+
+def test_batch_that_divides_nowhere_names_one_that_does():
+    with pytest.raises(NoLegalStrategy) as caught:
+        plan(small_model(), machine(), Workload(512, 1000), num_devices=8)
+    assert caught.value.hint == "--tokens-per-step 4096"
+
+
+def test_nothing_fits_names_devices_that_do():
+    with pytest.raises(DoesNotFit) as caught:
+        plan("llama-3-405b", "cloudmatrix384", num_devices=8)
+    name, devices = caught.value.hint.split()
+    assert name == "--devices"
+    chosen = plan("llama-3-405b", "cloudmatrix384", num_devices=int(devices))
+    assert chosen.memory_bytes <= chosen.memory_capacity_bytes
+    with pytest.raises(DoesNotFit):
+        plan("llama-3-405b", "cloudmatrix384", num_devices=int(devices) // 2)
+
+
+def test_given_strategy_that_does_not_fit_says_so():
+    one = plan("llama-3-70b", machine(), Workload(8192, 8192), strategy=Strategy())
+    assert any("exceeds the device's" in n for n in one.notes)
+
+
+def test_plan_file_round_trip(tmp_path):
+    chosen = plan("qwen3-30b-a3b", "dgx-h100", num_devices=16)
+    chosen.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == chosen
+    assert diff(chosen, again) == ""
+    assert again.explain() == chosen.explain()
+
+
+def test_edited_plan_is_priced_again():
+    supernode = machine()
+    first = plan(small_model(), supernode, Workload(512, 512 * 8), strategy=Strategy(dp_shard=8))
+    text = (
+        first.to_json().replace('"dp_shard": 8', '"dp_shard": 2').replace('"tp_x": 1', '"tp_x": 4')
+    )
+    edited = Plan.from_json(text)
+    again = recheck(edited, small_model(), supernode)
+    assert again.strategy.tp_x == 4
+    assert again.step_s != first.step_s
+    assert any("made anew" in n for n in again.notes)
+    assert "strategy.tp_x: 1 -> 4" in diff(first, again)
+    assert recheck(again, small_model(), supernode).layouts == again.layouts
+
+
+def test_plan_of_another_model_or_machine_is_refused():
+    supernode = machine()
+    first = plan(small_model(), supernode, num_devices=4)
+    with pytest.raises(PlanMismatch, match="HP307"):
+        recheck(first, small_model(layers=6), supernode)
+    with pytest.raises(PlanMismatch, match="HP307"):
+        recheck(first, small_model(), "dgx-h100")
+
+
+def test_explanation_holds_every_part():
+    text = plan("llama-3-70b", "dgx-h100", num_devices=64, pins={"pp": 1, "cp": 1}).explain()
+    for part in (
+        "step time",
+        "peak memory",
+        "why not",
+        "layouts",
+        "MFU",
+        "notes",
+        "workload assumed",
+    ):
+        assert part in text
+    assert max(len(line) for line in text.splitlines()) < 240
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "mixtral-8x22b", "qwen3-235b-a22b", "gpt3-175b"])
+def test_well_known_models_get_a_plan_that_fits(name):
+    chosen = hp.plan(name, "cloudmatrix384", num_devices=768)
+    assert chosen.memory_bytes <= chosen.memory_capacity_bytes
+    assert 0.1 < chosen.predicted_mfu < 0.7

@@ -1,0 +1,93 @@
+"""Recipes: explicit degrees are kept, `auto` chooses among what can run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hyper_parallel.config import Recipe
+from hyper_parallel.errors import DegreesMismatch, NotDivisible, UnsupportedSharding
+from hyper_parallel.planner import plan_recipe
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 4096,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def make(**sections):
+        values = {"model": {"path": str(tmp_path)}, "topology": "local-cpu", **sections}
+        return Recipe.model_validate(values)
+
+    return make
+
+
+def test_auto_chooses_executable_axes_for_one_sequence_per_rank(recipe):
+    chosen = plan_recipe(recipe())
+    assert chosen.strategy.world_size == 4
+    assert (chosen.strategy.pp, chosen.strategy.cp, chosen.strategy.tp_y, chosen.strategy.ep) == (
+        1,
+    ) * 4
+    assert chosen.layouts
+    assert chosen.workload.tokens_per_step == 4 * 512
+
+
+def test_auto_keeps_what_the_recipe_names(recipe):
+    chosen = plan_recipe(
+        recipe(
+            parallel={"auto": True, "tp": 2, "reshard_after_forward": True},
+            training={"recompute": "full", "microbatch": 2, "accumulation_steps": 2},
+        ),
+        world_size=8,
+    )
+    assert chosen.strategy.tp_x == 2
+    assert chosen.strategy.recompute == "full"
+    assert chosen.strategy.reshard_after_forward
+    assert (chosen.workload.microbatch, chosen.workload.accumulation_steps) == (2, 2)
+
+
+def test_explicit_degrees_are_what_runs(recipe):
+    chosen = plan_recipe(recipe(parallel={"dp_replicate": 2, "tp": 2}))
+    assert chosen.strategy.degrees() | {} == {
+        "pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp_x": 2, "tp_y": 1, "ep": 1,
+    }  # fmt: skip
+    assert chosen.workload.tokens_per_step == 2 * 512
+    with pytest.raises(DegreesMismatch) as caught:
+        plan_recipe(recipe(parallel={"tp": 2}), world_size=8)
+    assert caught.value.hint == "parallel.dp_shard=4"
+    with pytest.raises(UnsupportedSharding, match="HP205"):
+        plan_recipe(recipe(parallel={"pp": 2}, training={"accumulation_steps": 2}))
+    with pytest.raises(NotDivisible, match="HP203"):
+        plan_recipe(recipe(parallel={"tp": 3}))
+
+
+def test_number_formats(recipe):
+    formats = {}
+    for dtype in ("float64", "float32", "bfloat16"):
+        w = plan_recipe(recipe(training={"dtype": dtype})).workload
+        formats[dtype] = (w.compute_dtype, w.param_dtype, w.reduce_dtype)
+    assert formats == {
+        "float64": ("float64",) * 3,
+        "float32": ("float32",) * 3,
+        "bfloat16": ("bfloat16", "float32", "float32"),
+    }
+
+
+def test_rules_reach_the_layouts(recipe):
+    rules = {"model.layers.*.mlp.*": "replicate"}
+    chosen = plan_recipe(recipe(parallel={"auto": True, "tp": 2, "rules": rules}))
+    assert "tp_x" not in chosen.layouts["model.layers.*.mlp.up_proj.weight"].sharding_axes
+    assert "tp_x" in chosen.layouts["model.layers.*.self_attn.q_proj.weight"].sharding_axes

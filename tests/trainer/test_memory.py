@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from hyper_parallel.runtime import launch
+from hyper_parallel.trainer._memory import MemoryGauge
+from hyper_parallel.units import MiB
+
+pytestmark = pytest.mark.dist
+
+
+def test_the_peak_counts_what_was_freed_again():
+    def rank_body(rank):
+        gauge = MemoryGauge(torch.device("cpu"))
+        kept = torch.ones(16 * MiB // 4)
+        gauge.start()
+        before = gauge.peak_bytes()
+        torch.ones(64 * MiB // 4)  # freed at once
+        peak = gauge.peak_bytes()
+        gauge.start()
+        return kept.numel(), before, peak, gauge.peak_bytes()
+
+    _, before, peak, after = launch(rank_body, 1)[0]
+    assert 16 * MiB <= before < 24 * MiB
+    assert 63 * MiB < peak - before < 68 * MiB
+    assert after < 24 * MiB
+
+
+def test_memory_that_fits_into_holes_of_the_inherited_heap_counts():
+    blocks = [bytearray(100_000) for _ in range(800)]
+    pins = blocks[::2]
+    del blocks  # leaves 400 holes in the heap
+
+    def rank_body(rank):
+        gauge = MemoryGauge(torch.device("cpu"))
+        gauge.start()
+        kept = [torch.ones(20_000) for _ in range(200)]
+        return gauge.peak_bytes(), len(kept)
+
+    peak, _ = launch(rank_body, 1)[0]
+    assert len(pins) == 400
+    assert peak > 200 * 80_000 * 0.9

@@ -1,0 +1,127 @@
+"""The order of the sequences, and the slices that ranks read of it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
+from hyper_parallel.trainer.data import IGNORE_INDEX, Batches
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def train(corpus, make):
+    return make(corpus).train
+
+
+def whole_step(batches, step, dp, microbatch, accumulation):
+    ranks = [batches.microbatches(step, r, dp, microbatch, accumulation) for r in range(dp)]
+    assert {len(r) for r in ranks} == {accumulation}
+    parts = [b for r in ranks for b in r]
+    assert {tuple(b.input_ids.shape) for b in parts} == {(microbatch, 32)}
+    return (
+        torch.cat([b.input_ids for b in parts]),
+        torch.cat([b.shift_labels for b in parts]),
+        sum(b.num_valid for b in parts),
+    )
+
+
+@pytest.mark.parametrize("tail", ["wrap", "pad"])
+def test_the_content_of_a_step_does_not_depend_on_the_layout(train, tail):
+    batches = Batches(train, sequences_per_step=8, seed=3, tail=tail)
+    for step in (0, 5, batches.steps_per_epoch - 1, batches.steps_per_epoch):
+        reference = whole_step(batches, step, 1, 8, 1)
+        for dp, microbatch, accumulation in [(1, 1, 8), (2, 2, 2), (4, 1, 2), (8, 1, 1), (2, 4, 1)]:
+            other = whole_step(batches, step, dp, microbatch, accumulation)
+            assert torch.equal(reference[0], other[0])
+            assert torch.equal(reference[1], other[1])
+            assert reference[2] == other[2] == batches.num_valid(step)
+            assert other[2] == int((other[1] != IGNORE_INDEX).sum())
+
+
+def test_wrapping_visits_every_sequence_once_per_epoch_in_a_new_order(train):
+    batches = Batches(train, sequences_per_step=7, seed=3)
+    count = len(train)
+    seen = np.concatenate([batches.step_batch(s) for s in range(2 * count)])[: 2 * count]
+    first, second = seen[:count], seen[count:]
+    assert sorted(first) == sorted(second) == list(range(count))
+    assert not np.array_equal(first, second)
+    assert count % 7
+
+
+def test_the_order_is_fixed_for_ever(train):
+    batches = Batches(train, sequences_per_step=6, seed=11, limit=10)
+    assert batches.step_batch(0).tolist() == [3, 6, 0, 7, 4, 1]
+    assert batches.step_batch(1)[:4].tolist() == [2, 9, 5, 8]
+
+
+def test_a_step_may_hold_several_epochs(train):
+    batches = Batches(train, sequences_per_step=10, seed=0, limit=4)
+    assert np.bincount(batches.step_batch(0), minlength=4).sum() == 10
+    assert set(np.bincount(batches.step_batch(0)).tolist()) <= {2, 3}
+
+
+def test_padding_visits_every_sequence_once_and_fills_with_rows_without_labels(train):
+    batches = Batches(train, sequences_per_step=8, shuffle=False, tail="pad", limit=19)
+    assert batches.steps_per_epoch == 3
+    seen = np.concatenate([batches.step_batch(s) for s in range(3)])
+    assert seen.tolist() == [*range(19), *[-1] * 5]
+    last = batches.microbatches(2, 1, 2, 2, 2)
+    assert [b.num_valid for b in last] == [0, 0]
+    assert all((b.shift_labels == IGNORE_INDEX).all() for b in last)
+    assert sum(batches.num_valid(s) for s in range(3)) == 19 * 32
+    assert np.array_equal(batches.step_batch(3), batches.step_batch(0))
+
+
+def test_sizes_that_do_not_multiply_to_the_step_are_refused(train):
+    batches = Batches(train, sequences_per_step=8)
+    with pytest.raises(BatchMismatch, match="HP308") as caught:
+        batches.microbatches(0, 0, 3, 1, 2)
+    assert caught.value.allowed == 8
+    with pytest.raises(BatchMismatch):
+        batches.microbatches(0, 2, 2, 4, 1)
+    with pytest.raises(BatchMismatch):
+        Batches(train, sequences_per_step=0)
+
+
+def test_nothing_to_read_is_refused(corpus, make):
+    with pytest.raises(NoData, match="no sequence"):
+        Batches(make(corpus, holdout=0.0).holdout, sequences_per_step=1)
+
+
+def test_a_position_read_back_continues_the_order(train):
+    batches = Batches(train, sequences_per_step=6, seed=5, fingerprint="abc")
+    state = json.loads(json.dumps(batches.state_dict(4)))
+    again = Batches(train, sequences_per_step=6, seed=5, fingerprint="abc")
+    again.load_state_dict(state)
+    for step in (4, 40):
+        assert np.array_equal(again.step_batch(step), batches.step_batch(step))
+
+
+def test_another_number_of_tokens_per_step_continues_after_what_was_seen(train, caplog):
+    batches = Batches(train, sequences_per_step=6, seed=5)
+    order = np.concatenate([batches.step_batch(s) for s in range(6)])
+    again = Batches(train, sequences_per_step=4, seed=5)
+    again.load_state_dict(batches.state_dict(4))
+    assert np.array_equal(again.step_batch(4), order[24:28])
+    assert np.array_equal(again.step_batch(5), order[28:32])
+    assert "6 to 4" in caplog.text
+    third = Batches(train, sequences_per_step=6, seed=5)
+    third.load_state_dict(again.state_dict(5))
+    assert np.array_equal(
+        third.step_batch(5), batches.step_batch(4)[4:].tolist() + order[30:34].tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 6}, {"shuffle": False}, {"fingerprint": "x"}, {"limit": 9}]
+)
+def test_a_position_in_other_data_is_refused(train, change):
+    state = Batches(train, sequences_per_step=6, seed=5, fingerprint="abc").state_dict(4)
+    values = {"seed": 5, "fingerprint": "abc"} | change
+    with pytest.raises(CheckpointMismatch, match="HP702") as caught:
+        Batches(train, sequences_per_step=6, **values).load_state_dict(state)
+    assert caught.value.where == {"limit": "num_sequences"}.get(*list(change) * 2)

@@ -1,0 +1,185 @@
+"""What is read, in which order, and what is refused with its place."""
+
+import json
+
+import pytest
+
+from hyper_parallel.config import Data
+from hyper_parallel.errors import Contradiction, NoData
+from hyper_parallel.trainer.data._sources import resolve
+
+pytestmark = pytest.mark.unit
+
+
+def documents(path, stage="pt", **values):
+    return list(resolve(Data(source=str(path), **values), stage).documents())
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+def test_standard_library_is_several_megabytes_of_python_in_a_fixed_order():
+    source = resolve(Data(), "pt")
+    assert source.num_bytes > 5e6
+    assert source.files == resolve(Data(), "pt").files
+    assert {f.suffix for f in source.files} == {".py"}
+    assert not any({"test", "tests", "site-packages"} & set(f.parts) for f in source.files)
+
+
+def test_a_directory_is_read_in_the_order_of_its_relative_paths_without_hidden_files(tmp_path):
+    for name in ("b/1.txt", "a/2.txt", "a/.hidden.txt", ".git/x.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [d.text for d in documents(tmp_path)] == ["a/2.txt", "b/1.txt", "c.txt"]
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_records_are_read_from_lines_and_from_an_array(tmp_path, as_array):
+    records = [{"body": "one"}, {"body": "2020-01-01", "other": 3}]
+    path = write(tmp_path / "a.json", *records)
+    if as_array:
+        path.write_text("\n " + json.dumps(records))
+    assert [d.text for d in documents(path, text_key="body")] == ["one", "2020-01-01"]
+
+
+@pytest.mark.torch
+def test_parquet_goes_through_datasets_without_a_network(tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, texts in (("b", ["three"]), ("a", ["one", "two"])):
+        pandas.DataFrame({"text": texts}).to_parquet(tmp_path / f"{name}.parquet")
+    assert [d.text for d in documents(tmp_path)] == ["one", "two", "three"]
+
+
+@pytest.mark.torch
+def test_a_truncated_parquet_file_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(NoData, match="parquet") as caught:
+        documents(path)
+    assert caught.value.where == str(path)
+
+
+def test_alpaca_records_become_turns(tmp_path):
+    record = {
+        "instruction": "Add.",
+        "input": "1 2",
+        "output": "3",
+        "system": "Be brief.",
+        "history": [["Hi", "Hello"]],
+    }
+    (document,) = documents(write(tmp_path / "a.jsonl", record), stage="sft")
+    assert [(m["role"], m["content"]) for m in document.messages] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+        ("user", "Add.\n1 2"),
+        ("assistant", "3"),
+    ]
+
+
+def test_sharegpt_and_openai_records_become_the_same_turns(tmp_path):
+    old = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}
+    new = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}
+    first, second = documents(write(tmp_path / "a.jsonl", old, new), stage="sft")
+    assert first.messages == second.messages
+    assert [m["role"] for m in first.messages] == ["user", "assistant"]
+
+
+def test_max_bytes_cuts_the_last_text_and_never_a_character(tmp_path):
+    (tmp_path / "a.txt").write_text("abc", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("\u00e9\u00e9\u00e9", encoding="utf-8")
+    (tmp_path / "c.txt").write_text("never read", encoding="utf-8")
+    assert [d.text for d in documents(tmp_path, max_bytes=6)] == ["abc", "\u00e9"]
+    assert [d.text for d in documents(tmp_path, max_bytes=3)] == ["abc"]
+
+
+def test_max_bytes_never_cuts_a_conversation(tmp_path):
+    turns = [{"from": "human", "value": "12345"}, {"from": "gpt", "value": "67890"}]
+    path = write(tmp_path / "a.jsonl", *[{"conversations": turns}] * 3)
+    assert len(documents(path, max_bytes=25)) == 2
+
+
+@pytest.mark.parametrize("text", ['{"text": "good"}\n{"text": "bad\n', '[{"text": "good"},\n {]'])
+def test_bad_json_names_the_file_and_the_line(tmp_path, text):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(NoData) as caught:
+        documents(path)
+    assert caught.value.where == f"{path}:2"
+
+
+def test_a_missing_source_names_the_nearest_one(tmp_path):
+    (tmp_path / "corpus.jsonl").write_text("{}")
+    with pytest.raises(NoData, match="HP602") as caught:
+        documents(tmp_path / "corpus.json")
+    assert caught.value.hint == f"data.source={tmp_path / 'corpus.jsonl'}"
+
+
+def test_records_without_text_say_which_keys_were_found(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"id": 3, "content": "long text"})
+    with pytest.raises(NoData) as caught:
+        documents(path)
+    assert caught.value.got == ["content", "id"]
+    assert caught.value.hint == "data.text_key=content"
+
+
+def test_a_later_record_without_text_is_refused_with_its_line(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"text": "good"}, {"txt": "bad"})
+    with pytest.raises(NoData) as caught:
+        documents(path)
+    assert caught.value.where == f"{path}:2"
+
+
+@pytest.mark.parametrize(
+    ("turns", "spot"),
+    [
+        ([{"from": "robot", "value": "x"}], "turn 1"),
+        ([{"from": "human", "value": "x"}, {"from": "gpt"}], "turn 2"),
+        (["x"], "turn 1"),
+    ],
+)
+def test_a_turn_that_cannot_be_read_is_named(tmp_path, turns, spot):
+    path = write(tmp_path / "a.jsonl", {"conversations": turns})
+    with pytest.raises(NoData) as caught:
+        documents(path, stage="sft")
+    assert caught.value.where == f"{path}:1, {spot}"
+
+
+def test_the_wrong_conversation_format_hints_at_the_right_one(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"instruction": "a", "output": "b"})
+    with pytest.raises(NoData) as caught:
+        documents(path, stage="sft", format="sharegpt")
+    assert caught.value.hint == "data.format=alpaca"
+
+
+def test_sft_on_plain_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(Contradiction, match="stage: sft"):
+        documents(tmp_path, stage="sft")
+
+
+def test_a_mixed_directory_is_refused_unless_the_format_is_given(tmp_path):
+    (tmp_path / "README.md").write_text("about")
+    write(tmp_path / "a.jsonl", {"text": "one"})
+    with pytest.raises(NoData, match="mixes") as caught:
+        documents(tmp_path)
+    assert caught.value.hint == "data.format=jsonl"
+    assert [d.text for d in documents(tmp_path, format="jsonl")] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [("a.txt", b"", "empty"), ("a.bin", b"\0\1", "binary"), ("a.jsonl", b"\n\n", "no record")],
+)
+def test_files_without_text_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(NoData, match=message):
+        documents(tmp_path / name)
+
+
+def test_an_empty_directory_is_refused(tmp_path):
+    with pytest.raises(NoData, match="no files"):
+        documents(tmp_path)

@@ -1,0 +1,239 @@
+"""Generation: the cache changes no token, a seed decides every draw, and what is missing is named."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import typer
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from hyper_parallel.cli._generate import generate as command
+from hyper_parallel.config import Data
+from hyper_parallel.errors import BadValue, DeviceUnavailable, RunUnreadable, WeightsUnreadable
+from hyper_parallel.trainer._generate import (
+    Generator,
+    Sampling,
+    choose,
+    decode_tokens,
+    generate,
+    stream_text,
+)
+from hyper_parallel.trainer.data import load_tokenizer, prepare
+
+pytestmark = pytest.mark.torch
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run directory with the export of a tiny random Llama and a tokenizer trained on little text."""
+    root = tmp_path_factory.mktemp("run")
+    text = root / "text.txt"
+    text.write_text(
+        "".join(f"def f{n}(\u00fcber): return {n}\n" for n in range(300)), encoding="utf-8"
+    )
+    data = Data(source=str(text), seq_len=32, vocab_size=320, cache_dir=str(root / "cache"))
+    packed = prepare(data, stage="pt", model_path=None, seed=0, progress=False)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).double().save_pretrained(root / "export")
+    load_tokenizer(packed.tokenizer_dir).save_pretrained(str(root / "export"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def generator(run_dir):
+    return Generator(run_dir, device="cpu")
+
+
+def recompute(model, ids, count):
+    """Greedy tokens from a full forward pass per token, without any cache."""
+    ids = list(ids)
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+    return ids[-count:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_greedy_decoding_with_the_cache_equals_recomputing_everything(dtype, family, tied):
+    torch.manual_seed(1)
+    sizes = SIZES | {"tie_word_embeddings": tied}
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8))
+    model = model.to(dtype).eval()
+    prompt = [5, 300, 17, 17, 2]
+    tokens = list(decode_tokens(model, prompt, Sampling(40, temperature=0)))
+    assert tokens == recompute(model, prompt, 40)
+    assert len(set(tokens)) > 1
+
+
+def test_a_seed_decides_the_text(generator):
+    texts = [generator.generate("def ", Sampling(30, seed=s)).text for s in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_sample_follows_the_distribution_cut_at_top_p():
+    logits = torch.tensor([0.1, 0.5, 0.3, 0.1]).log()
+    source = torch.Generator().manual_seed(0)
+    draws = [choose(logits, Sampling(temperature=1.0, top_p=0.7), source) for _ in range(4000)]
+    share = torch.bincount(torch.tensor(draws), minlength=4) / 4000
+    torch.testing.assert_close(share, torch.tensor([0.0, 0.625, 0.375, 0.0]), atol=0.03, rtol=0)
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(generator):
+    free = list(decode_tokens(generator.model, [5], Sampling(20, temperature=0)))
+    stop = free[7]
+    first = free.index(stop)
+    stopped = decode_tokens(generator.model, [5], Sampling(20, temperature=0), {stop})
+    assert list(stopped) == free[:first]
+
+
+def test_streaming_gives_whole_characters_and_the_same_text(generator):
+    tokenizer = generator.tokenizer
+    text = "\u00fcber \u4e16\u754c \U0001f680 def f"
+    tokens = tokenizer(text)["input_ids"]
+    pieces = list(stream_text(tokenizer, tokens))
+    assert "".join(pieces) == text
+    assert len(pieces) > 5
+    assert not any("\ufffd" in p for p in pieces)
+    cut = tokenizer("\U0001f680")["input_ids"][:2]
+    assert "".join(stream_text(tokenizer, cut)) == tokenizer.decode(cut)
+
+
+def test_streamed_pieces_add_up_to_the_generated_text(generator):
+    sampling = Sampling(40, seed=3)
+    result = generator.generate("def ", sampling)
+    assert "".join(generator.stream("def ", sampling)) == result.text
+    assert generator.tokenizer.decode(result.token_ids) == result.text
+    assert len(result.token_ids) == 40
+    assert not result.stopped
+
+
+def test_an_empty_prompt_is_the_beginning_of_a_document(generator):
+    assert generator.encode("") == [generator.tokenizer.eos_token_id]
+    assert generator.generate("", Sampling(3)).num_prompt_tokens == 1
+
+
+def test_a_chat_prompt_passes_through_the_template(generator):
+    ids = generator.encode("2 + 2?", chat=True)
+    text = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert generator.tokenizer.decode(ids) == text
+    assert len(generator.generate("2 + 2?", Sampling(4), chat=True).token_ids) <= 4
+
+
+def test_chat_without_a_template_is_refused(run_dir):
+    plain = Generator(run_dir, device="cpu")
+    plain.tokenizer.chat_template = None
+    with pytest.raises(BadValue, match="no chat template"):
+        plain.generate("x", chat=True)
+
+
+def test_text_beyond_the_context_is_refused_with_the_room_left(generator):
+    with pytest.raises(BadValue, match="longer than the context") as caught:
+        generator.stream("x", Sampling(128))
+    assert caught.value.hint == "--max-new-tokens 127"
+
+
+@pytest.mark.parametrize(
+    "values", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"max_new_tokens": 0}]
+)
+def test_values_out_of_range_are_refused(values):
+    with pytest.raises(BadValue, match=f"{next(iter(values))} is out of range"):
+        Sampling(**values)
+
+
+def test_a_run_without_export_is_refused_with_a_remedy(tmp_path):
+    with pytest.raises(RunUnreadable, match="HP603") as caught:
+        generate(tmp_path, "x")
+    assert "checkpoint.export=true" in caught.value.hint
+    with pytest.raises(RunUnreadable, match="does not exist"):
+        generate(tmp_path / "nothing", "x")
+
+
+def copy_export(run_dir, target, without=()):
+    target.mkdir()
+    for file in (run_dir / "export").iterdir():
+        if file.name not in without:
+            (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_an_export_without_tokenizer_is_refused(run_dir, tmp_path):
+    export = copy_export(run_dir, tmp_path / "m", without=("tokenizer.json",))
+    with pytest.raises(RunUnreadable, match="no tokenizer"):
+        Generator(export)
+
+
+def test_truncated_weights_are_refused(run_dir, tmp_path):
+    export = copy_export(run_dir, tmp_path / "m")
+    os.truncate(export / "model.safetensors", 5000)
+    with pytest.raises(WeightsUnreadable, match="HP703"):
+        Generator(export)
+
+
+def test_weights_that_lack_a_parameter_are_refused(run_dir, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    export = copy_export(run_dir, tmp_path / "m")
+    weights = load_file(export / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, export / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightsUnreadable, match="lack parameters") as caught:
+        Generator(export)
+    assert caught.value.got == ["model.layers.1.mlp.up_proj.weight"]
+
+
+def test_a_device_or_format_that_is_not_there_is_refused(run_dir):
+    with pytest.raises(DeviceUnavailable, match="HP502"):
+        Generator(run_dir, device="xpu")
+    with pytest.raises(BadValue, match="name of a device"):
+        Generator(run_dir, device="gpuu")
+    with pytest.raises(BadValue, match="format of weights"):
+        Generator(run_dir, dtype="int3")
+
+
+@pytest.mark.e2e
+def test_the_command_prints_text_and_json(run_dir):
+    app = typer.Typer()
+    app.command()(command)
+    values = [str(run_dir), "--prompt", "def ", "--max-new-tokens", "12", "--seed", "4"]
+    values += ["--temperature", "0.7", "--device", "cpu"]
+    text = CliRunner().invoke(app, values, catch_exceptions=False)
+    data = CliRunner().invoke(app, [*values, "--json"], catch_exceptions=False)
+    result = json.loads(data.stdout)
+    assert text.stdout == f"def {result['text']}\n"
+    assert result["prompt"] == "def "
+    assert len(result["token_ids"]) == 12
+    expected = generate(run_dir, "def ", max_new_tokens=12, temperature=0.7, seed=4, device="cpu")
+    assert result["text"] == expected
+
+
+@pytest.mark.sanity
+def test_the_command_module_imports_no_framework():
+    program = (
+        "import sys, hyper_parallel.cli._generate; "
+        "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)

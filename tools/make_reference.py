@@ -1,0 +1,188 @@
+"""Write the reference pages that come from the code: docs/reference/{errors,config,cli}.md.
+
+    python tools/make_reference.py          write the pages
+    python tools/make_reference.py --check  exit with 1 when a committed page differs from the code
+
+Errors come from the docstrings of the error classes, configuration from the docstrings of the section fields, commands
+from the application itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import typer  # noqa: E402
+
+from hyper_parallel.cli import application  # noqa: E402
+from hyper_parallel.config import Recipe, Section, describe  # noqa: E402
+from hyper_parallel.errors import all_codes  # noqa: E402
+
+NOTE = "<!-- Written by tools/make_reference.py from the code; do not edit. -->\n\n"
+FAMILIES = {
+    "1": "Configuration",
+    "2": "Layout",
+    "3": "Plan and topology",
+    "4": "Capacity",
+    "5": "Back end",
+    "6": "Run",
+    "7": "Checkpoint",
+}
+
+
+def errors_page() -> str:
+    """Every error code: what it means, why it is refused, how to fix it."""
+    lines = [
+        "# Errors",
+        "",
+        "Every error that a user can cause has a code. Text after `hint:` can be pasted.",
+    ]
+    family = ""
+    for code, cls in all_codes().items():
+        if code[2] != family:
+            family = code[2]
+            lines += ["", f"## {FAMILIES[family]} errors"]
+        doc = inspect.getdoc(cls) or ""
+        doc = re.sub(r"\s*\b(Why|Fix): ", r"\n\n**\1.** ", doc)
+        doc = re.sub(r"(\*\*(?:Why|Fix)\.\*\* )(\w)", lambda m: m[1] + m[2].upper(), doc)
+        lines += ["", f"### {code} {cls.__name__}", "", doc]
+    return _page(lines)
+
+
+def config_page() -> str:
+    """Every key of a recipe: what it accepts, its default, what it means."""
+    lines = [
+        "# Recipe keys", "",
+        "`null` means derived, unless the key says otherwise. How files, parents and overrides combine: "
+        "[recipes](../config.md).",
+    ]  # fmt: skip
+    top = {n: f for n, f in Recipe.model_fields.items() if not _is_section(f.annotation)}
+    lines += ["", "## Top level", "", *_table(top)]
+    for name, field in Recipe.model_fields.items():
+        section = field.annotation
+        if not _is_section(section):
+            continue
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            inspect.getdoc(section) or "",
+            "",
+            *_table(section.model_fields),
+        ]
+        for alias, target in section.KEY_ALIASES.items():
+            lines += ["", f"`{alias}` is accepted as another name of `{target}`."]
+    return _page(lines)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _table(fields: dict[str, Any]) -> Iterator[str]:
+    yield "| key | accepts | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, field in fields.items():
+        default = "required" if field.is_required() else f"`{_shown(field.default)}`"
+        cells = (
+            f"`{name}`",
+            describe(field),
+            default,
+            re.sub(r"\bNone:", "null:", field.description or ""),
+        )
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def cli_page() -> str:
+    """Every command with its arguments and options."""
+    lines = [
+        "# Commands", "",
+        "Data goes to stdout, logs and errors to stderr. Exit status: 0 done, 1 a coded error, 2 wrong usage, 70 a "
+        "defect, 130 interrupted. `NO_COLOR` is respected.",
+    ]  # fmt: skip
+    root = typer.main.get_command(application())
+    lines += ["", "## hyper-parallel", "", *_command(root)]
+    for path, command in _walk(root, "hyper-parallel"):
+        lines += ["", f"## {path}", "", *_command(command)]
+    return _page(lines)
+
+
+def _walk(group: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, command in getattr(group, "commands", {}).items():
+        yield f"{path} {name}", command
+        yield from _walk(command, f"{path} {name}")
+
+
+def _command(command: Any) -> Iterator[str]:
+    yield inspect.cleandoc(command.help or "")
+    rows = []
+    for p in command.params:
+        if p.param_type_name == "argument":
+            name = f"`{p.name.upper()}`" if p.required else f"`[{p.name.upper()}]`"
+        else:
+            name = ", ".join(
+                f"`{o}`" for o in sorted([*p.opts, *p.secondary_opts], key=len, reverse=True)
+            )
+        default = (
+            "required" if p.required else "" if p.default in (None, False) else f"`{p.default}`"
+        )
+        rows.append(
+            f"| {name} | {default} | {(getattr(p, 'help', '') or '').replace('|', chr(92) + '|')} |"
+        )
+    if rows:
+        yield from ("", "| argument or option | default | meaning |", "|---|---|---|", *rows)
+
+
+def _page(lines: list[str]) -> str:
+    head, *rest = lines
+    return head + "\n\n" + NOTE.rstrip() + "\n" + "\n".join(rest) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """Path and content of every generated page."""
+    folder = ROOT / "docs" / "reference"
+    return {
+        folder / "errors.md": errors_page(),
+        folder / "config.md": config_page(),
+        folder / "cli.md": cli_page(),
+    }
+
+
+def main() -> int:
+    """Write the pages, or compare them."""
+    stale = [
+        (path, text)
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    if "--check" in sys.argv[1:]:
+        for path, _ in stale:
+            print(
+                f"stale: {path.relative_to(ROOT)}; run python tools/make_reference.py",
+                file=sys.stderr,
+            )
+        return 1 if stale else 0
+    for path, text in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
