@@ -47,9 +47,9 @@ def trainer(family):
     return model, optimizer
 
 
-def plain_losses(family, clip_norm=None):
+def plain_losses(family, clip_norm=None, steps=STEPS):
     model, optimizer = trainer(family)
-    losses = [training_step(model, optimizer, batch(i), clip_norm=clip_norm) for i in range(STEPS)]
+    losses = [training_step(model, optimizer, batch(i), clip_norm=clip_norm) for i in range(steps)]
     return model, optimizer, losses
 
 
@@ -71,7 +71,8 @@ def assert_same_state(model, optimizer, other, other_optimizer):
 @pytest.mark.parametrize("reorder", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training(family, reorder):
-    reference, reference_optimizer, losses = plain_losses(family)
+    steps = 20 if family in ("llama", "qwen3_moe") else STEPS
+    reference, reference_optimizer, losses = plain_losses(family, steps=steps)
     model, optimizer, captured = captured_training(family)
     program = ROOFLINE.annotate(captured.program)
     peak = order_peak(program, range(len(program.operators)))
@@ -84,7 +85,7 @@ def test_training(family, reorder):
     assert plan.peak_bytes["device"] <= peak // 2
     assert plan.arena_bytes <= 1.02 * plan.peak_bytes["device"]
     with SimulatedDevice(captured, plan, MACHINE) as device:
-        for step in range(2, STEPS):
+        for step in range(2, steps):
             loss, measured = device.step(batch(step))
             assert measured.peak_bytes == plan.peak_bytes
             assert torch.equal(loss, losses[step])

@@ -73,14 +73,14 @@ class _Search:
     def portfolio(self, target: int, limit_s: float = float("inf")) -> list[_Emitted]:
         """Every emitted program for a target that respects the other tiers.
 
-        On a large program, once a target is met within the time limit, only the rules that met it go on.
+        Once a target is met within the time limit, only the rules that met it go on to the next, lower one.
         """
         found: list[_Emitted] = []
         met: list[int] = []
         for index, (name, selector, rank) in enumerate(self.rules):
             aim = target
             last = None
-            for _ in range(2 if len(self.program.operators) > _LARGE else 3):
+            for _ in range(2):
                 last = emitted = self._emit(selector, aim, target, rank, name, limit_s)
                 if emitted is None:
                     break
@@ -92,7 +92,7 @@ class _Search:
                     break
             if last is not None and last.peak <= target and last.seconds <= limit_s:
                 met.append(index)
-        if met and len(self.program.operators) > _LARGE:
+        if met:
             self.rules = [self.rules[i] for i in met]
         return found
 
