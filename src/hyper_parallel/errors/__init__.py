@@ -5,8 +5,19 @@ mistakes raise one of these; `assert` guards our own invariants.
 """
 
 from hyper_parallel.errors._base import HyperParallelError, all_codes
-from hyper_parallel.errors.backend import DeviceUnavailable, MissingDependency
-from hyper_parallel.errors.capacity import DoesNotFit
+from hyper_parallel.errors.backend import (
+    CaptureUnsupported,
+    DeviceUnavailable,
+    MissingDependency,
+    StepChanged,
+    TransferFailed,
+)
+from hyper_parallel.errors.capacity import (
+    BudgetImpossible,
+    DoesNotFit,
+    MemoryPlanInvalid,
+    TierFull,
+)
 from hyper_parallel.errors.checkpoint import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -50,6 +61,8 @@ __all__ = [
     "AuditError",
     "BadValue",
     "BatchMismatch",
+    "BudgetImpossible",
+    "CaptureUnsupported",
     "CheckpointCorrupt",
     "CheckpointMismatch",
     "Contradiction",
@@ -59,6 +72,7 @@ __all__ = [
     "HyperParallelError",
     "LayoutError",
     "LossNotFinite",
+    "MemoryPlanInvalid",
     "MeshError",
     "MissingDependency",
     "ModelUnreadable",
@@ -73,9 +87,12 @@ __all__ = [
     "RuleError",
     "RunUnreadable",
     "ScheduleError",
+    "StepChanged",
     "TaskGraphError",
+    "TierFull",
     "TopologyTooSmall",
     "TopologyUnreadable",
+    "TransferFailed",
     "UnknownDevice",
     "UnknownKey",
     "UnknownModel",

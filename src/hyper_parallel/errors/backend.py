@@ -19,3 +19,32 @@ class DeviceUnavailable(HyperParallelError):
     """
 
     code = "HP502"
+
+
+class CaptureUnsupported(HyperParallelError):
+    """The step does something that a captured program cannot repeat faithfully.
+
+    Examples: a result whose size depends on the data, a storage that is resized, a conjugate view. Fix: the hint
+    names the setting of the model or optimizer that avoids it.
+    """
+
+    code = "HP511"
+
+
+class StepChanged(HyperParallelError):
+    """A captured step met values or shapes that it was not captured for.
+
+    A branch of the model depends on a value; the capture recorded the branch that was taken. Fix: capture again with
+    the new inputs, or run this step without the plan.
+    """
+
+    code = "HP512"
+
+
+class TransferFailed(HyperParallelError):
+    """A copy between memory tiers failed: disk full, file truncated, copy thread died.
+
+    The step is stopped; nothing reads bytes that did not arrive. Fix: the message names the tier and the cause.
+    """
+
+    code = "HP513"

@@ -10,3 +10,32 @@ class DoesNotFit(HyperParallelError):
     """
 
     code = "HP401"
+
+
+class BudgetImpossible(HyperParallelError):
+    """No memory plan fits the byte budget.
+
+    An operator needs all its operands on the device at once, so no plan can go below the largest working set. The
+    message says that bound and the least peak the planner reached. Fix: raise the budget, or make the largest
+    operator smaller (a chunked loss, a smaller microbatch).
+    """
+
+    code = "HP402"
+
+
+class TierFull(HyperParallelError):
+    """A memory tier cannot hold what the plan or the run puts there.
+
+    Fix: allow more bytes in the tier, add a flash tier, or raise the device budget so that less is moved.
+    """
+
+    code = "HP403"
+
+
+class MemoryPlanInvalid(HyperParallelError):
+    """A memory plan is not legal: an action uses bytes that are not where it needs them.
+
+    A plan is checked by replay before it runs. Fix: plan again for this program.
+    """
+
+    code = "HP404"

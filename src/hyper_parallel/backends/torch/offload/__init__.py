@@ -1,0 +1,32 @@
+"""Offload on torch: capture a step as a program over storages, run a memory plan on a counted simulated device."""
+
+from hyper_parallel.backends.torch.offload._calls import Call, View
+from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDevice
+from hyper_parallel.backends.torch.offload._record import Captured, Recorder, record
+from hyper_parallel.backends.torch.offload._steps import (
+    cache_state,
+    capture_inference,
+    capture_training,
+    model_state,
+    optimizer_state,
+    training_step,
+)
+from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter
+
+__all__ = [
+    "Call",
+    "Captured",
+    "FileTier",
+    "Measured",
+    "Meter",
+    "Recorder",
+    "SimulatedDevice",
+    "View",
+    "cache_state",
+    "capture_inference",
+    "capture_training",
+    "model_state",
+    "optimizer_state",
+    "record",
+    "training_step",
+]

@@ -1,0 +1,145 @@
+"""Captured operator calls: a torch operator with tensors replaced by views of numbered storages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor as an address inside a storage; making one costs nothing and pins nothing."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def on(self, base: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor on the storage's current bytes."""
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(base, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes the tensor's elements take (an expanded dim counts once)."""
+        counted = [n for n, step in zip(self.size, self.stride, strict=True) if step]
+        return math.prod(counted) * self.dtype.itemsize if 0 not in self.size else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One replayable operator.
+
+    Attributes:
+        func: The operator overload.
+        args: Positional arguments with `View` leaves.
+        kwargs: Keyword arguments with `View` leaves.
+        made: (flat output index, storage) of every output that came with a fresh storage.
+        sizes: Size of each tensor in `made`, checked at replay.
+        guards: (flat output index, value) of outputs the model's Python code saw as plain numbers.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[tuple[int, int], ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
+    guards: tuple[tuple[int, Any], ...] = ()
+
+    def run(self, base: Callable[[int], torch.UntypedStorage]) -> list[Any]:
+        """Run on the storages that `base` gives; the outputs, flat."""
+        args, kwargs = tree_map_only(
+            View, lambda v: v.on(base(v.storage)), (self.args, self.kwargs)
+        )
+        return tree_flatten(self.func(*args, **kwargs))[0]
+
+
+def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensors behind arguments that the operator's schema marks as written."""
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        found += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
+    return found
+
+
+def is_repeatable(func: Any, writes: bool) -> bool:
+    """Running it again on equal inputs gives equal bits and changes nothing else."""
+    tags = {
+        torch.Tag.nondeterministic_seeded,
+        torch.Tag.nondeterministic_bitwise,
+        torch.Tag.data_dependent_output,
+    }
+    uninitialised = "empty" in func._opname
+    return not writes and not uninitialised and tags.isdisjoint(func.tags)
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """Floating-point operations: torch's own formulas, and two that its registry lacks on a CPU."""
+    packet = func._overloadpacket
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    name = func._opname
+    if name == "_scaled_dot_product_flash_attention_for_cpu":
+        return _attention_flops(args[0], args[1], args[2])
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        # Five matrix products against two in forward: scores again, then dV, dP, dQ, dK.
+        return 2.5 * _attention_flops(args[1], args[2], args[3])
+    if name == "_grouped_mm":
+        left, right = args[0], args[1]
+        return 2.0 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+    return 0.0
+
+
+def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+    """Q K^T and P V, without a discount for a causal mask."""
+    batch, heads, q_len, dim = q.shape
+    return 2.0 * batch * heads * q_len * k.shape[-2] * (dim + v.shape[-1])
+
+
+def split_lists(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Cut an in-place operator over lists into one call per list position.
+
+    Tensors are already views here. `_fused_adamw_` and `_foreach_*_` treat every position by itself, so the parts give
+    the same bits, and each can run
+    as soon as its own gradient exists.
+    """
+    name = func._opname
+    fused = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
+    foreach = name.startswith("_foreach_") and name.endswith("_")
+    lists = [a for a in (*args, *kwargs.values()) if _is_view_list(a)]
+    length = len(lists[0]) if lists else 0
+    same = all(len(a) == length for a in lists)
+    if not (fused or foreach) or out is not None or length < 2 or not same:
+        return [(args, kwargs)]
+
+    def part(value: Any, at: int) -> Any:
+        if _is_view_list(value):
+            return [value[at]]
+        # `_foreach_*_` also takes one plain number per position.
+        if isinstance(value, (list, tuple)) and len(value) == length:
+            return [value[at]]
+        return value
+
+    return [
+        (tuple(part(a, i) for a in args), {k: part(v, i) for k, v in kwargs.items()})
+        for i in range(length)
+    ]
+
+
+def _is_view_list(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(t, View) for t in value)
+    )

@@ -1,0 +1,115 @@
+"""Steps of an unmodified Hugging Face model, ready to record: training, prefill, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hyper_parallel.backends.torch.offload._record import Captured, record
+from hyper_parallel.ir import StorageKind
+
+Named = dict[str, tuple[torch.Tensor, StorageKind]]
+
+
+def capture_training(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    clip_norm: float | None = None,
+    alignment_bytes: int = 512,
+) -> Captured:
+    """Record one training step: forward, loss, backward, optional clipping, optimizer.
+
+    The optimizer must have taken a step before (its state exists then) and must keep its step count in tensors
+    (`fused=True`): a count held in Python would be a constant of the recorded program, and is refused by a guard.
+
+    Args:
+        model: Returns an object with `.loss`.
+        optimizer: Any torch optimizer.
+        inputs: Keyword arguments of the model, labels included.
+        clip_norm: Clip the global gradient norm to this.
+        alignment_bytes: See `MemoryProgram`.
+    """
+
+    def step(**batch: torch.Tensor) -> torch.Tensor:
+        return training_step(model, optimizer, batch, clip_norm=clip_norm)
+
+    named = {**model_state(model), **optimizer_state(model, optimizer)}
+    name = f"{type(model).__name__} train"
+    return record(step, inputs, named, name=name, training=True, alignment_bytes=alignment_bytes)
+
+
+def training_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    clip_norm: float | None = None,
+) -> torch.Tensor:
+    """One plain training step; what `capture_training` records."""
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    if clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def capture_inference(
+    model: torch.nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    cache: Any,
+    *,
+    alignment_bytes: int = 512,
+) -> Captured:
+    """Record one forward pass with a static KV cache: a prefill, or one decode step.
+
+    Args:
+        model: In eval mode.
+        inputs: Keyword arguments of the model, such as `input_ids`.
+        cache: A `transformers.StaticCache` that is initialised: its tensors keep their storage.
+        alignment_bytes: See `MemoryProgram`.
+    """
+
+    def step(**batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**batch, past_key_values=cache, use_cache=True).logits
+
+    named = {**model_state(model), **cache_state(cache)}
+    name = f"{type(model).__name__} inference"
+    return record(step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes)
+
+
+def model_state(model: torch.nn.Module) -> Named:
+    """Parameters and buffers; a tied parameter appears once."""
+    state: Named = {}
+    for name, parameter in model.named_parameters():
+        state[name] = (parameter, "expert" if ".experts." in name else "weight")
+    for name, buffer in model.named_buffers():
+        state[name] = (buffer, "input")
+    return state
+
+
+def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Named:
+    """Every tensor of the optimizer's state, named after its parameter."""
+    names = {p: n for n, p in model.named_parameters()}
+    return {
+        f"{names.get(p, 'parameter')}.{key}": (value, "optimizer")
+        for p, slots in optimizer.state.items()
+        for key, value in slots.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def cache_state(cache: Any) -> Named:
+    """Keys, values and lengths of a static cache, layer by layer."""
+    state: Named = {}
+    for index, layer in enumerate(cache.layers):
+        for key, value in sorted(vars(layer).items()):
+            if isinstance(value, torch.Tensor):
+                state[f"cache.{index}.{key}"] = (value, "kv" if value.dim() == 4 else "input")
+    return state

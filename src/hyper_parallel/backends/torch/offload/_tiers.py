@@ -1,0 +1,151 @@
+"""Counted memory tiers of the simulated device: every buffer is real, every byte is seen coming and going.
+
+A meter knows nothing of the plan. It counts a buffer when it appears and when the framework really destroys it, so a
+reference held by mistake shows as a higher measured peak.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyper_parallel.errors import TierFull, TransferFailed
+
+
+class Meter:
+    """Bytes of one tier.
+
+    Attributes:
+        live_bytes: Taken now.
+        peak_bytes: Highest since `reset_peak`.
+    """
+
+    def __init__(self, name: str, alignment_bytes: int, capacity_bytes: int | None = None) -> None:
+        self.name = name
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._alignment = alignment_bytes
+        self._capacity = capacity_bytes
+        self._watch: dict[int, weakref.ref[Any]] = {}
+
+    def rounded(self, num_bytes: int) -> int:
+        """What an allocation of `num_bytes` takes."""
+        return -(-num_bytes // self._alignment) * self._alignment
+
+    def adopt(self, base: torch.UntypedStorage) -> None:
+        """Count a storage until it is destroyed; a storage that is counted already changes nothing."""
+        key = base._cdata
+        if key in self._watch:
+            return
+        size = self.rounded(base.nbytes())
+
+        def gone(_: Any) -> None:
+            del self._watch[key]
+            self.live_bytes -= size
+
+        self._watch[key] = weakref.ref(base, gone)
+        self.add(size)
+
+    def add(self, size: int) -> None:
+        """Count bytes that are not a torch storage (a file), or give them back (negative).
+
+        Raises:
+            TierFull: HP403 when the capacity is exceeded.
+        """
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self._capacity is not None and self.live_bytes > self._capacity:
+            raise TierFull(
+                f"the {self.name} tier is full",
+                got=f"{self.live_bytes} bytes",
+                allowed=f"{self._capacity} bytes",
+                hint=f"allow at least {self.live_bytes} bytes in {self.name}",
+            )
+
+    def reset_peak(self) -> None:
+        """Measure the peak from here on."""
+        self.peak_bytes = self.live_bytes
+
+
+def new_buffer(num_bytes: int, meter: Meter) -> torch.UntypedStorage:
+    """A counted buffer."""
+    base = torch.UntypedStorage(num_bytes)
+    meter.adopt(base)
+    return base
+
+
+class FileTier:
+    """Storages in files of one folder, one file per storage.
+
+    A file is written under a temporary name, synchronised, then renamed; a read checks the size. So a full disk or a
+    truncated file stops the step and is never read as data.
+    """
+
+    def __init__(self, folder: Path, meter: Meter) -> None:
+        self._folder = folder
+        self._meter = meter
+        self._sizes: dict[int, int] = {}
+
+    def write(self, storage: int, source: torch.UntypedStorage) -> None:
+        """Copy a DRAM buffer to its file."""
+        path = self.path(storage)
+        temporary = path.with_suffix(".part")
+        try:
+            with temporary.open("wb") as file:
+                file.write(_bytes_of(source))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise TransferFailed(
+                "a storage could not be written to flash",
+                where=str(path),
+                got=str(error),
+                hint="free space in the flash folder, or plan without a flash tier",
+            ) from error
+
+    def read(self, storage: int, target: torch.UntypedStorage) -> None:
+        """Copy a file to a DRAM buffer."""
+        path = self.path(storage)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise TransferFailed(
+                "a storage could not be read from flash", where=str(path), got=str(error)
+            ) from error
+        if len(data) != target.nbytes():
+            raise TransferFailed(
+                "a flash file has the wrong size",
+                where=str(path),
+                got=f"{len(data)} bytes",
+                allowed=f"{target.nbytes()} bytes",
+                hint="the file was truncated or overwritten; run the step again from the last checkpoint",
+            )
+        if data:
+            target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage())
+
+    def take(self, storage: int, num_bytes: int) -> None:
+        """Count a file's bytes from the moment its copy is issued."""
+        if storage not in self._sizes:
+            self._sizes[storage] = self._meter.rounded(num_bytes)
+            self._meter.add(self._sizes[storage])
+
+    def drop(self, storage: int) -> None:
+        """Delete a file and give its bytes back."""
+        self.path(storage).unlink(missing_ok=True)
+        self._meter.add(-self._sizes.pop(storage))
+
+    def path(self, storage: int) -> Path:
+        """File of a storage."""
+        return self._folder / f"{storage}.bin"
+
+
+def _bytes_of(base: torch.UntypedStorage) -> bytes:
+    empty = torch.empty(0, dtype=torch.uint8)
+    flat = empty.set_(base, 0, (base.nbytes(),), (1,))  # type: ignore[call-overload]
+    return bytes(flat.numpy().tobytes())

@@ -1,0 +1,172 @@
+"""Memory as a program: operators over storages, residency actions between them, and the plan they form.
+
+The unit is the storage (one allocation), not the tensor: a view is an address inside a storage, so it owns no bytes,
+pins nothing and needs no rule of its own. A `MemoryProgram` is what a model does in one step; a `MemoryPlan` is the
+same work in a chosen order with residency actions in between. Every number of a plan (peak per tier, residency,
+validity) comes from `replay`, which walks the actions one by one; nothing is declared.
+
+This file holds the program and the actions; `replay.py` walks them; `memory_plan.py` is the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+MemoryTier = Literal["device", "dram", "flash"]
+StorageKind = Literal[
+    "weight", "expert", "gradient", "optimizer", "activation", "kv", "input", "output", "scratch"
+]
+Phase = Literal["forward", "backward", "optimizer", "inference"]
+MemoryActionKind = Literal[
+    "run", "recompute", "prefetch", "store", "copy_in", "copy_out", "wait", "detach", "free"
+]
+
+MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
+COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
+    "prefetch": ("dram", "device"),
+    "store": ("device", "dram"),
+    "copy_in": ("flash", "dram"),
+    "copy_out": ("dram", "flash"),
+}
+"""Source and destination tier of each copying action."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One allocation.
+
+    Attributes:
+        name: Parameter name, state name, or the operator that makes it.
+        num_bytes: Requested bytes, before the allocator rounds.
+        kind: What it holds; decides nothing by itself, but reports and filters use it.
+        at_start: Exists before the first operator of the step.
+        at_end: Must exist after the last operator: its owner reads it later.
+    """
+
+    name: str
+    num_bytes: int
+    kind: StorageKind
+    at_start: bool = False
+    at_end: bool = False
+
+    @property
+    def persistent(self) -> bool:
+        """Lives across steps, so it has a home tier between them."""
+        return self.at_start and self.at_end
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One indivisible piece of device work.
+
+    Attributes:
+        name: Operator name, for people.
+        reads: Storages whose content it uses.
+        writes: Storages whose content it changes in place (listed in `reads` too when the old content matters).
+        allocs: Storages that come to life here; their content is written here.
+        seconds: Time on the compute lane.
+        flops: Floating-point operations.
+        access_bytes: Bytes it moves between the device's memory and its arithmetic units.
+        phase: Part of the step it belongs to.
+        repeatable: Running it again on the same inputs gives the same bits and has no other effect.
+        ordered: Draws random numbers or checks a captured branch: ordered operators keep their mutual order.
+    """
+
+    name: str
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    allocs: tuple[int, ...] = ()
+    seconds: float = 0.0
+    flops: float = 0.0
+    access_bytes: int = 0
+    phase: Phase = "forward"
+    repeatable: bool = False
+    ordered: bool = False
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """Storages that must be on the device while it runs, each once."""
+        return tuple(dict.fromkeys((*self.reads, *self.writes, *self.allocs)))
+
+
+@dataclass(frozen=True)
+class MemoryProgram:
+    """What one step does, in program order.
+
+    Attributes:
+        name: For people: `llama train`.
+        storages: All storages; everything refers to them by index.
+        operators: All operators in the order the model issued them.
+        alignment_bytes: Every allocation is rounded up to a multiple of this; 512 is what CUDA's allocator does, 1
+            counts requested bytes.
+    """
+
+    name: str
+    storages: tuple[Storage, ...]
+    operators: tuple[Operator, ...]
+    alignment_bytes: int = 512
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Rounded bytes of every storage."""
+        unit = self.alignment_bytes
+        return tuple(-(-s.num_bytes // unit) * unit for s in self.storages)
+
+    @property
+    def on_device(self) -> tuple[MemoryTier, ...]:
+        """Homes that leave every storage on the device."""
+        device: MemoryTier = "device"
+        return (device,) * len(self.storages)
+
+    @property
+    def seconds(self) -> float:
+        """Compute seconds of the step without any stall."""
+        return sum(op.seconds for op in self.operators)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAction:
+    """One step of an emitted program.
+
+    Attributes:
+        kind: `run` or `recompute` an operator; start a copy (`prefetch` DRAM to device, `store` device to DRAM,
+            `copy_in` flash to DRAM, `copy_out` DRAM to flash); `wait` until the newest copy of a storage into `tier` is
+            done; `detach` the storage's bytes in `tier` without a copy; `free` the storage in every tier.
+        target: Operator index for run and recompute, else storage index.
+        tier: For wait: the copy's destination. For detach: the tier that is left.
+    """
+
+    kind: MemoryActionKind
+    target: int
+    tier: MemoryTier = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One stay of a storage on the device, with its address.
+
+    Attributes:
+        storage: Storage index.
+        start: First action (inclusive) during which the bytes are taken.
+        stop: First action after which they are free again (exclusive).
+        offset_bytes: Address inside the arena; -1 before addresses are assigned.
+    """
+
+    storage: int
+    start: int
+    stop: int
+    offset_bytes: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was decided for one idle gap of one storage, and why."""
+
+    storage: int
+    what: Literal["offload", "recompute", "stream"]
+    first: int
+    last: int
+    tier: MemoryTier
+    reason: str

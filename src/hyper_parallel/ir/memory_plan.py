@@ -1,0 +1,70 @@
+"""MemoryPlan: a program in its chosen order, with residency actions and static addresses; a JSON document."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hyper_parallel.errors import MemoryPlanInvalid
+from hyper_parallel.ir.memory import Choice, Extent, MemoryAction, MemoryProgram, MemoryTier
+from hyper_parallel.ir.replay import Replay, replay
+from hyper_parallel.serde import DecodeError, decode, encode
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A program in its chosen order with residency actions and static device addresses.
+
+    Attributes:
+        program: The work.
+        homes: Tier of every persistent storage between steps; `device` for all others.
+        actions: The emitted program.
+        seconds: Simulated seconds of the step, copies included.
+        choices: What was decided, one entry per moved or recomputed gap.
+        statement: What the planner has to say: what paid, what did not, what was illegal and why.
+        addresses: Every stay on the device with its offset in one arena.
+        arena_bytes: Size of that arena.
+    """
+
+    program: MemoryProgram
+    homes: tuple[MemoryTier, ...]
+    actions: tuple[MemoryAction, ...]
+    seconds: float
+    choices: tuple[Choice, ...] = ()
+    statement: tuple[str, ...] = ()
+    addresses: tuple[Extent, ...] = ()
+    arena_bytes: int = 0
+
+    @cached_property
+    def replayed(self) -> Replay:
+        """The plan walked once; raises HP404 when an action is illegal."""
+        return replay(self.program, self.homes, self.actions)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Peak bytes per tier, by replay."""
+        return self.replayed.peak_bytes
+
+    def to_json(self) -> str:
+        """The plan as one JSON document; equal plans give equal text."""
+        return json.dumps(encode(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> MemoryPlan:
+        """Read a plan back and replay it, so a damaged one is refused.
+
+        Raises:
+            MemoryPlanInvalid: HP404 when the text is no plan or its actions are illegal.
+        """
+        try:
+            plan = decode(MemoryPlan, json.loads(text))
+        except (DecodeError, json.JSONDecodeError) as error:
+            raise MemoryPlanInvalid("the memory plan cannot be read", got=str(error)) from error
+        _ = plan.replayed
+        return plan
+
+    def save(self, path: Path) -> None:
+        """Write the plan as JSON."""
+        path.write_text(self.to_json() + "\n", encoding="utf-8")

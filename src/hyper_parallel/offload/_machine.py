@@ -1,0 +1,83 @@
+"""What planning knows about a machine: a roofline for operators, one serial channel per copy direction, capacities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hyper_parallel.ir import MemoryProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One direction between two tiers; copies on it run one after another.
+
+    Attributes:
+        bytes_s: Bytes per second. Give the contended figure: what one device gets while all devices of its node copy.
+        latency_s: Seconds before the first byte of a copy.
+    """
+
+    bytes_s: float
+    latency_s: float = 10e-6
+
+    def seconds(self, num_bytes: int) -> float:
+        """Duration of one copy."""
+        return self.latency_s + num_bytes / self.bytes_s
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Seconds of an operator: overhead + max(flops / flops_s, bytes / bytes_s).
+
+    Source: Williams, Waterman and Patterson, "Roofline", CACM 2009.
+    """
+
+    flops_s: float
+    bytes_s: float
+    overhead_s: float = 2e-6
+
+    def annotate(self, program: MemoryProgram) -> MemoryProgram:
+        """The program with `seconds` filled in from its flops and access bytes."""
+        return replace(
+            program,
+            operators=tuple(
+                replace(
+                    op,
+                    seconds=self.overhead_s
+                    + max(op.flops / self.flops_s, op.access_bytes / self.bytes_s),
+                )
+                for op in program.operators
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMachine:
+    """Channels and capacities of the three tiers.
+
+    Attributes:
+        store: Device to DRAM.
+        prefetch: DRAM to device.
+        copy_out: DRAM to flash; None: there is no flash tier.
+        copy_in: Flash to DRAM.
+        dram_bytes: Pinned bytes this device may use; None: unlimited.
+        flash_bytes: File bytes this device may use; None: unlimited.
+    """
+
+    store: Channel
+    prefetch: Channel
+    copy_out: Channel | None = None
+    copy_in: Channel | None = None
+    dram_bytes: int | None = None
+    flash_bytes: int | None = None
+
+    def channel(self, kind: str) -> Channel:
+        """The channel of a copying action."""
+        channel = {
+            "store": self.store,
+            "prefetch": self.prefetch,
+            "copy_out": self.copy_out,
+            "copy_in": self.copy_in,
+        }[kind]
+        if channel is None:
+            raise ValueError(f"the plan uses {kind}, but the machine has no flash tier")
+        return channel

@@ -1,0 +1,378 @@
+"""The planner: least peak at a bounded slowdown, or least time under a byte budget.
+
+Both goals share one step: for a target in bytes, try a small portfolio (recompute density limits, ranking rules),
+emit each as a program, and let the exact replay and the simulator judge what was emitted. No choice is kept on the
+strength of an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
+from hyper_parallel.ir import (
+    MEMORY_TIERS,
+    Choice,
+    MemoryAction,
+    MemoryPlan,
+    MemoryProgram,
+    MemoryTier,
+    StorageKind,
+    replay,
+)
+from hyper_parallel.offload._address import assign_addresses
+from hyper_parallel.offload._emit import Emitter
+from hyper_parallel.offload._issue import Gap
+from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._order import order_peak, refine_order
+from hyper_parallel.offload._recompute import Recomputes, choose_recomputes, recompute_density
+from hyper_parallel.offload._select import Rank, Selector, assign_tiers
+from hyper_parallel.offload._usedef import (
+    UseDef,
+    identity_actions,
+    use_definitions,
+    working_set_bytes,
+)
+from hyper_parallel.units import format_bytes
+
+_RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap")
+_LARGE = 1500  # operators; below, trying everything takes a few seconds
+_DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
+_WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
+
+
+@dataclass(frozen=True)
+class _Emitted:
+    """One emitted program with the emitter's own account of it; the chosen one is replayed."""
+
+    actions: tuple[MemoryAction, ...]
+    homes: tuple[MemoryTier, ...]
+    seconds: float
+    peaks: dict[MemoryTier, int]
+    gaps: tuple[Gap, ...]
+    again: Recomputes | None
+    rule: str
+
+    @property
+    def peak(self) -> int:
+        return self.peaks["device"]
+
+
+@dataclass
+class _Search:
+    program: MemoryProgram
+    machine: MemoryMachine
+    order: tuple[int, ...]
+    selectors: list[tuple[str, Selector]]
+    best_seen: _Emitted
+
+    def __post_init__(self) -> None:
+        self.rules = [(name, s, rank) for name, s in self.selectors for rank in _RANKS]
+
+    def portfolio(self, target: int, limit_s: float = float("inf")) -> list[_Emitted]:
+        """Every emitted program for a target that respects the other tiers.
+
+        Once a target is met within the time limit, only the rules that met it go on to the next, lower one.
+        """
+        found: list[_Emitted] = []
+        met: list[int] = []
+        for index, (name, selector, rank) in enumerate(self.rules):
+            aim = target
+            last = None
+            for _ in range(2):
+                last = emitted = self._emit(selector, aim, target, rank, name, limit_s)
+                if emitted is None:
+                    break
+                if not _overfull(self.machine, emitted):
+                    self.best_seen = min(self.best_seen, emitted, key=lambda e: e.peak)
+                    found.append(emitted)
+                aim -= emitted.peak - target
+                if emitted.peak <= target or aim <= 0:
+                    break
+            if last is not None and last.peak <= target and last.seconds <= limit_s:
+                met.append(index)
+        if met:
+            self.rules = [self.rules[i] for i in met]
+        return found
+
+    def _emit(
+        self,
+        selector: Selector,
+        aim: int,
+        target: int,
+        rank: Rank,
+        name: str,
+        limit_s: float = float("inf"),
+    ) -> _Emitted | None:
+        chosen, planned = selector.select(aim, rank)
+        # The first span of a candidate ends where its bytes are counted again before the gap's end.
+        back = {
+            (g.storage, g.last): high
+            for c in chosen
+            for g, (_, high) in zip(c.gaps, c.spans, strict=False)
+            if g.last < selector.n
+        }
+        for share in _DRAM_SHARES:
+            gaps = assign_tiers(self.program, self.machine, chosen, share)
+            emitter = Emitter(
+                self.program,
+                self.machine,
+                self.order,
+                gaps,
+                selector.again,
+                target,
+                planned.copy(),
+                back,
+                window=_WINDOW if selector.stall else None,
+            )
+            actions = emitter.emit(limit_s * (1 + 1e-9))
+            if actions is None:
+                return None
+            emitted = _Emitted(
+                actions,
+                tuple(emitter.homes),
+                emitter.clock.now_s,
+                emitter.peaks,
+                tuple(gaps),
+                selector.again,
+                f"{name}, {rank}",
+            )
+            if self.machine.copy_out is None or not _overfull(self.machine, emitted):
+                break
+        return emitted
+
+
+def plan_memory(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    *,
+    budget_bytes: int | None = None,
+    max_slowdown: float | None = None,
+    move: Collection[StorageKind] | None = None,
+    recompute: bool = True,
+    reorder: bool = True,
+) -> MemoryPlan:
+    """Plan the memory of one step.
+
+    Args:
+        program: Operators with their seconds.
+        machine: Channels and capacities.
+        budget_bytes: Device bytes the step may take at any time; the plan is the fastest one found under it.
+        max_slowdown: Allowed extra time as a share (0.02 is 2 %); the plan is the one with the least peak found.
+        move: Kinds of storages that may leave the device; None: all but inputs and outputs.
+        recompute: Results may be dropped and computed again.
+        reorder: Operators may change their order (never what they compute).
+
+    Returns:
+        A plan whose replay passed; the identity program, with the reason, when nothing pays.
+
+    Raises:
+        BadValue: HP102 unless exactly one goal is given.
+        BudgetImpossible: HP402 with the least peak reached and the bound no plan can pass.
+        TierFull: HP403 when only the DRAM or flash capacity stands in the way.
+    """
+    if (budget_bytes is None) == (max_slowdown is None):
+        raise BadValue(
+            "a memory plan needs exactly one goal",
+            got=f"budget_bytes={budget_bytes}, max_slowdown={max_slowdown}",
+            hint="give budget_bytes=... for the least time, or max_slowdown=0.02 for the least peak",
+        )
+    order, said = refine_order(program) if reorder else (tuple(range(len(program.operators))), ())
+    identity = _identity(program, order)
+    if budget_bytes is not None and identity.peak <= budget_bytes:
+        reason = (
+            f"identity: the step takes {identity.peak} bytes and fits the budget; nothing moves"
+        )
+        return _finish(program, identity, (*said, reason))
+    slack_s = None if max_slowdown is None else max_slowdown * identity.seconds
+    search = _search(program, machine, order, identity, move, recompute, slack_s)
+    if budget_bytes is not None:
+        best = _least_time(search, budget_bytes)
+    else:
+        assert max_slowdown is not None
+        best = _least_peak(search, identity, identity.seconds * (1 + max_slowdown))
+    if best is identity:
+        said = (
+            *said,
+            f"identity: no plan lowers the peak of {identity.peak} bytes within {max_slowdown:.1%} more time; "
+            "nothing moves",
+        )
+    else:
+        said = (
+            *said,
+            f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {best.seconds:.6g} "
+            f"({best.rule})",
+        )
+    return _finish(program, best, said)
+
+
+def _identity(program: MemoryProgram, order: tuple[int, ...]) -> _Emitted:
+    actions = identity_actions(program, order)
+    peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+    peaks["device"] = order_peak(program, order)
+    return _Emitted(actions, program.on_device, program.seconds, peaks, (), None, "identity")
+
+
+def _search(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    order: tuple[int, ...],
+    identity: _Emitted,
+    move: Collection[StorageKind] | None,
+    recompute: bool,
+    slack_s: float | None,
+) -> _Search:
+    chains = use_definitions(program, order)
+    movable = [
+        s
+        for s, storage in enumerate(program.storages)
+        if (storage.kind in move if move is not None else storage.kind not in ("input", "output"))
+        and (storage.persistent or not storage.at_start)
+    ]
+    large = len(program.operators) > _LARGE
+    selectors = []
+    for name, chosen in _recompute_sets(program, machine, chains, slack_s, recompute):
+        again = choose_recomputes(program, chains, chosen)
+        # Gaps shorter than their copies cost waits: for a budget they may be needed, for a time limit they rarely pay.
+        for stall in (False,) if large and slack_s is not None else (False, True):
+            selector = Selector(program, machine, order, again, movable, stall=stall)
+            label = name + (", waits allowed" if stall else "")
+            selectors.append((label, selector))
+    return _Search(program, machine, order, selectors, identity)
+
+
+def _recompute_sets(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    chains: UseDef,
+    slack_s: float | None,
+    recompute: bool,
+) -> list[tuple[str, list[int]]]:
+    """Sets of storages to recompute that are worth trying, cheapest seconds per byte first.
+
+    Under a time limit recomputation may spend a part of the slack only: every second of it is exposed, and what is left
+    must absorb the copies. Under a budget the limits are the density of a copy, well below it, and none.
+    """
+    sets: list[tuple[str, list[int]]] = [("copies only", [])]
+    density = recompute_density(program, chains) if recompute else {}
+    ranked = sorted(density, key=lambda s: (density[s], -program.sizes[s], s))
+    if slack_s is not None:
+        for share in (0.25, 0.5, 0.9):
+            spent, chosen = 0.0, []
+            for s in ranked:
+                cost = density[s] * program.sizes[s]
+                if spent + cost <= share * slack_s:
+                    spent += cost
+                    chosen.append(s)
+            sets.append((f"recompute for {share:.0%} of the allowed time", chosen))
+    else:
+        transfer = 1 / machine.prefetch.bytes_s
+        for name, limit in (
+            ("recompute far cheaper than a copy", transfer / 8),
+            ("recompute cheaper than a copy", transfer),
+            ("recompute everything repeatable", float("inf")),
+        ):
+            sets.append((name, [s for s in ranked if density[s] <= limit]))
+    seen: set[tuple[int, ...]] = set()
+    distinct = []
+    for name, chosen in sets:
+        if tuple(chosen) not in seen:
+            seen.add(tuple(chosen))
+            distinct.append((name, chosen))
+    return distinct
+
+
+def _least_time(search: _Search, budget: int) -> _Emitted:
+    fitting = [e for e in search.portfolio(budget) if e.peak <= budget]
+    if fitting:
+        return min(fitting, key=lambda e: (e.seconds, e.peak))
+    floor = working_set_bytes(search.program)
+    for target in (floor, (floor + budget) // 2):
+        fitting += [e for e in search.portfolio(target) if e.peak <= budget]
+    if fitting:
+        return min(fitting, key=lambda e: (e.seconds, e.peak))
+    least = search.best_seen.peak
+    if _no_room_elsewhere(search):
+        raise TierFull(
+            "the device budget needs more bytes in DRAM or flash than the machine allows",
+            got=f"budget {budget}, dram {search.machine.dram_bytes}, flash {search.machine.flash_bytes}",
+            hint=f"set a device budget of {least} bytes, or allow more DRAM",
+        )
+    raise BudgetImpossible(
+        f"no memory plan fits {format_bytes(budget)}",
+        got=f"{budget} bytes",
+        allowed=f"at least {least} bytes (the largest operator alone takes {floor})",
+        hint=f"set `offload.budget={least}`",
+    )
+
+
+def _no_room_elsewhere(search: _Search) -> bool:
+    """Would the budget be met if the other tiers were unlimited?"""
+    machine = search.machine
+    if machine.dram_bytes is None and machine.flash_bytes is None:
+        return False
+    name, selector = search.selectors[0]
+    floor = working_set_bytes(search.program)
+    emitted = search._emit(selector, floor, floor, "longest_gap", name)
+    return emitted is not None and _overfull(machine, emitted)
+
+
+def _least_peak(search: _Search, identity: _Emitted, limit_s: float) -> _Emitted:
+    """Bisect the target; every success is judged by its real peak, so the answer never depends on monotony."""
+    low, high = working_set_bytes(search.program), identity.peak
+    best = identity
+    for _ in range(10):
+        target = (low + high) // 2
+        if high - low <= max(identity.peak // 200, search.program.alignment_bytes):
+            break
+        fine = [
+            e
+            for e in search.portfolio(target, limit_s)
+            if e.seconds <= limit_s and e.peak < best.peak
+        ]
+        if fine:
+            best = min(fine, key=lambda e: (e.peak, e.seconds))
+            high = min(best.peak, high)
+            if best.peak > target:
+                low = target
+        else:
+            low = target
+    return best
+
+
+def _overfull(machine: MemoryMachine, emitted: _Emitted) -> bool:
+    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
+    return any(cap is not None and emitted.peaks[t] > cap for t, cap in caps.items())
+
+
+def _finish(program: MemoryProgram, emitted: _Emitted, said: tuple[str, ...]) -> MemoryPlan:
+    judged = replay(program, emitted.homes, emitted.actions)
+    assert judged.peak_bytes == emitted.peaks, "the emitter and the replay count differently"
+    addresses, arena = assign_addresses(judged.residency, program.sizes)
+    choices = [
+        Choice(
+            g.storage,
+            "stream" if g.first < 0 else "offload",
+            g.first,
+            g.last,
+            g.tier,
+            f"idle between positions {g.first} and {g.last}",
+        )
+        for g in emitted.gaps
+    ]
+    if emitted.again is not None:
+        choices += [
+            Choice(s, "recompute", a, b, "device", "cheaper to run again than to keep or copy")
+            for s, (a, b) in sorted(emitted.again.gaps.items())
+        ]
+    return MemoryPlan(
+        program,
+        emitted.homes,
+        emitted.actions,
+        emitted.seconds,
+        tuple(choices),
+        said,
+        addresses,
+        arena,
+    )

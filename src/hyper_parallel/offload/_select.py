@@ -1,0 +1,219 @@
+"""Selection: which idle gaps bring the program-order profile under a target, cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from hyper_parallel.ir import MemoryProgram, MemoryTier
+from hyper_parallel.offload._issue import Gap
+from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._recompute import Recomputes
+
+Rank = Literal["idle_per_transfer", "longest_gap", "largest"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One storage leaving once: a gap inside the step, or the two ends of a persistent storage's stay at home.
+
+    Attributes:
+        gaps: The gap, or head and tail.
+        spans: Position ranges [low, high) in which its device bytes would be gone.
+        idle_s: Seconds without an access.
+        transfer_s: Seconds of copies it adds.
+        exposed_s: Seconds by which its last copy outlasts the step even on an empty channel.
+    """
+
+    gaps: tuple[Gap, ...]
+    spans: tuple[tuple[int, int], ...]
+    num_bytes: int
+    idle_s: float
+    transfer_s: float
+    exposed_s: float = 0.0
+
+    def value(self, rank: Rank) -> float:
+        """How early a ranking rule takes it; higher is earlier."""
+        if rank == "idle_per_transfer":
+            return self.idle_s / self.transfer_s
+        return self.idle_s if rank == "longest_gap" else float(self.num_bytes)
+
+
+class Selector:
+    """Candidates and profile of one order with fixed recomputes.
+
+    Args:
+        stall: Also take gaps that are shorter than their copies: the compute lane then waits.
+    """
+
+    def __init__(
+        self,
+        program: MemoryProgram,
+        machine: MemoryMachine,
+        order: tuple[int, ...],
+        recomputes: Recomputes,
+        movable: Collection[int],
+        *,
+        stall: bool = False,
+    ) -> None:
+        self.program, self.machine, self.again = program, machine, recomputes
+        self.stall = stall
+        seconds = [program.operators[i].seconds for i in order]
+        self.ends_s = np.cumsum(seconds)
+        self.starts_s = self.ends_s - seconds
+        self.n = len(order)
+        self.written = {s for op in program.operators for s in op.writes}
+        self.profile = self._profile()
+        self.candidates = [c for s in movable for c in self._of(s)]
+
+    def _profile(self) -> np.ndarray:
+        """Device bytes during every position, liveness and recomputation applied, nothing moved."""
+        change = np.zeros(self.n + 1, np.int64)
+        sizes = self.program.sizes
+        for s, storage in enumerate(self.program.storages):
+            uses = self.again.uses[s]
+            if not uses and not storage.persistent:
+                continue
+            change[0 if storage.at_start else uses[0]] += sizes[s]
+            if not storage.at_end:
+                change[uses[-1] + 1] -= sizes[s]
+            if s in self.again.gaps:
+                a, b = self.again.gaps[s]
+                change[a + 1] -= sizes[s]
+                change[b] += sizes[s]
+        for position, helpers in self.again.helpers.items():
+            extra = sum(sizes[h] for h in helpers)
+            change[position] += extra
+            change[position + 1] -= extra
+        return np.cumsum(change[:-1])
+
+    def _of(self, s: int) -> list[Candidate]:
+        size = self.program.sizes[s]
+        uses = self.again.uses[s]
+        if not size:
+            return []
+        found: list[Candidate] = []
+        storage = self.program.storages[s]
+        out = self.machine.store.seconds(storage.num_bytes)
+        back = self.machine.prefetch.seconds(storage.num_bytes)
+        moves = out + back
+        dropped = self.again.gaps.get(s)
+        if self.stall:
+            out = back = 0.0
+        for a, b in pairwise(uses):
+            if b - a > 1 and (a, b) != dropped:
+                idle = float(self.starts_s[b] - self.ends_s[a])
+                low = max(self._done(a, out), a + 1)
+                high = self._begun(b, back)
+                if low < high:
+                    gap = Gap(s, a, b, "dram")
+                    found.append(Candidate((gap,), ((low, high),), size, idle, moves))
+        if storage.persistent and uses:
+            first, last = uses[0], uses[-1]
+            high = self._begun(first, back)
+            low = self._done(last, out) if s in self.written else last + 1
+            # One span per gap; an empty one (head used at once, tail too short to leave) frees nothing.
+            spans = ((0, high), (min(low, self.n), self.n))
+            idle = float(self.starts_s[first] + self.ends_s[-1] - self.ends_s[last])
+            if any(a < b for a, b in spans):
+                found.append(
+                    Candidate(
+                        (Gap(s, -1, first, "dram"), Gap(s, last, self.n, "dram")),
+                        spans,
+                        size,
+                        idle,
+                        moves,
+                        max(0.0, float(self.ends_s[last] + out - self.ends_s[-1]))
+                        if s in self.written
+                        else 0.0,
+                    )
+                )
+        elif storage.persistent:
+            gaps = (Gap(s, -1, self.n, "dram"),)
+            found.append(Candidate(gaps, ((0, self.n),), size, float(self.ends_s[-1]), 1e-9))
+        return found
+
+    def _done(self, position: int, seconds: float) -> int:
+        """First position that starts when a copy issued after `position` is done."""
+        if seconds == 0:
+            return position + 1
+        return int(np.searchsorted(self.starts_s, self.ends_s[position] + seconds))
+
+    def _begun(self, position: int, seconds: float) -> int:
+        """Position from which the bytes are back when the copy must be done at `position`."""
+        if seconds == 0:
+            return position
+        begin = self.starts_s[position] - seconds
+        return max(int(np.searchsorted(self.starts_s, begin, "right")) - 1, 0)
+
+    def select(self, target_bytes: int, rank: Rank) -> tuple[list[Candidate], np.ndarray]:
+        """Take candidates at the highest position until the profile is under the target.
+
+        Returns:
+            The chosen candidates and the resulting profile.
+        """
+        profile = self.profile.copy()
+        items = self.candidates
+        if not items:
+            return [], profile
+        # What would surely prolong the step comes last, whatever its rank.
+        items = sorted(items, key=lambda c: (-c.exposed_s, c.value(rank)), reverse=True)
+        spans = np.array([c.spans[0] for c in items])
+        second = np.array([c.spans[1] if len(c.spans) > 1 else (0, 0) for c in items])
+        free = np.ones(len(items), bool)
+        chosen: list[Candidate] = []
+        while True:
+            at = int(np.argmax(profile))
+            if profile[at] <= target_bytes:
+                break
+            covers = free & (
+                ((spans[:, 0] <= at) & (at < spans[:, 1]))
+                | ((second[:, 0] <= at) & (at < second[:, 1]))
+            )
+            pick = int(np.argmax(covers))
+            if not covers[pick]:
+                break
+            free[pick] = False
+            chosen.append(items[pick])
+            for low, high in items[pick].spans:
+                profile[low:high] -= items[pick].num_bytes
+        return chosen, profile
+
+
+def assign_tiers(
+    program: MemoryProgram, machine: MemoryMachine, chosen: list[Candidate], share: float
+) -> list[Gap]:
+    """DRAM while its budget lasts; then the candidates with the longest idle time go on to flash.
+
+    The DRAM account is the sum over all chosen candidates, an upper bound of what is there at any one time; replay
+    gives the exact peak.
+
+    Args:
+        program: Sizes.
+        machine: Capacities.
+        chosen: What leaves the device.
+        share: Part of the DRAM to fill; the rest is for bytes on their way through DRAM to flash and back.
+    """
+    flash = machine.copy_out is not None and machine.copy_in is not None
+    room = machine.dram_bytes
+    tiers: dict[int, MemoryTier] = {}
+    if room is not None and flash:
+        used = 0
+        by_storage: dict[int, float] = {}
+        for c in chosen:
+            s = c.gaps[0].storage
+            by_storage[s] = max(by_storage.get(s, 0.0), c.idle_s)
+        for s in sorted(by_storage, key=lambda s: by_storage[s]):
+            if used + program.sizes[s] <= room * share:
+                used += program.sizes[s]
+            else:
+                tiers[s] = "flash"
+    return [
+        Gap(g.storage, g.first, g.last, tiers.get(g.storage, "dram"))
+        for c in chosen
+        for g in c.gaps
+    ]

@@ -1,0 +1,103 @@
+"""Use-definition chains, liveness and dependencies over storages.
+
+Views need no rule: the front end resolves every view to the storage it lies in, so an access through any alias is an
+access to the storage, and creating a view is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hyper_parallel.ir import MemoryAction, MemoryProgram
+
+
+@dataclass(frozen=True)
+class UseDef:
+    """Accesses of every storage, as positions in an order.
+
+    Attributes:
+        order: Operator index at each position.
+        uses: Positions that touch each storage, ascending.
+        writes: Positions that change each storage after it was made, ascending.
+        maker: Operator that allocates each storage, or -1 when it exists from the start.
+    """
+
+    order: tuple[int, ...]
+    uses: tuple[tuple[int, ...], ...]
+    writes: tuple[tuple[int, ...], ...]
+    maker: tuple[int, ...]
+
+
+def use_definitions(program: MemoryProgram, order: Sequence[int]) -> UseDef:
+    """Collect every storage's accesses in the given order."""
+    uses: list[list[int]] = [[] for _ in program.storages]
+    writes: list[list[int]] = [[] for _ in program.storages]
+    maker = [-1] * len(program.storages)
+    for position, index in enumerate(order):
+        op = program.operators[index]
+        for s in op.touched:
+            uses[s].append(position)
+        for s in op.writes:
+            writes[s].append(position)
+        for s in op.allocs:
+            maker[s] = index
+    return UseDef(tuple(order), tuple(map(tuple, uses)), tuple(map(tuple, writes)), tuple(maker))
+
+
+def dependencies(program: MemoryProgram) -> list[set[int]]:
+    """Operators that must run before each operator, judged in the original order.
+
+    True dependence (read after write), anti-dependence (write after read), output dependence (write after write), and
+    the mutual order of operators that draw random numbers or check a branch.
+    """
+    before: list[set[int]] = []
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    last_ordered = -1
+    for index, op in enumerate(program.operators):
+        deps: set[int] = set()
+        for s in op.reads:
+            if s in writer:
+                deps.add(writer[s])
+        changed = (*op.writes, *op.allocs)
+        for s in changed:
+            deps.update(readers.get(s, ()))
+            if s in writer:
+                deps.add(writer[s])
+        for s in changed:
+            writer[s] = index
+            readers[s] = []
+        for s in op.reads:
+            readers.setdefault(s, []).append(index)
+        if op.ordered:
+            if last_ordered >= 0:
+                deps.add(last_ordered)
+            last_ordered = index
+        deps.discard(index)
+        before.append(deps)
+    return before
+
+
+def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[MemoryAction, ...]:
+    """The program without any cache operator: every operator once, every storage freed right after its last use."""
+    chains = use_definitions(program, order)
+    keep = [s.at_end for s in program.storages]
+    actions = [
+        MemoryAction("free", s)
+        for s, storage in enumerate(program.storages)
+        if storage.at_start and not storage.at_end and not chains.uses[s]
+    ]
+    for position, index in enumerate(order):
+        actions.append(MemoryAction("run", index))
+        actions += [
+            MemoryAction("free", s)
+            for s in program.operators[index].touched
+            if not keep[s] and chains.uses[s][-1] == position
+        ]
+    return tuple(actions)
+
+
+def working_set_bytes(program: MemoryProgram) -> int:
+    """No plan can have a lower peak: the largest sum of one operator's operands and results."""
+    return max((sum(program.sizes[s] for s in op.touched) for op in program.operators), default=0)

@@ -1,0 +1,184 @@
+"""Plans are judged by replay: never declared, never above the budget, never slower than allowed."""
+
+from dataclasses import replace
+
+import pytest
+
+from hyper_parallel.errors import BadValue, BudgetImpossible, MemoryPlanInvalid, TierFull
+from hyper_parallel.ir import MemoryAction, MemoryPlan, MemoryProgram, Operator, Storage
+from hyper_parallel.offload import (
+    Channel,
+    MemoryMachine,
+    order_peak,
+    plan_memory,
+    refine_order,
+    simulate,
+    working_set_bytes,
+)
+from tests.offload.programs import training_chain
+
+pytestmark = pytest.mark.unit
+do = MemoryAction
+
+
+def machine(bytes_s=3000.0, **kw):
+    return MemoryMachine(Channel(bytes_s, 0), Channel(bytes_s, 0), **kw)
+
+
+def test_a_hand_written_peak_is_what_replay_says():
+    storages = (
+        Storage("w", 100, "weight", True, True),
+        Storage("a", 30, "activation"),
+        Storage("b", 50, "activation"),
+        Storage("y", 8, "output", False, True),
+    )
+    ops = (
+        Operator("f", (0,), (), (1,), 1.0),
+        Operator("g", (1,), (), (2,), 1.0),
+        Operator("h", (2,), (), (3,), 1.0),
+    )
+    plan = plan_memory(MemoryProgram("p", storages, ops, 1), machine(), budget_bytes=200)
+    assert plan.peak_bytes["device"] == 180  # w + a + b while g runs
+    assert plan.replayed.profile[plan.replayed.peak_action] == 180
+    assert any("identity" in line for line in plan.statement)
+    rounded = plan_memory(MemoryProgram("p", storages, ops, 64), machine(), budget_bytes=1000)
+    assert rounded.peak_bytes["device"] == 128 + 64 + 64
+
+
+@pytest.mark.parametrize("bytes_s", [200.0, 800.0, 3000.0, 1e5])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("reorder", [True, False])
+def test_least_peak_keeps_the_time_limit(bytes_s, recompute, reorder):
+    program = training_chain()
+    m = machine(bytes_s)
+    plan = plan_memory(program, m, max_slowdown=0.02, recompute=recompute, reorder=reorder)
+    base = order_peak(program, range(len(program.operators)))
+    assert plan.peak_bytes["device"] < base
+    assert plan.seconds <= program.seconds * 1.02
+    assert simulate(program, plan.actions, m).end_s == pytest.approx(plan.seconds, rel=1e-12)
+    assert plan.peak_bytes["device"] >= working_set_bytes(program)
+
+
+def test_a_faster_link_gives_half_the_peak_and_recompute_helps_a_slow_one():
+    program = training_chain()
+    slow = plan_memory(program, machine(800.0), max_slowdown=0.02, recompute=False)
+    hybrid = plan_memory(program, machine(800.0), max_slowdown=0.02)
+    fast = plan_memory(program, machine(1e5), max_slowdown=0.02)
+    assert hybrid.peak_bytes["device"] < slow.peak_bytes["device"]
+    assert fast.peak_bytes["device"] < hybrid.peak_bytes["device"]
+    assert fast.peak_bytes["device"] < 21208 // 2
+
+
+@pytest.mark.parametrize("budget", [6000, 9000, 15000, 20000])
+def test_least_time_stays_under_the_budget(budget):
+    program = training_chain()
+    plan = plan_memory(program, machine(), budget_bytes=budget)
+    assert plan.peak_bytes["device"] <= budget
+    looser = plan_memory(program, machine(), budget_bytes=2 * budget)
+    assert looser.seconds <= plan.seconds
+
+
+def test_an_impossible_budget_says_the_least():
+    program = training_chain()
+    with pytest.raises(BudgetImpossible) as caught:
+        plan_memory(program, machine(), budget_bytes=3000)
+    least = int(caught.value.allowed.split()[2])
+    assert plan_memory(program, machine(), budget_bytes=least).peak_bytes["device"] <= least
+
+
+def test_a_full_dram_is_named_and_flash_takes_the_rest():
+    program = training_chain()
+    with pytest.raises(TierFull):
+        plan_memory(program, machine(1e5, dram_bytes=1000), budget_bytes=6000, recompute=False)
+    disk = Channel(1e5, 0)
+    three = MemoryMachine(Channel(1e5, 0), Channel(1e5, 0), disk, disk, dram_bytes=9000)
+    plan = plan_memory(program, three, budget_bytes=7000, recompute=False)
+    assert plan.peak_bytes["device"] <= 7000
+    assert plan.peak_bytes["dram"] <= 9000
+    assert plan.peak_bytes["flash"] > 0
+
+
+def test_one_goal_exactly():
+    with pytest.raises(BadValue):
+        plan_memory(training_chain(), machine())
+    with pytest.raises(BadValue):
+        plan_memory(training_chain(), machine(), budget_bytes=1, max_slowdown=0.1)
+
+
+def test_nothing_pays_is_said():
+    program = training_chain(seconds=1e-6)
+    plan = plan_memory(program, machine(10.0), max_slowdown=0.0, recompute=False)
+    assert plan.peak_bytes["device"] == order_peak(program, refine_order(program)[0])
+    assert any("nothing moves" in line for line in plan.statement)
+    assert not plan.choices
+
+
+def test_updates_move_into_backward_unless_clipping_forbids_it():
+    program = training_chain()
+    order, said = refine_order(program)
+    last_backward = max(i for i, op in enumerate(program.operators) if op.phase == "backward")
+    assert order.index(len(program.operators) - 1) < order.index(last_backward)
+    assert not any("stay after" in line for line in said)
+    clipped = training_chain(clip=True)
+    order, said = refine_order(clipped)
+    norm = next(i for i, op in enumerate(clipped.operators) if op.name == "norm")
+    updates = [i for i, op in enumerate(clipped.operators) if op.name == "adamw"]
+    assert all(order.index(norm) < order.index(u) for u in updates)
+    assert any("needs every gradient" in line and "norm" in line for line in said)
+
+
+def test_round_trip_and_a_damaged_plan_is_refused():
+    plan = plan_memory(training_chain(), machine(), budget_bytes=9000)
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    at = next(i for i, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device")
+    broken = replace(plan, actions=plan.actions[:at] + plan.actions[at + 1 :])
+    with pytest.raises(MemoryPlanInvalid):
+        MemoryPlan.from_json(broken.to_json())
+    with pytest.raises(MemoryPlanInvalid):
+        MemoryPlan.from_json("{}")
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        (do("run", 1), do("run", 0)),  # use before it exists
+        (do("run", 0),),  # an operator is missing
+        (
+            do("run", 0),
+            do("detach", 0),
+            do("run", 1),
+        ),  # dropped, then used
+        (
+            do("run", 0),
+            do("store", 0),
+            do("detach", 0),
+            do("run", 1),
+        ),  # no wait
+        (do("run", 0), do("run", 0), do("run", 1)),  # twice
+        (
+            do("run", 0),
+            do("recompute", 0),
+            do("run", 1),
+        ),  # result still there
+        (do("run", 0), do("run", 1)),  # `a` is never freed
+    ],
+)
+def test_replay_refuses_illegal_actions(actions):
+    storages = (Storage("a", 4, "activation"), Storage("y", 4, "output", False, True))
+    ops = (Operator("f", (), (), (0,), repeatable=True), Operator("g", (0,), (), (1,)))
+    program = MemoryProgram("p", storages, ops, 1)
+    legal = (do("run", 0), do("run", 1), do("free", 0))
+    assert MemoryPlan(program, ("device", "device"), legal, 0.0).peak_bytes["device"] == 8
+    with pytest.raises(MemoryPlanInvalid):
+        _ = MemoryPlan(program, ("device", "device"), actions, 0.0).replayed
+
+
+def test_addresses_never_overlap_and_the_arena_is_tight():
+    program = training_chain(layers=16, alignment=8)
+    plan = plan_memory(program, machine(), budget_bytes=30_000)
+    for i, a in enumerate(plan.addresses):
+        for b in plan.addresses[:i]:
+            if a.start < b.stop and b.start < a.stop:
+                low, high = sorted((a, b), key=lambda e: e.offset_bytes)
+                assert low.offset_bytes + program.sizes[low.storage] <= high.offset_bytes
+    assert plan.arena_bytes <= 1.02 * plan.peak_bytes["device"]
