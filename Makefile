@@ -4,7 +4,6 @@
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
-export TOKENIZERS_PARALLELISM ?= true
 
 bin := .venv/bin
 out := runs/quickstart

@@ -117,7 +117,8 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     assert load_recipe(out / "config.yaml").recipe.parallel.dp_shard == 2
     plan = Plan.load(out / "plan.json")
     row = _rows(out / "metrics.jsonl")[-1]
-    assert row["tokens"] == 4 * 256
+    assert row["tokens"] == 256
+    assert row["tokens_seen"] == 4 * 256
     assert row["valid_tokens"] == 256
     assert row["tps"] == pytest.approx(256 / row["step_s"] / 2)
     assert row["mfu"] == pytest.approx(

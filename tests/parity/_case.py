@@ -95,7 +95,6 @@ class Case:
             compute_dtype=self.compute_dtype or self.dtype,
             param_dtype=self.dtype,
             reduce_dtype=self.reduce_dtype or self.dtype,
-            recompute=strategy.recompute,
         )
         reference = ModelRef("tiny", spec.family, spec.num_params, spec.num_params, 0.0, "")
         return Plan(

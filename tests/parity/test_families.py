@@ -51,7 +51,7 @@ def _gradients(model: nn.Module, family: str, strategy: Strategy, world: World):
     )  # fmt: skip
     workload = Workload(
         13, microbatch=2, accumulation_steps=1, compute_dtype="float64", param_dtype="float64",
-        reduce_dtype="float64", recompute=strategy.recompute,
+        reduce_dtype="float64",
     )  # fmt: skip
     plan = dataclasses.replace(
         Case().plan(Strategy()), strategy=strategy, layouts=planned.layouts, workload=workload
