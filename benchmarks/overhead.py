@@ -7,7 +7,7 @@ measured apart, one side per set of ranks: the allocator's peak on an accelerato
 on CPU.
 
     python benchmarks/overhead.py                 # all three layouts, a table
-    python benchmarks/overhead.py --json out.json
+    python benchmarks/overhead.py --json          # the same as JSON
 """
 
 from __future__ import annotations
@@ -307,17 +307,28 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="steps of each side")
     parser.add_argument("--memory-runs", type=int, default=3)
     parser.add_argument("--layout", action="append", choices=list(LAYOUTS))
-    parser.add_argument("--json", type=Path, help="also write everything to a file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", type=Path, help="also write every sample to a file")
     for field in dataclasses.fields(Size):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     args = parser.parse_args()
     size = Size(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Size)})
     result = measure(size, args.layout or list(LAYOUTS), args.pairs, args.memory_runs)
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    summary = [
+        {k: v for k, v in r.items() if k not in ("seconds", "peaks")} for r in result["rows"]
+    ]
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({**result, "rows": [
-        {k: v for k, v in row.items() if k not in ("seconds", "peaks")} for row in result["rows"]
-    ]}, indent=1))  # fmt: skip
+        print(json.dumps({**result, "rows": summary}, indent=1))
+        return
+    print(f"{'layout':16} {'ours':>10} {'by hand':>10} {'time ratio':>11} {'memory ratio':>13}")
+    for row in summary:
+        ours, by_hand = row["median_s"]["ours"], row["median_s"]["by_hand"]
+        print(
+            f"{row['layout']:16} {ours:9.3f}s {by_hand:9.3f}s "
+            f"{row['time_ratio']:11.3f} {row['memory_ratio']:13.3f}"
+        )
 
 
 if __name__ == "__main__":
