@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
-
 _FACTS: Final = ("where", "got", "allowed", "hint", "others")
 
 
