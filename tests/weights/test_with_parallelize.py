@@ -51,7 +51,9 @@ def test_every_layout_starts_resumes_and_exports_alike(tmp_path):
     def checkpointer(name):
         return Checkpointer(tmp_path / name, keep=1, asynchronous=True, fingerprint={})
 
-    checkpointer("one").save(1, plain, optimizer, {})
+    saver = checkpointer("one")
+    saver.save(1, plain, optimizer, {})
+    saver.finish()  # a fork copies the locks of a running thread, but not the thread
 
     def rank_fn(rank):
         source = "one"
@@ -71,10 +73,10 @@ def test_every_layout_starts_resumes_and_exports_alike(tmp_path):
                 checkpointer(source).load(model, optimizer)
                 assert_same(whole(model, optimizer), after)
                 source = f"layout_{number}"
-                saver = checkpointer(source)
-                saver.save(1, model, optimizer, {})
+                saving = checkpointer(source)
+                saving.save(1, model, optimizer, {})
                 step(model, optimizer)
-                saver.finish()
+                saving.finish()
             export_hf(model, model.config, None, tmp_path / "export")
         return source
 
