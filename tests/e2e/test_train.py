@@ -141,13 +141,31 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     assert type(model).__name__ == "Qwen3ForCausalLM"
 
 
-def test_a_run_resumes_on_another_layout(place, one_rank):
-    out = place / "resumed"
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("parallel.tp=2",), ("parallel.dp_replicate=2",)),
+        (("parallel.dp_shard=2", "parallel.tp=2"), ("parallel.dp_shard=2",)),
+    ],
+    ids=["tp2-to-dp2", "4-ranks-to-2"],
+)
+def test_a_run_resumes_on_another_layout(place, one_rank, tmp_path, before, after):
     common = ("checkpoint.export=false",)
-    _train(place, out, "parallel.tp=2", "training.steps=2", *common)
-    _train(place, out, "parallel.dp_replicate=2", "checkpoint.resume=must", *common)
-    _assert_same_curve(_curve(out), _curve(one_rank))
-    assert [r["step"] for r in _rows(out / "metrics.jsonl")] == [1, 2, 3, 4]
+    _train(place, tmp_path, *before, "training.steps=2", *common)
+    _train(place, tmp_path, *after, "checkpoint.resume=must", *common)
+    _assert_same_curve(_curve(tmp_path), _curve(one_rank))
+    assert [r["step"] for r in _rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("degrees", ["parallel.dp_shard=1", "parallel.dp_shard=2", "parallel.tp=2"])
+def test_bfloat16_computes_near_float64_with_float32_parameters(place, one_rank, tmp_path, degrees):
+    _train(place, tmp_path, degrees, "training.dtype=bfloat16", "checkpoint.export=false")
+    mine, exact = _curve(tmp_path), _curve(one_rank)
+    for (loss, norm), (loss_0, norm_0) in zip(mine, exact, strict=True):
+        # 8 bits of mantissa: near, and visibly not the float64 run.
+        assert loss == pytest.approx(loss_0, rel=0.01)
+        assert loss != pytest.approx(loss_0, rel=1e-7)
+        assert norm == pytest.approx(norm_0, rel=0.1)
 
 
 def test_never_resuming_starts_over(place, one_rank):
