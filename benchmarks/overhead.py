@@ -61,11 +61,11 @@ Step = Callable[[], float]
 class Size:
     """Shape of the model and of one rank's batch."""
 
-    hidden: int = 512
+    hidden: int = 384
     layers: int = 4
     heads: int = 8
     kv_heads: int = 4
-    mlp: int = 1408
+    mlp: int = 1056
     vocab: int = 4096
     seq_len: int = 512
     sequences: int = 4  # over all data-parallel ranks
@@ -304,8 +304,8 @@ def measure(size: Size, names: list[str], pairs: int, memory_runs: int) -> dict[
 def main() -> None:
     """Run and print; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=20, help="steps of each side")
-    parser.add_argument("--memory-runs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=10, help="steps of each side")
+    parser.add_argument("--memory-runs", type=int, default=2)
     parser.add_argument("--layout", action="append", choices=list(LAYOUTS))
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="also write every sample to a file")
