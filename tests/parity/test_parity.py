@@ -31,15 +31,8 @@ CASES = {
 def _matrix() -> list[tuple[str, int, Strategy]]:
     found = []
     for size in (1, 2, 4, 8):
-        for case in ("llama", "qwen3-tied-accumulated"):
+        for case in CASES:
             found += [(case, size, s) for s in strategies(size)]
-    for case in ("qwen3-uneven", "llama-tied-uneven"):
-        found += [(case, 4, s) for s in strategies(4)]
-        found += [
-            (case, 8, Strategy(tp_x=8)),
-            (case, 8, Strategy(dp_shard=8)),
-            (case, 8, Strategy(dp_replicate=2, dp_shard=2, tp_x=2)),
-        ]
     found += [
         ("qwen3-tied-accumulated", 4, s)
         for s in strategies(4, recompute="full", reshard_after_forward=False)
