@@ -131,8 +131,10 @@ class Machine:
         Source: ring collectives, Patarasuk and Yuan 2009.
         """
         sent = gathered_bytes * (size - 1) / size
-        seconds = sent / self.bandwidth(size, stride) + self.latency(size, stride)
-        return np.where(size > 1, seconds, 0.0)
+        # Thousands of candidates share a few group shapes: price each shape once.
+        (sizes, strides), which = _distinct_pairs(size, stride)
+        rate, delay = self.bandwidth(sizes, strides)[which], self.latency(sizes, strides)[which]
+        return np.where(size > 1, sent / rate + delay, 0.0)
 
     def all_to_all_seconds(self, local_bytes: Array, size: Array, stride: Array) -> Array:
         """Seconds of one all-to-all in which every rank holds `local_bytes` for the whole group, itself included.
@@ -140,14 +142,14 @@ class Machine:
         Of a rank's bytes the share of the peers first met on a tier goes over that tier; tiers with links of their
         own work at once, tiers that share links one after the other.
         """
-        slowest = np.zeros(np.broadcast(local_bytes, size, stride).shape)
-        busy = np.zeros_like(slowest)
-        for hop in self._hops(size, stride):
-            share = (hop.reached - hop.inside) / size
-            seconds = local_bytes * share / (hop.tier.bytes_s.value * self.efficiency.link)
+        (sizes, strides), which = _distinct_pairs(size, stride)
+        slowest = busy = np.zeros_like(sizes)  # seconds per byte
+        for hop in self._hops(sizes, strides):
+            share = (hop.reached - hop.inside) / sizes
+            seconds = share / (hop.tier.bytes_s.value * self.efficiency.link)
             busy = busy + seconds if hop.tier.shares_links else seconds
             slowest = np.maximum(slowest, busy)
-        return slowest + self.latency(size, stride)
+        return local_bytes * slowest[which] + self.latency(sizes, strides)[which]
 
     def bandwidth(self, size: Array, stride: Array) -> Array:
         """Bytes/s at which every rank of a group sends in a ring: the least of g_local * bandwidth over its tiers.
@@ -195,6 +197,16 @@ class Machine:
                 below = inside
             yield _Hop(tier, inside, below, np.maximum(reached, inside))
             inside = np.maximum(reached, inside)
+
+
+def _distinct_pairs(size: Array, stride: Array) -> tuple[tuple[Array, Array], NDArray[np.intp]]:
+    """The distinct (size, stride) pairs, and for every position which of them it has."""
+    size, stride = np.broadcast_arrays(size, stride)
+    width = int(stride.max(initial=1)) + 1
+    code = size.astype(np.int64) * width + stride.astype(np.int64)
+    codes = np.unique(code)  # few, so looking each up beats sorting positions
+    pairs = ((codes // width).astype(np.float64), (codes % width).astype(np.float64))
+    return pairs, np.searchsorted(codes, code.reshape(-1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,6 +117,18 @@ def search(context: Context, limits: Limits, base: Strategy | None = None, top: 
     return _make(context, strategy, workload, scores, best, rejected, notes)
 
 
+def _joined(*columns: NDArray[Any]) -> NDArray[np.int64]:
+    """One integer per row that orders rows as the columns do, the first column first.
+
+    Each value is replaced by its place among the few values of its column, so that six degrees fit one integer.
+    """
+    joined = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values = np.unique(column)
+        joined = joined * len(values) + np.searchsorted(values, column)
+    return joined
+
+
 @dataclass(frozen=True, slots=True)
 class _Ranking:
     """Candidates in order of predicted seconds per token.
@@ -130,7 +143,7 @@ class _Ranking:
     order: NDArray[np.intp]
     fits: NDArray[np.bool_]
     per_token_s: NDArray[np.float64]
-    meshes: NDArray[np.float64]
+    meshes: NDArray[np.int64]
 
     @classmethod
     def of(cls, c: Candidates, scores: Scores, fits: NDArray[np.bool_]) -> _Ranking:
@@ -138,8 +151,8 @@ class _Ranking:
         per_token = scores.step_s / (c.microbatch * c.accumulation * c.dp_replicate * c.dp_shard)
         # Equal to a part in 10^9 is a tie: the rest is rounding.
         rounded = np.round(per_token / per_token.min() * 1e9)
-        order = np.lexsort((scores.memory_bytes, c.ep, c.pp, c.cp, c.tp, rounded))
-        meshes = np.column_stack([c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp, c.ep])
+        order = np.lexsort((scores.memory_bytes, _joined(c.tp, c.cp, c.pp, c.ep), rounded))
+        meshes = _joined(c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp, c.ep)
         return cls(order, fits, per_token, meshes)
 
     def take(self, number: int) -> list[int]:
@@ -148,15 +161,15 @@ class _Ranking:
 
     def too_big(self, best: int, number: int) -> list[int]:
         """The fastest candidates that would beat `best` but do not fit on any choice of batch and memory."""
-        fitting = {tuple(m) for m in self.meshes[self.fits]}
+        fitting = set(self.meshes[self.fits].tolist())
         faster = (i for i in self.order if self.per_token_s[i] < self.per_token_s[best])
-        wanted = (i for i in faster if not self.fits[i] and tuple(self.meshes[i]) not in fitting)
+        wanted = (i for i in faster if not self.fits[i] and int(self.meshes[i]) not in fitting)
         return self._distinct(wanted, number)
 
     def _distinct(self, indices: Iterator[np.intp] | NDArray[np.intp], number: int) -> list[int]:
-        seen: dict[tuple[float, ...], int] = {}
+        seen: dict[int, int] = {}
         for i in indices:
-            seen.setdefault(tuple(self.meshes[i]), int(i))
+            seen.setdefault(int(self.meshes[i]), int(i))
             if len(seen) == number:
                 break
         return list(seen.values())
