@@ -1,5 +1,6 @@
 # Everything a newcomer needs; each target sets up .venv first when needed.
 #   make train   plan, train on local ranks, sample text, write a report (runs/quickstart/)
+#   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
 #   make test    formatting, types, import layers, and the whole test suite
 
 export OMP_NUM_THREADS ?= 1
@@ -8,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test check bench clean
+.PHONY: help setup train test check fuzz bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -29,6 +30,9 @@ check: setup
 
 test: check
 	$(bin)/pytest
+
+fuzz: setup
+	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -s -q
 
 bench: setup
 	@for script in benchmarks/*.py; do echo "== $$script"; $(bin)/python $$script --json || exit 1; done

@@ -41,11 +41,32 @@ def test_json_file_and_dry_run(tmp_path):
     done = run(*BIG, "--pin", "tp=8", "--top", "2", "-o", "plan.json", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
-    assert printed["strategy"]["tp_x"] == 8
+    assert printed["strategy"]["tp_x"] * printed["strategy"]["tp_y"] == 8
     assert Plan.load(tmp_path / "plan.json") == Plan.from_json(done.stdout)
     done = run(*BIG, "-o", "other.json", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "other.json").exists()
+
+
+def test_a_pipeline_is_printed_and_written_as_csv(tmp_path):
+    recipe = (
+        "model: {path: llama-3-8b}\ndata: {seq_len: 8192}\ntopology: dgx-h100\n"
+        "training: {microbatch: 1, accumulation_steps: 16}\n"
+    )
+    (tmp_path / "pp.yaml").write_text(f"{recipe}parallel: {{pp: 4, dp_shard: 8}}\n")
+    (tmp_path / "one.yaml").write_text(f"{recipe}parallel: {{dp_shard: 32}}\n")
+    done = run("--recipe", "pp.yaml", "--schedule-csv", "s.csv", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "pipeline: 4 stages on 4 ranks, schedule 1f1b" in done.stdout
+    assert "layers per stage: 8, 9, 9, 6" in done.stdout
+    assert "0F0  0F1" in done.stdout
+    rows = (tmp_path / "s.csv").read_text().splitlines()
+    assert len(rows) == 4
+    assert rows[0].startswith("0F0,0SEND_F0,0F1")
+    done = run("--recipe", "one.yaml", "--schedule-csv", "none.csv", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "HP104" in done.stderr
+    assert not (tmp_path / "none.csv").exists()
 
 
 def test_diff_of_two_files(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.cost import Machine, ModelNumbers, peak_memory, step_cost
+from hyper_parallel.cost import Machine, ModelNumbers, device_card, peak_memory, step_cost
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.topology import group_bandwidth, group_latency, load_topology, preset_names
@@ -52,7 +52,8 @@ def test_matmul_term_is_the_flops_over_the_reached_rate():
     # 481.4 GFLOP per token with full attention: attention and head are terms of their own.
     matmul = 6 * (model.num_matmul_params - 128256 * 8192) * 8192 / rate
     assert cost["matmul"].seconds == pytest.approx(matmul, rel=0.03)
-    attention = 3.5 * 80 * 2 * (8192 / 2) * 64 * 256 * 8192 / (400e12 * 0.5)
+    reached = 400e12 * 0.6 * 128 / (128 + 32) * 8192 / (8192 + 512)
+    attention = 3.5 * 80 * 2 * (8192 / 2) * 64 * 256 * 8192 / reached
     assert cost["attention"].seconds == pytest.approx(attention, rel=1e-9)
 
 
@@ -81,8 +82,9 @@ def test_pipeline_bubble_is_p_minus_1_over_m_of_the_stage():
     for sequences in (8, 16):
         cost = terms(model, supernode, Strategy(pp=4), Workload(512, 512 * sequences, 1))
         bubble[sequences] = cost["pipeline bubble"].seconds
-        stage = cost["pipeline bubble"].inputs["microbatch_s"]
-        assert bubble[sequences] == pytest.approx(3 * stage)
+        slowest = cost["pipeline bubble"].inputs["microbatch_s"]
+        # Two layers on every stage, and the head on the last and slowest of the four.
+        assert 2 * slowest < bubble[sequences] < 3 * slowest
     assert bubble[8] == pytest.approx(bubble[16])
 
 
@@ -97,7 +99,8 @@ def test_activations_follow_twelve_h_plus_four_k_plus_six_f():
     model = load_model("llama-3-70b")
     found = memory(model, machine(), Strategy(dp_shard=8, tp_x=8), Workload(8192, 64 * 8192, 1))
     width = (12 * 8192 + 4 * 1024 + 6 * 28672) / 8 + 4 * 8192 * 7 / 8
-    assert found["activations"] == pytest.approx(80 * 8192 * width, rel=1e-9)
+    statistics = 4 * 64 / 8  # log-sum-exp of fused attention
+    assert found["activations"] == pytest.approx(80 * 8192 * (width + statistics), rel=1e-9)
 
 
 def test_published_activation_memory_ratio_of_full_recompute():
@@ -112,7 +115,8 @@ def test_published_activation_memory_ratio_of_full_recompute():
 @pytest.mark.parametrize("name", preset_names())
 def test_bandwidth_law_equals_the_one_of_the_topology(name):
     supernode = load_topology(name)
-    numbers = Machine.of(supernode, "bfloat16")
+    card = dataclasses.replace(device_card("none", "npu"), link=1.0, network=1.0)
+    numbers = Machine.of(supernode, "bfloat16", card=card)
     limit = supernode.tiers[-1].size or 4096
     for stride in (1, 2, 8, 16):
         for size in (2, 4, 8, 32, 64):
@@ -120,17 +124,17 @@ def test_bandwidth_law_equals_the_one_of_the_topology(name):
                 continue
             ranks = [i * stride for i in range(size)]
             s, t = np.array([float(size)]), np.array([float(stride)])
-            rate = numbers.bandwidth(s, t)[0] / numbers.efficiency.link
+            rate = numbers.bandwidth((s, t))[0]
             if all((tier.size or limit) % stride == 0 for tier in supernode.tiers):
                 assert rate == pytest.approx(group_bandwidth(supernode, ranks)), (size, stride)
-                latency = numbers.latency(s, t)[0]
+                latency = numbers.latency((s, t))[0]
                 assert latency == pytest.approx(group_latency(supernode, ranks)), (size, stride)
 
 
 def test_group_across_nodes_drives_one_link_per_local_rank():
     numbers = Machine.of(machine(), "bfloat16")
     sizes, strides = np.array([16.0, 2.0, 4.0]), np.array([1.0, 8.0, 4.0])
-    found = numbers.bandwidth(sizes, strides) / 0.8
+    found = numbers.bandwidth((sizes, strides)) / 0.8
     assert found == pytest.approx([200e9, 25e9, 50e9])
 
 

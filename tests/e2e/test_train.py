@@ -104,6 +104,15 @@ def _assert_same_curve(mine, reference):
         assert norm == pytest.approx(norm_0, rel=1e-10)
 
 
+def test_two_tensor_parallel_axes_equal_one_rank(place, one_rank):
+    out = place / "grid"
+    shapes = ("parallel.attention_shape=2d", "parallel.mlp_shape=weight")
+    _train(place, out, "parallel.tp_x=2", "parallel.tp_y=2", *shapes, "checkpoint.export=false")
+    _assert_same_curve(_curve(out), _curve(one_rank))
+    strategy = Plan.load(out / "plan.json").strategy
+    assert (strategy.tp_x, strategy.tp_y, strategy.mlp_shape) == (2, 2, "weight")
+
+
 def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     out = place / "two"
     result = _train(place, out, "parallel.dp_shard=2", "sample_prompt=def ")
@@ -146,8 +155,10 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     [
         (("parallel.tp=2",), ("parallel.dp_replicate=2",)),
         (("parallel.dp_shard=2", "parallel.tp=2"), ("parallel.dp_shard=2",)),
+        # 32 tokens do not divide into 6 chunks, nor 3 ranks into the parameters.
+        (("parallel.cp=3",), ("parallel.cp=2", "parallel.cp_kind=ulysses")),
     ],
-    ids=["tp2-to-dp2", "4-ranks-to-2"],
+    ids=["tp2-to-dp2", "4-ranks-to-2", "cp3-to-cp2"],
 )
 def test_a_run_resumes_on_another_layout(place, one_rank, tmp_path, before, after):
     common = ("checkpoint.export=false",)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import LayoutError
-from hyper_parallel.ir import Layout, Mesh
+from hyper_parallel.ir import Layout, Mesh, redistribute
 from hyper_parallel.serde import DecodeError, decode, encode
 from tests.strategies_ir import layouts, meshes, shapes
 
@@ -111,3 +111,28 @@ def test_an_axis_outside_the_mesh_is_refused():
 def test_an_unknown_memory_is_refused():
     with pytest.raises(DecodeError, match=r"\$\.memory"):
         decode(Layout, {"axes": [[]], "memory": "tape"})
+
+
+def test_parts_are_cut_apart():
+    mesh = Mesh((("dp_shard", 2), ("tp_x", 2)))
+    layout = Layout.replicated(2, dims=("gate_up", "embed")).stack(0, 2).split(0, "tp_x")
+    layout = layout.split(1, "dp_shard")
+    assert str(layout) == "[gate_up/2:tp_x, embed:dp_shard] @ hbm"
+    at = {"dp_shard": 1, "tp_x": 1}
+    assert layout.ranges((8, 6), mesh, at) == (((2, 4), (6, 8)), ((3, 6),))
+    assert layout.local_shape((8, 6), mesh, at) == layout.max_local_shape((8, 6), mesh) == (4, 3)
+    with pytest.raises(LayoutError, match="several ranges of a dim"):
+        layout.bounds((8, 6), mesh, at)
+    with pytest.raises(LayoutError, match="does not divide into its parts"):
+        layout.ranges((7, 6), mesh, at)
+    with pytest.raises(LayoutError, match="not one number per dim"):
+        Layout(((), ()), parts=(2,))
+    with pytest.raises(LayoutError, match="does not move parts"):
+        redistribute(layout, Layout(((), ())), mesh, (8, 6), 4)
+    assert decode(Layout, json.loads(json.dumps(encode(layout)))) == layout
+
+
+def test_parts_of_a_whole_dim_make_no_difference():
+    layout = Layout(((), ("a",)), parts=(2, 1))
+    assert layout.bounds((8, 4), Mesh((("a", 2),)), {"a": 1}) == ((0, 8), (2, 4))
+    assert str(layout) == "[d0, d1:a] @ hbm"

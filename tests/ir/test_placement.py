@@ -36,13 +36,19 @@ def held(index, entries, mesh, at):
 def test_placements_hold_the_elements_of_the_layout(data):
     mesh = data.draw(meshes())
     layout = data.draw(layouts(mesh, 2))
-    even = tuple(math.prod(mesh.degree(a) for a in dim) * 2 for dim in layout.axes)
+    parts = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    layout = layout.stack(0, parts[0]).stack(1, parts[1])
+    cuts = [math.prod(mesh.degree(a) for a in dim) for dim in layout.axes]
+    even = tuple(2 * cut * part for cut, part in zip(cuts, parts, strict=True))
     entries = placements(layout, mesh)
     index = np.arange(math.prod(even)).reshape(even)
     for device in range(mesh.size):
         at = mesh.coordinate(device)
-        mine = tuple(slice(*b) for b in layout.bounds(even, mesh, at))
-        np.testing.assert_array_equal(held(index, entries, mesh, at), index[mine])
+        rows = [
+            np.concatenate([np.arange(a, b) for a, b in runs])
+            for runs in layout.ranges(even, mesh, at)
+        ]
+        np.testing.assert_array_equal(held(index, entries, mesh, at), index[np.ix_(*rows)])
     assert {a for a, e in zip(mesh.names, entries, strict=True) if e == Partial()} == set(
         layout.partial
     )

@@ -109,7 +109,7 @@ def test_a_config_of_only_required_keys_reads_as_transformers_reads_it(model_typ
         "num_hidden_layers": 8,
         "num_attention_heads": 32,
         "intermediate_size": 64,
-        "vocab_size": 32100,
+        "vocab_size": 160000,  # above every default pad token
     }
     model = build(class_config(model_type, {k: v for k, v in values.items() if k != "model_type"}))
     spec = spec_from_config(values, name="bare")

@@ -80,6 +80,13 @@ VARIANTS = [
     ("gemma3_text", "untied", {**WIDE, **UNTIED}),
     ("phi3", "plain", BASE),
     ("phi3", "tied-sliding", {**BASE, **TIED, "sliding_window": 8}),
+    ("olmo2", "plain", BASE),
+    ("olmo2", "bias-tied", {**BASE, **BIAS, **TIED}),
+    ("olmo3", "plain", BASE),
+    ("olmo3", "short-window", {**BASE, "sliding_window": 8, "num_hidden_layers": 5}),
+    ("glm", "plain", BASE),
+    ("glm4", "plain", BASE),
+    ("glm4", "no-bias-tied", {**WIDE, **TIED, "attention_bias": False}),
     ("gpt2", "plain", GPT2),
     ("gpt2", "inner-untied", {**GPT2, **UNTIED, "n_inner": 40}),
 ]

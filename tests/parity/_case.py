@@ -14,7 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from hyper_parallel.cost import step_collectives
 from hyper_parallel.ir import ModelRef, Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec, spec_from_config
-from hyper_parallel.runtime import CommCounter, World, accumulate, clip_grad_norm_, parallelize
+from hyper_parallel.runtime import (
+    CommCounter,
+    World,
+    clip_grad_norm_,
+    forward_backward,
+    parallelize,
+)
 from hyper_parallel.shard import family_rules, plan_layouts
 
 STEPS = 5
@@ -108,7 +114,7 @@ class Case:
 class Run:
     """What one rank saw of a training run."""
 
-    losses: list[float]  # this rank's share; the sum over data ranks is the loss
+    losses: list[float]  # this rank's share; the sum over all ranks is the loss
     norms: list[float]
     counted: dict[tuple[str, tuple[str, ...]], tuple[int, int]]
     planned: dict[tuple[str, tuple[str, ...]], tuple[int, int]]
@@ -192,21 +198,10 @@ def _train(
 def _step(
     model: nn.Module, ids: Tensor, labels: Tensor, count: int, accumulation: int, clip: float | None
 ) -> tuple[float, float]:
-    total = 0.0
-    pairs = list(zip(ids.chunk(accumulation), labels.chunk(accumulation), strict=True))
-    for x, y in pairs[:-1]:
-        with accumulate(model):
-            total += _backward(model, x, y, count)
-    total += _backward(model, *pairs[-1], count)
-    return total, float(clip_grad_norm_(model, clip))
-
-
-def _backward(model: nn.Module, ids: Tensor, labels: Tensor, count: int) -> float:
-    loss = model(
-        input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count, use_cache=False
-    ).loss
-    loss.backward()
-    return float(loss.detach())
+    pairs = zip(ids.chunk(accumulation), labels.chunk(accumulation), strict=True)
+    parts = [{"input_ids": x, "shift_labels": y} for x, y in pairs]
+    share = forward_backward(model, parts, count)
+    return float(share), float(clip_grad_norm_(model, clip))
 
 
 def _full(grad: Tensor) -> Tensor:

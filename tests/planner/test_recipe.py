@@ -68,8 +68,9 @@ def test_explicit_degrees_are_what_runs(recipe):
     with pytest.raises(DegreesMismatch) as caught:
         plan_recipe(recipe(parallel={"tp": 2}), world_size=8)
     assert caught.value.hint == "parallel.dp_shard=4"
+    assert plan_recipe(recipe(parallel={"cp": 2})).layouts
     with pytest.raises(UnsupportedSharding, match="HP205"):
-        plan_recipe(recipe(parallel={"pp": 2}, training={"accumulation_steps": 2}))
+        plan_recipe(recipe(parallel={"pp": 2, "schedule": "zbv"}))
     with pytest.raises(NotDivisible, match="HP203"):
         plan_recipe(recipe(parallel={"tp": 3}))
 

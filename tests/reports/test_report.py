@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.errors import RunUnreadable
+from hyper_parallel.ir import Span, Timeline
 from hyper_parallel.reports import chrome_trace, load_run, one_step, write_report
+from hyper_parallel.serde import encode
 from tests.reports.conftest import make_plan, make_timeline
 
 pytestmark = pytest.mark.unit
@@ -122,3 +124,27 @@ def test_broken_run_directories_are_refused_by_name(run_dir: Path, tmp_path: Pat
     path.write_text('{"step": 1}\n')
     with pytest.raises(RunUnreadable, match=re.escape("no plan.json")):
         load_run(run_dir)
+
+
+def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
+    spans = tuple(
+        Span(f"rank {rank}/compute", f"{rank}{kind}{micro}", start, 0.1, "compute")
+        for rank in range(2)
+        for micro in range(2)
+        for kind, start in (("F", 0.2 * micro + 0.1 * rank), ("B", 0.5 + 0.2 * micro))
+    )
+    simulated = Timeline("simulated", spans)
+    (run_dir / "predicted_timeline.json").write_text(json.dumps(encode(simulated)))
+    assert load_run(run_dir).simulated == simulated
+    text = page_of(run_dir).text
+    assert any("simulated" in part for part in text)
+    assert {"forward", "backward", "1B1: 100 ms"} <= {part.strip() for part in text}
+    assert "0F0" not in text  # one colour and one key for all forwards
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    lanes = {
+        e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1
+    }
+    assert {"pipeline rank 0/compute", "pipeline rank 1/compute", "step"} == {*lanes.values()}
+    drawn = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["name"] == "0F0"]
+    measured = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "data"]
+    assert [e["ts"] for e in drawn] == pytest.approx(sorted({e["ts"] for e in measured}))

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from hyper_parallel.errors import NotDivisible, RuleError, UnsupportedSharding
 from hyper_parallel.ir import Layout, Rule, Strategy
-from hyper_parallel.shard import family_rules, legal_tp, plan_layouts
+from hyper_parallel.shard import family_rules, legal_tp, normalise_plan, plan_layouts
 from tests.shard._models import EMBED, HEAD_DIM, decoder, sizes
 
 pytestmark = pytest.mark.unit
@@ -71,7 +71,7 @@ def test_without_tensor_parallelism_any_model_is_planned():
     made = plan(Strategy(dp_shard=2), (Rule("experts", "experts"),), params)
     assert made.layouts["experts.w"].axes == (("dp_shard",), (), ())
     assert made.layouts["scale"].axes == ()
-    assert set(made.styles.values()) == {"replicate"}
+    assert made.styles == {"experts": "experts", "scale": "replicate", "conv": "replicate"}
 
 
 def test_styles_by_module():
@@ -287,24 +287,6 @@ def test_a_norm_over_all_heads_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("family", "extra", "style"),
-    [
-        ("mixtral", ("mlp.experts.gate_up_proj", (4, 16, EMBED)), "experts"),
-        ("mixtral", ("mlp.experts.0.w1.weight", (16, EMBED)), "experts"),
-        ("phi3", ("self_attn.qkv_proj.weight", (96, EMBED)), "gather_output"),
-    ],
-)
-def test_what_is_not_exact_under_tensor_parallelism_is_refused(family, extra, style):
-    name, shape = extra
-    params = [(f"{AT}.{name}", shape, ())]
-    strategy = Strategy(tp_x=2, dp_shard=2)
-    error = refused(UnsupportedSharding, strategy, family_rules(family), params)
-    assert error.code == "HP205"
-    assert error.got == f"tp=2, style {style}"
-    assert error.hint == "parallel.tp=1 parallel.dp_shard=4"
-
-
-@pytest.mark.parametrize(
     ("name", "shape"),
     [("mixer.in_proj.weight", (8, 8)), ("self_attn.sinks", (8,)), ("mixer.conv.weight", (8, 1, 4))],
 )
@@ -317,29 +299,128 @@ def test_a_parameter_that_no_rule_covers_is_refused(name, shape):
     assert ("replicate" in error.hint) == ("attn" not in name)
 
 
-def test_experts_are_named_before_their_router():
-    params = [(f"{AT}.mlp.gate.weight", (8, 8), ()), (f"{AT}.mlp.experts.w", (8, 8, 8), ())]
-    error = refused(UnsupportedSharding, Strategy(tp_x=2), family_rules("mixtral"), params)
-    assert "experts of a mixture-of-experts layer" in error.what
-
-
 def test_a_splitting_style_needs_a_matrix():
     rules = (Rule("conv", "colwise"),)
     error = refused(UnsupportedSharding, Strategy(tp_x=2), rules, [("conv.weight", (8, 1, 4), ())])
     assert error.what == "style `colwise` needs a matrix or a vector, `conv.weight` is neither"
 
 
+def test_context_ranks_cut_parameters_as_fsdp_ranks_do():
+    layouts = plan(Strategy(dp_shard=2, cp=2, tp_x=2)).layouts
+    assert layouts[f"{AT}.mlp.up_proj.weight"].axes == (("tp_x", "dp_shard", "cp"), ())
+    assert plan(Strategy(cp=2)).layouts["model.norm.weight"].axes == (("cp",),)
+
+
 @pytest.mark.parametrize(
-    ("axis", "hint"),
+    ("choices", "allowed", "hint"),
     [
-        ("pp", "parallel.pp=1 parallel.dp_shard=4"),
-        ("cp", "parallel.cp=1 parallel.dp_shard=4"),
-        ("tp_y", "parallel.tp_y=1 parallel.dp_shard=4"),
-        ("ep", "parallel.ep=1"),
+        ({"cp": 8, "cp_kind": "ulysses"}, [1, 2, 4], "cp_kind=hybrid parallel.cp_ulysses=4"),
+        ({"cp": 3, "cp_kind": "ulysses"}, [1], "cp_kind=ring parallel.cp_ulysses=1"),
+        ({"cp": 4, "tp_x": 2, "cp_kind": "ulysses"}, [1, 2], "cp_kind=hybrid parallel.cp_ulysses=2"),
+        ({"cp": 4, "cp_kind": "hybrid", "cp_ulysses": 3}, [1, 2, 4], "cp_ulysses=2"),
+        ({"cp": 4, "cp_ulysses": 2}, None, "cp_kind=hybrid parallel.cp_ulysses=2"),
+    ],
+)  # fmt: skip
+def test_ulysses_ranks_divide_cp_and_heads(choices, allowed, hint):
+    error = refused(NotDivisible, Strategy(**choices), num_heads=4, num_kv_heads=2)
+    assert error.allowed == allowed
+    assert hint in error.hint
+    plan(Strategy(cp=4, cp_kind="ulysses"), num_heads=4, num_kv_heads=1)  # key heads are repeated
+
+
+def test_a_projection_that_a_plan_gathers_is_refused():
+    rules, _ = normalise_plan({"layers.*.mlp.in_proj": "colwise_gather_output"}, "model.")
+    params = [(f"{AT}.mlp.in_proj.weight", (96, EMBED), ())]
+    error = refused(UnsupportedSharding, Strategy(tp_x=2, dp_shard=2), rules, params)
+    assert error.code == "HP205"
+    assert error.got == "tp=2, style gather_output"
+    assert error.hint == "parallel.tp=1 parallel.dp_shard=4"
+
+
+def phi3(num_kv_heads=8, embed=EMBED, bias=False, gate_up=192):
+    rows = (8 + 2 * num_kv_heads) * HEAD_DIM
+    made = [
+        (f"{AT}.self_attn.qkv_proj.weight", (rows, embed), ()),
+        (f"{AT}.self_attn.o_proj.weight", (embed, 64), ()),
+        (f"{AT}.mlp.gate_up_proj.weight", (gate_up, embed), ()),
+        (f"{AT}.mlp.down_proj.weight", (embed, gate_up // 2), ()),
+    ]
+    return [*made, (f"{AT}.mlp.gate_up_proj.bias", (gate_up,), ())] if bias else made
+
+
+PHI3 = family_rules("phi3")
+FSDP = Strategy(tp_x=2, dp_shard=2)
+
+
+def test_parts_of_one_size_are_cut_apart_and_fsdp_takes_the_columns():
+    made = plan(FSDP, PHI3, phi3(), num_kv_heads=8)
+    qkv = made.layouts[f"{AT}.self_attn.qkv_proj.weight"]
+    gate_up = made.layouts[f"{AT}.mlp.gate_up_proj.weight"]
+    assert (qkv.axes, qkv.parts) == ((("tp_x",), ("dp_shard",)), (3, 1))
+    assert (gate_up.axes, gate_up.parts) == ((("tp_x",), ("dp_shard",)), (2, 1))
+    assert made.layouts[f"{AT}.mlp.down_proj.weight"].axes == (("dp_shard",), ("tp_x",))
+    assert made.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("params", "kv_heads", "exchanged", "reason"),
+    [
+        (phi3(4), 4, "self_attn.qkv_proj", "its parts have different sizes"),
+        (phi3(embed=65), 8, "mlp.gate_up_proj", "its 65 columns do not divide by the 2 ranks"),
+        (phi3(bias=True), 8, "mlp.gate_up_proj", "it has a bias"),
     ],
 )
-def test_axes_to_come_are_refused_by_name(axis, hint):
-    error = refused(UnsupportedSharding, Strategy(dp_shard=2, **{axis: 2}))
-    assert error.code == "HP205"
-    assert error.got == f"{axis}=2"
-    assert error.hint == hint
+def test_other_packed_projections_exchange_columns(params, kv_heads, exchanged, reason):
+    made = plan(FSDP, PHI3, params, num_kv_heads=kv_heads)
+    layout = made.layouts[f"{AT}.{exchanged}.weight"]
+    assert (layout.axes, layout.parts) == ((("tp_x", "dp_shard"), ()), ())
+    assert any(f"{AT}.{exchanged}` is cut into equal rows" in n and reason in n for n in made.notes)
+
+
+def test_packed_projections_need_heads_and_widths_that_divide():
+    error = refused(NotDivisible, Strategy(tp_x=4), PHI3, phi3(6), num_kv_heads=6)
+    assert "kv_heads=6" in error.what
+    error = refused(NotDivisible, Strategy(tp_x=4), PHI3, phi3(gate_up=180), num_kv_heads=8)
+    assert error.what == f"tp=4 does not divide width=90 in `{AT}.mlp.down_proj`"
+    only = [p for p in phi3(gate_up=180) if "down" not in p[0]]
+    error = refused(NotDivisible, Strategy(tp_x=4), PHI3, only, num_kv_heads=8)
+    assert error.what == f"tp=4 does not divide width=90 in `{AT}.mlp.gate_up_proj`"
+    assert error.hint == "parallel.tp=2"
+
+
+def test_a_weight_that_does_not_stack_what_its_style_says():
+    error = refused(RuleError, Strategy(tp_x=2), PHI3, phi3(4), num_kv_heads=2)
+    assert error.what == f"style `qkv` does not describe `{AT}.self_attn.qkv_proj`"
+    assert (error.got, error.allowed) == ("128 rows", "64 + 16 + 16 rows")
+
+
+def test_a_norm_over_all_heads_is_split_with_them():
+    params = [*decoder(), (f"{AT}.self_attn.q_norm.weight", (8 * HEAD_DIM,), ())]
+    params += [(f"{AT}.self_attn.k_norm.weight", (4 * HEAD_DIM,), ())]
+    made = plan(FSDP, family_rules("olmo2"), params)
+    assert made.layouts[f"{AT}.self_attn.q_norm.weight"].axes == (("tp_x", "dp_shard"),)
+    few = plan(Strategy(tp_x=8), family_rules("olmo2"), params)
+    assert few.styles[f"{AT}.self_attn.q_norm"] == "norm_heads"
+    assert few.styles[f"{AT}.self_attn.k_norm"] == "kv_replicate"
+    assert few.layouts[f"{AT}.self_attn.k_norm.weight"].axes == ((),)
+
+
+def test_latent_projections_stay_whole_between_split_ones():
+    sizes = {"q_a_proj": (24, EMBED), "q_a_layernorm": (24,), "q_b_proj": (64, 24),
+             "kv_b_proj": (128, 16), "o_proj": (EMBED, 64)}  # fmt: skip
+    params = [(f"{AT}.self_attn.{n}.weight", shape, ()) for n, shape in sizes.items()]
+    made = plan(FSDP, family_rules("deepseek_v3"), params, num_kv_heads=8)
+    cut = {n: made.layouts[f"{AT}.self_attn.{n}.weight"].axes for n in sizes}
+    assert cut["q_a_proj"] == (("dp_shard",), ())
+    assert cut["q_a_layernorm"] == (("dp_shard",),)
+    assert cut["q_b_proj"] == cut["kv_b_proj"] == (("tp_x", "dp_shard"), ())
+
+
+def test_a_rule_may_name_a_parameter_of_attention_itself():
+    params = [(f"{AT}.self_attn.sinks", (8,), ()), *decoder()]
+    made = plan(FSDP, family_rules("gpt_oss"), [p for p in params if ".mlp." not in p[0]])
+    assert made.layouts[f"{AT}.self_attn.sinks"].axes == (("tp_x", "dp_shard"),)
+    assert made.styles[f"{AT}.self_attn.sinks"] == "colwise"
+    params = [p for p in params if ".mlp." not in p[0]]
+    error = refused(NotDivisible, Strategy(tp_x=16), family_rules("gpt_oss"), params)
+    assert "heads=8" in error.what

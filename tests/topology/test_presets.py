@@ -35,8 +35,8 @@ def _quantities(value: object) -> list[Quantity]:
 
 def test_the_required_machines_ship():
     assert set(preset_names()) == {
-        "atlas-900-a2", "atlas-950", "cloudmatrix384", "dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200",
-        "gb200-nvl72", "gb300-nvl72", "local-cpu", "tpu-v5p",
+        "atlas-900-a2", "atlas-950", "cloudmatrix384", "dgx-a100", "dgx-b200", "dgx-b300", "dgx-h100",
+        "dgx-h200", "dgx-h800", "gb200-nvl72", "gb300-nvl72", "h100-96gb", "local-cpu", "tpu-v5p",
     }  # fmt: skip
 
 

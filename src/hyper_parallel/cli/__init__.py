@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import typer
 
+from hyper_parallel.cli._calibrate import calibrate
 from hyper_parallel.cli._checkpoint import app as checkpoint
 from hyper_parallel.cli._config import config
 from hyper_parallel.cli._doctor import doctor
 from hyper_parallel.cli._frame import build_app, run
 from hyper_parallel.cli._generate import generate
 from hyper_parallel.cli._plan import plan
+from hyper_parallel.cli._predict import predict
 from hyper_parallel.cli._report import report
 from hyper_parallel.cli._train import train
 
-_COMMANDS = (plan, train, generate, report, doctor)
+_COMMANDS = (plan, train, generate, report, doctor, calibrate, predict)
 _GROUPS = (checkpoint, config)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hyper_parallel.cli._schedule import pipeline_text, write_schedule
 from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
 
 if TYPE_CHECKING:
@@ -34,7 +35,19 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens of one step over all devices.")
     ] = None,
     pin: Annotated[
-        list[str] | None, typer.Option(help="Fix a degree, as tp=8. May be repeated.")
+        list[str] | None,
+        typer.Option(help="Fix a degree or a choice, as tp=8 or schedule=zbv. May be repeated."),
+    ] = None,
+    exclude: Annotated[
+        str | None, typer.Option(help="Axes that are not used, as cp,ep.", show_default=False)
+    ] = None,
+    objective: Annotated[
+        str,
+        typer.Option(help="step-time, tokens-per-device-second, memory or fewest-devices."),
+    ] = "step-time",
+    deadline: Annotated[
+        float | None,
+        typer.Option(help="Longest step in seconds, for fewest-devices or memory.", min=0.0),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Runners-up to print.")] = 5,
     recipe: Annotated[
@@ -43,8 +56,23 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here.")
     ] = None,
+    schedule_csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what every pipeline rank does, as torch.distributed.pipelining reads it."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Write no file.")] = False,
+    gantt: Annotated[
+        bool, typer.Option("--gantt", help="Also draw the simulated schedule.")
+    ] = False,
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            help="Print settings for ours, megatron or torchtitan instead.", show_default=False
+        ),
+    ] = None,
     diff: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="Print what differs between two plan files, and plan nothing."),
@@ -58,21 +86,29 @@ def plan(
         typer.echo(left.diff(right) or "the plans do not differ")
         return
     if recipe is not None:
-        if model is not None or pin or seq_len or tokens_per_step:
+        searched = (pin, exclude, deadline, objective != "step-time")
+        if model is not None or seq_len or tokens_per_step or any(searched):
             raise Contradiction(
                 "a recipe names the model and the workload itself",
-                got="--recipe with a model, --pin, --seq-len or --tokens-per-step",
+                got="--recipe with a model, a workload or choices of the search",
                 hint=f"hyper-parallel plan --recipe {recipe}",
             )
         chosen = _plan_recipe(recipe, devices)
     elif model is not None:
-        chosen = _plan_model(model, topology, devices, seq_len, tokens_per_step, pin, top)
+        workload = (seq_len, tokens_per_step)
+        goal = (objective, deadline)
+        chosen = _plan_model(model, topology, devices, workload, pin, exclude, goal, top)
     else:
         raise BadValue(
             "nothing to plan: give a model, a recipe, or two plans to compare",
             hint="hyper-parallel plan llama-3-8b --topology dgx-h100",
         )
-    typer.echo(chosen.to_json() if as_json else chosen.explain())
+    typer.echo(_shown(chosen, as_json, gantt, launch))
+    if chosen.strategy.pp > 1 and not as_json and launch is None:
+        typer.echo("\n" + pipeline_text(chosen))
+    if schedule_csv is not None and not dry_run:
+        write_schedule(chosen, schedule_csv)
+        typer.echo(f"schedule written to {schedule_csv}", err=True)
     if output is not None and not dry_run:
         try:
             chosen.save(output)
@@ -87,9 +123,10 @@ def _plan_model(
     model: str,
     topology: str,
     devices: int | None,
-    seq_len: int | None,
-    tokens_per_step: int | None,
+    batch: tuple[int | None, int | None],
     pin: list[str] | None,
+    exclude: str | None,
+    goal: tuple[str, float | None],
     top: int,
 ) -> Plan:
     from hyper_parallel import planner
@@ -99,12 +136,34 @@ def _plan_model(
     spec = load_model(model)
     supernode = detect_local(devices) if topology == "local" else load_topology(topology)
     workload = None
+    seq_len, tokens_per_step = batch
     if seq_len is not None or tokens_per_step is not None:
         workload = planner.default_workload(
             spec, supernode, devices, seq_len=seq_len, tokens_per_step=tokens_per_step
         )
     pins = dict(_pin(text) for text in pin or ())
-    return planner.plan(spec, supernode, workload, num_devices=devices, pins=pins, top=top)
+    return planner.plan(
+        spec,
+        supernode,
+        workload,
+        num_devices=devices,
+        pins=pins,
+        exclude=[axis.strip() for axis in (exclude or "").split(",") if axis.strip()],
+        objective=goal[0],
+        deadline_s=goal[1],
+        top=top,
+    )
+
+
+def _shown(plan: Plan, as_json: bool, gantt: bool, launch: str | None) -> str:
+    """What is printed of a plan."""
+    from hyper_parallel import planner
+
+    if launch is not None:
+        return planner.launch_settings(plan, launch).rstrip()
+    if as_json:
+        return plan.to_json()
+    return plan.explain() + (f"\n\n{planner.gantt(plan)}" if gantt else "")
 
 
 def _plan_recipe(recipe: Path, devices: int | None) -> Plan:
@@ -115,14 +174,14 @@ def _plan_recipe(recipe: Path, devices: int | None) -> Plan:
     return plan_recipe(loaded.recipe, devices, loaded.where)
 
 
-def _pin(text: str) -> tuple[str, int]:
-    name, _, degree = text.partition("=")
-    if not degree.isdigit() or int(degree) < 1:
+def _pin(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not name.strip() or not value.strip():
         raise BadValue(
-            "a pin is a degree and a number",
+            "a pin is a name and a value",
             where="--pin",
             got=text,
             allowed="tp=8",
             hint="--pin tp=8",
         )
-    return name.strip(), int(degree)
+    return name.strip(), value.strip()

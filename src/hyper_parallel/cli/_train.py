@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hyper_parallel.errors import Contradiction
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,6 +27,25 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, plan and print; start no rank, write no run.")
     ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="With --dry-run: trace a step and print its exact bytes."),
+    ] = False,
+    topology: Annotated[
+        str | None,
+        typer.Option("--topology", "-t", help="With --dry-run: trace on this machine instead."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --trace: ranks of the run. Default: as the recipe says."),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --trace: trace this rank. Default: one of each program."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --trace: print the result as JSON.")
+    ] = False,
 ) -> None:
     """Train a model from a recipe; starts its own local ranks unless torchrun has."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,6 +53,26 @@ def train(
 
     from hyper_parallel.config import load_recipe
 
+    wanted = {
+        "--trace": trace,
+        "--topology": topology,
+        "--ranks": ranks,
+        "--rank": rank,
+        "--json": as_json,
+    }
+    tracing = [name for name, value in wanted.items() if value not in (None, False)]
+    if tracing:
+        if not dry_run:
+            raise Contradiction(
+                f"{tracing[0]} is for a dry run",
+                where=tracing[0],
+                hint=f"hyper-parallel train {recipe} --dry-run --trace",
+            )
+        from hyper_parallel.cli._dry_run import print_dry_run
+
+        values = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
+        print_dry_run(load_recipe(recipe, values), ranks, rank, as_json)
+        return
     loaded = load_recipe(recipe, overrides or [])
     from hyper_parallel.trainer import (
         prepare_job,

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hyper_parallel.errors import HyperParallelError
 
+if TYPE_CHECKING:
+    _Loader = yaml.SafeLoader
+else:
+    # The loader of libyaml reads several times faster; not every build of PyYAML has it.
+    _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-class _StrictLoader(yaml.SafeLoader):
+
+class _StrictLoader(_Loader):
     """SafeLoader that refuses a key given twice; YAML itself would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

@@ -135,6 +135,26 @@ class Parallel(Section):
     """Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism."""
     ep: int = Field(default=1, ge=1)
     """Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the number of ranks."""
+    attention_shape: Literal["1d", "2d", "weight"] = "2d"
+    """Attention on two tensor-parallel axes: as one axis (1d), activations moved on y (2d), or weights (weight)."""
+    mlp_shape: Literal["1d", "2d", "weight"] = "2d"
+    """The same for the MLP."""
+    attention_scatter: Literal["head", "token"] = "head"
+    """2-D attention exchanges heads (no traffic along y), or tokens (y joins context parallelism)."""
+    gathered_inputs: Literal["keep", "re-gather"] = "keep"
+    """Inputs gathered for a matmul are kept for backward, or gathered again there."""
+    cp_kind: Literal["ring", "ulysses", "hybrid", "all_gather"] = "ring"
+    """Attention over cp ranks: zigzag ring, Ulysses, both, or all keys and values gathered."""
+    cp_ulysses: int = Field(default=1, ge=1)
+    """Ulysses ranks inside cp for the hybrid."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"] = "1f1b"
+    """Order of pipeline actions."""
+    schedule_file: str = ""
+    """CSV file with the actions of every pipeline rank, as `plan --schedule-csv` writes it. Empty: generated."""
+    virtual_stages: int = Field(default=1, ge=1)
+    """Pipeline stages per rank: 2 or more for interleaved, 2 for zbv and dualpipev."""
+    stage_layers: tuple[int, ...] = ()
+    """Decoder layers of each (virtual) stage. Empty: cut by cost."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
     rules: dict[str, str] = {}
@@ -155,6 +175,17 @@ class Parallel(Section):
                 )
             data["tp_x"] = data.pop("tp")
         return data
+
+
+class Moe(Section):
+    """Routing of mixture-of-experts models; a model that has nothing for a choice refuses it."""
+
+    aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss. None: the model's `router_aux_loss_coef` when its config asks for it."""
+    bias_update_rate: float = Field(default=0.0, ge=0)
+    """Step of the router biases towards equal load after each optimizer step (DeepSeek-V3: 0.001); 0: fixed."""
+    capacity_factor: float | None = Field(default=None, gt=0)
+    """An expert takes at most this multiple of its even share of a rank's tokens; the rest is dropped. None: all."""
 
 
 class Checkpoint(Section):
@@ -187,6 +218,8 @@ class Recipe(Section):
     """How it learns."""
     parallel: Parallel = Parallel(auto=True)
     """How it is spread over ranks."""
+    moe: Moe = Moe()
+    """How tokens are routed to experts."""
     checkpoint: Checkpoint = Checkpoint()
     """When it is saved."""
     topology: str = "local"

@@ -1,23 +1,101 @@
 """Cost model: step time, memory and communication of a strategy, each as terms with a formula and a source."""
 
-from hyper_parallel.cost._candidates import Candidates
-from hyper_parallel.cost._collectives import LINEAR_ENTRY, ring_bytes, step_collectives
-from hyper_parallel.cost._machine import ACCELERATOR, CPU, Efficiency, Machine
+from hyper_parallel.cost._candidates import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
+from hyper_parallel.cost._cards import (
+    DeviceCard,
+    StackCard,
+    card_names,
+    device_card,
+    load_card,
+    own_cards,
+    own_path,
+    read_card,
+    stack_card,
+    write_card,
+)
+from hyper_parallel.cost._collectives import LINEAR_ENTRY, step_collectives
+from hyper_parallel.cost._context_bytes import Exchange, context_bytes
+from hyper_parallel.cost._expert_bytes import Rows
+from hyper_parallel.cost._fit import CONSTANTS, Constant, Fit, fit_runs, write_cards
+from hyper_parallel.cost._local import (
+    LocalRates,
+    MeasuredStep,
+    fit_device,
+    fit_stack,
+    mean_rates,
+)
+from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._score import Scores, peak_memory, score, step_cost
+from hyper_parallel.cost._place import Places
+from hyper_parallel.cost._predict import (
+    Cards,
+    Prediction,
+    predict,
+    predict_file,
+    read_cards,
+    read_runs,
+    shipped_cards,
+)
+from hyper_parallel.cost._ring import ring_bytes
+from hyper_parallel.cost._runs import RowError, Run, read_run
+from hyper_parallel.cost._score import Scores, layer_prices, peak_memory, score, step_cost
+from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
+from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_elements
 
 __all__ = [
-    "ACCELERATOR",
-    "CPU",
+    "CONSTANTS",
     "LINEAR_ENTRY",
+    "ORDERS",
+    "RECOMPUTE",
+    "SCHEDULES",
+    "SHAPES",
+    "BlockWidths",
     "Candidates",
-    "Efficiency",
+    "Cards",
+    "Constant",
+    "DeviceCard",
+    "Exchange",
+    "Fit",
+    "LocalRates",
     "Machine",
+    "MeasuredStep",
     "ModelNumbers",
+    "Places",
+    "Prediction",
+    "RowError",
+    "Rows",
+    "Run",
     "Scores",
+    "StackCard",
+    "block_traffic",
+    "card_names",
+    "check_stage_layers",
+    "context_bytes",
+    "cut_layers",
+    "device_card",
+    "fit_device",
+    "fit_runs",
+    "fit_stack",
+    "layer_prices",
+    "load_card",
+    "mean_rates",
+    "own_cards",
+    "own_path",
     "peak_memory",
+    "predict",
+    "predict_file",
+    "read_card",
+    "read_cards",
+    "read_run",
+    "read_runs",
+    "relayout_elements",
     "ring_bytes",
     "score",
+    "shipped_cards",
+    "stack_card",
+    "stage_layers",
     "step_collectives",
     "step_cost",
+    "write_card",
+    "write_cards",
 ]

@@ -2,89 +2,214 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.ir.strategy import BLOCK_SHAPES, CpKind, ScheduleKind
 
 Array = NDArray[np.float64]
+
+SCHEDULES: Final[tuple[ScheduleKind, ...]] = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zbv",
+    "dualpipev",
+)
+"""Pipeline schedules; column `schedule` is an index into this."""
+
+SHAPES: Final = BLOCK_SHAPES
+"""Tensor-parallel schemes of a block when tp_y > 1; columns `attention_shape` and `mlp_shape` are indices."""
+
+RECOMPUTE: Final[tuple[Literal["none", "selective", "full"], ...]] = ("none", "selective", "full")
+"""Recomputation; column `recompute` is an index."""
+
+
+def _orders() -> tuple[tuple[str, ...], ...]:
+    units = (("pp",), ("dp_replicate", "dp_shard"), ("cp",), ("tp_x",), ("tp_y",))
+    found = (tuple(itertools.chain(*order)) for order in itertools.permutations(units))
+    # permutations() starts with the units as they are: index 0 is the mesh's own order.
+    return tuple(found)
+
+
+ORDERS: Final = _orders()
+"""Orders of the mesh axes, outer to inner; column `order` is an index, 0 the order of `ir.AXES`.
+
+The two data-parallel axes stay together, so that experts fold over ranks of one replica.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Strategies with their batch numbers; every field is a column of the same length, as float64.
+    """Strategies with their batch numbers; every field is a column, as float64.
+
+    Columns are of one length, or shapes that broadcast against each other: an open grid of choices is priced without
+    being written out. `take`, `at` and `len` are for columns of one length.
 
     Attributes:
         pp: Pipeline stages.
+        vpp: Virtual stages (model chunks) of a rank.
+        schedule: Index into `SCHEDULES`; has no meaning with one stage.
         dp_replicate: Replicas.
-        dp_shard: FSDP ranks.
+        dp_shard: Data-parallel ranks that share states as `zero` says.
         cp: Context-parallel ranks.
-        tp: Tensor-parallel ranks, 1-D with sequence parallelism.
-        ep: Expert-parallel ranks.
+        cp_ulysses: Ranks inside cp that exchange heads for sequence; a key-value ring runs over the other cp / it.
+        tp_x: Tensor-parallel ranks on x; alone it is 1-D with sequence parallelism.
+        tp_y: Tensor-parallel ranks on y.
+        attention_shape: Index into `SHAPES` for the attention block; has no meaning with tp_y = 1.
+        mlp_shape: The same for the feed-forward block.
+        ep: Expert-parallel ranks, folded over dp_shard x cp x tp.
+        etp: Tensor-parallel ranks of one expert.
         microbatch: Sequences per microbatch and data-parallel rank.
         accumulation: Microbatches per step.
-        recompute: 1 where the layers are recomputed in backward.
-        reshard: 1 where gathered parameters are freed after forward.
+        recompute: Index into `RECOMPUTE`.
+        zero: What is sharded over dp_shard (x cp): 0 nothing, 1 optimizer states, 2 and gradients (parameters are
+            gathered once per microbatch and kept for backward), 3 and parameters (gathered again in backward).
+        order: Index into `ORDERS`.
+        offload: 1 where the optimizer states live in host memory.
     """
 
     pp: Array
+    vpp: Array
+    schedule: Array
     dp_replicate: Array
     dp_shard: Array
     cp: Array
-    tp: Array
+    cp_ulysses: Array
+    tp_x: Array
+    tp_y: Array
+    attention_shape: Array
+    mlp_shape: Array
     ep: Array
+    etp: Array
     microbatch: Array
     accumulation: Array
     recompute: Array
-    reshard: Array
+    zero: Array
+    order: Array
+    offload: Array
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Sequence[int]] | NDArray[np.float64]) -> Candidates:
-        """Candidates from rows in field order."""
-        table = np.asarray(rows, dtype=np.float64).reshape(len(rows), len(fields(cls)))
-        return cls(*table.T)
+    def of_columns(cls, **columns: ArrayLike) -> Candidates:
+        """Candidates from some of the columns; the others get defaults.
+
+        Defaults: degrees, microbatch and accumulation 1; 1F1B, or interleaved 1F1B where vpp > 1; no recomputation;
+        ZeRO-3; the mesh's own order; 2-D blocks (without effect when tp_y = 1); an expert is cut by tp where ep = 1
+        and else by nothing.
+        """
+        given: dict[str, Any] = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
+        length = max((v.shape for v in given.values() if v.ndim == 1), default=(1,))
+        # Flat columns are made equally long; columns of an open grid are left as they are.
+        flat = all(v.ndim < 2 for v in given.values())
+
+        def column(name: str, default: Any) -> Array:
+            found: Array = np.asarray(given.get(name, default), dtype=np.float64)
+            return np.broadcast_to(found, length) if flat and found.shape != length else found
+
+        degrees = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y")
+        row = {name: column(name, 1.0) for name in (*degrees, "ep", "microbatch", "accumulation")}
+        interleaved = np.where(row["vpp"] > 1, SCHEDULES.index("interleaved"), 1.0)
+        row["schedule"] = column("schedule", interleaved)
+        row["etp"] = column("etp", np.where(row["ep"] > 1, 1.0, row["tp_x"] * row["tp_y"]))
+        for name in ("recompute", "order", "offload"):
+            row[name] = column(name, 0.0)
+        for name in ("attention_shape", "mlp_shape"):
+            row[name] = column(name, SHAPES.index("2d"))
+        row["zero"] = column("zero", 3.0)
+        return cls(**row)
+
+    @classmethod
+    def of_rows(cls, names: Sequence[str], rows: ArrayLike) -> Candidates:
+        """Candidates from rows of the named columns; the other columns get their defaults."""
+        table = np.asarray(rows, dtype=np.float64).reshape(-1, len(names))
+        return cls.of_columns(**dict(zip(names, table.T, strict=True)))
 
     @classmethod
     def of(cls, strategy: Strategy, workload: Workload) -> Candidates:
         """One strategy with a resolved workload."""
         assert workload.microbatch is not None, "the workload must be resolved"
         assert workload.accumulation_steps is not None, "the workload must be resolved"
-        row = (
-            strategy.pp, strategy.dp_replicate, strategy.dp_shard, strategy.cp, strategy.tp, strategy.ep,
-            workload.microbatch, workload.accumulation_steps,
-            int(strategy.recompute == "full"), int(strategy.reshard_after_forward),
+        s = strategy
+        return cls.of_columns(
+            pp=s.pp, dp_replicate=s.dp_replicate, dp_shard=s.dp_shard, cp=s.cp, tp_x=s.tp_x, tp_y=s.tp_y, ep=s.ep,
+            microbatch=workload.microbatch, accumulation=workload.accumulation_steps,
+            vpp=s.virtual_stages, schedule=SCHEDULES.index(s.schedule), cp_ulysses=s.ulysses,
+            attention_shape=SHAPES.index(s.attention_shape), mlp_shape=SHAPES.index(s.mlp_shape),
+            recompute=RECOMPUTE.index(s.recompute), zero=s.zero_stage, etp=s.expert_tp,
+            order=ORDERS.index(s.order), offload=int(s.offload_optimizer),
         )  # fmt: skip
-        return cls.of_rows([row])
+
+    @property
+    def tp(self) -> Array:
+        """Tensor-parallel ranks, tp_x * tp_y."""
+        return self.tp_x * self.tp_y
+
+    @property
+    def dp(self) -> Array:
+        """Ranks that see different sequences, dp_replicate * dp_shard."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> Array:
+        """Devices."""
+        return self.pp * self.dp * self.cp * self.tp
 
     def __len__(self) -> int:
         return len(self.pp)
 
     def take(self, which: NDArray[np.bool_] | NDArray[np.intp]) -> Candidates:
         """The candidates a mask or an index list selects."""
-        return Candidates(*(getattr(self, f.name)[which] for f in fields(self)))
+        return Candidates(*(getattr(self, name)[which] for name in Candidates.__slots__))
 
     def at(self, index: int, base: Strategy, workload: Workload) -> tuple[Strategy, Workload]:
         """One candidate as a strategy and its resolved workload.
 
         Args:
             index: Row.
-            base: Strategy whose rules are kept.
+            base: Strategy whose rules, pipeline schedule, and `all_gather` instead of a ring, are kept.
             workload: Workload whose sequence length and number formats are kept.
         """
-        row = {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
+        row = {name: int(getattr(self, name)[index]) for name in Candidates.__slots__}
+        ulysses = row["cp_ulysses"]
+        one: CpKind = "all_gather" if base.cp_kind == "all_gather" else "ring"
+        kind: CpKind = one if ulysses == 1 else "ulysses" if ulysses == row["cp"] else "hybrid"
+        folded = 1 if row["ep"] > 1 else row["tp_x"] * row["tp_y"]
         strategy = replace(
             base,
             pp=row["pp"], dp_replicate=row["dp_replicate"], dp_shard=row["dp_shard"], cp=row["cp"],
-            tp_x=row["tp"], tp_y=1, ep=row["ep"],
-            recompute="full" if row["recompute"] else "none",
-            reshard_after_forward=bool(row["reshard"]),
+            tp_x=row["tp_x"], tp_y=row["tp_y"], ep=row["ep"],
+            attention_shape=SHAPES[row["attention_shape"]], mlp_shape=SHAPES[row["mlp_shape"]],
+            cp_kind=kind, cp_ulysses=ulysses if kind == "hybrid" else 1,
+            schedule=SCHEDULES[row["schedule"]], virtual_stages=row["vpp"],
+            recompute=RECOMPUTE[row["recompute"]], reshard_after_forward=row["zero"] != 2,
+            zero=(0, 1, None, None)[row["zero"]], etp=None if row["etp"] == folded else row["etp"],
+            order=ORDERS[row["order"]], offload_optimizer=bool(row["offload"]),
         )  # fmt: skip
+        if strategy.pp == 1:  # the choices of a pipeline go with it
+            default = Strategy()
+            strategy = replace(
+                strategy,
+                schedule=default.schedule,
+                schedule_file=default.schedule_file,
+                virtual_stages=default.virtual_stages,
+                stage_layers=default.stage_layers,
+            )
         resolved = replace(
             workload,
             microbatch=row["microbatch"],
             accumulation_steps=row["accumulation"],
         ).resolve(strategy.dp)
         return strategy, resolved
+
+
+def shape_of(c: Candidates) -> tuple[int, ...]:
+    """Shape that all columns broadcast to."""
+    shapes = {getattr(c, name).shape for name in Candidates.__slots__}
+    return np.broadcast_shapes(*shapes)

@@ -1,177 +1,206 @@
-"""The numbers of a machine that the cost formulas need: rates after efficiency, and the bandwidth of rank groups.
-
-Efficiencies are few, per kind of device, and carry their source. They are not fitted to any training run.
-"""
+"""The numbers of a machine that the cost formulas need: rates after efficiency, and the bandwidth of rank groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hyper_parallel.cost._cards import DeviceCard, StackCard, device_card, own_cards, stack_card
+from hyper_parallel.cost._place import Axis
 from hyper_parallel.topology import Supernode, Tier
-from hyper_parallel.units import GiB
+from hyper_parallel.units import DTYPE_BYTES
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Efficiency:
-    """How much of a device's peaks a training stack reaches.
-
-    Attributes:
-        matmul: Share of the peak FLOP/s of a large matmul.
-        saturation: Rows or columns at which a matmul reaches half of that share.
-        attention: Share of the peak FLOP/s of the two attention products, by compute dtype.
-        elementwise: Share of the memory bandwidth of element-wise and normalising kernels.
-        stream: Share of the memory bandwidth of one long pass, as the optimizer makes.
-        link: Share of the link bandwidth of collectives.
-        overlap: Share of compute behind which FSDP and cp traffic can hide.
-        kernel_s: Seconds to launch one kernel or run one small operator.
-        launch_hidden: Launches run ahead of the device, so only a layer shorter than its launches waits.
-        context_bytes: Memory of driver context, communicators and workspaces.
-        fragmentation: Memory the allocator holds but cannot use, as a share of the rest.
-        source: Where these numbers come from.
-    """
-
-    matmul: float
-    saturation: float
-    attention: Mapping[str, float]
-    elementwise: float
-    stream: float
-    link: float
-    overlap: float
-    kernel_s: float
-    launch_hidden: bool
-    context_bytes: int
-    fragmentation: float
-    source: str
-
-
-ACCELERATOR: Final = Efficiency(
-    matmul=0.70,
-    saturation=128.0,
-    attention=MappingProxyType({"bfloat16": 0.5, "float16": 0.5, "float32": 0.5, "float64": 0.5}),
-    elementwise=0.80,
-    stream=0.80,
-    link=0.80,
-    overlap=0.90,
-    kernel_s=4e-6,
-    launch_hidden=True,
-    context_bytes=GiB,
-    fragmentation=0.04,
-    source="general knowledge of large bfloat16 kernels and ring collectives; not fitted to a run",
-)
-
-CPU: Final = Efficiency(
-    matmul=0.98,
-    saturation=4.0,
-    attention=MappingProxyType({"float32": 0.35, "bfloat16": 0.18, "float64": 0.25}),
-    elementwise=0.55,
-    stream=1.0,
-    link=1.0,
-    overlap=0.0,
-    kernel_s=10e-6,
-    launch_hidden=False,
-    context_bytes=0,
-    fragmentation=0.0,
-    source="micro-benchmarks of torch operators on one core, see docs/cost.md; not fitted to a run",
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates of one device and of its links.
+    """Rates of one device and of its links, and the cards that say how much of them is reached.
 
     Attributes:
         peak_flops: Dense peak FLOP/s in the compute dtype.
+        matmul_peak: Dense peak FLOP/s in the format of matmul inputs.
+        matmul_dtype: Format of matmul inputs; differs from the compute dtype in 8 and 4 bit training.
+        compute_dtype: Format of activations.
         memory_bytes: Capacity of the device's own memory.
         memory_bytes_s: Peak bytes/s of the device's own memory.
-        attention_flops: FLOP/s that attention reaches in the compute dtype.
+        host_bytes_s: Bytes/s per device and direction to host memory; 0 when the topology names none.
         tiers: Interconnect levels, inner to outer.
-        efficiency: Reached shares.
+        card: What the device's kernels reach.
+        stack: How the training framework uses it.
     """
 
     peak_flops: float
+    matmul_peak: float
+    matmul_dtype: str
+    compute_dtype: str
     memory_bytes: int
     memory_bytes_s: float
-    attention_flops: float
+    host_bytes_s: float
     tiers: tuple[Tier, ...]
-    efficiency: Efficiency
+    card: DeviceCard
+    stack: StackCard
 
     @classmethod
-    def of(cls, supernode: Supernode, compute_dtype: str) -> Machine:
-        """Read the numbers off a topology for a compute dtype."""
+    def of(
+        cls,
+        supernode: Supernode,
+        compute_dtype: str,
+        *,
+        matmul_dtype: str | None = None,
+        matmul_peak: float | None = None,
+        card: DeviceCard | None = None,
+        stack: StackCard | None = None,
+    ) -> Machine:
+        """Read the numbers off a topology.
+
+        Args:
+            supernode: The machine.
+            compute_dtype: Format of activations.
+            matmul_dtype: Format of matmul inputs; None: the compute dtype.
+            matmul_peak: Peak FLOP/s in that format; None: what the topology says.
+            card: Device card; None: the shipped one for the device. Without either card, and on the topology `local`,
+                the cards that `calibrate` wrote for this device.
+            stack: Stack card; None: the one of our own runtime.
+        """
         device = supernode.device
-        efficiency = CPU if device.kind == "cpu" else ACCELERATOR
-        peak = supernode.peak_flops(compute_dtype)
+        hosts = [pool.bytes_s.value for pool in supernode.pools if pool.kind == "dram"]
+        matmul_dtype = matmul_dtype or compute_dtype
+        measured = supernode.name == "local" and card is None and stack is None
+        if measured and (own := own_cards(device.name)):
+            card, stack = own
         return cls(
-            peak,
+            supernode.peak_flops(compute_dtype),
+            matmul_peak or supernode.peak_flops(matmul_dtype),
+            matmul_dtype,
+            compute_dtype,
             int(device.memory_bytes.value),
             device.memory_bytes_s.value,
-            peak * efficiency.attention[compute_dtype],
+            max(hosts, default=0.0),
             supernode.tiers,
-            efficiency,
+            card or device_card(device.name, device.kind),
+            stack or stack_card("cpu" if device.kind == "cpu" else "hyper-parallel"),
         )
 
-    def ring_seconds(self, gathered_bytes: Array, size: Array, stride: Array) -> Array:
-        """Seconds of one all-gather or reduce-scatter over groups of `size` ranks, `stride` ids apart.
+    @property
+    def width(self) -> float:
+        """Bytes of an activation element."""
+        return float(DTYPE_BYTES[self.compute_dtype])
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOP/s of a large matmul."""
+        return self.matmul_peak * self.card.share("matmul", self.matmul_dtype) / self.stack.compute
+
+    @property
+    def saturation(self) -> float:
+        """Rows, columns or depth at which a matmul reaches half of that: loads and stores as long as the products."""
+        return self.card.saturation * self.peak_flops * self.width / 2.0 / self.memory_bytes_s
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOP/s of the attention products on long sequences and wide heads."""
+        share = self.card.share("attention", self.compute_dtype)
+        share = share * (self.card.portable if self.stack.portable else 1.0)
+        return self.peak_flops * share / self.stack.compute
+
+    @property
+    def passing_bytes_s(self) -> float:
+        """Bytes/s of element-wise kernels."""
+        return self.memory_bytes_s * self.card.elementwise / self.stack.compute
+
+    @property
+    def stream_bytes_s(self) -> float:
+        """Bytes/s of one long pass."""
+        return self.memory_bytes_s * self.card.stream
+
+    def link_share(self, tier: Tier) -> float:
+        """Share of a tier's bandwidth that collectives reach: the innermost links, or those of the network."""
+        return self.card.link if self._inner(tier) else self.card.network * self.stack.network
+
+    def _inner(self, tier: Tier) -> bool:
+        return tier is self.tiers[0] or tier.shares_links
+
+    def ring_seconds(self, gathered_bytes: Array, *axes: Axis) -> Array:
+        """Seconds of one all-gather or reduce-scatter over the groups that some axes span.
 
         A ring sends (g-1)/g of the gathered tensor at the rate of `bandwidth`, after the latency of the tiers.
 
         Args:
             gathered_bytes: Bytes of the whole tensor of the group.
-            size: Ranks of a group, g.
-            stride: Product of the degrees placed inside the group's axis.
+            axes: Degree and stride of every axis of the group.
 
         Source: ring collectives, Patarasuk and Yuan 2009.
         """
-        sent = gathered_bytes * (size - 1) / size
-        # Thousands of candidates share a few group shapes: price each shape once.
-        (sizes, strides), which = _distinct_pairs(size, stride)
-        rate, delay = self.bandwidth(sizes, strides)[which], self.latency(sizes, strides)[which]
-        return np.where(size > 1, sent / rate + delay, 0.0)
+        size = _product(axes)
+        if (size == 1).all():
+            return np.zeros(np.broadcast_shapes(size.shape, np.shape(gathered_bytes)))
+        hops = list(self._hops(axes))
+        # A group of one sends nothing at an infinite rate.
+        return gathered_bytes * (size - 1) / size / self._rate(size, hops) + self._delay(hops)
 
-    def all_to_all_seconds(self, local_bytes: Array, size: Array, stride: Array) -> Array:
+    def all_to_all_seconds(
+        self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf
+    ) -> Array:
         """Seconds of one all-to-all in which every rank holds `local_bytes` for the whole group, itself included.
 
         Of a rank's bytes the share of the peers first met on a tier goes over that tier; tiers with links of their
         own work at once, tiers that share links one after the other.
+
+        Args:
+            local_bytes: Bytes of one rank.
+            axes: Degree and stride of every axis of the group.
+            copies: Copies of one token among them that are sent once to each rank or domain that holds several of
+                its receivers: the expected number of distinct ones over the copies; 1 sends every copy.
+            message: Bytes that are sent in one piece; a network card sends so many pieces a second.
         """
-        (sizes, strides), which = _distinct_pairs(size, stride)
-        slowest = busy = np.zeros_like(sizes)  # seconds per byte
-        for hop in self._hops(sizes, strides):
-            share = (hop.reached - hop.inside) / sizes
-            seconds = share / (hop.tier.bytes_s.value * self.efficiency.link)
+        size = _product(axes)
+        slowest = busy = np.zeros(np.shape(size))  # seconds per byte
+        for hop in self._hops(axes):
+            share = (hop.reached - hop.inside) / size
+            if copies > 1.0:
+                domains = np.maximum(size / hop.inside, 1.0)
+                distinct = domains * (1.0 - (1.0 - 1.0 / domains) ** copies)
+                share = share * np.minimum(1.0, distinct / copies)
+            reach = self.link_share(hop.tier)
+            if not self._inner(hop.tier):
+                reach *= self.card.exchange / (1.0 + self.card.message_bytes / message)
+            seconds = share / (hop.tier.bytes_s.value * reach)
             busy = busy + seconds if hop.tier.shares_links else seconds
             slowest = np.maximum(slowest, busy)
-        return local_bytes * slowest[which] + self.latency(sizes, strides)[which]
+        return local_bytes * slowest + self.latency(*axes)
 
-    def bandwidth(self, size: Array, stride: Array) -> Array:
+    def bandwidth(self, *axes: Axis) -> Array:
         """Bytes/s at which every rank of a group sends in a ring: the least of g_local * bandwidth over its tiers.
 
         g_local ranks of the group lie in one domain below the links of a tier and drive them in parallel; where the
         group does not divide over the domains the one that holds the fewest decides. The same law as
         `topology.group_bandwidth`, over arrays of regular groups, times the link efficiency.
         """
-        rate = np.full(np.broadcast(size, stride).shape, np.inf)
-        for hop in self._hops(size, stride):
-            rest = np.mod(size, hop.below)
-            possible = np.where(rest > 0, rest, hop.below) * hop.tier.bytes_s.value
-            rate = np.where(hop.reached > hop.inside, np.minimum(rate, possible), rate)
-        return rate * self.efficiency.link
+        return self._rate(_product(axes), list(self._hops(axes)))
 
-    def latency(self, size: Array, stride: Array) -> Array:
+    def _rate(self, size: Array, hops: Sequence[_Hop]) -> Array:
+        rate = np.full(np.shape(size), np.inf)
+        for hop in hops:
+            rest = np.mod(size, hop.below)
+            local = np.where(rest > 0, rest, hop.below)
+            possible = local * hop.tier.bytes_s.value * self.link_share(hop.tier)
+            rate = np.where(hop.reached > hop.inside, np.minimum(rate, possible), rate)
+        return rate
+
+    def latency(self, *axes: Axis) -> Array:
         """Seconds of a collective with a tiny message: steps on every tier times its latency.
 
         One step on a full mesh, a tree over a switch, a ring in both directions on a torus, a ring on one host.
         """
-        total = np.zeros(np.broadcast(size, stride).shape)
-        for hop in self._hops(size, stride):
+        return self._delay(list(self._hops(axes)))
+
+    def _delay(self, hops: Sequence[_Hop]) -> Array:
+        total: Array = np.zeros(np.shape(hops[-1].reached))
+        for hop in hops:
             joined = np.ceil(hop.reached / hop.inside)
             if hop.tier.kind == "full_mesh":
                 steps = np.ones_like(total)
@@ -182,31 +211,38 @@ class Machine:
             else:
                 steps = joined - 1
             crossed = hop.reached > hop.inside
-            total = total + np.where(crossed, steps * hop.tier.latency_s.value, 0.0)
+            delay = hop.tier.latency_s.value * self.card.latency
+            total = total + np.where(crossed, steps * delay, 0.0)
         return total
 
-    def _hops(self, size: Array, stride: Array) -> Iterator[_Hop]:
-        inside = below = np.ones(np.broadcast(size, stride).shape)
+    def _hops(self, axes: tuple[Axis, ...]) -> Iterator[_Hop]:
+        size = _product(axes)
+        inside = below = np.ones(np.shape(size))
         for index, tier in enumerate(self.tiers):
-            outermost = index == len(self.tiers) - 1
-            if tier.size == 0 or outermost:
-                reached = np.broadcast_to(size * 1.0, inside.shape)
+            if tier.size == 0 or index == len(self.tiers) - 1:
+                reached = size
             else:
-                reached = np.minimum(size, np.maximum(1.0, np.floor(tier.size / stride)))
+                # Members of the group in one domain multiply over its axes.
+                reached = _product(
+                    [
+                        (np.minimum(degree, np.maximum(1.0, np.floor(tier.size / stride))), stride)
+                        for degree, stride in axes
+                    ]
+                )
             if not tier.shares_links:
                 below = inside
-            yield _Hop(tier, inside, below, np.maximum(reached, inside))
-            inside = np.maximum(reached, inside)
+            reached = np.maximum(reached, inside)
+            yield _Hop(tier, inside, below, reached)
+            inside = reached
 
 
-def _distinct_pairs(size: Array, stride: Array) -> tuple[tuple[Array, Array], NDArray[np.intp]]:
-    """The distinct (size, stride) pairs, and for every position which of them it has."""
-    size, stride = np.broadcast_arrays(size, stride)
-    width = int(stride.max(initial=1)) + 1
-    code = size.astype(np.int64) * width + stride.astype(np.int64)
-    codes = np.unique(code)  # few, so looking each up beats sorting positions
-    pairs = ((codes // width).astype(np.float64), (codes % width).astype(np.float64))
-    return pairs, np.searchsorted(codes, code.reshape(-1))
+def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
+    size: Array = np.ones(1)
+    for degree, stride in axes:
+        if degree.shape != stride.shape:
+            degree = np.broadcast_to(degree, np.broadcast(degree, stride).shape)
+        size = size * degree
+    return size
 
 
 @dataclass(frozen=True, slots=True)

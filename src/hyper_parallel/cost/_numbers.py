@@ -2,15 +2,44 @@
 
 Letters as in the literature: h hidden, a heads, k width of all key (or value) heads, f width of the feed-forward
 part, V vocabulary, L layers, E experts. Layers of different kinds (dense and mixture of experts, full and sliding
-attention) are averaged, because this first model prices a pipeline stage as a number of equal layers.
+attention) are averaged, because a pipeline stage is priced as a number of equal layers.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hyper_parallel.model import AttentionSpec, Block, ModelSpec, ParamSpec
+
+_ROW = re.compile(r"(o_proj|c_proj|out_proj|down_proj|dense_4h_to_h|fc2|w2)\b")
+"""Names of projections back to the residual width; the others read it (or a latent)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """Projections of one layer that share their input, as one matmul.
+
+    Attributes:
+        part: attention, mlp or expert.
+        inputs: Width a token brings; of one expert for experts.
+        outputs: Width it leaves with.
+        count: How many such matmuls a mean layer has and one token meets.
+        row: The matmul goes back to the residual width (row-parallel).
+    """
+
+    part: str
+    inputs: int
+    outputs: int
+    count: float
+    row: bool
+
+    @property
+    def weights(self) -> float:
+        """Elements one token meets."""
+        return self.inputs * self.outputs * self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +54,9 @@ class ModelNumbers:
         num_kv_heads: Key and value heads.
         q_width: Width of all query heads.
         k_width: Width of all key heads.
+        v_width: Width of all value heads of the query side: what the output projection reads.
         attentions: Number of layers and attention of each kind of layer.
+        matmuls: The matmuls of a mean layer.
         mlp_width: Width of the dense feed-forward part a token visits: dense MLPs and shared experts.
         mlp_saved_width: Elements per token that the backward of that part needs: 3f gated, else 2f.
         expert_width: Width of one routed expert.
@@ -50,7 +81,9 @@ class ModelNumbers:
     num_kv_heads: int
     q_width: int
     k_width: int
+    v_width: int
     attentions: tuple[tuple[int, AttentionSpec], ...]
+    matmuls: tuple[Matmul, ...]
     mlp_width: float
     mlp_saved_width: float
     expert_width: int
@@ -115,7 +148,9 @@ class ModelNumbers:
             num_kv_heads=first.num_kv_heads,
             q_width=first.num_heads * first.qk_head_dim,
             k_width=first.num_kv_heads * first.qk_head_dim,
+            v_width=first.num_heads * first.v_head_dim,
             attentions=attentions,
+            matmuls=_matmuls(decoders, layers),
             mlp_width=mean([float(b.count * _dense_width(b)) for b in decoders]),
             mlp_saved_width=mean([float(v) for v in saved]),
             expert_width=mlp.intermediate_size if mlp else 0,
@@ -155,6 +190,31 @@ def _dense_width(block: Block) -> int:
     return (
         block.mlp.shared_intermediate_size if block.mlp.num_experts else block.mlp.intermediate_size
     )
+
+
+def _matmuls(decoders: Iterable[Block], layers: int) -> tuple[Matmul, ...]:
+    """Projections of the layers; those that read the same input are one."""
+    found: dict[tuple[str, int, int, bool], float] = {}
+    for block in decoders:
+        fused: dict[tuple[str, str, int], int] = {}
+        for param in block.params:
+            part = _part(param)
+            if part == "vector":
+                continue
+            row = _ROW.search(param.name) is not None
+            first, second = param.shape[-2:]
+            # Linear layers store (out, in), Conv1D and some experts (in, out): the dim named embed tells.
+            embed = param.dims[-2:].index("embed") if "embed" in param.dims[-2:] else 1
+            inputs, outputs = (second, first) if (embed == 1) != row else (first, second)
+            source = f"{part} row {outputs}" if row else param.name.rsplit(".", 3)[-3] + part
+            key = (part, "row" if row else source, inputs)
+            fused[key] = fused.get(key, 0) + outputs
+        routed = block.mlp.experts_per_token if block.mlp and block.mlp.num_experts else 0
+        for (part, source, inputs), outputs in fused.items():
+            times = block.count / layers * (routed if part == "expert" else 1)
+            shape = (part, inputs, outputs, source == "row")
+            found[shape] = found.get(shape, 0.0) + times
+    return tuple(Matmul(part, i, o, n, row) for (part, i, o, row), n in found.items())
 
 
 def _part(param: ParamSpec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +12,20 @@ from hyper_parallel.cost._candidates import Candidates
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import SpaceTerm, memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._time import TimeTerm, time_terms
+from hyper_parallel.cost._place import Places
+from hyper_parallel.cost._time import LayerPrices, TimeTerm, time_terms
 from hyper_parallel.ir import CostTerm, MemoryTerm, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.topology import Supernode
 
 Array = NDArray[np.float64]
+
+_LAYER_COLUMNS = (
+    "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp", "microbatch",
+    "recompute", "zero", "order",
+)  # fmt: skip
+_FACTORISE_FROM = 512
+"""Rows from which pricing distinct layers once is worth finding them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +54,57 @@ class Scores:
 
 
 def score(
-    numbers: ModelNumbers, machine: Machine, workload: Workload, candidates: Candidates
+    numbers: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    candidates: Candidates,
+    only: Literal["time", "memory"] | None = None,
 ) -> Scores:
-    """Price candidates; nothing is checked for legality here."""
-    time = time_terms(numbers, machine, workload, candidates)
-    memory = memory_terms(numbers, machine, workload, candidates)
-    zero = np.zeros(len(candidates))
+    """Price candidates; nothing is checked for legality here.
+
+    The price of a layer depends on few of the columns, so each distinct layer is priced once.
+
+    Args:
+        numbers: The model.
+        machine: The machine and its cards.
+        workload: Sequence length and number formats.
+        candidates: Strategies; columns of one length, or an open grid.
+        only: Leave the terms of the other out; its sum is then 0.
+    """
+    time: tuple[TimeTerm, ...] = ()
+    memory: tuple[SpaceTerm, ...] = ()
+    if only != "memory":
+        prices = layer_prices(numbers, machine, workload, candidates)
+        time = time_terms(numbers, machine, workload, candidates, prices)
+    if only != "time":
+        memory = memory_terms(numbers, machine, workload, candidates)
     return Scores(
         time,
         memory,
-        sum((t.seconds for t in time), zero),
-        sum((t.bytes for t in memory), zero),
+        sum((t.seconds for t in time), np.zeros(1)),
+        sum((t.bytes for t in memory), np.zeros(1)),
     )
+
+
+def layer_prices(
+    numbers: ModelNumbers, machine: Machine, workload: Workload, c: Candidates
+) -> LayerPrices:
+    """Prices of the layers of candidates, each distinct layer computed once."""
+    flat = c.pp.ndim == 1 and len(c) >= _FACTORISE_FROM
+    if not flat:
+        return LayerPrices.of(numbers, machine, workload, c, Places.of(c))
+    # With another order than the mesh's own the strides of a layer's groups also depend on the outer axes.
+    moved = bool((c.order > 0).any())
+    columns = (*_LAYER_COLUMNS, "pp", "dp_replicate") if moved else _LAYER_COLUMNS
+    code = np.zeros(len(c), dtype=np.int64)
+    for name in columns:
+        values = getattr(c, name).astype(np.int64)
+        # Each value becomes its place among the few of its column, so that all columns fit one integer.
+        places = np.cumsum(np.bincount(values) > 0) - 1
+        code = code * (int(places[-1]) + 1) + places[values]
+    _, first, index = np.unique(code, return_index=True, return_inverse=True)
+    layers = c.take(first)
+    return LayerPrices.of(numbers, machine, workload, layers, Places.of(layers)).take(index)
 
 
 def step_cost(

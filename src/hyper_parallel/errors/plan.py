@@ -114,6 +114,25 @@ class UnknownDevice(HyperParallelError):
     code = "HP312"
 
 
+class CardUnreadable(HyperParallelError):
+    """A card of device or stack numbers cannot be read, or holds a number that nothing reads.
+
+    Why: a number that is silently ignored would decide predictions by its absence.
+    Fix: take a shipped card as the example, or make one with `hyper-parallel calibrate`.
+    """
+
+    code = "HP313"
+
+
+class RunsUnreadable(HyperParallelError):
+    """A CSV of runs cannot be read, or no row of it holds what a prediction needs.
+
+    Fix: the message names the columns; every row's own problem is in the column `assumptions` of the output.
+    """
+
+    code = "HP314"
+
+
 class ScheduleError(HyperParallelError):
     """A pipeline schedule is impossible, would deadlock, computes something twice or not at all, or cannot be read.
 
@@ -133,3 +152,12 @@ class TaskGraphError(HyperParallelError):
     """
 
     code = "HP321"
+
+
+class DeadlineMissed(HyperParallelError):
+    """No strategy on the devices that there are makes a step as short as the deadline asks.
+
+    Fix: take the deadline in the hint, which is met, or give more devices.
+    """
+
+    code = "HP322"

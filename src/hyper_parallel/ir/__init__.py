@@ -17,6 +17,15 @@ from hyper_parallel.ir.memory import (
 )
 from hyper_parallel.ir.memory_plan import MemoryPlan
 from hyper_parallel.ir.mesh import AXES, Mesh
+from hyper_parallel.ir.packed import (
+    Part,
+    equal_parts,
+    exchanged,
+    exchanged_rows,
+    gate_up_parts,
+    qkv_parts,
+    working_rows,
+)
 from hyper_parallel.ir.placement import (
     Partial,
     Placement,
@@ -37,24 +46,32 @@ from hyper_parallel.ir.plan import (
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
 from hyper_parallel.ir.replay import Replay, replay
 from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
-from hyper_parallel.ir.strategy import Rule, Strategy
+from hyper_parallel.ir.search import Alternative, Certificate, Sensitivity
+from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some, ulysses_degree
+from hyper_parallel.ir.stage import Stage, StageCost
+from hyper_parallel.ir.strategy import BLOCK_SHAPES, BlockShape, Rule, Strategy
 from hyper_parallel.ir.taskgraph import Task, TaskGraph, peaks, simulate
 from hyper_parallel.ir.timeline import Counter, Span, Timeline
 from hyper_parallel.ir.workload import Workload
 
 __all__ = [
     "AXES",
+    "BLOCK_SHAPES",
     "COPIES",
     "MEMORY_TIERS",
     "PLAN_VERSION",
     "Action",
     "ActionKind",
+    "Alternative",
+    "BlockShape",
+    "Certificate",
     "Choice",
     "Collective",
     "CollectiveStep",
     "CostTerm",
     "Counter",
     "Extent",
+    "Interval",
     "Layout",
     "MemoryAction",
     "MemoryActionKind",
@@ -66,6 +83,7 @@ __all__ = [
     "Mesh",
     "ModelRef",
     "Operator",
+    "Part",
     "Partial",
     "Phase",
     "Placement",
@@ -75,8 +93,12 @@ __all__ = [
     "Replicate",
     "Rule",
     "Schedule",
+    "Sensitivity",
+    "SequenceCut",
     "Shard",
     "Span",
+    "Stage",
+    "StageCost",
     "Storage",
     "StorageKind",
     "Strategy",
@@ -85,10 +107,19 @@ __all__ = [
     "TaskGraph",
     "Timeline",
     "Workload",
+    "equal_parts",
+    "exchanged",
+    "exchanged_rows",
+    "gate_up_parts",
     "grid",
     "peaks",
     "placements",
+    "qkv_parts",
     "redistribute",
     "replay",
+    "sees_all",
+    "sees_some",
     "simulate",
+    "ulysses_degree",
+    "working_rows",
 ]

@@ -22,7 +22,10 @@ def explain(plan: Plan) -> str:
         _memory(plan),
         _layouts(plan),
         _collectives(plan),
+        _stages(plan),
         _runners_up(plan),
+        _front(plan),
+        _sensitivity(plan),
         _notes(plan),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
@@ -105,6 +108,47 @@ def _runners_up(plan: Plan) -> Iterator[str]:
         time = format_seconds(r.step_s) if r.step_s is not None else "-"
         memory = format_bytes(r.memory_bytes) if r.memory_bytes is not None else "-"
         yield f"  {r.strategy!s:<{width}}  {time:>9}  {memory:>10}  {r.reason}"
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    """Virtual stages, runs of equal ones in one line."""
+    if len(plan.stages) < 2:
+        return
+    yield "stages"
+    first = 0
+    for index, stage in enumerate(plan.stages):
+        following = plan.stages[index + 1] if index + 1 < len(plan.stages) else None
+        if following is not None and (following.layers, following.cost) == (
+            stage.layers,
+            stage.cost,
+        ):
+            continue
+        again = f", {stage.recomputed} recomputed" if stage.recomputed else ""
+        which = f"{first}" if first == index else f"{first} to {index}"
+        yield (
+            f"  {which:<10} {stage.layers} layers{again}, {format_seconds(stage.cost.microbatch_s)} per microbatch"
+        )
+        first = index + 1
+
+
+def _front(plan: Plan) -> Iterator[str]:
+    if not plan.pareto:
+        return
+    yield "smaller in memory"
+    width = max(len(str(a.strategy)) for a in plan.pareto)
+    for a in plan.pareto:
+        yield (
+            f"  {a.strategy!s:<{width}}  {format_seconds(a.step_s):>9}  {format_bytes(a.memory_bytes):>10}  "
+            f"{a.microbatch} sequences per microbatch"
+        )
+
+
+def _sensitivity(plan: Plan) -> Iterator[str]:
+    if not plan.sensitivity:
+        return
+    yield "what would change the choice"
+    for s in plan.sensitivity:
+        yield f"  {s.constant} x {s.factor:.3f}: {s.strategy}"
 
 
 def _notes(plan: Plan) -> Iterator[str]:

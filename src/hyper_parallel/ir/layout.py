@@ -7,12 +7,15 @@ replicates. Printed form: `W[mlp:tp_x, embed:tp_y.dp_shard] @ hbm`.
 Uneven sizes follow torch's chunk rule, applied axis by axis: each axis cuts what the axes before it left into slices
 of ceil(size / degree); the last slices may be shorter or empty. Order is part of the value: (tp_x, dp_shard) and
 (dp_shard, tp_x) put different rows on a rank, which a list of DTensor placements cannot say without a strided shard.
+
+A dim may stack equal parts that are cut apart (gate and up in one weight): with two parts, `gate_up/2:tp_x` gives a
+rank its slice of the first half and its slice of the second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hyper_parallel.errors import LayoutError
@@ -30,12 +33,14 @@ class Layout:
         partial: Axes over which each rank holds one summand; the tensor is their sum.
         memory: Memory kind the local part lives in.
         dims: Logical names of the dims, for people; () when unknown.
+        parts: Per dim the equal parts it stacks, each cut apart by the axes of the dim; () is one part each.
     """
 
     axes: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
     memory: MemoryKind = "hbm"
     dims: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         used = [a for dim in self.axes for a in dim] + list(self.partial)
@@ -47,6 +52,12 @@ class Layout:
                 "a layout names another number of dims than it has",
                 got=f"{len(self.dims)} names, {len(self.axes)} dims",
             )
+        if self.parts and (len(self.parts) != len(self.axes) or min(self.parts) < 1):
+            raise LayoutError(
+                "the parts of a layout are not one number per dim",
+                got=self.parts,
+                allowed=f"{len(self.axes)} numbers of at least 1",
+            )
 
     @classmethod
     def replicated(cls, num_dims: int, dims: tuple[str, ...] = ()) -> Layout:
@@ -57,6 +68,15 @@ class Layout:
     def sharding_axes(self) -> tuple[str, ...]:
         """Axes that split some dim, in dim order."""
         return tuple(a for dim in self.axes for a in dim)
+
+    def parts_of(self, dim: int) -> int:
+        """Equal parts that a dim stacks; 1 for a dim that no axis cuts, where parts make no difference."""
+        return self.parts[dim] if self.parts and self.axes[dim] else 1
+
+    def stack(self, dim: int, parts: int) -> Layout:
+        """The same layout with `parts` equal parts in a dim."""
+        old = self.parts or (1,) * len(self.axes)
+        return replace(self, parts=tuple(parts if i == dim else n for i, n in enumerate(old)))
 
     def check(self, mesh: Mesh) -> None:
         """Raise when the layout uses an axis that the mesh does not have."""
@@ -73,33 +93,64 @@ class Layout:
                 "a layout has no such dim", got=dim, allowed=f"0..{len(self.axes) - 1}"
             )
         new = tuple((*d, *axes) if i == dim else d for i, d in enumerate(self.axes))
-        return Layout(new, self.partial, self.memory, self.dims)
+        return replace(self, axes=new)
 
     def bounds(
         self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
     ) -> tuple[tuple[int, int], ...]:
-        """Half-open index range per dim of the part a rank holds.
+        """Half-open index range per dim of what a rank holds, when that is one range.
 
         Args:
             shape: Logical shape of the tensor.
             mesh: Mesh that gives the degrees.
             coordinate: Coordinate of the rank, as `Mesh.coordinate` returns it.
+
+        Raises:
+            LayoutError: HP202 for a dim whose parts are cut apart; `ranges` gives one range per part.
         """
-        ranges = []
-        for size, axes in zip(shape, self.axes, strict=True):
-            start, stop = 0, size
-            for axis in axes:
+        found = self.ranges(shape, mesh, coordinate)
+        apart = [i for i, runs in enumerate(found) if len(runs) > 1]
+        if apart:
+            raise LayoutError(
+                "a rank holds several ranges of a dim", got=f"dim {apart[0]} of {self}"
+            )
+        return tuple(runs[0] for runs in found)
+
+    def ranges(
+        self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Half-open index ranges per dim of what a rank holds, one for each part of the dim.
+
+        Raises:
+            LayoutError: HP202 when a dim does not divide into its parts.
+        """
+        return tuple(
+            self._ranges(dim, size, mesh, coordinate)
+            for dim, (size, _) in enumerate(zip(shape, self.axes, strict=True))
+        )
+
+    def _ranges(
+        self, dim: int, size: int, mesh: Mesh, coordinate: Mapping[str, int]
+    ) -> tuple[tuple[int, int], ...]:
+        parts = self.parts_of(dim)
+        if size % parts:
+            raise LayoutError(f"dim {dim} does not divide into its parts", got=f"{size} / {parts}")
+        found = []
+        for part in range(parts):
+            start, stop = part * (size // parts), (part + 1) * (size // parts)
+            for axis in self.axes[dim]:
                 chunk = -(-(stop - start) // mesh.degree(axis))
                 begin = min(start + coordinate.get(axis, 0) * chunk, stop)
                 start, stop = begin, min(begin + chunk, stop)
-            ranges.append((start, stop))
-        return tuple(ranges)
+            found.append((start, stop))
+        return tuple(found)
 
     def local_shape(
         self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
     ) -> tuple[int, ...]:
         """Shape of the part a rank holds."""
-        return tuple(stop - start for start, stop in self.bounds(shape, mesh, coordinate))
+        found = self.ranges(shape, mesh, coordinate)
+        return tuple(sum(stop - start for start, stop in runs) for runs in found)
 
     def max_local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Shape of the largest part, the one at coordinate 0 of every axis."""
@@ -107,6 +158,8 @@ class Layout:
 
     def __str__(self) -> str:
         names = self.dims or tuple(f"d{i}" for i in range(len(self.axes)))
+        stacked = [self.parts_of(i) for i in range(len(self.axes))]
+        names = tuple(f"{n}/{p}" if p > 1 else n for n, p in zip(names, stacked, strict=True))
         parts = [f"{n}:{'.'.join(a)}" if a else n for n, a in zip(names, self.axes, strict=True)]
         partial = f" partial({', '.join(self.partial)})" if self.partial else ""
         return f"[{', '.join(parts)}]{partial} @ {self.memory}"

@@ -51,7 +51,8 @@ def placements(
     """The layout as one placement per mesh axis.
 
     The split factor of an axis is the product of the degrees of the axes that follow it in the mesh but cut the dim
-    before it. The two descriptions hold the same elements when every cut of the dim is even.
+    before it, times the parts the dim stacks. The two descriptions hold the same elements when every cut of the dim is
+    even.
 
     Args:
         layout: Layout to describe.
@@ -81,5 +82,6 @@ def placements(
             dim = holder[axis]
             cut_before = layout.axes[dim][: layout.axes[dim].index(axis)]
             factor = mesh.degree(a for a in cut_before if a in names[position + 1 :])
+            factor *= layout.parts_of(dim)
             entries.append(StridedShard(dim, factor) if factor > 1 else Shard(dim))
     return tuple(entries)

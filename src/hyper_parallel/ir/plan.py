@@ -12,6 +12,8 @@ from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import _text
 from hyper_parallel.ir.layout import Layout
 from hyper_parallel.ir.mesh import Mesh
+from hyper_parallel.ir.search import Alternative, Certificate, Sensitivity
+from hyper_parallel.ir.stage import Stage
 from hyper_parallel.ir.strategy import Strategy
 from hyper_parallel.ir.workload import Workload
 from hyper_parallel.serde import DecodeError, decode, encode
@@ -106,6 +108,10 @@ class Plan:
         memory_capacity_bytes: Capacity of the fullest device's first tier.
         collectives: Communication of one step, by formula.
         rejected: Runners-up, best first.
+        stages: What one microbatch costs on every virtual stage; `planner.simulate_plan` runs them.
+        certificate: Why the search found nothing better; None for a strategy that was given.
+        pareto: The front of time and memory near the chosen strategy, fastest first.
+        sensitivity: Constants that would change the choice, the smallest change first.
         notes: Sentences a reader should know: assumptions, layouts that deviate from the model's own plan.
         version: Schema version.
     """
@@ -122,6 +128,10 @@ class Plan:
     memory_capacity_bytes: int
     collectives: tuple[Collective, ...] = ()
     rejected: tuple[Rejected, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    certificate: Certificate | None = None
+    pareto: tuple[Alternative, ...] = ()
+    sensitivity: tuple[Sensitivity, ...] = ()
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 

@@ -110,6 +110,8 @@ def _check(src: Layout, dst: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
                 "a layout has another number of dims than the tensor",
                 got=f"{len(layout.axes)} dims, shape {tuple(shape)}",
             )
+        if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
+            raise LayoutError("redistribution does not move parts that are cut apart", got=layout)
     if src.memory != dst.memory:
         raise LayoutError(
             "redistribution does not move a tensor between memories",

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-from hyper_parallel.ir.mesh import Mesh
+from hyper_parallel.ir.layout import Layout
+from hyper_parallel.ir.mesh import AXES, Mesh
+
+BlockShape = Literal["1d", "2d", "weight"]
+BLOCK_SHAPES: Final = ("1d", "2d", "weight")
+"""How a block uses two tensor-parallel axes: tp_x * tp_y as one axis (Megatron with sequence parallelism), activations
+moved on y, or weights moved on y."""
+CpKind = Literal["ring", "ulysses", "hybrid", "all_gather"]
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
+V_SHAPED: Final = ("zbv", "dualpipev")
+"""Schedules whose ranks hold two stages each, on the way down and on the way back."""
+SPLIT_BACKWARD: Final = ("zb-h1", "zbv", "dualpipev")
+"""Schedules that make weight gradients apart from input gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +45,25 @@ class Strategy:
         tp_x: Tensor-parallel ranks on x; alone it is 1-D tensor parallelism with sequence parallelism.
         tp_y: Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism.
         ep: Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the world size.
+        attention_shape: Shape of attention blocks on two tensor-parallel axes; without effect when tp_y is 1.
+        mlp_shape: The same for MLP blocks.
+        attention_scatter: 2-D attention exchanges heads (no traffic along y) or tokens (y joins context parallelism).
+        gathered_inputs: Inputs gathered for a matmul are kept for backward, or gathered again there.
+        cp_kind: How attention sees the whole sequence: zigzag ring, Ulysses, both, or all keys and values gathered.
+        cp_ulysses: Ulysses ranks inside cp for the hybrid; the ring has cp / cp_ulysses.
+        schedule: Order of pipeline actions; also says where the stages of a `schedule_file` lie.
+        schedule_file: CSV file with the actions of every pipeline rank, instead of a generated schedule; "": none.
+        virtual_stages: Pipeline stages per rank.
+        stage_layers: Decoder layers of each (virtual) stage, first stage first; (): cut by cost.
         rules: Overrides of the model's own sharding plan, the first match wins.
         recompute: Activations redone in backward.
         reshard_after_forward: Free gathered parameters between forward and backward (ZeRO-3); else ZeRO-2.
+        etp: Tensor-parallel ranks of one expert; None: tp without expert parallelism, else 1.
+        zero: 0 or 1 when less than FSDP is sharded over dp_shard x cp: nothing, or the optimizer states only; None:
+            as `reshard_after_forward` says.
+        recompute_layers: Layers of every rank that `recompute` applies to; None: all.
+        offload_optimizer: Optimizer states live in host memory.
+        order: Mesh axes, outer to inner.
     """
 
     pp: int = 1
@@ -45,9 +73,24 @@ class Strategy:
     tp_x: int = 1
     tp_y: int = 1
     ep: int = 1
+    attention_shape: BlockShape = "2d"
+    mlp_shape: BlockShape = "2d"
+    attention_scatter: Literal["head", "token"] = "head"
+    gathered_inputs: Literal["keep", "re-gather"] = "keep"
+    cp_kind: CpKind = "ring"
+    cp_ulysses: int = 1
+    schedule: ScheduleKind = "1f1b"
+    schedule_file: str = ""
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
     rules: tuple[Rule, ...] = ()
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     reshard_after_forward: bool = True
+    etp: int | None = None
+    zero: Literal[0, 1] | None = None
+    recompute_layers: int | None = None
+    offload_optimizer: bool = False
+    order: tuple[str, ...] = AXES
 
     @property
     def tp(self) -> int:
@@ -64,25 +107,101 @@ class Strategy:
         """Product of the degrees; `ep` folds over others and does not count."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def stages(self) -> int:
+        """Pipeline stages over all ranks, virtual ones included."""
+        return self.pp * self.virtual_stages
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Stages a pipeline rank holds: in a loop (r, r + p, ...), for `zbv` and `dualpipev` in a V (r, 2p - 1 - r)."""
+        if self.schedule in V_SHAPED:
+            return (pp_rank, 2 * self.pp - 1 - pp_rank)
+        return tuple(range(pp_rank, self.stages, self.pp))
+
     def mesh(self) -> Mesh:
-        """The mesh with every axis, degree 1 included, in the fixed order."""
+        """The mesh with every axis, degree 1 included, in the order of the strategy."""
+        return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
+
+    @property
+    def zero_stage(self) -> int:
+        """What is sharded over dp_shard x cp: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+        return self.zero if self.zero is not None else 3 if self.reshard_after_forward else 2
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks of one expert."""
+        return self.etp or (self.tp if self.ep == 1 else 1)
+
+    @property
+    def ulysses(self) -> int:
+        """Ranks inside cp that exchange heads for sequence."""
+        if self.cp == 1:
+            return 1
+        return {"ulysses": self.cp, "hybrid": self.cp_ulysses}.get(self.cp_kind, 1)
+
+    @property
+    def fsdp_axes(self) -> tuple[str, ...]:
+        """Axes that FSDP cuts parameters over: context-parallel ranks hold the same parameters, so they join."""
+        return tuple(a for a in ("dp_shard", "cp") if getattr(self, a) > 1)
+
+    def expert_mesh(self) -> Mesh:
+        """The same ranks as experts see them: `ep` folds over the innermost of dp_shard x cp x tp_x x tp_y.
+
+        Rank f of those inner ranks has the experts of place f % ep; the ranks f // ep (axis `edp`) hold the same
+        experts and share their parameters as FSDP does.
+        """
+        inner = self.dp_shard * self.cp * self.tp
         return Mesh(
             (
                 ("pp", self.pp),
                 ("dp_replicate", self.dp_replicate),
-                ("dp_shard", self.dp_shard),
-                ("cp", self.cp),
-                ("tp_x", self.tp_x),
-                ("tp_y", self.tp_y),
+                ("edp", inner // self.ep),
+                ("ep", self.ep),
             )
         )
 
+    def mesh_of(self, layout: Layout) -> Mesh:
+        """The mesh whose axes a layout names: that of experts for `ep` and `edp`, else the main one."""
+        return self.expert_mesh() if {"ep", "edp"} & {*layout.sharding_axes} else self.mesh()
+
+    def spanning_axes(self, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Axes of the main mesh that span the same ranks as axes of the expert mesh, else those themselves.
+
+        A group of ranks gets one name, whichever mesh asked for it: with dp_shard=2 and ep=2, `ep` is `dp_shard`.
+        """
+        wanted = set(self.expert_mesh().group(0, expert_axes))
+        mesh = self.mesh()
+        names = [name for name, degree in mesh.axes if degree > 1]
+        for mask in range(1, 1 << len(names)):
+            axes = tuple(name for i, name in enumerate(names) if mask >> i & 1)
+            if mesh.degree(axes) == len(wanted) and set(mesh.group(0, axes)) == wanted:
+                return axes
+        return expert_axes
+
     def degrees(self) -> dict[str, int]:
         """All degrees by recipe key, `ep` included."""
-        return {**dict(self.mesh().axes), "ep": self.ep}
+        return {**{name: int(getattr(self, name)) for name in AXES}, "ep": self.ep}
 
     def __str__(self) -> str:
         shown = [f"{k}={v}" for k, v in self.degrees().items() if v > 1]
+        if self.tp_y > 1:
+            shown.append(f"shapes={self.attention_shape}/{self.mlp_shape}")
+        if self.cp > 1:
+            split = f":{self.cp_ulysses}" if self.cp_kind == "hybrid" else ""
+            shown.append(f"cp_kind={self.cp_kind}{split}")
+        if self.pp > 1:
+            virtual = f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
+            shown.append(f"schedule={self.schedule}{virtual}")
+        if self.etp is not None and self.ep > 1:
+            shown.append(f"etp={self.etp}")
+        if self.dp_shard * self.cp > 1 and self.zero_stage != 3:
+            shown.append(f"zero={self.zero_stage}")
         if self.recompute != "none":
-            shown.append(f"recompute={self.recompute}")
+            some = "" if self.recompute_layers is None else f":{self.recompute_layers}"
+            shown.append(f"recompute={self.recompute}{some}")
+        if self.offload_optimizer:
+            shown.append("offload=optimizer")
+        wide = [a for a in AXES if getattr(self, a) > 1]
+        if [a for a in self.order if a in wide] != wide:
+            shown.append("order=" + ">".join(a for a in self.order if a in wide))
         return " ".join(shown) or "one device"

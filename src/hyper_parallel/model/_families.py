@@ -20,6 +20,9 @@ from hyper_parallel.model._config import STANDARD_KEYS
 Bias = bool | str
 """Always, never, or the config key that decides."""
 
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_SANDWICH_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -53,10 +56,11 @@ class Family:
         qkv_bias: Bias on query, key and value.
         o_bias: Bias on the output projection.
         mlp_bias: Bias on the MLP.
-        qk_norm: Norms on query and key heads.
+        qk_norm: Norms on each query and key head, or one over all heads of each.
         sinks: Learned attention sinks.
-        fused: Projections stacked (`qkv_proj`, `gate_up_proj`).
-        sandwich_norms: Norms before and after attention and MLP.
+        fused_qkv: Query, key and value stacked (`qkv_proj`).
+        fused_mlp: Gate and up stacked (`gate_up_proj`).
+        norms: Names of a layer's norms, besides those inside attention.
         windows: Which layers see `sliding_window` tokens only: none, all (when the key is set), the layers from
             `max_window_layers` on when `use_sliding_window`, all layers when `use_sliding_window`, or all but every
             n-th (n = `sliding_window_pattern`).
@@ -70,10 +74,11 @@ class Family:
     qkv_bias: Bias = False
     o_bias: Bias = False
     mlp_bias: Bias = False
-    qk_norm: bool = False
+    qk_norm: Literal["none", "head", "heads"] = "none"
     sinks: bool = False
-    fused: bool = False
-    sandwich_norms: bool = False
+    fused_qkv: bool = False
+    fused_mlp: bool = False
+    norms: tuple[str, ...] = _NORMS
     windows: Literal["none", "all", "upper", "switch", "pattern"] = "none"
     experts: Experts | None = None
     required: tuple[str, ...] = STANDARD_KEYS
@@ -90,6 +95,7 @@ LLAMA = Family(
 )
 """Llama, and what an unknown Llama-like decoder is taken for."""
 
+_GLM = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
 _GEMMA = {
     "tie_word_embeddings": True,
     "vocab_size": 256000,
@@ -123,7 +129,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
             qkv_bias="attention_bias",
             o_bias="attention_bias",
-            qk_norm=True,
+            qk_norm="head",
             windows="upper",
         ),
         "qwen3_moe": Family(
@@ -139,7 +145,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             aliases=_LOCAL,
             qkv_bias="attention_bias",
             o_bias="attention_bias",
-            qk_norm=True,
+            qk_norm="head",
             windows="switch",
             experts=Experts("moe_intermediate_size", layers="step"),
             required=(*_MOE_KEYS, "moe_intermediate_size"),
@@ -198,7 +204,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             qkv_bias="attention_bias",
             o_bias="attention_bias",
-            sandwich_norms=True,
+            norms=_SANDWICH_NORMS,
             windows="pattern",
         ),
         "gemma3_text": Family(
@@ -212,11 +218,32 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             qkv_bias="attention_bias",
             o_bias="attention_bias",
-            qk_norm=True,
-            sandwich_norms=True,
+            qk_norm="head",
+            norms=_SANDWICH_NORMS,
             windows="pattern",
         ),
-        "phi3": Family(windows="all", fused=True),
+        "phi3": Family(windows="all", fused_qkv=True, fused_mlp=True),
+        "olmo2": Family(
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm="heads",
+            norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        ),
+        "olmo3": Family(
+            defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+            qkv_bias="attention_bias",
+            o_bias="attention_bias",
+            qk_norm="heads",
+            norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            windows="pattern",
+        ),
+        "glm": Family(defaults=_GLM, qkv_bias="attention_bias", fused_mlp=True),
+        "glm4": Family(
+            defaults=_GLM,
+            qkv_bias="attention_bias",
+            fused_mlp=True,
+            norms=(*_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
+        ),
     }
 )
 """`model_type` to reader entry, for the Llama-like families."""

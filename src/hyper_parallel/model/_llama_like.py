@@ -66,9 +66,9 @@ def _decoder_block(
             hidden,
             mlp.intermediate_size,
             bias=_decided(config, family.mlp_bias),
-            fused=family.fused,
+            fused=family.fused_mlp,
         )
-    norms = _parts.norms(hidden, family.sandwich_norms)
+    norms = _parts.norms(hidden, family.norms)
     name = "moe_decoder" if mlp.num_experts else "decoder"
     return Block(name, layers, (*attention_params, *mlp_params, *norms), attention, mlp)
 
@@ -106,7 +106,7 @@ def _attention(
         o_bias=_decided(config, family.o_bias),
         qk_norm=family.qk_norm,
         sinks=family.sinks,
-        fused=family.fused,
+        fused=family.fused_qkv,
     )
 
 

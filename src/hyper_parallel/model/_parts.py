@@ -24,11 +24,8 @@ def norm(name: str, size: int, dim: str = "embed") -> Params:
     return (ParamSpec(f"{name}.weight", (size,), (dim,)),)
 
 
-def norms(hidden: int, sandwich: bool) -> Params:
-    """Norms of a layer: before attention and MLP, with `sandwich` also after both (Gemma 2 and later)."""
-    names = ["input_layernorm", "post_attention_layernorm"]
-    if sandwich:
-        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+def norms(hidden: int, names: tuple[str, ...]) -> Params:
+    """Norms of a layer over the residual width."""
     return tuple(p for name in names for p in norm(f"{LAYER}.{name}", hidden))
 
 
@@ -38,7 +35,7 @@ def attention_params(
     *,
     qkv_bias: bool = False,
     o_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: str = "none",
     sinks: bool = False,
     fused: bool = False,
 ) -> Params:
@@ -49,7 +46,7 @@ def attention_params(
         spec: Heads and widths.
         qkv_bias: Biases on query, key and value.
         o_bias: Bias on the output projection.
-        qk_norm: Norms over the head width of query and key (Qwen3, Gemma 3).
+        qk_norm: Norms of query and key: none, over each head (Qwen3, Gemma 3), or over all heads together (OLMo 2).
         sinks: One learned score per head that no value belongs to (GPT-OSS).
         fused: Query, key and value stacked in one projection (Phi-3).
     """
@@ -65,9 +62,12 @@ def attention_params(
         out += linear(f"{at}.k_proj", kv_heads, embed, qkv_bias)
         out += linear(f"{at}.v_proj", kv_heads, embed, qkv_bias)
     out += linear(f"{at}.o_proj", embed, heads, o_bias)
-    if qk_norm:
+    if qk_norm == "head":
         out += norm(f"{at}.q_norm", spec.qk_head_dim, "head_dim")
         out += norm(f"{at}.k_norm", spec.qk_head_dim, "head_dim")
+    elif qk_norm == "heads":
+        out += norm(f"{at}.q_norm", heads[1], "heads")
+        out += norm(f"{at}.k_norm", kv_heads[1], "kv_heads")
     return out
 
 

@@ -1,5 +1,6 @@
 """Pipeline schedules: made, lowered, verified and turned into task graphs, before any process starts."""
 
+from hyper_parallel.ir import StageCost
 from hyper_parallel.mpmd._generate import (
     SCHEDULES,
     in_flight_limit,
@@ -8,22 +9,36 @@ from hyper_parallel.mpmd._generate import (
     make_schedule,
 )
 from hyper_parallel.mpmd._lower import lower
+from hyper_parallel.mpmd._makespan import makespan_s
 from hyper_parallel.mpmd._replay import replay, unit_starts
-from hyper_parallel.mpmd._tasks import StageCost, bubble_fraction, schedule_tasks
+from hyper_parallel.mpmd._strategy import (
+    check_pipeline,
+    check_virtual,
+    forward_schedule,
+    schedule_name,
+    step_schedule,
+)
+from hyper_parallel.mpmd._tasks import bubble_fraction, schedule_tasks
 from hyper_parallel.mpmd._verify import in_flight, verify
 
 __all__ = [
     "SCHEDULES",
     "StageCost",
     "bubble_fraction",
+    "check_pipeline",
+    "check_virtual",
+    "forward_schedule",
     "in_flight",
     "in_flight_limit",
     "is_legal",
     "legal_microbatches",
     "lower",
     "make_schedule",
+    "makespan_s",
     "replay",
+    "schedule_name",
     "schedule_tasks",
+    "step_schedule",
     "unit_starts",
     "verify",
 ]

@@ -3,43 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, Schedule, Task, TaskGraph, Timeline
+from hyper_parallel.ir import Action, Schedule, StageCost, Task, TaskGraph, Timeline
 from hyper_parallel.mpmd._replay import replay
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """What one microbatch costs on one stage. A full backward takes both gradient times.
-
-    Attributes:
-        forward_s: Seconds of F.
-        input_grad_s: Seconds of I.
-        weight_grad_s: Seconds of W.
-        send_forward_s: Seconds on the link to carry the output to the next stage, when that is on another rank.
-        send_backward_s: Seconds on the link to carry the gradient to the previous stage.
-        activation_bytes: Held on the device from the start of F to the end of B or I.
-        weight_grad_input_bytes: The part of it that stays from the end of I to the end of W.
-        unshard_s: Seconds to gather the parameters.
-        reduce_grad_s: Seconds to reduce the gradients.
-        offload_s: Seconds to copy the activations to the host, and as many back.
-        parameter_bytes: Gathered parameters, held from UNSHARD to RESHARD.
-    """
-
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    send_forward_s: float = 0.0
-    send_backward_s: float = 0.0
-    activation_bytes: int = 0
-    weight_grad_input_bytes: int = 0
-    unshard_s: float = 0.0
-    reduce_grad_s: float = 0.0
-    offload_s: float = 0.0
-    parameter_bytes: int = 0
 
 
 def schedule_tasks(
@@ -50,8 +18,9 @@ def schedule_tasks(
     Each rank computes in its order on `rank r/compute`. A result that another rank needs is a task on the serial
     channel `link a->b`, first come first served; links are assumed not to disturb one another or the computation.
     Sends and receives of a lowered schedule add nothing: they are these transfers, started as soon as the data is
-    there. Gathers and reductions run in order on `rank r/communication`, offload and reload on `rank r/copy`; the
-    memory of a rank's device is the counter `rank r/device`.
+    there. Exposed collectives follow their computation on `rank r/communication`, and the rank computes nothing until
+    they end. Gathers and reductions run in order on the same lane, offload and reload on `rank r/copy`; the memory of
+    a rank's device is the counter `rank r/device`.
 
     Args:
         schedule: Schedule with or without communication that passes `verify`; here only deadlocks are noticed.
@@ -92,6 +61,7 @@ class _Builder:
         self.gathered: dict[int, int] = {}
         self.copied: dict[tuple[int, int], int] = {}
         self.last_compute: dict[int, int] = {}
+        self.last_exposed: dict[int, int] = {}
 
     def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
         """Add one action, or the parts of an overlap as one task that takes `factor` of their times' sum."""
@@ -105,9 +75,12 @@ class _Builder:
         return len(self.tasks) - 1
 
     def _compute(self, rank: int, actions: tuple[Action, ...], factor: float) -> None:
-        seconds, deps, at_start, at_end = 0.0, [], 0, 0
+        seconds, exposed, deps, at_start, at_end = 0.0, 0.0, [], 0, 0
+        if rank in self.last_exposed:
+            deps.append(self.last_exposed[rank])
         for action in actions:
             took, needed, starts, ends = self._effect(action)
+            exposed += self._exposed(action)
             seconds += took
             deps += needed
             at_start += starts
@@ -123,6 +96,10 @@ class _Builder:
             ((device, at_start),) if at_start else (),
             ((device, at_end),) if at_end else (),
         )
+        if exposed > 0:
+            name, ns = f"{self.tasks[task].name} collectives", _nanoseconds(exposed * factor)
+            task = self._append(name, f"rank {rank}/communication", ns, "communication", (task,))
+            self.last_exposed[rank] = task
         self.last_compute[rank] = task
         for a in actions:
             s, i, cost = a.stage, a.microbatch, self.costs[a.stage]
@@ -151,6 +128,13 @@ class _Builder:
             kept = cost.weight_grad_input_bytes
             return cost.input_grad_s, deps, 0, kept - cost.activation_bytes
         return cost.input_grad_s + cost.weight_grad_s, deps, 0, -cost.activation_bytes
+
+    def _exposed(self, action: Action) -> float:
+        """Seconds of the collectives of an action that nothing hides."""
+        cost = self.costs[action.stage]
+        if action.kind == "W":
+            return 0.0
+        return cost.exposed_forward_s if action.kind == "F" else cost.exposed_backward_s
 
     def _sent(self, rank: int, s: int, to: int, i: int, task: int, seconds: float) -> int:
         """The task after which the neighbouring stage has the result: the transfer, or the computation itself."""

@@ -6,9 +6,12 @@ how a back end runs the result is in `backends`.
 """
 
 from hyper_parallel.offload._address import assign_addresses
+from hyper_parallel.offload._bound import least_peak_bound, least_time_bound, reload_bound
+from hyper_parallel.offload._cache import find_overlap, plan_memory_cached
 from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.offload._order import order_peak, refine_order
 from hyper_parallel.offload._plan import plan_memory
+from hyper_parallel.offload._policies import simple_policy
 from hyper_parallel.offload._simulate import Clock, simulate
 from hyper_parallel.offload._usedef import (
     UseDef,
@@ -26,10 +29,16 @@ __all__ = [
     "UseDef",
     "assign_addresses",
     "dependencies",
+    "find_overlap",
     "identity_actions",
+    "least_peak_bound",
+    "least_time_bound",
     "order_peak",
     "plan_memory",
+    "plan_memory_cached",
     "refine_order",
+    "reload_bound",
+    "simple_policy",
     "simulate",
     "use_definitions",
     "working_set_bytes",

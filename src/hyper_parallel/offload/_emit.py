@@ -104,7 +104,15 @@ class Emitter:
             self._operator(position, index)
         while self.pending:
             self._finish(self.pending[0])
+        self._clear()
         return tuple(self.actions)
+
+    def _clear(self) -> None:
+        """Drop the copies of what stays, which a leave that was called off may have left in another tier."""
+        for s, storage in enumerate(self.program.storages):
+            if storage.at_end and self.homes[s] in self.current[s]:
+                for tier in [t for t in self.current[s] if t != self.homes[s]]:
+                    self._detach(s, tier)
 
     # -- one operator --------------------------------------------------------------------------
 

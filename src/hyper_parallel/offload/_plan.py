@@ -235,10 +235,15 @@ def _search(
     for name, chosen in _recompute_sets(program, machine, chains, slack_s, recompute):
         again = choose_recomputes(program, chains, chosen)
         # Gaps shorter than their copies cost waits: for a budget they may be needed, for a time limit they rarely pay.
-        for stall in (False,) if large and slack_s is not None else (False, True):
-            selector = Selector(program, machine, order, again, movable, stall=stall)
-            label = name + (", waits allowed" if stall else "")
-            selectors.append((label, selector))
+        stretch = 1 + (slack_s or 0.0) / max(identity.seconds, 1e-30)
+        ways: list[tuple[str, bool, float | None]] = [("", False, stretch)]
+        if not (large and slack_s is not None):
+            ways += [(", copies as if alone", False, None), (", waits allowed", True, None)]
+        for label, stall, factor in ways:
+            selector = Selector(
+                program, machine, order, again, movable, stall=stall, stretch=factor
+            )
+            selectors.append((name + label, selector))
     return _Search(program, machine, order, selectors, identity)
 
 

@@ -1,8 +1,9 @@
 """Recompute: drop a result between two uses and run its operator again before the later one.
 
 A result may be recomputed when its operator is repeatable, makes nothing else, and its inputs still have the contents
-of the first run. An input that is dead by then is recomputed too, for the moment only, up to a small depth. A result
-is judged by its recompute density: seconds of compute per byte it frees.
+of the first run. An input that is dead by then is recomputed too, for the moment only, up to a small depth, or lives
+on when it is small against what it gives again. A result is judged by its recompute density: seconds of compute per
+byte it frees.
 """
 
 from __future__ import annotations
@@ -38,60 +39,108 @@ class Recomputes:
 
 @dataclass(frozen=True)
 class _Chain:
+    """Operators that give a storage again.
+
+    Attributes:
+        operators: What to run, in order.
+        helpers: Results that exist only while it runs.
+        inputs: What must be alive, `kept` included.
+        kept: Inputs that would be dead by then and must live on.
+        seconds: Compute.
+    """
+
     operators: tuple[int, ...]
     helpers: tuple[int, ...]
     inputs: tuple[int, ...]
+    kept: tuple[int, ...]
     seconds: float
 
 
-def _chain(
-    program: MemoryProgram, chains: UseDef, place: list[int], storage: int, until: int, depth: int
-) -> _Chain | None:
-    """Operators that give `storage` again before position `until`, or None when that is not possible."""
-    maker = chains.maker[storage]
-    if maker < 0:
-        return None
-    op = program.operators[maker]
-    if not op.repeatable or op.writes or op.allocs != (storage,):
-        return None
-    if any(w < until for w in chains.writes[storage]):
-        return None
-    operators: list[int] = []
-    helpers: list[int] = []
-    inputs: list[int] = []
-    seconds = op.seconds
-    for s in op.reads:
-        if any(place[maker] < w < until for w in chains.writes[s]):
+class Chains:
+    """Finds the chain of every storage; decides which dead inputs live on for the sake of what they give again.
+
+    A float32 copy made inside a norm can be made again from the bfloat16 residual, half its size; but the residual is
+    dead by then, and making it again needs a matrix product. So it is kept, and everything that descends from it by
+    cheap operators is dropped. An input is kept when the storages that need it are together clearly larger.
+    """
+
+    def __init__(self, program: MemoryProgram, chains: UseDef) -> None:
+        self.program, self.chains = program, chains
+        self.place = _places(chains)
+        self.keep: set[int] | None = None  # None: anything may be kept
+        needed_by = [0] * len(program.storages)
+        for s, size in enumerate(program.sizes):
+            chain = self.of_longest_gap(s)
+            if chain is not None and not any(program.operators[o].flops for o in chain.operators):
+                for x in chain.kept:
+                    needed_by[x] += size
+        self.keep = {
+            x for x, freed in enumerate(needed_by) if 2 * freed >= 3 * program.sizes[x] > 0
+        }
+
+    def of_longest_gap(self, storage: int) -> _Chain | None:
+        """The chain that fills the longest idle gap of a storage again."""
+        gap = _longest_gap(self.chains.uses[storage])
+        if (
+            gap is None
+            or not self.program.sizes[storage]
+            or self.program.storages[storage].at_start
+        ):
             return None
-        alive = chains.uses[s][-1] >= until or program.storages[s].at_end
-        if alive:
-            inputs.append(s)
-            continue
-        below = _chain(program, chains, place, s, until, depth - 1) if depth else None
+        return self.find(storage, gap[1])
+
+    def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> _Chain | None:
+        """Operators that give `storage` again before position `until`, or None when that is not possible."""
+        program, chains = self.program, self.chains
+        maker = chains.maker[storage]
+        if maker < 0:
+            return None
+        op = program.operators[maker]
+        if not op.repeatable or op.writes or op.allocs != (storage,):
+            return None
+        if any(w < until for w in chains.writes[storage]):
+            return None
+        operators: dict[int, None] = {}
+        helpers: dict[int, None] = {}
+        inputs: dict[int, None] = {}
+        kept: dict[int, None] = {}
+        for s in op.reads:
+            if any(self.place[maker] < w < until for w in chains.writes[s]):
+                return None
+            if chains.uses[s][-1] >= until or program.storages[s].at_end:
+                inputs[s] = None
+                continue
+            below = None
+            if self.keep is None or s not in self.keep:
+                below = self.find(s, until, depth - 1) if depth else None
+            if self._better_kept(s, below):
+                inputs[s] = kept[s] = None
+            elif below is None:
+                return None
+            else:
+                operators.update(dict.fromkeys(below.operators))
+                helpers.update(dict.fromkeys((*below.helpers, s)))
+                inputs.update(dict.fromkeys(below.inputs))
+                kept.update(dict.fromkeys(below.kept))
+        operators[maker] = None
+        seconds = sum(program.operators[o].seconds for o in operators)
+        return _Chain(tuple(operators), tuple(helpers), tuple(inputs), tuple(kept), seconds)
+
+    def _better_kept(self, s: int, below: _Chain | None) -> bool:
+        """A dead input lives on when making it again is impossible, dear, or would keep more bytes than it has."""
+        if self.keep is not None:
+            return s in self.keep
         if below is None:
-            return None
-        helpers.append(s)
-        for at, item in enumerate(below.operators):
-            if item not in operators:
-                operators.append(item)
-                seconds += program.operators[below.operators[at]].seconds
-        helpers += [h for h in below.helpers if h not in helpers]
-        inputs += below.inputs
-    return _Chain((*operators, maker), tuple(dict.fromkeys(helpers)), tuple(inputs), seconds)
+            return True
+        dear = any(self.program.operators[o].flops for o in below.operators)
+        return dear or sum(self.program.sizes[x] for x in below.kept) > self.program.sizes[s]
 
 
 def recompute_density(program: MemoryProgram, chains: UseDef) -> dict[int, float]:
     """Seconds per freed byte of every storage that may be recomputed over its longest idle gap."""
-    place = _places(chains)
-    density = {}
-    for s, size in enumerate(program.sizes):
-        gap = _longest_gap(chains.uses[s])
-        if gap is None or not size or program.storages[s].at_start:
-            continue
-        chain = _chain(program, chains, place, s, gap[1], MAX_CHAIN)
-        if chain is not None:
-            density[s] = chain.seconds / size
-    return density
+    finder = Chains(program, chains)
+    found = ((s, finder.of_longest_gap(s)) for s in range(len(program.storages)))
+    return {s: chain.seconds / program.sizes[s] for s, chain in found if chain is not None}
 
 
 def choose_recomputes(
@@ -102,13 +151,16 @@ def choose_recomputes(
     Later-made storages go first: what they need again becomes a use of an earlier-made one, whose own drop then ends
     there.
     """
-    place = _places(chains)
     found = Recomputes([list(u) for u in chains.uses])
+    if not chosen:
+        return found
+    finder = Chains(program, chains)
+    place = finder.place
     for s in sorted(chosen, key=lambda s: -place[chains.maker[s]]):
         gap = _longest_gap(found.uses[s])
         if gap is None:
             continue
-        chain = _chain(program, chains, place, s, gap[1], MAX_CHAIN)
+        chain = finder.find(s, gap[1])
         if chain is None:
             continue
         found.gaps[s] = gap

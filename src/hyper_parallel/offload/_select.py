@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from hyper_parallel.ir import MemoryProgram, MemoryTier
 from hyper_parallel.offload._issue import Gap
+from hyper_parallel.offload._lanes import Lane
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 
@@ -48,6 +49,8 @@ class Selector:
 
     Args:
         stall: Also take gaps that are shorter than their copies: the compute lane then waits.
+        stretch: Count on copies only as far as the channels can carry them in a step that is longer by this factor;
+            None: count on every copy as if it were alone.
     """
 
     def __init__(
@@ -59,14 +62,19 @@ class Selector:
         movable: Collection[int],
         *,
         stall: bool = False,
+        stretch: float | None = None,
     ) -> None:
         self.program, self.machine, self.again = program, machine, recomputes
-        self.stall = stall
+        self.stall, self.stretch = stall, stretch
         seconds = [program.operators[i].seconds for i in order]
         self.ends_s = np.cumsum(seconds)
         self.starts_s = self.ends_s - seconds
         self.n = len(order)
         self.written = {s for op in program.operators for s in op.writes}
+        self.first_write = dict.fromkeys(self.written, self.n)
+        for position, index in enumerate(order):
+            for s in program.operators[index].writes:
+                self.first_write[s] = min(self.first_write[s], position)
         self.profile = self._profile()
         self.candidates = [c for s in movable for c in self._of(s)]
 
@@ -119,17 +127,29 @@ class Selector:
             # One span per gap; an empty one (head used at once, tail too short to leave) frees nothing.
             spans = ((0, high), (min(low, self.n), self.n))
             idle = float(self.starts_s[first] + self.ends_s[-1] - self.ends_s[last])
+            ends = Candidate(
+                (Gap(s, -1, first, "dram"), Gap(s, last, self.n, "dram")),
+                spans,
+                size,
+                idle,
+                moves,
+                max(0.0, float(self.ends_s[last] + out - self.ends_s[-1]))
+                if s in self.written
+                else 0.0,
+            )
             if any(a < b for a, b in spans):
+                found.append(ends)
+            # With its home in DRAM a storage leaves between two uses without a copy until it is written.
+            clean = [c for c in found if c.gaps[0].first >= 0 and self._clean(c.gaps[0])]
+            if clean and self.stretch is not None:
                 found.append(
                     Candidate(
-                        (Gap(s, -1, first, "dram"), Gap(s, last, self.n, "dram")),
-                        spans,
+                        tuple(g for c in (ends, *clean) for g in c.gaps),
+                        tuple(x for c in (ends, *clean) for x in c.spans),
                         size,
-                        idle,
-                        moves,
-                        max(0.0, float(self.ends_s[last] + out - self.ends_s[-1]))
-                        if s in self.written
-                        else 0.0,
+                        idle + sum(c.idle_s for c in clean),
+                        moves + len(clean) * self.machine.prefetch.seconds(storage.num_bytes),
+                        ends.exposed_s,
                     )
                 )
         elif storage.persistent:
@@ -162,26 +182,84 @@ class Selector:
             return [], profile
         # What would surely prolong the step comes last, whatever its rank.
         items = sorted(items, key=lambda c: (-c.exposed_s, c.value(rank)), reverse=True)
-        spans = np.array([c.spans[0] for c in items])
-        second = np.array([c.spans[1] if len(c.spans) > 1 else (0, 0) for c in items])
+        most = max(len(c.spans) for c in items)
+        padded = np.array([(*c.spans, *((0, 0),) * (most - len(c.spans))) for c in items])
+        low, high = padded[:, :, 0], padded[:, :, 1]
         free = np.ones(len(items), bool)
+        lanes = None if self.stretch is None else _Lanes(self, self.stretch)
         chosen: list[Candidate] = []
         while True:
             at = int(np.argmax(profile))
             if profile[at] <= target_bytes:
                 break
-            covers = free & (
-                ((spans[:, 0] <= at) & (at < spans[:, 1]))
-                | ((second[:, 0] <= at) & (at < second[:, 1]))
-            )
+            covers = free & ((low <= at) & (at < high)).any(axis=1)
             pick = int(np.argmax(covers))
             if not covers[pick]:
                 break
             free[pick] = False
-            chosen.append(items[pick])
-            for low, high in items[pick].spans:
-                profile[low:high] -= items[pick].num_bytes
+            taken: Candidate | None = items[pick]
+            if lanes is not None:
+                taken = lanes.take(items[pick], at)
+            if taken is None:
+                continue
+            chosen.append(taken)
+            for begin, end in taken.spans:
+                profile[begin:end] -= taken.num_bytes
         return chosen, profile
+
+    def _clean(self, gap: Gap) -> bool:
+        """The storage still has the content it started the step with."""
+        s = gap.storage
+        return self.program.storages[s].at_start and gap.first < self.first_write.get(s, self.n)
+
+
+class _Lanes:
+    """Both channels during one selection, and which gaps are taken already."""
+
+    def __init__(self, selector: Selector, stretch: float) -> None:
+        end_s = float(selector.ends_s[-1])
+        self.selector = selector
+        self.store, self.prefetch = Lane(end_s, stretch), Lane(end_s, stretch)
+        self.taken: dict[int, set[int]] = {}  # storage -> starts of its chosen gaps
+
+    def take(self, candidate: Candidate, at: int) -> Candidate | None:
+        """The candidate with the spans that the channels can still give; None when `at` would not be freed."""
+        selector, s = self.selector, candidate.gaps[0].storage
+        taken = self.taken.get(s, set())
+        if any(g.first in taken for g in candidate.gaps):
+            return None
+        home = -1 in taken or any(g.first < 0 for g in candidate.gaps)
+        num_bytes = selector.program.storages[s].num_bytes
+        out_s = selector.machine.store.seconds(num_bytes)
+        back_s = selector.machine.prefetch.seconds(num_bytes)
+        spans: list[tuple[int, int]] = []
+        stores: list[float] = []
+        reloads: list[float] = []
+        for gap in candidate.gaps:
+            low, high = gap.first + 1, gap.last
+            if gap.first >= 0 and not (home and selector._clean(gap)):
+                released = float(selector.ends_s[gap.first])
+                done = self.store.first(released, out_s)
+                if done is None:
+                    return None
+                low = int(np.searchsorted(selector.starts_s, done))
+                stores.append(released)
+            if gap.last < selector.n:
+                due = float(selector.starts_s[gap.last])
+                begin = self.prefetch.last(due, back_s)
+                if begin is None:
+                    return None
+                high = max(int(np.searchsorted(selector.starts_s, begin, "right")) - 1, 0)
+                reloads.append(due)
+            spans.append((low, max(low, high)))
+        if not any(low <= at < high for low, high in spans):
+            return None
+        for released in stores:
+            self.store.take_first(released, out_s)
+        for due in reloads:
+            self.prefetch.take_last(due, back_s)
+        self.taken[s] = taken | {g.first for g in candidate.gaps}
+        return replace(candidate, spans=tuple(spans))
 
 
 def assign_tiers(

@@ -1,8 +1,24 @@
 """Planner: legal strategies of a model on a machine, their cost, and the best Plan."""
 
 from hyper_parallel.planner._context import default_workload
+from hyper_parallel.planner._gantt import gantt
+from hyper_parallel.planner._launch import STACKS, launch_settings
+from hyper_parallel.planner._objective import OBJECTIVES
 from hyper_parallel.planner._plan import plan
 from hyper_parallel.planner._recheck import diff, recheck
 from hyper_parallel.planner._recipe import plan_recipe
+from hyper_parallel.planner._simulate import plan_tasks, simulate_plan
 
-__all__ = ["default_workload", "diff", "plan", "plan_recipe", "recheck"]
+__all__ = [
+    "OBJECTIVES",
+    "STACKS",
+    "default_workload",
+    "diff",
+    "gantt",
+    "launch_settings",
+    "plan",
+    "plan_recipe",
+    "plan_tasks",
+    "recheck",
+    "simulate_plan",
+]

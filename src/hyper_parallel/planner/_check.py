@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from hyper_parallel.cost import ModelNumbers
-from hyper_parallel.errors import (
-    BatchMismatch,
-    DegreesMismatch,
-    NotDivisible,
-    UnsupportedSharding,
-)
+from hyper_parallel.cost import ModelNumbers, check_stage_layers
+from hyper_parallel.errors import DegreesMismatch, NotDivisible
 from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.mpmd import check_pipeline
 from hyper_parallel.planner._space import divisors
 
 
@@ -43,36 +39,14 @@ def check_legal(
     Heads and widths are left to the layouts (`shard.plan_layouts`), which know the parameters.
 
     Raises:
-        UnsupportedSharding: HP205 for two-dimensional tensor parallelism and expert parallelism without experts.
-        NotDivisible: HP203 for sequences, layers and experts.
-        BatchMismatch: HP308 for fewer microbatches than pipeline stages.
+        UnsupportedSharding: HP205 for expert parallelism without experts, and for virtual stages that the schedule
+            does not have.
+        NotDivisible: HP203 for layers and experts.
+        BatchMismatch: HP308 for microbatches that the schedule cannot run.
     """
     s = strategy
-    if s.tp_y > 1:
-        raise UnsupportedSharding(
-            "two-dimensional tensor parallelism is not planned yet",
-            where=where,
-            got=f"tp_x={s.tp_x}, tp_y={s.tp_y}",
-            allowed="tp_y=1",
-            hint=f"parallel.tp_x={s.tp} parallel.tp_y=1",
-        )
-    if s.pp > numbers.layers:
-        raise NotDivisible(
-            "a pipeline has more stages than the model has layers",
-            where=where,
-            got=f"pp={s.pp}, layers={numbers.layers}",
-            allowed=f"pp up to {numbers.layers}",
-            hint=f"parallel.pp={numbers.layers}",
-        )
-    if s.cp > 1 and workload.seq_len % (2 * s.cp * s.tp):
-        unit = 2 * s.cp * s.tp
-        raise NotDivisible(
-            f"context parallelism cannot cut seq_len={workload.seq_len} into 2 cp slices for every tp rank",
-            where=where,
-            got=f"seq_len={workload.seq_len}, cp={s.cp}, tp={s.tp}",
-            allowed=f"multiples of {unit}",
-            hint=f"data.seq_len={max(1, round(workload.seq_len / unit)) * unit}",
-        )
+    check_pipeline(s, numbers.layers, workload.accumulation_steps or 1, where)
+    check_stage_layers(s, numbers.layers)
     if s.ep > 1:
         inner = s.dp_shard * s.cp * s.tp
         allowed = [e for e in divisors(max(1, numbers.experts)) if inner % e == 0]
@@ -84,12 +58,3 @@ def check_legal(
                 allowed=allowed,
                 hint=f"parallel.ep={max(allowed)}",
             )
-    steps = workload.accumulation_steps or 1
-    if steps < s.pp:
-        raise BatchMismatch(
-            "a pipeline needs at least one microbatch for every stage",
-            where=where,
-            got=f"pp={s.pp}, microbatches per step={steps}",
-            allowed=f"pp up to {steps}",
-            hint=f"parallel.pp={steps}",
-        )

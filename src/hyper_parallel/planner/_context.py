@@ -92,11 +92,18 @@ class Context:
             self.model.num_heads, self.model.num_kv_heads, *self.model.intermediate_sizes
         )
         wanted = [t for t in legal if num_devices % t == 0 and t <= MOST_TP]
-        return tuple(t for t in wanted if not executable or self._can_shard(t))
+        return tuple(t for t in wanted if not executable or self._can_shard(Strategy(tp_x=t)))
 
-    def _can_shard(self, tp: int) -> bool:
+    def ep_degrees(self, num_devices: int) -> tuple[int, ...]:
+        """Expert-parallel degrees that this version makes layouts for, 1 always."""
+        most = max((b.mlp.num_experts for b in self.model.blocks if b.mlp), default=0)
+        wanted = [e for e in range(2, num_devices + 1) if most % e == 0 and num_devices % e == 0]
+        found = [e for e in wanted if most and self._can_shard(Strategy(dp_shard=e, ep=e))]
+        return (1, *found)
+
+    def _can_shard(self, strategy: Strategy) -> bool:
         try:
-            self.shard(Strategy(tp_x=tp))
+            self.shard(strategy)
         except HyperParallelError:
             return False
         return True

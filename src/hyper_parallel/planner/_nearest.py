@@ -4,41 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Final
 
-from hyper_parallel.cost import score
 from hyper_parallel.errors import DoesNotFit, NoLegalStrategy
 from hyper_parallel.ir import Workload
 from hyper_parallel.planner._context import LOCAL, Context
-from hyper_parallel.planner._space import Limits, enumerate_space
+from hyper_parallel.planner._legal import space_of
+from hyper_parallel.planner._solve import Goal, solve
+from hyper_parallel.planner._space import CHOICES, Limits, divisors
 from hyper_parallel.units import format_bytes
 
-MOST_DOUBLINGS = 7
+MOST_DOUBLINGS: Final = 7
 
 
 def nothing_legal(
     context: Context, limits: Limits, ruled_out: Mapping[str, int]
 ) -> NoLegalStrategy:
     """The error when no combination of degrees is legal, with the smallest change that makes one so."""
-    pins = dict(limits.pins)
-    shown = ", ".join(f"{k}={v}" for k, v in pins.items()) or "no pins"
+    shown = ", ".join(f"{k}={_named(k, v)}" for k, v in limits.pins.items()) or "no pins"
     reasons = ", ".join(f"{reason} ({n})" for reason, n in ruled_out.items())
     hint = allowed = None
-    for name in pins:
-        without = {k: v for k, v in pins.items() if k != name}
-        found = _legal_values(context, replace(limits, pins=without), name)
+    for name in limits.pins:
+        found = _legal_values(context, limits, name)
         if found:
-            allowed = [f"{name}={v}" for v in found]
-            near = min(found, key=lambda v: (abs(v - pins[name]), v))
-            hint = context.hint(f"--pin {name}=", f"parallel.{name}", near)
+            allowed = [f"{name}={_named(name, v)}" for v in found]
+            near = min(found, key=lambda v: (abs(v - limits.pins[name]), v))
+            hint = context.hint(f"--pin {name}=", f"parallel.{name}", _named(name, near))
             break
     if hint is None:
         tokens = context.workload.tokens_per_step or 0
         unit = context.workload.seq_len * context.num_devices
         workload = replace(context.workload, tokens_per_step=max(1, round(tokens / unit)) * unit)
-        if len(enumerate_space(context.numbers, workload, limits).candidates):
+        if _any_legal(replace(context, workload=workload), limits):
             hint = context.hint(
                 "--tokens-per-step ", "training.tokens_per_step", workload.tokens_per_step
             )
+    if hint is None and context.supernode.name != LOCAL:
+        devices = _nearest_devices(context, limits)
+        if devices is not None:
+            hint = context.hint("--devices ", "parallel.world_size", devices)
     return NoLegalStrategy(
         f"no combination of degrees is legal for {context.model.name} on {context.num_devices} devices"
         + (f": {reasons}" if reasons else ""),
@@ -48,16 +52,56 @@ def nothing_legal(
     )
 
 
+def _named(name: str, value: int) -> object:
+    choices = CHOICES.get(name)
+    return value if choices is None else choices[value]
+
+
 def _legal_values(context: Context, limits: Limits, name: str) -> list[int]:
-    column = "tp" if name == "tp_x" else name
-    if column == "tp_y":
-        return [1]
-    candidates = enumerate_space(context.numbers, context.workload, limits).candidates
-    return sorted({int(v) for v in getattr(candidates, column)})
+    """Values of a pin that are legal together with the others."""
+    choices = CHOICES.get(name)
+    if choices is not None:
+        values = list(range(len(choices)))
+    else:
+        most = max(context.num_devices, context.model.num_layers)
+        values = divisors(most) + divisors(context.num_devices)
+    others = [v for v in sorted({*values}) if v != limits.pins[name]]
+    return [v for v in others if _any_legal(context, _repinned(limits, name, v))]
+
+
+def _repinned(limits: Limits, name: str, value: int) -> Limits:
+    return replace(limits, pins={**limits.pins, name: value})
+
+
+def _any_legal(context: Context, limits: Limits) -> bool:
+    space = space_of(context, limits)
+    meshes = space.meshes()
+    names = ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation")
+    for pp, x, y, cp, dp, steps in {
+        tuple(int(v) for v in row) for row in zip(*(meshes[n] for n in names), strict=True)
+    }:
+        if not space.schedules(pp, steps):
+            continue
+        for block in space.blocks(x, y, cp, dp):
+            for _, shard, *_ in space.states(dp, x * y * cp, block[2] * block[3]):
+                if space.refusal_of(shard, cp, x, y, *block) is None:
+                    return True
+    return False
+
+
+def _nearest_devices(context: Context, limits: Limits) -> int | None:
+    """The nearest number of devices, fewer first, on which something is legal."""
+    for distance in range(1, context.num_devices):
+        for devices in (context.num_devices - distance, context.num_devices + distance):
+            if _any_legal(
+                replace(context, num_devices=devices), replace(limits, num_devices=devices)
+            ):
+                return devices
+    return None
 
 
 def nothing_fits(context: Context, limits: Limits, least_bytes: int) -> DoesNotFit:
-    """The error when no legal candidate fits, with the nearest change that does."""
+    """The error when no legal strategy fits, with the nearest changes that do."""
     hint = next(_changes(context, limits), None)
     return DoesNotFit(
         f"{context.model.name} does not fit on {context.num_devices} devices of {context.supernode.name}",
@@ -70,12 +114,19 @@ def nothing_fits(context: Context, limits: Limits, least_bytes: int) -> DoesNotF
 
 def _changes(context: Context, limits: Limits) -> Iterator[str]:
     """Changes that make a plan fit, the smallest first."""
-    if limits.recompute == (0,) and _fits(context, replace(limits, recompute=(1,))):
-        yield "training.recompute=full"
-    for name in limits.pins:
-        without = {k: v for k, v in limits.pins.items() if k != name}
-        if _fits(context, replace(limits, pins=without)):
-            yield f"leave out the pin {name}={limits.pins[name]}"
+    for name in sorted(limits.pins, key=lambda n: (n != "recompute", n != "microbatch")):
+        if not _fits(context, limits.without(name)):
+            continue
+        if name == "recompute":
+            yield context.hint("--pin recompute=", "training.recompute", "full")
+        elif name == "microbatch" and _fits(context, _repinned(limits, name, 1)):
+            yield context.hint("--pin microbatch=", "training.microbatch", 1)
+        else:
+            yield f"leave out the pin {name}={_named(name, limits.pins[name])}"
+    if context.workload.microbatch not in (None, 1):
+        smaller = replace(context, workload=replace(context.workload, microbatch=1))
+        if _fits(smaller, limits):
+            yield context.hint("--pin microbatch=", "training.microbatch", 1)
     if context.supernode.name != LOCAL:
         least = _least_devices(context, limits)
         if least is not None:
@@ -103,10 +154,8 @@ def _least_devices(context: Context, limits: Limits) -> int | None:
 
 
 def _fits(context: Context, limits: Limits) -> bool:
-    numbers, machine = context.numbers, context.machine
-    limits = replace(limits, tp=context.tp_degrees(limits.num_devices, limits.executable))
-    candidates = enumerate_space(numbers, context.workload, limits).candidates
-    if len(candidates) == 0:
-        return False
-    prices = score(numbers, machine, context.workload, candidates)
-    return bool((prices.memory_bytes <= machine.memory_bytes).any())
+    goal = Goal(context.machine.memory_bytes)
+    found = solve(
+        context.numbers, context.machine, context.workload, space_of(context, limits), goal
+    )
+    return bool(found.best)

@@ -1,28 +1,45 @@
-"""plan(): price every legal strategy, take the fastest that fits, and keep why the others lost."""
+"""plan(): the best strategy of the whole space, with the proof, and why the others lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hyper_parallel.cost import Candidates, Scores, score, step_collectives
-from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Layout, Plan, Rejected, Strategy, Workload
+from hyper_parallel.cost import Candidates, step_collectives
+from hyper_parallel.errors import BadValue, HyperParallelError, UnsupportedSharding
+from hyper_parallel.ir import (
+    Alternative,
+    Certificate,
+    Layout,
+    Plan,
+    Rejected,
+    Strategy,
+    Workload,
+)
 from hyper_parallel.model import ModelSpec
+from hyper_parallel.mpmd import step_schedule
 from hyper_parallel.planner._check import check_degrees, check_legal
 from hyper_parallel.planner._context import LOCAL, Context, resolve
+from hyper_parallel.planner._legal import space_of
 from hyper_parallel.planner._nearest import nothing_fits, nothing_legal
+from hyper_parallel.planner._priced import Priced, price
 from hyper_parallel.planner._reasons import not_executable, searched, slower, too_big
-from hyper_parallel.planner._space import Limits, check_pins, enumerate_space
+from hyper_parallel.planner._repair import follow_hints
+from hyper_parallel.planner._sensitivity import sensitivity
+from hyper_parallel.planner._solve import Found, Goal, Leaves, solve
+from hyper_parallel.planner._space import DEGREES, Limits, Space, check_pins
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
-TOO_BIG_SHOWN = 2
+SIMULATED: Final = 4
+"""Strategies whose schedule is simulated; more when a simulation comes out slower than another's closed form."""
+MOST_SIMULATED: Final = 16
+TOO_BIG_SHOWN: Final = 2
 
 
 def plan(
@@ -32,10 +49,13 @@ def plan(
     *,
     num_devices: int | None = None,
     strategy: Strategy | None = None,
-    pins: Mapping[str, int] | None = None,
+    pins: Mapping[str, int | str] | None = None,
+    exclude: Sequence[str] = (),
+    objective: str = "step-time",
+    deadline_s: float | None = None,
     top: int = 5,
 ) -> Plan:
-    """The fastest strategy of a model on a machine that fits in memory, as a Plan.
+    """The best strategy of a model on a machine that fits in memory, as a Plan.
 
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
@@ -44,7 +64,11 @@ def plan(
         workload: What a step is; None, or no batch number in it: assumed, and said in the notes.
         num_devices: Devices to use; None: the product of the degrees of `strategy`, else all of the topology.
         strategy: Price exactly this one instead of searching.
-        pins: Degrees that are fixed, such as `{"tp": 8}`.
+        pins: What is fixed, such as `{"tp": 8}` (tp is tp_x * tp_y) or `{"schedule": "zbv"}`.
+        exclude: Axes that stay 1.
+        objective: One of `OBJECTIVES`: the fastest step; the most tokens per second and device, on all of the devices
+            or fewer; the least memory; the fewest devices that meet `deadline_s`.
+        deadline_s: Longest step for `fewest-devices`, or for the least memory.
         top: Runners-up to keep.
 
     Raises:
@@ -52,151 +76,244 @@ def plan(
         NotDivisible, UnsupportedSharding, BatchMismatch: When the strategy is not legal.
         NoLegalStrategy: HP302 when no combination of degrees is legal.
         DoesNotFit: HP401 when none fits; the hint is the nearest change that does.
+        DeadlineMissed: HP322 when no number of devices meets the deadline.
     """
     if strategy is not None:
-        check_degrees(strategy, num_devices)
         context = resolve(model, topology, workload, strategy.world_size)
-        return evaluate(context, strategy)
+        return evaluate(context, strategy, num_devices=num_devices)
+    from hyper_parallel.planner._objective import search_for
+
     context = resolve(model, topology, workload, num_devices)
-    limits = Limits(
-        context.num_devices, check_pins(pins), (), executable=context.supernode.name == LOCAL
-    )
-    return search(context, limits, top=top)
+    fixed = {**check_pins(pins), **_excluded(exclude, pins or {})}
+    limits = Limits(context.num_devices, fixed, (), executable=context.supernode.name == LOCAL)
+    return search_for(context, limits, objective, deadline_s, top)
 
 
-def evaluate(context: Context, strategy: Strategy, where: str | None = None) -> Plan:
+def _excluded(axes: Sequence[str], pins: Mapping[str, object]) -> dict[str, int]:
+    found = {}
+    for axis in axes:
+        if axis not in (*DEGREES, "tp", "dp"):
+            raise BadValue("there is no such axis to exclude", got=axis, allowed=(*DEGREES, "tp"))
+        for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
+            if pins.get(name, 1) != 1:
+                raise BadValue("an axis is pinned and excluded", got=f"{name}={pins[name]}")
+            found[name] = 1
+    return found
+
+
+def evaluate(
+    context: Context,
+    strategy: Strategy,
+    where: str | None = None,
+    num_devices: int | None = None,
+) -> Plan:
     """The Plan of exactly one strategy.
 
     Args:
         context: Model, machine and workload.
         strategy: Degrees and choices.
         where: Where the degrees were set, for errors.
+        num_devices: What the degrees must multiply to; None: anything.
     """
+
+    def check(strategy: Strategy, workload: Workload) -> None:
+        check_degrees(strategy, num_devices, where)
+        check_legal(context.numbers, workload.resolve(strategy.dp), strategy, where)
+        _layouts(context, strategy, where)
+
+    try:
+        check(strategy, context.workload)
+    except HyperParallelError as error:
+        error.hint = follow_hints(error, strategy, context.workload, check) or error.hint
+        raise
     workload = context.workload.resolve(strategy.dp)
-    check_legal(context.numbers, workload, strategy, where)
-    scores = score(context.numbers, context.machine, workload, Candidates.of(strategy, workload))
+    priced = price(context, strategy, workload)
     notes = []
-    if scores.memory_bytes[0] > context.machine.memory_bytes:
+    if priced.memory_bytes > context.machine.memory_bytes:
         notes.append(
-            f"the predicted peak of {format_bytes(scores.memory_bytes[0])} exceeds the device's "
+            f"the predicted peak of {format_bytes(priced.memory_bytes)} exceeds the device's "
             f"{format_bytes(context.machine.memory_bytes)}"
         )
-    return _make(context, strategy, workload, scores, 0, notes=tuple(notes), where=where)
-
-
-def search(context: Context, limits: Limits, base: Strategy | None = None, top: int = 5) -> Plan:
-    """The best Plan within limits.
-
-    Args:
-        context: Model, machine and workload.
-        limits: What may be chosen; its `tp` is filled in here.
-        base: Strategy whose rules are kept.
-        top: Runners-up to keep.
-    """
-    limits = replace(limits, tp=context.tp_degrees(limits.num_devices, limits.executable))
-    numbers, machine = context.numbers, context.machine
-    space = enumerate_space(numbers, context.workload, limits)
-    candidates = space.candidates
-    if len(candidates) == 0:
-        raise nothing_legal(context, limits, space.ruled_out)
-    scores = score(numbers, machine, context.workload, candidates)
-    fits = scores.memory_bytes <= machine.memory_bytes
-    if not fits.any():
-        raise nothing_fits(context, limits, int(scores.memory_bytes.min()))
-    ranking = _Ranking.of(candidates, scores, fits)
-    best, *others = ranking.take(top + 1)
-    base = base or Strategy()
-    strategy, workload = candidates.at(best, base, context.workload)
-    rejected = tuple(
-        _rejected(context, candidates, scores, ranking, best, i, base)
-        for i in (*ranking.too_big(best, TOO_BIG_SHOWN), *others)
-    )
-    notes: tuple[str, ...] = (searched(len(candidates), int(fits.sum()), space.ruled_out),)
-    if strategy.recompute == "full" and 0 in limits.recompute:
-        notes += ("activations are recomputed because it is the fastest choice that fits",)
-    return _make(context, strategy, workload, scores, best, rejected, notes)
-
-
-def _joined(*columns: NDArray[Any]) -> NDArray[np.int64]:
-    """One integer per row that orders rows as the columns do, the first column first.
-
-    Each value is replaced by its place among the few values of its column, so that six degrees fit one integer.
-    """
-    joined = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        values = np.unique(column)
-        joined = joined * len(values) + np.searchsorted(values, column)
-    return joined
+    return _make(context, priced, notes=tuple(notes), where=where)
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranking:
-    """Candidates in order of predicted seconds per token.
+class Outcome:
+    """A finished search.
 
     Attributes:
-        order: Indices of all candidates, best first.
-        fits: Which candidates fit in memory.
-        per_token_s: Seconds per token.
-        meshes: Key of the degrees, equal for candidates that differ only in batch and memory choices.
+        found: What branch and bound found.
+        ranked: Strategies in full, best first.
+        bound: Seconds per token that every other strategy exceeds.
+        space: What was legal.
+        fixed: The limits that were searched.
     """
 
-    order: NDArray[np.intp]
-    fits: NDArray[np.bool_]
-    per_token_s: NDArray[np.float64]
-    meshes: NDArray[np.int64]
+    found: Found
+    ranked: tuple[Priced, ...]
+    bound: float
+    space: Space
+    fixed: Limits
 
-    @classmethod
-    def of(cls, c: Candidates, scores: Scores, fits: NDArray[np.bool_]) -> _Ranking:
-        """Rank; ties go to the smaller tp, cp, pp and ep, then to less memory."""
-        per_token = scores.step_s / (c.microbatch * c.accumulation * c.dp_replicate * c.dp_shard)
-        # Equal to a part in 10^9 is a tie: the rest is rounding.
-        rounded = np.round(per_token / per_token.min() * 1e9)
-        order = np.lexsort((scores.memory_bytes, _joined(c.tp, c.cp, c.pp, c.ep), rounded))
-        meshes = _joined(c.pp, c.dp_replicate, c.dp_shard, c.cp, c.tp, c.ep)
-        return cls(order, fits, per_token, meshes)
-
-    def take(self, number: int) -> list[int]:
-        """The best candidates that fit, one per mesh."""
-        return self._distinct(self.order[self.fits[self.order]], number)
-
-    def too_big(self, best: int, number: int) -> list[int]:
-        """The fastest candidates that would beat `best` but do not fit on any choice of batch and memory."""
-        fitting = set(self.meshes[self.fits].tolist())
-        faster = (i for i in self.order if self.per_token_s[i] < self.per_token_s[best])
-        wanted = (i for i in faster if not self.fits[i] and int(self.meshes[i]) not in fitting)
-        return self._distinct(wanted, number)
-
-    def _distinct(self, indices: Iterator[np.intp] | NDArray[np.intp], number: int) -> list[int]:
-        seen: dict[int, int] = {}
-        for i in indices:
-            seen.setdefault(int(self.meshes[i]), int(i))
-            if len(seen) == number:
-                break
-        return list(seen.values())
+    @property
+    def fits(self) -> bool:
+        """Whether any strategy fits."""
+        return bool(self.ranked)
 
 
-def _rejected(
+def find(
     context: Context,
-    candidates: Candidates,
-    scores: Scores,
-    ranking: _Ranking,
-    best: int,
-    index: int,
-    base: Strategy,
-) -> Rejected:
-    strategy, _ = candidates.at(index, base, context.workload)
-    memory = int(scores.memory_bytes[index])
-    if not ranking.fits[index]:
+    limits: Limits,
+    keep: int = 1,
+    capacity_bytes: float | None = None,
+    at_most_s_per_token: float | None = None,
+) -> Outcome:
+    """The best strategies within limits, refined: real layers on stages, simulated schedules.
+
+    The closed form of the search never exceeds the refined price. So the refined best is the best of all as soon as
+    it does not exceed the closed form of anything that is not refined yet; until then more is refined.
+
+    Args:
+        context: Model, machine and workload.
+        limits: What may be chosen; its `tp` and `ep` are filled in here.
+        keep: Strategies of distinct degrees to find.
+        capacity_bytes: Memory of a device; None: all of it.
+        at_most_s_per_token: Slower strategies are of no interest.
+    """
+    space = space_of(context, limits)
+    capacity = context.machine.memory_bytes if capacity_bytes is None else capacity_bytes
+    wanted = max(keep, SIMULATED)
+    refined: dict[tuple[Strategy, int], Priced] = {}
+    while True:
+        space.ruled_out.clear()
+        goal = Goal(capacity, at_most_s_per_token, wanted)
+        found = solve(context.numbers, context.machine, context.workload, space, goal)
+        least = math.inf
+        for position in found.best:
+            strategy, workload = at(found.leaves, position, space.limits.base, context.workload)
+            key = (strategy, workload.microbatch or 1)
+            closed = float(found.leaves.per_token_s[position])
+            if key not in refined:
+                # What is slower than the best by its closed form need not be simulated to lose.
+                refined[key] = price(context, strategy, workload, closed <= least)
+            least = min(least, refined[key].per_token_s)
+        # Python's sort keeps the order of the search where prices are equal.
+        ranked = sorted(refined.values(), key=lambda p: round(p.per_token_s, 18))
+        done = not ranked or ranked[0].per_token_s <= found.bound * (1 + 1e-9)
+        if done or wanted >= MOST_SIMULATED or len(found.best) < wanted:
+            return Outcome(found, tuple(ranked), found.bound, space, space.limits)
+        wanted *= 2
+
+
+def at(
+    leaves: Leaves, position: int, base: Strategy, workload: Workload
+) -> tuple[Strategy, Workload]:
+    """One found strategy with its resolved workload."""
+    row = leaves.take(np.array([position]))
+    columns = {n: c for n, c in row.columns.items() if n != "dp"}
+    strategy, resolved = Candidates.of_columns(**columns).at(0, base, workload)
+    layers = int(row.layers[0])
+    if strategy.pp == 1:
+        strategy = replace(strategy, schedule="1f1b", schedule_file="", stage_layers=())
+    return replace(strategy, recompute_layers=layers if layers >= 0 else None), resolved
+
+
+def search(context: Context, limits: Limits, top: int = 5) -> Plan:
+    """The fastest Plan within limits; arguments as for `find`.
+
+    Args:
+        context: Model, machine and workload.
+        limits: What may be chosen.
+        top: Runners-up to keep.
+    """
+    outcome = find(context, limits, top + 1)
+    require(context, limits, outcome)
+    return to_plan(context, outcome, "step-time", top)
+
+
+def require(context: Context, limits: Limits, outcome: Outcome) -> None:
+    """Raise when nothing was found.
+
+    Raises:
+        NoLegalStrategy: HP302. DoesNotFit: HP401.
+    """
+    if outcome.fits:
+        return
+    if not outcome.found.meshes or not len(outcome.found.too_big):
+        raise nothing_legal(context, limits, outcome.space.ruled_out)
+    raise nothing_fits(context, limits, int(outcome.found.too_big.memory_bytes.min()))
+
+
+def to_plan(context: Context, outcome: Outcome, objective: str, top: int = 5) -> Plan:
+    """The Plan of the best strategy of a search."""
+    best, *others = outcome.ranked
+    rejected = [_lost(best, other) for other in others[:top]]
+    faster = _too_big(context, outcome, best.per_token_s)
+    tokens = best.workload.tokens_per_step or 1
+    found = outcome.found
+    certificate = Certificate(
+        objective,
+        best.step_s,
+        min(best.step_s, outcome.bound * tokens),
+        found.priced,
+        sum(p.strategy.pp > 1 for p in outcome.ranked),
+        dict(found.cut),
+        dict(outcome.space.ruled_out),
+    )
+    notes: tuple[str, ...] = (searched(certificate),)
+    if best.strategy.recompute != "none" and "recompute" not in outcome.fixed.pins:
+        notes += ("activations are recomputed because it is the fastest choice that fits",)
+    made = _make(context, best, (*faster, *rejected), notes)
+    return replace(
+        made,
+        certificate=certificate,
+        pareto=_pareto(context, outcome, best),
+        sensitivity=sensitivity(context, best, others),
+    )
+
+
+def _lost(best: Priced, other: Priced) -> Rejected:
+    share = other.per_token_s / best.per_token_s
+    reason = slower(best.cost, best.step_s, other.cost, best.step_s * share)
+    return Rejected(other.strategy, reason, other.step_s, other.memory_bytes)
+
+
+def _too_big(context: Context, outcome: Outcome, per_token_s: float) -> tuple[Rejected, ...]:
+    """The fastest strategies that would win if they fitted, one per mesh."""
+    found, space = outcome.found, outcome.space
+    lost = found.too_big
+    kept: dict[tuple[int, ...], Rejected] = {}
+    fitting = set(found.leaves.meshes()) if len(found.leaves) else set()
+    if not len(lost):
+        return ()
+    meshes = lost.meshes()
+    for position in np.argsort(lost.least_s, kind="stable").tolist():
+        if lost.least_s[position] >= per_token_s or len(kept) == TOO_BIG_SHOWN:
+            break
+        if meshes[position] in kept or meshes[position] in fitting:
+            continue
+        strategy, workload = at(lost, position, space.limits.base, context.workload)
+        if space.refusal is not None and space.refusal(strategy) is not None:
+            continue
+        memory = int(lost.memory_bytes[position])
+        tokens = workload.tokens_per_step or 1
         reason = too_big(memory, context.machine.memory_bytes)
-    else:
-        share = ranking.per_token_s[index] / ranking.per_token_s[best]
-        reason = slower(
-            scores.cost_at(best),
-            float(scores.step_s[best]),
-            scores.cost_at(index),
-            float(scores.step_s[best] * share),
-        )
-    return Rejected(strategy, reason, float(scores.step_s[index]), memory)
+        step_s = float(lost.least_s[position]) * tokens
+        kept[meshes[position]] = Rejected(strategy, reason, step_s, memory)
+    return tuple(kept.values())
+
+
+def _pareto(context: Context, outcome: Outcome, best: Priced) -> tuple[Alternative, ...]:
+    """The front of time and memory among the strategies that were completed, fastest first, the chosen one left out."""
+    leaves, front, least = outcome.found.leaves, [], float(best.memory_bytes)
+    for position in leaves.ranked().tolist() if len(leaves) else ():
+        if leaves.memory_bytes[position] < least * (1 - 1e-3):
+            least = float(leaves.memory_bytes[position])
+            base = outcome.space.limits.base
+            strategy, workload = at(leaves, position, base, context.workload)
+            seconds = float(leaves.per_token_s[position]) * (workload.tokens_per_step or 1)
+            front.append(Alternative(strategy, workload.microbatch or 1, seconds, int(least)))
+    return tuple(front)
 
 
 def _layouts(
@@ -223,18 +340,19 @@ def _layouts(
 
 def _make(
     context: Context,
-    strategy: Strategy,
-    workload: Workload,
-    scores: Scores,
-    index: int,
+    priced: Priced,
     rejected: tuple[Rejected, ...] = (),
     notes: tuple[str, ...] = (),
     where: str | None = None,
 ) -> Plan:
+    strategy, workload = priced.strategy, priced.workload
+    if strategy.pp > 1:
+        strategy = replace(strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
     layouts, told = _layouts(context, strategy, where)
-    notes = (*context.notes, *told, *notes)
+    if strategy.pp > 1 and layouts:
+        # Verified before any process starts.
+        step_schedule(strategy, workload.accumulation_steps or 1)
     collectives = step_collectives(context.model, layouts, strategy, workload) if layouts else ()
-    cost = scores.cost_at(index)
     return Plan(
         model=context.model_ref(),
         topology=context.supernode.name,
@@ -242,11 +360,12 @@ def _make(
         workload=workload,
         strategy=strategy,
         layouts=layouts,
-        step_s=sum(term.seconds for term in cost),
-        cost=cost,
-        memory=scores.memory_at(index),
+        step_s=priced.step_s,
+        cost=priced.cost,
+        memory=priced.memory,
         memory_capacity_bytes=context.machine.memory_bytes,
         collectives=collectives,
         rejected=rejected,
-        notes=notes,
+        stages=priced.stages,
+        notes=(*context.notes, *told, *notes),
     )

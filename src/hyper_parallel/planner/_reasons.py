@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from hyper_parallel.ir import CostTerm, Strategy
+from hyper_parallel.ir import AXES, Certificate, CostTerm, Strategy
 from hyper_parallel.units import format_bytes, format_seconds
 
 
@@ -38,19 +38,42 @@ def too_big(memory_bytes: int, capacity_bytes: int) -> str:
 
 def not_executable(strategy: Strategy) -> str | None:
     """The note of a plan that this version cannot run yet, or None."""
-    axes = [a for a in ("pp", "cp", "tp_y", "ep") if strategy.degrees()[a] > 1]
-    if not axes:
+    s = strategy
+    missing = []
+    if s.order != AXES:
+        missing.append("order of the axes")
+    if s.zero in (0, 1) and s.dp_shard * s.cp > 1:
+        missing.append(f"zero={s.zero}")
+    if s.etp is not None:
+        missing.append(f"etp={s.etp}")
+    if s.recompute == "selective" or (s.recompute != "none" and s.recompute_layers is not None):
+        missing.append("recomputation of a part")
+    if s.offload_optimizer:
+        missing.append("offload of the optimizer")
+    if not missing:
         return None
     return (
-        f"this version cannot run this plan yet ({', '.join(axes)} not implemented): it is a prediction, and the "
+        f"this version cannot run this plan yet ({', '.join(missing)} not implemented): it is a prediction, and the "
         "layouts are left out"
     )
 
 
-def searched(total: int, fitting: int, ruled_out: dict[str, int]) -> str:
-    """The note that says how wide the search was."""
-    note = f"searched {total:,} candidates, {total - fitting:,} do not fit"
-    if ruled_out:
-        reasons = sorted(ruled_out.items(), key=lambda item: -item[1])
-        note += "; ruled out before: " + ", ".join(f"{reason} ({n:,})" for reason, n in reasons)
+def searched(certificate: Certificate) -> str:
+    """The note that says how the search went."""
+    c = certificate
+    proof = "nothing better exists" if c.gap < 1e-9 else f"nothing is more than {c.gap:.2%} better"
+    note = f"searched: {proof} within the cost model; {c.priced:,} strategies priced in full"
+    if c.gap >= 1e-9:
+        note += " (stopped before the search was complete)"
+    if c.simulated:
+        note += f", {c.simulated} simulated"
+    if c.cut:
+        note += "; cut before: " + _counted(c.cut)
+    if c.ruled_out:
+        note += "; not legal: " + _counted(c.ruled_out)
     return note
+
+
+def _counted(reasons: Mapping[str, int]) -> str:
+    ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{reason} ({n:,})" for reason, n in ordered)

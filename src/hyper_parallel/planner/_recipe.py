@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import DegreesMismatch
+from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES
+from hyper_parallel.errors import Contradiction, DegreesMismatch
 from hyper_parallel.ir import Plan, Rule, Strategy, Workload
+from hyper_parallel.mpmd import check_virtual
 from hyper_parallel.planner._check import check_degrees
 from hyper_parallel.planner._context import Context, resolve
 from hyper_parallel.planner._plan import evaluate, search
-from hyper_parallel.planner._space import DEGREES, Limits
+from hyper_parallel.planner._space import CP_KINDS, DEGREES, Limits
+
+PIPELINE: Final = ("schedule", "schedule_file", "virtual_stages", "stage_layers")
+KEPT: Final = ("attention_scatter", "gathered_inputs")
+CHOICES: Final = (
+    "attention_shape", "mlp_shape", *KEPT, "cp_kind", "cp_ulysses", *PIPELINE, "reshard_after_forward",
+)  # fmt: skip
+"""Keys of a recipe's `parallel:` section, besides the degrees, that a strategy has under the same name."""
+
+
+HYBRID: Final = CP_KINDS.index("hybrid")
+ONE_STAGE: Final = ("gpipe", "1f1b", "zb-h1")
+"""Schedules whose ranks hold one stage each."""
 
 
 def plan_recipe(
@@ -42,7 +57,8 @@ def plan_recipe(
         context = resolve(
             recipe.model.path, recipe.topology, _workload(recipe), strategy.world_size
         )
-        return evaluate(_keep_batch(context, recipe, None), strategy, culprit)
+        ranks = world_size or parallel.world_size
+        return evaluate(_keep_batch(context, recipe, None), strategy, culprit, ranks)
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(
             f"the recipe plans for {parallel.world_size} ranks, but {world_size} were started",
@@ -55,18 +71,66 @@ def plan_recipe(
         recipe.model.path, recipe.topology, _workload(recipe), world_size or parallel.world_size
     )
     context = replace(_keep_batch(context, recipe, context.num_devices), from_recipe=True)
-    given = parallel.model_fields_set
-    limits = Limits(
-        context.num_devices,
-        {name: getattr(parallel, name) for name in DEGREES if name in given},
-        (),
-        executable=True,
-        recompute=_choices("recompute" in recipe.training.model_fields_set, recipe),
-        reshard=(int(parallel.reshard_after_forward),)
-        if "reshard_after_forward" in given
-        else (1, 0),
-    )
-    return search(context, limits, base=Strategy(rules=strategy.rules))
+    pins = _pins(recipe, strategy, where)
+    kept = {name: getattr(strategy, name) for name in (*PIPELINE, *KEPT)}
+    base = Strategy(rules=strategy.rules, **kept)
+    return search(context, Limits(context.num_devices, pins, (), executable=True, base=base))
+
+
+def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> dict[str, int]:
+    """What a recipe with `parallel: auto` names, as pins of the search.
+
+    Choices that belong to an axis (shapes to tp_y, the kind to cp, the schedule to pp) say how it is used where the
+    search takes it.
+
+    Raises:
+        Contradiction: HP104 for choices that no degrees can have.
+        UnsupportedSharding: HP205 for virtual stages that the schedule does not have.
+    """
+    p, given = recipe.parallel, recipe.parallel.model_fields_set
+    pins: dict[str, int] = {str(name): getattr(p, name) for name in DEGREES if name in given}
+    if "recompute" in recipe.training.model_fields_set:
+        pins["recompute"] = RECOMPUTE.index(recipe.training.recompute)
+    if "reshard_after_forward" in given:
+        pins["zero"] = 3 if p.reshard_after_forward else 2
+    for name in ("attention_shape", "mlp_shape"):
+        if name in given:
+            pins[name] = SHAPES.index(getattr(p, name))
+    if "cp_kind" in given:
+        pins["cp_kind"] = CP_KINDS.index(p.cp_kind)
+    if p.cp_ulysses > 1:
+        if pins.get("cp_kind", HYBRID) != HYBRID:
+            raise Contradiction(
+                "`cp_ulysses` is a choice of cp_kind=hybrid",
+                where=where("parallel.cp_ulysses"),
+                got=f"cp_kind={p.cp_kind}, cp_ulysses={p.cp_ulysses}",
+                hint="parallel.cp_kind=hybrid",
+            )
+        pins["cp_ulysses"] = p.cp_ulysses
+    # Every pipeline has the schedule of the recipe, 1F1B where it names none.
+    pins["schedule"] = SCHEDULES.index(strategy.schedule)
+    if "virtual_stages" in given:
+        pins["vpp"] = strategy.virtual_stages
+        check_virtual(strategy, where("parallel.virtual_stages"))
+    key = "stage_layers" if p.stage_layers else "schedule_file"
+    if getattr(p, key):
+        missing = "pp" if p.pp == 1 else "virtual_stages"
+        if p.pp == 1 or ("virtual_stages" not in given and p.schedule not in ONE_STAGE):
+            raise Contradiction(
+                f"`{key}` is made for certain stages, which `auto` may not choose",
+                where=where(f"parallel.{key}"),
+                got=f"{key} without {missing}",
+                hint=f"parallel.{missing}=2",
+            )
+        if p.stage_layers and len(p.stage_layers) != strategy.stages:
+            raise Contradiction(
+                "`stage_layers` has one number for every stage",
+                where=where("parallel.stage_layers"),
+                got=f"{len(p.stage_layers)} numbers, {strategy.stages} stages",
+                hint=f"parallel.pp={max(1, len(p.stage_layers) // strategy.virtual_stages)}",
+            )
+        pins["vpp"] = strategy.virtual_stages
+    return pins
 
 
 def _culprit(strategy: Strategy) -> str:
@@ -76,17 +140,12 @@ def _culprit(strategy: Strategy) -> str:
     return "parallel." + next((axis for axis in suspects if degrees[axis] > 1), "dp_shard")
 
 
-def _choices(given: bool, recipe: Recipe) -> tuple[int, ...]:
-    return (int(recipe.training.recompute == "full"),) if given else (0, 1)
-
-
 def _strategy(recipe: Recipe) -> Strategy:
     p = recipe.parallel
     return Strategy(
-        **{name: getattr(p, name) for name in DEGREES},
+        **{name: getattr(p, name) for name in (*DEGREES, *CHOICES)},
         rules=tuple(Rule(pattern, style) for pattern, style in p.rules.items()),
         recompute=recipe.training.recompute,
-        reshard_after_forward=p.reshard_after_forward,
     )
 
 

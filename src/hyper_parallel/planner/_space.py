@@ -1,23 +1,46 @@
-"""The legal strategies of a model on a number of devices, as candidates, with a count of what was ruled out and why."""
+"""The space of strategies: which degrees and choices are legal, written down once, as tables of numbers.
+
+A strategy is chosen level by level, so the space is a few tables instead of one product:
+
+    mesh       pp, tp_x, tp_y, cp, the data-parallel ranks, sequences per microbatch
+    blocks     shapes of attention and MLP, ep and etp, Ulysses ranks inside cp
+    states     dp_replicate x dp_shard, what is sharded (zero), offload of the optimizer
+    schedule   pipeline schedule and virtual stages
+    order      axes outer to inner, as far as they cross different tiers
+
+What is not legal is counted by reason when its level is made.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hyper_parallel.cost import Candidates, ModelNumbers
-from hyper_parallel.errors import UnknownKey
-from hyper_parallel.ir import Workload
+from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
+from hyper_parallel.errors import BadValue, UnknownKey
+from hyper_parallel.ir import AXES, Strategy, Workload
+from hyper_parallel.ir.strategy import CpKind
+from hyper_parallel.model import ModelSpec
 
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
-EXECUTABLE: Final = ("dp_replicate", "dp_shard", "tp_x")
 MICROBATCHES: Final = (1, 2, 4, 8, 16)
 MOST_CP: Final = 64
+MOST_TP: Final = 64
+
+_TENSOR_INNERMOST: Final = tuple(
+    i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
+)
+
+Columns: TypeAlias = dict[str, NDArray[np.float64]]
+"""Rows of a level as columns of equal length, named as in `cost.Candidates`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,40 +49,152 @@ class Limits:
 
     Attributes:
         num_devices: Devices; the degrees multiply to it.
-        pins: Degrees that are fixed.
-        tp: Tensor-parallel degrees to try.
-        executable: Only axes that this version can run.
-        recompute: Recompute choices to try, 0 none and 1 full.
-        reshard: Choices of freeing gathered parameters after forward, 1 yes and 0 no.
+        pins: What is fixed: degrees by axis name (`tp` is their product on x and y) and the other columns of
+            `cost.Candidates`, choices as their index.
+        tp: Tensor-parallel degrees that 1-D layouts can have.
+        executable: Only what this version can run.
+        ep: Expert-parallel degrees that layouts can have; None: any.
+        base: Strategy whose rules and choices that no column stands for are kept.
     """
 
     num_devices: int
     pins: Mapping[str, int]
     tp: tuple[int, ...]
     executable: bool
-    recompute: tuple[int, ...] = (0, 1)
-    reshard: tuple[int, ...] = (1, 0)
+    ep: tuple[int, ...] | None = None
+    base: Strategy = field(default_factory=Strategy)
+
+    def without(self, name: str) -> Limits:
+        """The same limits without one pin."""
+        return replace(self, pins={k: v for k, v in self.pins.items() if k != name})
+
+    def allows(self, name: str, value: float) -> bool:
+        """Whether a column may have a value, as far as pins say."""
+        return self.pins.get(name, value) == value
+
+    def allows_ulysses(self, cp: int, ulysses: int) -> bool:
+        """Whether so many of the cp ranks may exchange heads; the kind has no effect without context parallelism."""
+        if not self.allows("cp_ulysses", ulysses):
+            return False
+        kind = self.pins.get("cp_kind")
+        if kind is None or cp == 1:
+            return True
+        name = CP_KINDS[kind]
+        return {"ulysses": ulysses == cp, "hybrid": 1 < ulysses < cp}.get(name, ulysses == 1)
+
+
+CP_KINDS: Final[tuple[CpKind, ...]] = ("ring", "ulysses", "hybrid", "all_gather")
+CHOICES: Final[Mapping[str, tuple[object, ...] | None]] = MappingProxyType(
+    {
+        "microbatch": None,
+        "accumulation": None,
+        "vpp": None,
+        "cp_kind": CP_KINDS,
+        "cp_ulysses": None,
+        "etp": None,
+        "zero": (0, 1, 2, 3),
+        "offload": (0, 1),
+        "recompute": RECOMPUTE,
+        "schedule": SCHEDULES,
+        "attention_shape": SHAPES,
+        "mlp_shape": SHAPES,
+        "order": tuple(">".join(order) for order in ORDERS),
+    }
+)
+"""What may be pinned besides the degrees, and the values it may have; None: any positive number."""
+
+
+def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
+    """Pins as columns of `cost.Candidates`: degrees as they are, choices as their index.
+
+    Raises:
+        UnknownKey: HP101 for a name that is neither an axis nor a choice.
+        BadValue: HP102 for a value that it cannot have.
+    """
+    found = {}
+    for name, value in (pins or {}).items():
+        key = {"virtual_stages": "vpp"}.get(name, name)
+        if key not in (*DEGREES, "tp", *CHOICES):
+            raise UnknownKey("a pin names no axis", got=name, allowed=(*DEGREES, "tp", *CHOICES))
+        allowed = CHOICES.get(key)
+        named = {str(v): i for i, v in enumerate(allowed or ())}
+        if allowed is not None and str(value) in named:
+            found[key] = named[str(value)]
+        elif allowed is None and str(value).isdigit() and int(value) >= 1:
+            found[key] = int(value)
+        else:
+            shown = allowed if allowed and len(allowed) < 10 else "1 and more"
+            raise BadValue(
+                f"`{key}` cannot be pinned to that", got=f"{name}={value}", allowed=shown
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """Legal candidates and how many combinations were ruled out, by reason."""
+class Rules:
+    """What a model and a workload allow.
 
-    candidates: Candidates
-    ruled_out: dict[str, int]
-
-
-def check_pins(pins: Mapping[str, int] | None) -> dict[str, int]:
-    """Pinned degrees by axis name; `tp` means `tp_x`.
-
-    Raises:
-        UnknownKey: HP101 for a name that is no axis.
+    Attributes:
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        widths: Widths that tensor parallelism cuts.
+        hidden: Residual width.
+        layers: Decoder layers.
+        experts: Routed experts; 0 for a dense model.
+        seq_len: Tokens of a sequence.
+        offload: The machine has host memory to put optimizer states in.
     """
-    named = {("tp_x" if name == "tp" else name): degree for name, degree in (pins or {}).items()}
-    for name in named:
-        if name not in DEGREES:
-            raise UnknownKey("a pin names no axis", got=name, allowed=(*DEGREES, "tp"))
-    return named
+
+    heads: int
+    kv_heads: int
+    widths: tuple[int, ...]
+    hidden: int
+    layers: int
+    experts: int
+    seq_len: int
+    offload: bool
+
+    @classmethod
+    def of(cls, model: ModelSpec, workload: Workload, offload: bool = False) -> Rules:
+        """Read the rules off a model."""
+        experts = max((b.mlp.num_experts for b in model.blocks if b.mlp), default=0)
+        return cls(
+            model.num_heads,
+            model.num_kv_heads,
+            model.intermediate_sizes,
+            model.hidden_size,
+            model.num_layers,
+            experts,
+            workload.seq_len,
+            offload,
+        )
+
+    def kv_legal(self, ranks: int) -> bool:
+        """Key and value heads divide over the ranks, or each is on several of them."""
+        return self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
+
+    def shapes(self, x: int, y: int) -> tuple[list[int], list[int]]:
+        """Legal shapes of attention and MLP on x times y ranks, as indices into `cost.SHAPES`.
+
+        1-D needs heads and widths to divide by x y; 2-D head-scatter attention heads by x y and the residual width by
+        x and y, a 2-D MLP its widths by x; weight-moving attention heads by x, a weight-moving MLP widths by x y, and
+        both the residual width by y.
+        """
+        h, one, two, moved = self.hidden, *(SHAPES.index(s) for s in ("1d", "2d", "weight"))
+        whole = self.heads % (x * y) == 0 and self.kv_legal(x * y)
+        attention, mlp = [], []
+        if whole:
+            attention.append(one)
+        if whole and h % x == 0 and h % y == 0 and self.kv_legal(x):
+            attention.append(two)
+        if self.heads % x == 0 and self.kv_legal(x) and h % y == 0:
+            attention.append(moved)
+        narrow = all(w % (x * y) == 0 for w in self.widths)
+        if narrow:
+            mlp.append(one)
+        if h % x == 0 and h % y == 0:
+            mlp += [two] * all(w % x == 0 for w in self.widths) + [moved] * narrow
+        return sorted(attention), sorted(mlp)
 
 
 def divisors(number: int) -> list[int]:
@@ -68,96 +203,255 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def enumerate_space(numbers: ModelNumbers, workload: Workload, limits: Limits) -> Space:
-    """All legal candidates.
+@dataclass(slots=True)
+class Space:
+    """The levels of the space, made on demand.
 
-    Args:
-        numbers: The model.
-        workload: Sequence length and the batch numbers that are given; the others are derived per candidate.
+    Attributes:
+        rules: The model.
+        workload: Sequence length and the batch numbers that are given.
         limits: Devices, pins and choices.
+        refusal: Why this version cannot run a strategy, or None when it can; None: everything may be chosen.
+        ruled_out: How many combinations were ruled out, by reason; grows as levels are made.
     """
-    ruled_out: Counter[str] = Counter()
-    meshes = list(_meshes(numbers, workload, limits, ruled_out))
-    if not meshes:
-        return Space(Candidates.of_rows(np.empty((0, 10))), dict(ruled_out))
-    table = np.asarray(meshes, dtype=np.float64)
-    tokens = workload.tokens_per_step
-    data_ranks = table[:, 1] * table[:, 2]
-    parts = []
-    for microbatch in _microbatches(workload):
-        if tokens is None:
-            micro = np.full(len(table), float(workload.microbatch or 1))
-            steps = np.full(len(table), float(workload.accumulation_steps or 1))
-        else:
-            sequences = tokens / workload.seq_len / data_ranks
-            if microbatch is None:
-                steps = np.full(len(table), float(workload.accumulation_steps or 1))
-                micro = sequences / steps
-            else:
-                micro = np.full(len(table), float(microbatch))
-                steps = sequences / micro
-        whole = (micro == np.floor(micro)) & (steps == np.floor(steps)) & (micro >= 1)
-        if workload.microbatch and workload.accumulation_steps:
-            whole &= (micro == workload.microbatch) & (steps == workload.accumulation_steps)
-        _count(ruled_out, "the batch does not divide", ~whole)
-        full = steps >= table[:, 0]
-        _count(ruled_out, "fewer microbatches than pipeline stages", whole & ~full)
-        keep = whole & full
-        for recompute in limits.recompute:
-            for reshard in limits.reshard:
-                # Without FSDP there is nothing to free, so one of the two choices is enough.
-                useful = keep & ((table[:, 2] * table[:, 3] > 1) | (reshard == limits.reshard[0]))
-                rows = table[useful]
-                choice = np.broadcast_to([recompute, reshard], (len(rows), 2))
-                parts.append(np.column_stack([rows, micro[useful], steps[useful], choice]))
-    return Space(Candidates.of_rows(np.concatenate(parts)), dict(ruled_out))
 
+    rules: Rules
+    workload: Workload
+    limits: Limits
+    refusal: Callable[[Strategy], str | None] | None = None
+    ruled_out: Counter[str] = field(default_factory=Counter)
 
-def _microbatches(workload: Workload) -> tuple[int | None, ...]:
-    if workload.microbatch is not None:
-        return (workload.microbatch,)
-    if workload.tokens_per_step is None or workload.accumulation_steps is not None:
-        return (None,)
-    return MICROBATCHES
+    def meshes(self) -> Columns:
+        """Level one: (pp, tp_x, tp_y, cp, dp, microbatch, accumulation), one row each."""
+        table = np.array(list(self._meshes()), dtype=np.float64).reshape(-1, 5)
+        parts = [self._batched(table, microbatch) for microbatch in self._microbatches()]
+        rows = np.concatenate(parts) if parts else np.empty((0, 7))
+        names = ("pp", "tp_x", "tp_y", "cp", "dp", "microbatch", "accumulation")
+        return dict(zip(names, rows.T, strict=True))
 
-
-def _count(ruled_out: Counter[str], reason: str, mask: np.ndarray) -> None:
-    if number := int(mask.sum()):
-        ruled_out[reason] += number
-
-
-def _meshes(
-    numbers: ModelNumbers, workload: Workload, limits: Limits, ruled_out: Counter[str]
-) -> Iterator[tuple[int, ...]]:
-    """Degrees (pp, dp_replicate, dp_shard, cp, tp, ep) that multiply to the devices and divide the model."""
-
-    def choices(axis: str, number: int) -> list[int]:
-        pinned = limits.pins.get(axis)
+    def _choices(self, axis: str, number: int) -> list[int]:
+        pinned = self.limits.pins.get(axis)
         if pinned is not None:
             return [pinned] if number % pinned == 0 else []
-        return divisors(number) if not limits.executable or axis in EXECUTABLE else [1]
+        return divisors(number)
 
-    seq_len, tokens = workload.seq_len, workload.tokens_per_step
-    for pp in choices("pp", limits.num_devices):
-        if pp > numbers.layers:
-            ruled_out["more pipeline stages than layers"] += 1
-            continue
-        for tp in choices("tp_x", limits.num_devices // pp):
-            if tp not in limits.tp:
-                ruled_out["tp does not divide heads or widths"] += 1
+    def _meshes(self) -> Iterator[tuple[int, ...]]:
+        r, limits, out = self.rules, self.limits, self.ruled_out
+        tokens, seq_len = self.workload.tokens_per_step, r.seq_len
+        legal_1d = frozenset(limits.tp)
+        for pp in self._choices("pp", limits.num_devices):
+            if pp > r.layers:
+                out["more pipeline stages than layers"] += 1
                 continue
-            for cp in choices("cp", limits.num_devices // pp // tp):
-                # Zigzag context parallelism cuts a sequence into 2 cp pieces, sequence parallelism each into tp.
-                if cp > MOST_CP or (cp > 1 and seq_len % (2 * cp)) or seq_len % (cp * tp):
-                    ruled_out["the sequence does not divide by cp and tp"] += 1
+            for tp in self._choices("tp", limits.num_devices // pp):
+                if tp > MOST_TP and "tp" not in limits.pins:
                     continue
-                dp = limits.num_devices // pp // tp // cp
-                if tokens is not None and tokens % (seq_len * dp):
-                    ruled_out["tokens per step do not divide over the data-parallel ranks"] += 1
-                    continue
-                for dp_shard in choices("dp_shard", dp):
-                    if limits.pins.get("dp_replicate", dp // dp_shard) != dp // dp_shard:
+                for y in self._choices("tp_y", tp):
+                    x = tp // y
+                    if not limits.allows("tp_x", x) or (x == 1 and y > 1):
                         continue
-                    inner = math.gcd(numbers.experts, dp_shard * cp * tp) if numbers.experts else 1
-                    for ep in choices("ep", inner):
-                        yield pp, dp // dp_shard, dp_shard, cp, tp, ep
+                    if y == 1 and x not in legal_1d:
+                        out["tp does not divide heads or widths"] += 1
+                        continue
+                    if y > 1 and not all(r.shapes(x, y)):
+                        out["tp_x and tp_y do not divide heads or widths"] += 1
+                        continue
+                    for cp in self._choices("cp", limits.num_devices // pp // tp):
+                        if cp > MOST_CP and "cp" not in limits.pins:
+                            continue
+                        # Zigzag context parallelism cuts a sequence into 2 cp pieces, each is cut into tp. What does
+                        # not divide is padded; the search leaves that to degrees that somebody asked for.
+                        asked = cp > 1 and limits.pins.get("cp") == cp
+                        if not asked and seq_len % (2 * cp * tp if cp > 1 else tp):
+                            out["the sequence does not divide by cp and tp"] += 1
+                            continue
+                        dp = limits.num_devices // pp // tp // cp
+                        if tokens is not None and tokens % (seq_len * dp):
+                            out["tokens per step do not divide over the data-parallel ranks"] += 1
+                            continue
+                        if self._split_possible(dp):
+                            yield pp, x, y, cp, dp
+
+    def _split_possible(self, dp: int) -> bool:
+        pins = self.limits.pins
+        shard, replicas = pins.get("dp_shard"), pins.get("dp_replicate")
+        if shard is not None and replicas is not None:
+            return shard * replicas == dp
+        return all(d is None or dp % d == 0 for d in (shard, replicas))
+
+    def _microbatches(self) -> tuple[int | None, ...]:
+        if "microbatch" in self.limits.pins:
+            return (self.limits.pins["microbatch"],)
+        if self.workload.microbatch is not None:
+            return (self.workload.microbatch,)
+        if self.workload.tokens_per_step is None or self.workload.accumulation_steps is not None:
+            return (None,)
+        return MICROBATCHES
+
+    def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
+        """Meshes with sequences per microbatch and microbatches per step, those that divide."""
+        w = self.workload
+        whole = np.ones(len(table))
+        if w.tokens_per_step is None:
+            micro = whole * (microbatch or w.microbatch or 1)
+            steps = whole * (w.accumulation_steps or 1)
+        else:
+            sequences = w.tokens_per_step / w.seq_len / table[:, 4]
+            if microbatch is None:
+                steps = whole * (w.accumulation_steps or 1)
+                micro = sequences / steps
+            else:
+                micro = whole * microbatch
+                steps = sequences / micro
+        divides = (micro == np.floor(micro)) & (steps == np.floor(steps)) & (micro >= 1)
+        if w.microbatch and w.accumulation_steps:
+            divides &= (micro == w.microbatch) & (steps == w.accumulation_steps)
+        if (pinned := self.limits.pins.get("accumulation")) is not None:
+            divides &= steps == pinned
+        self._count("the batch does not divide", ~divides)
+        enough = steps >= table[:, 0]
+        self._count("fewer microbatches than pipeline stages", divides & ~enough)
+        keep = divides & enough
+        return np.column_stack([table[keep], micro[keep], steps[keep]])
+
+    def _count(self, reason: str, mask: NDArray[np.bool_]) -> None:
+        if number := int(mask.sum()):
+            self.ruled_out[reason] += number
+
+    def blocks(self, x: int, y: int, cp: int, dp: int) -> list[tuple[int, ...]]:
+        """Level two of a mesh: (attention_shape, mlp_shape, ep, etp, cp_ulysses)."""
+        r, pins, tp = self.rules, self.limits.pins, x * y
+        names, plain = ("attention_shape", "mlp_shape"), SHAPES.index("2d")
+        if y > 1:
+            # Both blocks 1-D is tp_x = tp without a second axis: taken only when somebody asked for it.
+            asked = all(name in pins for name in names)
+            shapes = [s for s in itertools.product(*r.shapes(x, y)) if asked or s != (0, 0)]
+            shapes = [s for s in shapes if all(map(self.limits.allows, names, s))]
+        else:
+            shapes = [(pins.get(names[0], plain), pins.get(names[1], plain))]
+        local, local_kv = r.heads // tp, max(1, r.kv_heads // tp)
+        ulysses = [
+            u
+            for u in divisors(cp)
+            if local % u == 0
+            and (local_kv % u == 0 or u % local_kv == 0)
+            and self.limits.allows_ulysses(cp, u)
+        ]
+        experts = [(1, tp)]
+        if r.experts:
+            pinned = pins.get("ep")
+            inner = math.gcd(r.experts, dp * cp * tp)
+            degrees = [pinned] if pinned is not None else divisors(inner)
+            runs = self.limits.executable
+            widths_cut = not any(w % tp for w in r.widths)
+            experts = [
+                (ep, etp)
+                for ep in degrees
+                if inner % ep == 0 and (self.limits.ep is None or ep in self.limits.ep)
+                for etp in sorted({1 if ep > 1 else tp} if runs else {1, tp})
+                if (dp * cp * tp) % (ep * etp) == 0 and (etp == 1 or widths_cut)
+                if self.limits.allows("etp", etp)
+            ]
+        elif pins.get("ep", 1) != 1 or pins.get("etp", tp) != tp:
+            experts = []
+        # With expert parallelism little of the feed-forward part is left for tp: it follows attention's shape.
+        found = itertools.product(shapes, experts, ulysses)
+        return [(*s, *e, u) for s, e, u in found if e[0] == 1 or s[0] == s[1]]
+
+    def refusal_of(self, shard: int, cp: int, x: int, y: int, *block: int) -> str | None:
+        """Why this version cannot run strategies with these degrees and a row of `blocks`; None when it can."""
+        if self.refusal is None:
+            return None
+        attention, mlp, ep, _, ulysses = block
+        row = Candidates.of_columns(
+            dp_shard=shard, cp=cp, tp_x=x, tp_y=y, attention_shape=attention, mlp_shape=mlp, ep=ep, cp_ulysses=ulysses
+        )  # fmt: skip
+        return self.refusal(row.at(0, self.limits.base, Workload(self.workload.seq_len))[0])
+
+    def states(self, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
+        """Level three: (dp_replicate, dp_shard, zero, offload); offload is 0 unless pinned, the search adds it.
+
+        Args:
+            dp: Data-parallel ranks.
+            inner: cp x tp.
+            fold: ep x etp, which must divide dp_shard x inner.
+        """
+        pins = self.limits.pins
+        found: list[tuple[int, ...]] = []
+        for shard in [pins["dp_shard"]] if "dp_shard" in pins else divisors(dp):
+            if dp % shard or not self.limits.allows("dp_replicate", dp // shard):
+                continue
+            if (shard * inner) % fold:
+                continue
+            for zero in self.zeros():
+                found += [
+                    (dp // shard, shard, zero, offload)
+                    for offload in (self.limits.pins.get("offload", 0),)
+                ]
+        return found
+
+    def zeros(self) -> list[int]:
+        """What may be sharded: parameters, gradients or optimizer states."""
+        wanted = [3, 2] if self.limits.executable else [3, 2, 1]
+        pinned = self.limits.pins.get("zero")
+        return wanted if pinned is None else [pinned]
+
+    def schedules(self, pp: int, microbatches: int) -> list[tuple[int, int]]:
+        """Level four: (schedule, vpp). GPipe is only taken when pinned: 1F1B is as fast and holds less."""
+        limits, name = self.limits, SCHEDULES.index
+        if pp == 1:
+            return [(name("1f1b"), 1)]
+        found = [(name("1f1b"), 1), (name("gpipe"), 1), (name("zb-h1"), 1)]
+        if 2 * pp <= self.rules.layers:
+            found.append((name("zbv"), 2))
+            if microbatches >= 2 * pp:
+                found.append((name("dualpipev"), 2))
+        if microbatches % pp == 0:
+            stages = -(-self.rules.layers // pp)
+            found += [
+                (name("interleaved"), v)
+                for v in divisors(stages)
+                if v > 1 and v * pp <= self.rules.layers
+            ]
+        plain = "schedule" not in limits.pins
+        return [
+            (s, v)
+            for s, v in found
+            if limits.allows("schedule", s)
+            and limits.allows("vpp", v)
+            and not (plain and s == name("gpipe"))
+        ]
+
+    def recomputes(self) -> list[int]:
+        """Kinds of recomputation that may be chosen, as indices into `cost.RECOMPUTE`."""
+        wanted = ["none", "full"] if self.limits.executable else list(RECOMPUTE)
+        return [
+            i
+            for i, kind in enumerate(RECOMPUTE)
+            if kind in wanted and self.limits.allows("recompute", i)
+        ]
+
+    def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[tuple[int]]:
+        """Level five: orders of the axes, as indices into `cost.ORDERS`, those that differ on the machine.
+
+        Tensor-parallel axes stay innermost: they talk most. Two orders are the same when every axis has the same share
+        of its ranks in every domain of links.
+
+        Args:
+            degrees: Degree of every axis of `ir.AXES`.
+            tiers: Devices in the domains beyond which other links are used, inner to outer.
+        """
+        if "order" in self.limits.pins:
+            return [(self.limits.pins["order"],)]
+        if self.limits.executable:
+            return [(0,)]
+        named = dict(zip(AXES, degrees, strict=True))
+        found: dict[tuple[tuple[int, ...], ...], tuple[int]] = {}
+        for index in _TENSOR_INNERMOST:
+            order = ORDERS[index]
+            stride, shares = 1, {}
+            for axis in reversed(order):
+                shares[axis] = tuple(min(named[axis], max(1, n // stride)) for n in tiers)
+                stride *= named[axis]
+            found.setdefault(tuple(shares[a] for a in AXES if named[a] > 1), (index,))
+        return list(found.values())

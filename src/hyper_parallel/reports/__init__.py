@@ -27,7 +27,7 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
     run = load_run(directory)
     page, trace = run.directory / "report.html", run.directory / "trace.json"
     _replace(page, render(run))
-    _replace(trace, json.dumps(chrome_trace(run.timeline, run.plan)) + "\n")
+    _replace(trace, json.dumps(chrome_trace(run.timeline, run.plan, run.simulated)) + "\n")
     return page, trace
 
 

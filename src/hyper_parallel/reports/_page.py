@@ -25,6 +25,13 @@ from hyper_parallel.units import format_bytes, format_count, format_seconds
 
 _MEASURED, _PREDICTED = PALETTE[0], PALETTE[2]
 _MAX_LANES = 16
+_ACTIONS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of weights",
+    "REDUCE_GRAD": "gradient reduction",
+}
 
 
 def render(run: Run) -> str:
@@ -215,6 +222,8 @@ def _tier_name(plan: Plan, tier: str) -> str:
 
 def _lanes(run: Run) -> str:
     out = "<h3>predicted</h3>" + _gantt(predicted_timeline(run.plan))
+    if run.simulated is not None:
+        out += "<h3>simulated, one lane per pipeline rank</h3>" + _gantt(run.simulated)
     if run.timeline is None:
         return out + '<p class="muted">No measured timeline in this run.</p>'
     measured = one_step(run.timeline)
@@ -228,19 +237,26 @@ def _lanes(run: Run) -> str:
 
 
 def _gantt(timeline: Timeline) -> str:
-    shades = colors([s.name for s in timeline.spans])
+    shown = [s for s in timeline.spans if s.duration_s > 0]
+    shades = colors([_kind(s.name) for s in shown])
     rows = [
         (
             lane,
             [
-                (s.name, s.start_s, s.duration_s, shades[s.name])
-                for s in timeline.spans
+                (s.name, s.start_s, s.duration_s, shades[_kind(s.name)])
+                for s in shown
                 if s.lane == lane
             ],
         )
         for lane in timeline.lanes[:_MAX_LANES]
     ]
     return lanes(rows, x_format=format_seconds) + legend(list(shades.items()))
+
+
+def _kind(name: str) -> str:
+    """What a span does: pipeline actions (`2F0`) without their stage and microbatch have one colour."""
+    action = name.strip("0123456789 ")
+    return _ACTIONS.get(action, action) if name[:1].isdigit() else name
 
 
 def _mesh(plan: Plan) -> str:

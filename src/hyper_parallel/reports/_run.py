@@ -25,6 +25,7 @@ class Run:
         metrics: One mapping per training step, in step order.
         evals: One mapping per evaluation, in step order; empty when there was none.
         timeline: Measured spans of a window of steps, or None.
+        simulated: One step of the plan, event by event, with the lanes of its pipeline ranks; or None.
         config: Text of the resolved recipe.
         sample: Text the model wrote after training, or "".
         run_info: Facts the trainer wrote about machine and versions.
@@ -35,6 +36,7 @@ class Run:
     metrics: tuple[dict[str, Any], ...]
     evals: tuple[dict[str, Any], ...]
     timeline: Timeline | None
+    simulated: Timeline | None
     config: str
     sample: str
     run_info: dict[str, Any]
@@ -79,6 +81,7 @@ def load_run(directory: str | Path) -> Run:
         metrics=_json_lines(root / "metrics.jsonl"),
         evals=_json_lines(root / "eval.jsonl"),
         timeline=_timeline(root / "timeline.json"),
+        simulated=_timeline(root / "predicted_timeline.json"),
         config=_text(root / "config.yaml"),
         sample=_text(root / "sample.txt"),
         run_info=json.loads(_text(root / "run.json") or "{}"),
@@ -112,6 +115,4 @@ def _timeline(path: Path) -> Timeline | None:
     try:
         return decode(Timeline, json.loads(path.read_text(encoding="utf-8")))
     except (DecodeError, ValueError) as error:
-        raise RunUnreadable(
-            "the measured timeline cannot be read", where=str(path), got=str(error)
-        ) from error
+        raise RunUnreadable("a timeline cannot be read", where=str(path), got=str(error)) from error

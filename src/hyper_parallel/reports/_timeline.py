@@ -31,11 +31,18 @@ def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
     return Timeline(timeline.kind, moved)
 
 
-def chrome_trace(measured: Timeline | None, plan: Plan) -> dict[str, Any]:
+def chrome_trace(
+    measured: Timeline | None, plan: Plan, simulated: Timeline | None = None
+) -> dict[str, Any]:
     """Both timelines in the Chrome JSON trace format that Perfetto opens.
 
     Predicted and measured lanes are two processes. The predicted step is repeated at the start of every measured
-    step, so that the two lie under each other.
+    step, so that the two lie under each other: its cost terms, and the lanes of the simulated pipeline ranks.
+
+    Args:
+        measured: Spans of some steps, or None.
+        plan: What was predicted.
+        simulated: One step of the plan, event by event, or None.
 
     Source: Trace Event Format, duration ("X"), counter ("C") and metadata ("M") events; times in microseconds.
     """
@@ -46,6 +53,11 @@ def chrome_trace(measured: Timeline | None, plan: Plan) -> dict[str, Any]:
     for step, start in starts:
         _spans(events, 1, predicted.spans, {"predicted/step": 1}, start, step)
     events.append(_thread(1, 1, "step"))
+    if simulated is not None:
+        lanes = {lane: number for number, lane in enumerate(simulated.lanes, 2)}
+        events += [_thread(1, number, f"pipeline {lane}") for lane, number in lanes.items()]
+        for step, start in starts:
+            _spans(events, 1, simulated.spans, lanes, start, step)
     if measured is not None:
         _process(events, 2, "measured")
         lanes = {lane: number for number, lane in enumerate(measured.lanes, 1)}

@@ -3,9 +3,14 @@
 from hyper_parallel.backends.torch import (
     CommCounter,
     Handle,
+    Routing,
+    RoutingStatistics,
     accumulate,
     audit,
     clip_grad_norm_,
+    end_step,
+    forward_backward,
+    forward_loss,
     handle,
 )
 from hyper_parallel.runtime._launch import launch, preload
@@ -15,10 +20,15 @@ from hyper_parallel.runtime._world import World
 __all__ = [
     "CommCounter",
     "Handle",
+    "Routing",
+    "RoutingStatistics",
     "World",
     "accumulate",
     "audit",
     "clip_grad_norm_",
+    "end_step",
+    "forward_backward",
+    "forward_loss",
     "handle",
     "launch",
     "parallelize",

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hyper_parallel.backends.torch import apply_plan
+from hyper_parallel.backends.torch import Routing, apply_plan
 from hyper_parallel.ir import Plan
 from hyper_parallel.runtime._world import World
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, world: World | None = None, ranks: Sequence[int] | None = None
+    model: nn.Module,
+    plan: Plan,
+    world: World | None = None,
+    ranks: Sequence[int] | None = None,
+    *,
+    routing: Routing | None = None,
 ) -> nn.Module:
     """Apply a plan to an unmodified model, in place.
 
@@ -22,6 +27,7 @@ def parallelize(
         plan: The plan.
         world: Ranks to use; None: joins the one the environment describes.
         ranks: Ranks of the world this model lives on; None: all.
+        routing: Choices about the routing of experts; None: what the model does by itself.
 
     Returns:
         The same model, same class and parameter names, with its parameters laid out.
@@ -35,8 +41,18 @@ def parallelize(
     strategy = plan.strategy
     mixed = plan.workload.compute_dtype != plan.workload.param_dtype
     if strategy.world_size == 1 and world.world_size == 1 and not mixed:
-        return apply_plan(model, plan, None, 0, world.device, None)
+        return apply_plan(model, plan, None, 0, world.device, None, routing=routing)
     mesh = world.mesh(strategy, ranks)
+    expert_mesh = world.expert_mesh(strategy, ranks)
     members = mesh.mesh.flatten().tolist()
     position = members.index(world.rank)
-    return apply_plan(model, plan, mesh, position, world.device, world.group(mesh))
+    return apply_plan(
+        model,
+        plan,
+        mesh,
+        position,
+        world.device,
+        world.group(mesh),
+        expert_mesh,
+        routing,
+    )

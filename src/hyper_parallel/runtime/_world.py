@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.backends.torch import FLAT
 from hyper_parallel.errors import DegreesMismatch, DeviceUnavailable
-from hyper_parallel.ir import Strategy
+from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime._launch import INIT_METHOD
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
-_MESH_AXES = ("dp_replicate", "dp_shard", "tp_x")
 
 
 class World:
@@ -64,6 +64,21 @@ class World:
             world.backend = dist.get_backend_config()
         return world
 
+    @classmethod
+    def fake(cls, rank: int, world_size: int) -> World:
+        """One rank of a world that is not there: collectives return at once and move nothing.
+
+        For tracing what a rank would do, of any number of ranks, in one process. The default process group of the
+        process must be free; `close` frees it again.
+        """
+        # Importing the module registers the backend.
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        world = cls(rank, world_size, 0, torch.device("cpu"), "fake")
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        world._owns_group = True
+        return world
+
     def _open(self, init_method: str | None) -> None:
         """Create the default process group; without a method a group of one."""
         self.backend = _BACKENDS[self.device.type]
@@ -72,7 +87,7 @@ class World:
         self._owns_group = True
 
     def mesh(self, strategy: Strategy, ranks: Sequence[int] | None = None) -> DeviceMesh:
-        """Device mesh of a strategy with the axes dp_replicate, dp_shard, tp_x, degree 1 included.
+        """Device mesh of a strategy with every axis, outer to inner, degree 1 included.
 
         Making a mesh makes process groups, so every rank of the world must call this, also ranks outside `ranks`, in
         the same order. A mesh is made once and kept.
@@ -91,15 +106,36 @@ class World:
                 got=f"{strategy} on {len(members)} ranks",
                 hint=f"parallel.dp_shard={_fitting_shard(strategy, len(members))}",
             )
-        degrees = tuple(getattr(strategy, axis) for axis in _MESH_AXES)
+        degrees = tuple(getattr(strategy, axis) for axis in AXES)
         key = (degrees, members)
         if key not in self._meshes:
             if not dist.is_initialized():
                 self._open(None)
             layout = torch.tensor(members, dtype=torch.int).view(degrees)
-            self._meshes[key] = DeviceMesh(self.device.type, layout, mesh_dim_names=_MESH_AXES)
+            self._meshes[key] = DeviceMesh(self.device.type, layout, mesh_dim_names=AXES)
+            if strategy.cp > 1:
+                # FSDP's axis is made here, where every rank of the world takes part.
+                self._meshes[key]["dp_shard", "cp"]._flatten(FLAT)
             if 1 < len(members) < self.world_size and members not in self._groups:
                 self._groups[members] = dist.new_group(list(members))
+        return self._meshes[key]
+
+    def expert_mesh(
+        self, strategy: Strategy, ranks: Sequence[int] | None = None
+    ) -> DeviceMesh | None:
+        """The same ranks as experts see them, axes pp, dp_replicate, edp, ep; None when ep is 1.
+
+        As for `mesh`, which comes first, every rank of the world must call this in the same order.
+        """
+        if strategy.ep == 1:
+            return None
+        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        wanted = strategy.expert_mesh()
+        key = (wanted.shape, members)
+        if key not in self._meshes:
+            layout = torch.tensor(members, dtype=torch.int).view(wanted.shape)
+            mesh = DeviceMesh(self.device.type, layout, mesh_dim_names=wanted.names)
+            self._meshes[key] = mesh
         return self._meshes[key]
 
     def group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -116,6 +152,7 @@ class World:
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+            _forget_redistributions(simulated=self.backend == "fake")
         self._owns_group = False
 
     def __enter__(self) -> Self:
@@ -128,6 +165,22 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _forget_redistributions(simulated: bool) -> None:
+    """Drop what torch remembers of redistributions.
+
+    It finds them by mesh, and the mesh of a later world may be equal while its groups are others. After a simulated
+    world, whose process goes on to other meshes, the remembered shardings go too; where ranks really ran they stay,
+    because clearing them can hang ranks that are forked later.
+    """
+    from torch.distributed.tensor import _redistribute
+
+    _redistribute._gen_transform_infos.cache_clear()
+    if simulated:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _fitting_shard(strategy: Strategy, ranks: int) -> int:

@@ -18,13 +18,14 @@ from hyper_parallel.shard._rules import REFUSED
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter with the rule it found."""
+    """A parameter with the rule it found, and how many of its parts are cut apart."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     owner: str
     style: str | None
+    parts: int = 1
 
     @property
     def module(self) -> str:
@@ -46,7 +47,9 @@ class Param:
     @property
     def in_attention(self) -> bool:
         """Whether the module is a direct part of an attention module."""
-        name = self.parent.rpartition(".")[2]
+        # A rule that names a parameter holds for one of the attention module itself.
+        holder = self.module if self.owner == self.name else self.parent
+        name = holder.rpartition(".")[2]
         return "attn" in name or "attention" in name
 
 
@@ -64,7 +67,7 @@ class Sizes:
 
     @property
     def tp(self) -> int:
-        return self.strategy.tp_x
+        return self.strategy.tp
 
 
 def module_of(name: str) -> str:
@@ -81,7 +84,7 @@ def rule_hint(rules: Mapping[str, str]) -> str:
 
 
 def _without_tp(strategy: Strategy) -> str:
-    return f"parallel.tp=1 parallel.dp_shard={strategy.dp_shard * strategy.tp_x}"
+    return f"parallel.tp=1 parallel.dp_shard={strategy.dp_shard * strategy.tp}"
 
 
 def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
@@ -103,7 +106,7 @@ def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
                 got=f"shape {param.shape}, tp={sizes.tp}",
                 hint=_without_tp(sizes.strategy) + _or_replicate(param),
             )
-        if param.style not in (None, "replicate") and not 1 <= len(param.shape) <= 2:
+        if param.style not in (None, "replicate", "experts") and not 1 <= len(param.shape) <= 2:
             raise UnsupportedSharding(
                 f"style `{param.style}` needs a matrix or a vector, `{param.name}` is neither",
                 where=sizes.where,
@@ -155,7 +158,7 @@ def _role(param: Param, sizes: Sizes) -> str:
 
 def fit_widths(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
     """Check heads and widths against the degree; key and value projections with too few heads stay whole."""
-    cut = [p for p in found if p.style in ("colwise", "rowwise", "kv_replicate")]
+    cut = [p for p in found if p.style in ("colwise", "rowwise", "kv_replicate", "norm_heads")]
     # A rowwise bias is whole, so its size plays no part.
     cut = [p for p in cut if len(p.shape) == 2 or p.style != "rowwise"]
     roles = {p.name: _role(p, sizes) for p in cut}
@@ -165,11 +168,11 @@ def fit_widths(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param
     for param in found:
         role = roles.get(param.name)
         if role == "heads":
-            _divide("heads", sizes.num_heads, param, sizes)
+            divide("heads", sizes.num_heads, param, sizes)
         elif role == "kv_heads":
             param = _fit_kv(param, sizes, notes)
         elif role == "width":
-            _divide("width", param.cut_size, param, sizes)
+            divide("width", param.cut_size, param, sizes)
         if param.style == "kv_replicate" and role != "kv_heads":
             raise RuleError(
                 f"style `kv_replicate` is for key and value projections, `{param.pattern}` is none",
@@ -182,12 +185,10 @@ def fit_widths(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param
 
 
 def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    _divide("heads", sizes.num_heads, param, sizes)
+    divide_kv(param, sizes)
     heads, tp = sizes.num_kv_heads, sizes.tp
     if heads % tp == 0:
         return param
-    if tp % heads:
-        raise _not_divisible("kv_heads", heads, param, sizes)
     notes.append(
         f"`{param.pattern}` keeps its weight whole: {heads} key and value heads on tp={tp} ranks; "
         f"each head is computed on {tp // heads} ranks"
@@ -195,7 +196,15 @@ def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
     return replace(param, style="kv_replicate")
 
 
-def _divide(what: str, size: int, param: Param, sizes: Sizes) -> None:
+def divide_kv(param: Param, sizes: Sizes) -> None:
+    """Refuse a degree that splits key and value heads, or shares them unequally among ranks."""
+    divide("heads", sizes.num_heads, param, sizes)
+    if sizes.num_kv_heads % sizes.tp and sizes.tp % sizes.num_kv_heads:
+        raise _not_divisible("kv_heads", sizes.num_kv_heads, param, sizes)
+
+
+def divide(what: str, size: int, param: Param, sizes: Sizes) -> None:
+    """Refuse a degree that does not divide a size, with the degrees that do."""
     if size % sizes.tp:
         raise _not_divisible(what, size, param, sizes)
 
@@ -224,7 +233,7 @@ def check_pairs(found: list[Param], sizes: Sizes) -> None:
         parents.setdefault(param.parent, []).append(param)
     for parent, members in parents.items():
         matrices = [p for p in members if len(p.shape) == 2]
-        into = [p for p in matrices if p.style in ("colwise", "kv_replicate")]
+        into = [p for p in matrices if p.style in ("colwise", "kv_replicate", "qkv", "gate_up")]
         out = [p for p in matrices if p.style == "rowwise"]
         odd = [p for p in matrices if p.style == "replicate" and _between(p, into)]
         odd += [p for p in members if p.style in (None, "replicate") and _norm_over_heads(p, sizes)]

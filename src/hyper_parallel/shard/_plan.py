@@ -5,6 +5,10 @@ Tensor parallelism cuts first and FSDP cuts what it left, so `dp_shard` stands i
 
     model.layers.*.mlp.up_proj.weight     [mlp:tp_x.dp_shard, embed]
     model.layers.*.mlp.down_proj.weight   [embed:dp_shard, mlp:tp_x]
+
+A weight whose stacked parts are cut apart leaves its rows to tensor parallelism, and FSDP cuts its columns:
+
+    model.layers.*.mlp.gate_up_proj.weight   [gate_up/2:tp_x, embed:dp_shard]
 """
 
 from __future__ import annotations
@@ -15,7 +19,14 @@ from dataclasses import dataclass, replace
 
 from hyper_parallel.errors import RuleError
 from hyper_parallel.ir import Layout, Rule, Strategy
-from hyper_parallel.shard._checks import check_axes
+from hyper_parallel.shard._checks import check_axes, check_context
+from hyper_parallel.shard._experts import (
+    EXPERTS,
+    check_experts,
+    container,
+    expert_layout,
+    mark_experts,
+)
 from hyper_parallel.shard._fit import (
     Param,
     Sizes,
@@ -26,10 +37,11 @@ from hyper_parallel.shard._fit import (
     refuse_inexact,
     rule_hint,
 )
+from hyper_parallel.shard._grid import cuts_hidden, fit_grid, grid_axes
+from hyper_parallel.shard._packed import fit_packed
 from hyper_parallel.shard._rules import STYLES, applies
 
 TP = "tp_x"
-FSDP = "dp_shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,7 @@ class ShardPlan:
     Attributes:
         layouts: Parameter name, as given, to its layout.
         styles: Module (or parameter, where a rule names one) to the style it really has; without tensor parallelism
-            every style is `replicate`.
+            every style is `replicate`, except that modules of routed experts are `experts`.
         notes: What a reader should know: where a style deviates from the model's own plan, and why.
     """
 
@@ -77,26 +89,35 @@ def plan_layouts(
         where: Where the degrees were set, for errors.
 
     Raises:
-        NotDivisible: HP203 when heads or widths do not divide by the tensor-parallel degree.
+        NotDivisible: HP203 when heads or widths do not divide by the tensor-parallel degree, or heads by Ulysses.
         RuleError: HP204 when a rule of the strategy matches nothing or names no style, or splits tied parameters
             differently.
         UnsupportedSharding: HP205 for axes that are not implemented, and for modules that this version cannot run
             exactly under tensor parallelism.
     """
     check_axes(strategy, where)
+    check_context(strategy, num_heads, where)
     listed = list(params)
     _check_rules(strategy.rules, [name for name, _, _ in listed], where)
-    found = [_find(p, (*strategy.rules, *rules)) for p in listed]
+    found = mark_experts([_find(p, (*strategy.rules, *rules)) for p in listed])
+    check_experts(found, strategy, where)
     notes: list[str] = []
-    if strategy.tp_x > 1:
+    if strategy.tp > 1:
         sizes = Sizes(strategy, num_heads, num_kv_heads, head_dim, vocab_size, where)
         refuse_inexact(found, sizes)
         found = fit_vocabulary(found, sizes, notes)
-        found = fit_widths(found, sizes, notes)
+        if strategy.tp_y == 1:
+            found = fit_packed(fit_widths(found, sizes, notes), sizes, notes)
+        else:
+            found = fit_grid(found, sizes, notes)
         check_pairs(found, sizes)
     else:
-        found = [replace(param, style="replicate") for param in found]
-    layouts = {param.name: _layout(param, strategy) for param in found}
+        found = [
+            param if param.style == EXPERTS else replace(param, style="replicate")
+            for param in found
+        ]
+    hidden_cut = cuts_hidden(found, strategy)
+    layouts = {param.name: _layout(param, strategy, hidden_cut) for param in found}
     for name, source in (tied or {}).items():
         if name in layouts and source in layouts and layouts[name].axes != layouts[source].axes:
             raise RuleError(
@@ -105,7 +126,9 @@ def plan_layouts(
                 got=f"{layouts[name]} and {layouts[source]}",
                 hint=rule_hint({module_of(name): "replicate", module_of(source): "replicate"}),
             )
-    styles = {param.owner: param.style or "replicate" for param in found}
+    styles = {
+        container(p) if p.style == EXPERTS else p.owner: p.style or "replicate" for p in found
+    }
     return ShardPlan(layouts, styles, tuple(dict.fromkeys(notes)))
 
 
@@ -140,13 +163,24 @@ def _check_rules(rules: Sequence[Rule], names: Sequence[str], where: str | None)
             )
 
 
-def _layout(param: Param, strategy: Strategy) -> Layout:
+def _layout(param: Param, strategy: Strategy, hidden_cut: bool) -> Layout:
     layout = Layout.replicated(len(param.shape), dims=param.dims)
     if not param.shape:
         return layout  # FSDP cannot cut a scalar
-    if strategy.tp_x > 1:
-        if param.style in ("colwise", "vocab", "head"):
+    if param.style == EXPERTS and strategy.ep > 1:
+        return expert_layout(layout, param.shape, strategy)
+    if strategy.tp_y > 1:
+        if param.parts > 1:
+            layout = layout.stack(0, param.parts)
+        for dim, axes in enumerate(grid_axes(param, strategy, hidden_cut)):
+            layout = layout.split(dim, *axes)
+        if param.parts > 1:
+            return layout.split(1, *strategy.fsdp_axes)
+    elif strategy.tp_x > 1:
+        if param.parts > 1:
+            return layout.stack(0, param.parts).split(0, TP).split(1, *strategy.fsdp_axes)
+        if param.style in ("colwise", "vocab", "head", "norm_heads", "qkv", "gate_up"):
             layout = layout.split(0, TP)
         elif param.style == "rowwise" and len(param.shape) == 2:
             layout = layout.split(1, TP)
-    return layout.split(0, FSDP) if strategy.dp_shard > 1 else layout
+    return layout.split(0, *strategy.fsdp_axes)

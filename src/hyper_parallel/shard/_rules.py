@@ -20,7 +20,12 @@ STYLES: Final[Mapping[str, str]] = MappingProxyType(
         "rowwise": "weight split on in, bias whole and added once after the reduction",
         "vocab": "embedding [vocab, embed] split on vocab; partial rows are summed",
         "head": "language-model head [vocab, embed] split on vocab; logits stay split for the loss",
+        "experts": "fused weights [experts, ...] split over ep on the first dim; tensor parallelism keeps them whole",
         "kv_replicate": "key or value projection kept whole; a rank computes the heads its queries use",
+        "qkv": "query, key and value stacked in one weight: each part is split at whole heads",
+        "gate_up": "gate and up stacked in one weight: each half is split",
+        "latent": "projection or norm inside attention kept whole: every rank computes it for all tokens",
+        "norm_heads": "norm over all heads together: scale split by heads, sums of squares added over the ranks",
         "replicate": "parameters whole; the module works position by position on the sequence shard",
     }
 )
@@ -30,7 +35,6 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "packed_colwise": "several projections packed in one weight",
         "packed_rowwise": "several projections packed in one weight",
-        "experts": "experts of a mixture-of-experts layer",
         "gather_output": "a projection whose output must be whole on every rank",
         "split_input": "a projection whose input is whole on every rank",
         "unsupported": "a module whose plan uses a style that is not implemented",
@@ -78,14 +82,14 @@ def match(pattern: str, name: str) -> str | None:
 def applies(rule: Rule, param: str) -> str | None:
     """The name a rule takes hold of for a parameter: the parameter, its module, or None when it does not apply.
 
-    A style that splits weights must name the module that owns them (or the parameter); `replicate`, and the styles
-    that are refused, also hold for everything inside a module.
+    A style that splits weights must name the module that owns them (or the parameter); `replicate`, `experts` and the
+    styles that are refused also hold for everything inside a module.
     """
     found = match(rule.pattern, param)
     if found is None:
         return None
     inside = param[len(found) + 1 :].count(".")
-    whole_subtree = rule.style == "replicate" or rule.style in REFUSED
+    whole_subtree = rule.style in ("replicate", "experts") or rule.style in REFUSED
     if found == param or inside == 0:
         return found
     return param.rpartition(".")[0] if whole_subtree else None
@@ -147,7 +151,14 @@ _SHARED_EXPERTS: Final = {
     "mlp.shared_experts.up_proj": "colwise",
     "mlp.shared_experts.down_proj": "rowwise",
 }
+_GATHERED_MLP: Final = {"mlp.gate_up_proj": "gather_output", "mlp.down_proj": "split_input"}
 _LLAMA: Final = {**_ATTENTION, **_GATED_MLP}
+_GLM: Final = {**_ATTENTION, **_GATHERED_MLP}
+_OLMO: Final = {
+    **{f"self_attn.{p}_proj": "gather_output" for p in "qkv"},
+    "self_attn.o_proj": "split_input",
+    **_GATED_MLP,
+}
 _FAMILIES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "llama": _LLAMA,
@@ -164,13 +175,54 @@ _FAMILIES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         "phi3": {
             "self_attn.qkv_proj": "gather_output",
             "self_attn.o_proj": "split_input",
-            "mlp.gate_up_proj": "gather_output",
-            "mlp.down_proj": "split_input",
+            **_GATHERED_MLP,
+        },
+        "glm": _GLM,
+        "glm4": _GLM,
+        "olmo2": _OLMO,
+        "olmo3": _OLMO,
+    }
+)
+_PACKED_MLP: Final = {"mlp.gate_up_proj": "gate_up", "mlp.down_proj": "rowwise"}
+_NORMED_HEADS: Final = {
+    **_ATTENTION,
+    "self_attn.q_norm": "norm_heads",
+    "self_attn.k_norm": "norm_heads",
+}
+_COMPLETED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "phi3": {"self_attn.qkv_proj": "qkv", "self_attn.o_proj": "rowwise", **_PACKED_MLP},
+        "glm": _PACKED_MLP,
+        "glm4": _PACKED_MLP,
+        "olmo2": _NORMED_HEADS,
+        "olmo3": _NORMED_HEADS,
+        "gpt_oss": {**_ATTENTION, "self_attn.sinks": "colwise"},
+        "deepseek_v3": {
+            "self_attn.q_proj": "colwise",
+            "self_attn.q_a_proj": "latent",
+            "self_attn.q_a_layernorm": "latent",
+            "self_attn.q_b_proj": "colwise",
+            "self_attn.kv_a_proj_with_mqa": "latent",
+            "self_attn.kv_a_layernorm": "latent",
+            "self_attn.kv_b_proj": "colwise",
+            "self_attn.o_proj": "rowwise",
         },
     }
 )
+"""What the plan of a configuration class leaves whole, or gathers, although it splits exactly."""
 FAMILIES: Final = tuple(_FAMILIES)
 """Model types with a plan of their own in the table."""
+
+
+def completed_rules(model_type: str, prefix: str = "model.") -> tuple[Rule, ...]:
+    """Rules that complete the plan of a family's configuration class; they go before it.
+
+    Args:
+        model_type: `model_type` of the config; a family without such rules gets none.
+        prefix: Put before every pattern, as in `normalise_plan`.
+    """
+    layer = _COMPLETED.get(model_type, {})
+    return tuple(Rule(f"{prefix}layers.*.{name}", style) for name, style in layer.items())
 
 
 def family_rules(model_type: str) -> tuple[Rule, ...]:
@@ -184,4 +236,5 @@ def family_rules(model_type: str) -> tuple[Rule, ...]:
     layer = _FAMILIES.get(model_type, _LLAMA)
     rules = [Rule(f"model.layers.*.{name}", style) for name, style in layer.items()]
     rules.sort(key=lambda rule: -len(rule.pattern.split(".")))
+    rules = [*completed_rules(model_type), *rules]
     return (*rules, Rule("model.embed_tokens", "vocab"), Rule("lm_head", "head"))

@@ -43,6 +43,7 @@ from hyper_parallel.errors import (
     OutputNotWritable,
 )
 from hyper_parallel.trainer import _manifest as files
+from hyper_parallel.trainer._boxes import boxed
 from hyper_parallel.trainer._manifest import Damaged, Manifest
 
 T = TypeVar("T")
@@ -172,7 +173,8 @@ class Checkpointer:
         state = _state(model, optimizer)
         metadata = reader.read_metadata()
         untrained = _take_untrained(state, metadata)
-        _compare_tensors(state, metadata, path)
+        _compare_tensors(state, metadata, path, self._names(state))
+        state = boxed(state)  # plain values, such as learning rates, are put into it
         with _quiet_without_group():
             dcp.load(
                 state,
@@ -189,6 +191,11 @@ class Checkpointer:
                 if canonical_name(name) in names:
                     optimizer.state.pop(parameter, None)
         return found, json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
+
+    def _names(self, state: dict[str, Any]) -> dict[str, set[str]]:
+        """Names of all ranks' tensors: a pipeline rank holds a part of the model."""
+        everyone = self._everywhere(lambda: {part: set(values) for part, values in state.items()})
+        return {part: set().union(*(names[part] for names in everyone)) for part in state}
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest]:
         """The newest checkpoint whose files agree with its manifest, or exactly `step`; the ranks share the reading.
@@ -233,7 +240,7 @@ class Checkpointer:
         def tensors() -> None:
             with _quiet_without_group():
                 dcp.save(
-                    state,
+                    boxed(state),
                     storage_writer=dcp.FileSystemWriter(path),
                     process_group=self._group,
                     no_dist=self._group is None,
@@ -348,8 +355,10 @@ def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Pat
             )
 
 
-def _compare_tensors(state: dict[str, Any], metadata: Metadata, path: Path) -> None:
-    """Refuse the first tensor whose name, shape or dtype differs from the checkpoint's."""
+def _compare_tensors(
+    state: dict[str, Any], metadata: Metadata, path: Path, names: dict[str, set[str]]
+) -> None:
+    """Refuse the first tensor whose name, shape or dtype differs from the checkpoint's; `names` are all ranks'."""
     for part, values in state.items():
         prefix = f"{part}."
         saved = {k: v for k, v in metadata.state_dict_metadata.items() if k.startswith(prefix)}
@@ -358,10 +367,12 @@ def _compare_tensors(state: dict[str, Any], metadata: Metadata, path: Path) -> N
                 raise CheckpointMismatch(f"the checkpoint has no `{key}`", where=str(path))
         for key, entry in saved.items():
             name = key.removeprefix(prefix)
-            if name not in values:
+            if name not in names[part]:
                 raise CheckpointMismatch(
                     f"the checkpoint holds `{key}`, this run has no such tensor", where=str(path)
                 )
+            if name not in values:
+                continue
             value = values[name]
             if not isinstance(entry, TensorStorageMetadata) or not torch.is_tensor(value):
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -75,24 +75,25 @@ def export_hf(
             f"{original_class(model).__name__} is no Hugging Face model, so it has no export format"
         )
     state = {canonical_name(k): v for k, v in model.state_dict().items()}
-    names = _stored_once(reference, state)
+    owners = _owners(state)
+    device = next(iter(state.values())).device
+    shapes = {n: v.shape for n, v in reference.state_dict().items() if n in owners}
+    names = _stored_once(reference, shapes)
     if dtype is None:
         dtype = next(v.dtype for v in state.values() if v.is_floating_point())
     writer = None
     failure: OutputNotWritable | None = None
     if _rank() == 0:
         try:
-            writer = _Writer(
-                out, reference, {n: state[n].shape for n in names}, dtype, max_file_bytes
-            )
+            writer = _Writer(out, reference, {n: shapes[n] for n in names}, dtype, max_file_bytes)
         except OSError as error:
             failure = _not_writable(error, out)
         except OutputNotWritable as error:
             failure = error
     _raise_everywhere(failure)
     for name in names:
-        full = _whole(state[name])
-        if writer is not None and failure is None:
+        full = _on_rank_0(state.get(name), shapes[name], owners[name], device)
+        if writer is not None and full is not None and failure is None:
             failure = _try(lambda full=full, name=name: writer.add(name, full), out)
     if writer is not None and failure is None:
         generation = getattr(model, "generation_config", None)
@@ -184,7 +185,7 @@ class _Writer:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _stored_once(reference: nn.Module, state: dict[str, Tensor]) -> list[str]:
+def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:
     """Names to write: of tied parameters only the one the model takes the others from."""
     tied = reference.get_expanded_tied_weights_keys(all_submodels=True)
     return [name for name in state if name not in tied or tied[name] not in state]
@@ -226,9 +227,36 @@ def _replaceable(out: Path) -> bool:
     return (out / "config.json").is_file() or not any(out.iterdir())
 
 
+def _owners(state: dict[str, Tensor]) -> dict[str, tuple[int, torch.dtype]]:
+    """The lowest rank that holds each tensor, in parts or whole, and its dtype: pipeline ranks hold different ones."""
+    mine = {name: tensor.dtype for name, tensor in state.items()}
+    everyone: list[Any] = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    owners: dict[str, tuple[int, torch.dtype]] = {}
+    for rank, held in enumerate(everyone):
+        for name, dtype in held.items():
+            owners.setdefault(name, (rank, dtype))
+    return owners
+
+
 @torch.no_grad()
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+def _on_rank_0(
+    tensor: Tensor | None, shape: torch.Size, owner: tuple[int, torch.dtype], device: torch.device
+) -> Tensor | None:
+    """The whole tensor on rank 0; elsewhere it may be None. All ranks call this for every name."""
+    rank, dtype = owner
+    full = None
+    if tensor is not None:
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if rank and rank == _rank():
+        assert full is not None
+        dist.send(full.contiguous(), 0)
+    elif rank and _rank() == 0:
+        full = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(full, rank)
+    return full
 
 
 def _try(action: Callable[[], None], out: Path) -> OutputNotWritable | None:

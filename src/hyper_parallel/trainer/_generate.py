@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.backends.torch._forward import float64_experts
 from hyper_parallel.errors import BadValue, DeviceUnavailable, RunUnreadable, WeightsUnreadable
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, render, stop_ids
 
@@ -162,6 +163,8 @@ def load(
             where=str(export),
             got=sorted(info["missing_keys"])[:3],
         )
+    if model.dtype == torch.float64:
+        float64_experts(model)
     return model.to(where).eval(), tokenizer
 
 

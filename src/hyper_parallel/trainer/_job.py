@@ -7,13 +7,17 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml
 from hyper_parallel.errors import CheckpointCorrupt, Contradiction, OutputNotWritable
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._files import write_text, write_timeline
 from hyper_parallel.trainer._manifest import steps
 from hyper_parallel.trainer.data import Batches, PackedData
+
+MOST_SIMULATED: Final = 4096
+"""Microbatches of a step, over all stages, whose simulated timeline is still written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,9 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     Raises:
         HyperParallelError: Anything a user can have got wrong; see docs/train.md.
     """
+    from hyper_parallel.backends.torch import check_routing
     from hyper_parallel.planner import plan_recipe
-    from hyper_parallel.trainer._model import build_model, weights_directory
+    from hyper_parallel.trainer._model import build_model, routing_of, weights_directory
     from hyper_parallel.trainer.data import prepare
 
     recipe = loaded.recipe
@@ -109,7 +114,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     _check_resume(loaded)
     plan = plan_recipe(recipe, started_ranks(), loaded.where)
     weights_directory(recipe)
-    build_model(recipe)
+    model = build_model(recipe)
+    check_routing(model, routing_of(recipe), loaded.where("moe"), plan.strategy.pp)
     packed = prepare(
         recipe.data,
         stage=recipe.stage,
@@ -123,7 +129,17 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
         output_dir.mkdir(parents=True, exist_ok=True)
         write_text(output_dir / "config.yaml", recipe_to_yaml(recipe))
         write_text(output_dir / "plan.json", plan.to_json() + "\n")
+        _write_prediction(plan, output_dir / "predicted_timeline.json")
     return job
+
+
+def _write_prediction(plan: Plan, path: Path) -> None:
+    """The simulated step of the plan, which a report shows beside the measured one; not of very long steps."""
+    from hyper_parallel.planner import simulate_plan
+
+    path.unlink(missing_ok=True)
+    if len(plan.stages) * (plan.workload.accumulation_steps or 1) <= MOST_SIMULATED:
+        write_timeline(simulate_plan(plan), path)
 
 
 def _check_resume(loaded: LoadedRecipe) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import accumulate, clip_grad_norm_
+from hyper_parallel.backends.torch import (
+    RoutingStatistics,
+    clip_grad_norm_,
+    end_step,
+    forward_backward,
+    forward_loss,
+    handle,
+)
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._memory import MemoryGauge
@@ -39,6 +45,7 @@ class StepResult:
         valid_tokens: Tokens the loss counts.
         seconds: Time of the step on this rank.
         memory_bytes: Peak memory of the step on the fullest rank.
+        routing: Routing of the experts; None for other models.
     """
 
     loss: float
@@ -46,6 +53,7 @@ class StepResult:
     valid_tokens: int
     seconds: float
     memory_bytes: int
+    routing: RoutingStatistics | None = None
 
 
 class Loop:
@@ -78,8 +86,6 @@ class Loop:
         strategy = plan.strategy
         self._dp_rank = coordinate["dp_replicate"] * strategy.dp_shard + coordinate["dp_shard"]
         self._dp_size = strategy.dp
-        # Ranks that see the same tokens compute the same loss; one of them reports it.
-        self._reports = all(coordinate[axis] == 0 for axis in ("pp", "cp", "tp_x", "tp_y"))
         self._microbatch = plan.workload.microbatch or 1
 
     def step(
@@ -98,18 +104,10 @@ class Loop:
             parts = self._fetch(batches, step - 1)
             # Every rank counts the whole step from the index, without communication.
             valid_tokens = max(batches.num_valid(step - 1), 1)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        for i, batch in enumerate(parts):
-            with accumulate(self._model) if i < len(parts) - 1 else nullcontext():
-                with span("forward", "compute"):
-                    loss = self._loss(batch, valid_tokens)
-                with span("backward", "compute"):
-                    loss.backward()
-            loss_sum += loss.detach()
-        with span("gradient norm", "communication"):
-            grad_norm = clip_grad_norm_(self._model, max_grad_norm)
+            inputs = [self._inputs(batch) for batch in parts]
+        loss_sum, grad_norm = self.gradients(inputs, valid_tokens, max_grad_norm)
         with span("loss", "communication"):
-            mean, peaks = self._share(loss_sum)
+            mean, peaks = _read(self.share(loss_sum))
             norm = grad_norm.item()
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise LossNotFinite(
@@ -118,12 +116,35 @@ class Loop:
                 got=f"loss={mean}, grad_norm={norm}",
                 hint="training.lr=<a smaller value> training.max_grad_norm=1.0",
             )
-        with span("optimizer", "optimizer"):
+        self.update(lr)
+        routing = self._end_routing()
+        self._recorder.memory(self._gauge.peak_bytes())
+        return StepResult(mean, norm, valid_tokens, time.perf_counter() - start, peaks, routing)
+
+    def gradients(
+        self, inputs: list[dict[str, Tensor]], valid_tokens: int, max_grad_norm: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Forward, backward and clipping of one step; reads no value, so that it can also be traced.
+
+        Returns:
+            This rank's share of the loss, and the global gradient norm before clipping.
+        """
+        loss_sum = forward_backward(self._model, inputs, valid_tokens, self._recorder.span)
+        with self._recorder.span("gradient norm", "communication"):
+            return loss_sum, clip_grad_norm_(self._model, max_grad_norm)
+
+    def update(self, lr: float) -> None:
+        """The optimizer's step; gradients are gone afterwards."""
+        with self._recorder.span("optimizer", "optimizer"):
             set_lr(self._optimizer, lr)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        self._recorder.memory(self._gauge.peak_bytes())
-        return StepResult(mean, norm, valid_tokens, time.perf_counter() - start, peaks)
+
+    def _end_routing(self) -> RoutingStatistics | None:
+        if handle(self._model).experts is None:
+            return None
+        with self._recorder.span("routing", "communication"):
+            return end_step(self._model)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> tuple[float, int]:
@@ -132,10 +153,9 @@ class Loop:
         self._model.eval()
         with self._recorder.span("evaluation", "evaluation"):
             valid_tokens = max(batches.num_valid(0), 1)
-            loss_sum = torch.zeros((), dtype=torch.float64, device=self._world.device)
-            for batch in self._fetch(batches, 0):
-                loss_sum += self._loss(batch, valid_tokens)
-            mean, _ = self._share(loss_sum)
+            inputs = [self._inputs(batch) for batch in self._fetch(batches, 0)]
+            loss_sum = forward_loss(self._model, inputs, valid_tokens)
+            mean, _ = _read(self.share(loss_sum))
         self._model.train()
         return mean, valid_tokens
 
@@ -143,26 +163,25 @@ class Loop:
         rounds = batches.sequences_per_step // (self._dp_size * self._microbatch)
         return batches.microbatches(index, self._dp_rank, self._dp_size, self._microbatch, rounds)
 
-    def _loss(self, batch: Batch, valid_tokens: int) -> Tensor:
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         device = self._world.device
-        targets = batch.shift_labels.to(device, non_blocking=True)
-        output = self._model(
-            input_ids=batch.input_ids.to(device, non_blocking=True),
-            labels=targets,
-            shift_labels=targets,
-            num_items_in_batch=valid_tokens,
-            use_cache=False,
-        )
-        return output.loss
+        return {
+            "input_ids": batch.input_ids.to(device, non_blocking=True),
+            "shift_labels": batch.shift_labels.to(device, non_blocking=True),
+        }
 
-    def _share(self, loss_sum: Tensor) -> tuple[float, int]:
-        """Sum of the ranks' losses and the largest of their memory peaks, in one all-reduce."""
+    def share(self, loss_sum: Tensor) -> Tensor:
+        """Every rank's memory peak, then the sum of the ranks' losses, in one all-reduce."""
         size = self._world.world_size
         values = torch.zeros(size + 1, dtype=torch.float64, device=self._world.device)
-        if self._reports:
-            values[size] = loss_sum
+        values[size] = loss_sum
         values[self._world.rank] = float(self._gauge.peak_bytes())
         if size > 1:
             dist.all_reduce(values)
-        *peaks, mean = values.tolist()
-        return mean, int(max(peaks))
+        return values
+
+
+def _read(shared: Tensor) -> tuple[float, int]:
+    """The mean loss and the largest peak of what `Loop.share` returned."""
+    *peaks, mean = shared.tolist()
+    return mean, int(max(peaks))

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from hyper_parallel.backends.torch import RoutingStatistics
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.units import format_bytes
 
@@ -34,6 +35,7 @@ class StepRecord:
         mfu: Model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
         memory_bytes: Peak memory of the step on the fullest rank.
         pred_step_s: Step time the plan predicts.
+        routing: Routing of the experts; left out of the line for other models.
     """
 
     step: int
@@ -49,6 +51,7 @@ class StepRecord:
     mfu: float
     memory_bytes: int
     pred_step_s: float
+    routing: RoutingStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,9 @@ class MetricsLog:
         self._append("metrics", record)
         for name in ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s"):
             self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
+        for name, value in asdict(record.routing).items() if record.routing else ():
+            if value is not None:
+                self._board.add_scalar(f"routing/{name}", value, record.step)
 
     def evaluation(self, record: EvalRecord) -> None:
         """Append an evaluation."""
@@ -102,7 +108,8 @@ class MetricsLog:
         self._board.close()
 
     def _append(self, name: str, record: Any) -> None:
-        self._files[name].write(json.dumps(asdict(record)) + "\n")
+        line = {key: value for key, value in asdict(record).items() if value is not None}
+        self._files[name].write(json.dumps(line) + "\n")
         self._files[name].flush()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.backends.torch import Routing
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import ModelUnreadable, WeightsUnreadable
 from hyper_parallel.model import find_preset, read_preset
@@ -40,6 +41,12 @@ def build_model(recipe: Recipe) -> nn.Module:
             attn_implementation=recipe.model.attn_implementation,
         )
     return model.train()
+
+
+def routing_of(recipe: Recipe) -> Routing:
+    """The recipe's choices about the routing of experts."""
+    choice = recipe.moe
+    return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
 
 
 def _config_values(name: str) -> tuple[str, dict[str, Any]]:

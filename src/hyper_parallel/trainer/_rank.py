@@ -22,15 +22,20 @@ from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer._checkpoint import Checkpointer
 from hyper_parallel.trainer._console import Display
 from hyper_parallel.trainer._export import export_hf
-from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._files import write_text, write_timeline
 from hyper_parallel.trainer._job import Job
 from hyper_parallel.trainer._loop import Loop, StepResult
 from hyper_parallel.trainer._memory import MemoryGauge
 from hyper_parallel.trainer._metrics import EvalRecord, MetricsLog, StepRecord, log_line
-from hyper_parallel.trainer._model import build_model, compile_layers, weights_directory
+from hyper_parallel.trainer._model import (
+    build_model,
+    compile_layers,
+    routing_of,
+    weights_directory,
+)
 from hyper_parallel.trainer._optimizer import build_optimizer
 from hyper_parallel.trainer._schedule import Schedule
-from hyper_parallel.trainer._spans import SpanRecorder, write_timeline
+from hyper_parallel.trainer._spans import SpanRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,9 @@ class _Run:
 
     def _make_model(self) -> nn.Module:
         recipe = self._recipe
-        model = parallelize(build_model(recipe), self._job.plan, self._world)
+        model = parallelize(
+            build_model(recipe), self._job.plan, self._world, routing=routing_of(recipe)
+        )
         directory = weights_directory(recipe)
         if directory is None:
             materialize(model, seed=recipe.training.seed, device=self._world.device)
@@ -198,6 +205,7 @@ class _Run:
             mfu=flops / plan.peak_flops if plan.peak_flops else 0.0,
             memory_bytes=result.memory_bytes,
             pred_step_s=plan.step_s,
+            routing=result.routing,
         )
         self._log.step(record)
         self._display.advance(step)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hyper_parallel.ir import Counter, Span, Timeline
-from hyper_parallel.serde import encode
-from hyper_parallel.trainer._files import write_text
 
 WINDOW = range(3, 13)
 """Steps that are recorded: past the warm-up of caches, few enough to stay small."""
@@ -113,8 +109,3 @@ class SpanRecorder:
     def _samples(self) -> Iterator[Counter]:
         for mark, value in self._counters:
             yield Counter(f"rank {self._rank}/memory", self._seconds(mark), value)
-
-
-def write_timeline(timeline: Timeline, path: Path) -> None:
-    """Write a timeline as JSON."""
-    write_text(path, json.dumps(encode(timeline)))

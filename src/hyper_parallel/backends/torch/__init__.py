@@ -3,22 +3,50 @@
 from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._counter import CommCounter
 from hyper_parallel.backends.torch._gradients import accumulate, clip_grad_norm_
+from hyper_parallel.backends.torch._ledger import Ledger, LiveTensor, Peak
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
+from hyper_parallel.backends.torch._memory_counter import MemoryCounter, Workspace
 from hyper_parallel.backends.torch._parallelize import apply_plan
 from hyper_parallel.backends.torch._pretrained import load_pretrained
-from hyper_parallel.backends.torch._state import Handle, handle
-from hyper_parallel.backends.torch._weights import materialize
+from hyper_parallel.backends.torch._rates import measure_rates
+from hyper_parallel.backends.torch._routing import (
+    Routing,
+    RoutingStatistics,
+    check_routing,
+    end_step,
+)
+from hyper_parallel.backends.torch._state import FLAT, Handle, handle, local
+from hyper_parallel.backends.torch._step import forward_backward, forward_loss
+from hyper_parallel.backends.torch._weights import allocate, materialize
+from hyper_parallel.backends.torch._workspace import cpu_workspace, device_workspace
 
 __all__ = [
+    "FLAT",
     "CommCounter",
     "Handle",
+    "Ledger",
+    "LiveTensor",
+    "MemoryCounter",
+    "Peak",
+    "Routing",
+    "RoutingStatistics",
+    "Workspace",
     "accumulate",
+    "allocate",
     "apply_plan",
     "audit",
+    "check_routing",
     "clip_grad_norm_",
+    "cpu_workspace",
     "cross_entropy_sum",
+    "device_workspace",
+    "end_step",
+    "forward_backward",
+    "forward_loss",
     "handle",
     "load_pretrained",
+    "local",
     "materialize",
+    "measure_rates",
     "shifted",
 ]

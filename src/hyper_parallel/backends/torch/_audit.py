@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.backends.torch._state import handle
+from hyper_parallel.backends.torch._local import local_ranges
+from hyper_parallel.backends.torch._state import FLAT, handle
 from hyper_parallel.errors import AuditError
-from hyper_parallel.ir import Layout
+from hyper_parallel.ir import Layout, Mesh
 
 
 def audit(model: nn.Module) -> None:
     """Compare every parameter with its planned layout.
 
     Checks, for each parameter: its logical shape, the mesh axes that split it and the dim each splits, and the shape
-    of the part this rank holds.
+    of the part this rank holds; where parts are cut apart, also which rows these are.
 
     Raises:
         AuditError: HP206 with the first parameter that differs.
     """
     found = handle(model)
-    coordinate = found.plan.mesh.coordinate(found.rank)
+    main, coordinate = _as_fsdp_sees(found.plan.mesh, found.rank)
+    experts = found.plan.strategy.expert_mesh()
     seen = dict(model.named_parameters())
     for name in sorted(seen.keys() ^ found.layouts.keys()):
         raise AuditError(
@@ -29,10 +33,13 @@ def audit(model: nn.Module) -> None:
             got="in the model" if name in seen else "only in the plan",
         )
     for name, param in seen.items():
-        layout, shape = found.layouts[name], found.shapes[name]
-        wanted = layout.local_shape(shape, found.plan.mesh, coordinate)
+        layout, shape = _flat(found.layouts[name]), found.shapes[name]
+        mesh, where = main, coordinate
+        if "ep" in layout.sharding_axes:
+            mesh, where = experts, experts.coordinate(found.rank)
+        wanted = layout.local_shape(shape, mesh, where)
         got_shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
-        axes = {a for a in layout.sharding_axes if found.plan.mesh.degree(a) > 1}
+        axes = {a for a in layout.sharding_axes if mesh.degree(a) > 1}
         got_axes = _splitting_axes(param)
         wanted_axes = {a: d for d, on in enumerate(layout.axes) for a in on if a in axes}
         if tuple(param.shape) != shape or got_shape != wanted or got_axes != wanted_axes:
@@ -42,6 +49,34 @@ def audit(model: nn.Module) -> None:
                 got=f"shape {tuple(param.shape)}, local {got_shape}, split by {got_axes}",
                 allowed=f"shape {shape}, local {wanted}, {_shown(layout)}",
             )
+        if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
+            ranges = layout.ranges(shape, mesh, where)
+            stored = tuple(
+                tuple((r.start, r.stop) for r in runs) for runs in local_ranges(param, name)
+            )
+            if stored != ranges:
+                raise AuditError(
+                    "a parameter holds other rows than planned",
+                    where=name,
+                    got=stored,
+                    allowed=ranges,
+                )
+
+
+def _as_fsdp_sees(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
+    """The mesh and a rank's coordinate with dp_shard x cp as the one axis that FSDP cuts over.
+
+    One cut into dp_shard * cp slices and two cuts in turn differ where the slices are uneven.
+    """
+    where, inner = mesh.coordinate(rank), mesh.degree("cp")
+    names = [name for name in mesh.names if name not in ("dp_shard", "cp")]
+    flat = Mesh((*((n, mesh.degree(n)) for n in names), (FLAT, mesh.degree("dp_shard") * inner)))
+    return flat, {**{n: where[n] for n in names}, FLAT: where["dp_shard"] * inner + where["cp"]}
+
+
+def _flat(layout: Layout) -> Layout:
+    axes = [tuple(FLAT if a in ("dp_shard", "cp") else a for a in on) for on in layout.axes]
+    return replace(layout, axes=tuple(tuple(dict.fromkeys(on)) for on in axes))
 
 
 def _splitting_axes(param: Tensor) -> dict[str, int]:
@@ -51,7 +86,7 @@ def _splitting_axes(param: Tensor) -> dict[str, int]:
     mesh = param.device_mesh
     names = mesh.mesh_dim_names or ()
     return {
-        name: placement.dim
+        FLAT if name == "dp_shard" else name: placement.dim
         for i, (name, placement) in enumerate(zip(names, param.placements, strict=True))
         if mesh.size(i) > 1 and hasattr(placement, "dim")
     }

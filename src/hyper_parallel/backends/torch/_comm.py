@@ -147,6 +147,26 @@ class _JoinColumns(torch.autograd.Function):
         return grad.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
 
 
+class _JoinSequence(torch.autograd.Function):
+    """Tokens of [B, local, ...] to whole sequences, for a consumer that every rank repeats."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.shape = group, local.shape
+        ctx.save_for_backward(order)
+        rows = gather_rows(local, group)
+        return rows.transpose(0, 1).flatten(1, 2).index_select(1, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        batch, local, *rest = ctx.shape
+        out = grad.new_zeros(batch, ctx.group.size() * local, *rest)
+        out.index_copy_(1, order, grad)
+        return out.narrow(1, ctx.group.rank() * local, local).contiguous(), None, None
+
+
 class _AllReduce(torch.autograd.Function):
     """Sum over ranks where asked: forward, backward, or both."""
 
@@ -195,6 +215,17 @@ def join_columns(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _JoinColumns.apply(part, group)
 
 
+def join_sequence(local: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Whole sequences [B, S, ...] from every rank's tokens; the ranks then all do the same with them.
+
+    Args:
+        local: [B, local tokens, ...].
+        order: For every position the place of its token among the tokens of all ranks, laid end to end.
+        group: The ranks.
+    """
+    return _JoinSequence.apply(local, order, group)
+
+
 def sum_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks; the gradient, equal on all ranks, passes unchanged."""
     return _AllReduce.apply(x, group, True, False)
@@ -215,3 +246,10 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     _all_gather(out, x.contiguous(), group=group)
     return out.view(group.size(), *x.shape)
+
+
+def reduce_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's row of the sum of every rank's [ranks, ...]; no gradient."""
+    out = torch.empty_like(rows[0])
+    _reduce_scatter(out, rows.flatten(0, 1), group=group)
+    return out

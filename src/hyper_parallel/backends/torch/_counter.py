@@ -24,6 +24,7 @@ _KINDS = (
     ("alltoall", "all_to_all"),
     ("all_to_all", "all_to_all"),
     ("broadcast", "broadcast"),
+    ("send", "send_recv"),
 )
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -31,23 +32,28 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 class CommCounter(TorchDispatchMode):
     """Context in which every collective is counted.
 
-    Groups of one rank send nothing and are left out. A group that is no group of the mesh is listed with the axes
-    `("other",)`, so that nothing goes uncounted.
+    A message between two ranks counts where it is sent. Groups of one rank send nothing and are left out. A group that
+    is no group of the mesh is listed with the axes `("other",)`, so that nothing goes uncounted.
 
     Args:
         mesh: Mesh that names the groups.
         rank: Rank of this process on the mesh.
+        others: Further meshes over the same ranks, for groups that the first has no name for.
 
     Attributes:
         calls: (kind, axes) to the number of calls.
-        sent_bytes: (kind, axes) to the bytes this rank sends in ring algorithms.
+        sent_bytes: (kind, axes) to the bytes this rank sends in ring algorithms; for an all-to-all with splits, what
+            it really sends to other ranks.
     """
 
-    def __init__(self, mesh: Mesh, rank: int) -> None:
+    def __init__(self, mesh: Mesh, rank: int, *others: Mesh) -> None:
         super().__init__()
         self.calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.sent_bytes: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        self._axes = dict(_named_groups(mesh, rank))
+        self._axes: dict[frozenset[int], tuple[str, ...]] = {}
+        for named in (mesh, *others):
+            for ranks, axes in _named_groups(named, rank):
+                self._axes.setdefault(ranks, axes)
 
     def __torch_dispatch__(
         self,
@@ -67,18 +73,42 @@ class CommCounter(TorchDispatchMode):
         group = _group(args)
         if group.size() == 1:
             return
+        ranks = frozenset(dist.get_process_group_ranks(group))
+        axes = self._axes.get(ranks, ("other",))
+        if kind == "all_to_all":
+            self.add(kind, axes, _sent_to_others(args, group))
+            return
         tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
         sizes = [t.numel() * t.element_size() for t in tensors]
         if name.startswith(("_allgather_base_", "_reduce_scatter_base_")):
             whole = max(sizes)  # output and input are both listed; the larger one is the whole
+        elif name.startswith("alltoall_base_"):
+            whole = sizes[1]
         elif kind == "all_gather" and len(tensors) == 1:
             whole = sizes[0] * group.size()
         else:
             whole = sum(sizes)
-        ranks = frozenset(dist.get_process_group_ranks(group))
-        key = (kind, self._axes.get(ranks, ("other",)))
-        self.calls[key] += 1
-        self.sent_bytes[key] += ring_bytes(kind, whole, group.size())
+        self.add(kind, axes, ring_bytes(kind, whole, group.size()))
+
+    def add(self, kind: str, axes: tuple[str, ...], sent_bytes: int) -> None:
+        """Count one collective; a subclass may look at who called."""
+        self.calls[kind, axes] += 1
+        self.sent_bytes[kind, axes] += sent_bytes
+
+
+def _sent_to_others(args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
+    """Bytes of the input of an all-to-all that leave this rank; splits count rows of the first dim."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not tensors:  # one tensor per rank: outputs, inputs
+        inputs = next(a for a in args[1:] if isinstance(a, (list, tuple)))
+        return sum(t.nbytes for i, t in enumerate(inputs) if i != group.rank())
+    sent = tensors[-1]
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    splits = lists[1] if len(lists) > 1 else []
+    if not splits:
+        return ring_bytes("all_to_all", sent.nbytes, group.size())
+    row = sent.nbytes // max(1, sent.shape[0])
+    return (sum(splits) - splits[group.rank()]) * row
 
 
 def _named_groups(mesh: Mesh, rank: int) -> Iterator[tuple[frozenset[int], tuple[str, ...]]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from hyper_parallel.backends.torch._context import Context
 from hyper_parallel.backends.torch._state import TpState
 
 
@@ -50,23 +51,35 @@ def keep_float64(model: nn.Module) -> None:
     model.forward = forward
 
 
-def recompute(layer: nn.Module, tp: TpState | None, exact: bool) -> None:
+def float64_experts(model: nn.Module) -> None:
+    """Let experts use the model's own loop: grouped matrix products have no float64."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+
+
+def recompute(
+    layer: nn.Module, tp: TpState | None, exact: bool, context: Context | None = None
+) -> None:
     """Drop the activations of a layer after forward and make them again in backward.
 
     Args:
         layer: Module whose forward is put around.
         tp: Tensor-parallel state, whose token count of this pass is needed again in backward.
         exact: Float64 is kept, also in backward.
+        context: Context-parallel state, whose view of this pass is needed again in backward.
     """
     inner = layer.forward
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         batch = tp.batch if tp is not None else ()
+        view = context.view if context is not None else None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if tp is not None:
                 tp.batch = batch  # another batch may have passed before backward runs this again
+            if context is not None:
+                context.view = view
             with _KeepFloat64() if exact else nullcontext():
                 return inner(*args, **kwargs)
 

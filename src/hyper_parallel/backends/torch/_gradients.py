@@ -23,6 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch._state import Handle, handle, local
 
+Summed = tuple[nn.Parameter, dist.ProcessGroup]
+"""A parameter, and the ranks that each hold one summand of its gradient."""
+
 
 class _Local(torch.autograd.Function):
     """The local part of a DTensor parameter; backward tells the gradient owner that a backward pass runs."""
@@ -62,31 +65,27 @@ def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
 
 
 class TpGradients:
-    """Sums the gradients of whole parameters over a tensor-parallel group when a backward pass ends.
-
-    Args:
-        group: The tensor-parallel ranks.
+    """Sums the gradients of parameters over the tensor-parallel axes that do not cut them, when a backward pass ends.
 
     Attributes:
         enabled: Sum at the end of the next backward pass; False between microbatches of one step.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self) -> None:
         self.enabled = True
-        self._find: Callable[[], Iterable[nn.Parameter]] = tuple
-        self._params: list[nn.Parameter] = []
+        self._find: Callable[[], Iterable[Summed]] = tuple
+        self._params: list[Summed] = []
         self._summed: set[int] = set()
         self._queued = False
 
-    def watch(self, find: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """Name the whole parameters, after FSDP has replaced them by its own.
+    def watch(self, find: Callable[[], Iterable[Summed]]) -> None:
+        """Name the parameters and the ranks that hold their summands, after FSDP has replaced them by its own.
 
         Args:
             find: Lists them; called again when weights have replaced parameters that were on the meta device.
         """
         self._find = find
-        self._params = [p for p in find() if p.requires_grad]
+        self._params = [(p, group) for p, group in find() if p.requires_grad]
 
     def forward_begins(self) -> None:
         """Forget a backward pass that ended with an error."""
@@ -103,36 +102,48 @@ class TpGradients:
         if self._queued:
             return
         self._queued = True
-        # A gradient kept from an earlier pass is already the sum. Each rank goes on with 1/tp of it, so that adding
-        # up over the ranks gives it back once; dividing by a power of two is exact.
-        kept = [
-            local(p.grad)
-            for i, p in enumerate(self._params)
-            if i in self._summed and p.grad is not None
-        ]
-        if kept:
-            torch._foreach_div_(kept, float(self.group.size()))
-        self._summed.clear()
+        self._share_kept()
         # Queued after FSDP's own callback, which was queued when the root's outputs received their gradients.
         Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def hold(self) -> None:
+        """Sum nothing until `release`: several backward passes of one step follow, in any order."""
+        self._share_kept()
+        self.enabled = False
+
+    def release(self) -> None:
+        """Sum now what the backward passes since `hold` have made."""
+        self.enabled = True
+        self._backward_ends()
+
+    def _share_kept(self) -> None:
+        # A gradient kept from an earlier pass is already the sum. Each rank goes on with 1/tp of it, so that adding
+        # up over the ranks gives it back once; dividing by a power of two is exact.
+        kept: dict[int, list[Tensor]] = {}
+        for i, (param, group) in enumerate(self._params):
+            if i in self._summed and param.grad is not None:
+                kept.setdefault(group.size(), []).append(local(param.grad))
+        for ranks, grads in kept.items():
+            torch._foreach_div_(grads, float(ranks))
+        self._summed.clear()
 
     def _backward_ends(self) -> None:
         self._queued = False
         if not self.enabled:
             return
-        if any(p.is_meta for p in self._params):
+        if any(p.is_meta for p, _ in self._params):
             self.watch(self._find)
-        buckets: dict[torch.dtype, list[Tensor]] = {}
-        for i, param in enumerate(self._params):
+        buckets: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = {}
+        for i, (param, group) in enumerate(self._params):
             if param.grad is not None:
                 grad = local(param.grad)
-                buckets.setdefault(grad.dtype, []).append(grad)
+                buckets.setdefault((group, grad.dtype), []).append(grad)
                 self._summed.add(i)
-        for grads in buckets.values():
+        for (group, _), grads in buckets.items():
             flat = torch.cat([g.reshape(-1) for g in grads])
             if not flat.numel():
                 continue
-            dist.all_reduce(flat, group=self.group)
+            dist.all_reduce(flat, group=group)
             parts = flat.split([g.numel() for g in grads])
             torch._foreach_copy_(grads, [f.view_as(g) for f, g in zip(parts, grads, strict=True)])
 
@@ -173,14 +184,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
         The norm before scaling, a plain scalar tensor, equal on every rank.
     """
     found = handle(model)
-    sizes = found.mesh.size() if found.mesh is not None else 1
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for name, param in model.named_parameters():
         if param.grad is not None:
-            cuts = found.layouts[name].sharding_axes
-            copies = sizes // found.plan.mesh.degree(cuts)
             grad = local(param.grad)
-            by_copies.setdefault((copies, grad.dtype), []).append(grad)
+            by_copies.setdefault((found.copies(name), grad.dtype), []).append(grad)
     total = torch.zeros((), dtype=torch.float32, device=found.device)
     for (copies, dtype), grads in by_copies.items():
         wide = torch.promote_types(dtype, torch.float32)

@@ -52,7 +52,9 @@ def load_pretrained(
     reference = twin(model)
     targets = _targets(model)
     shapes = {name: entry.shape for name, entry in source.tensors.items()}
-    assigned, unknown = boxes(reference, set(targets), shapes, str(source.directory))
+    # A pipeline rank holds a part of the model; the files hold all of it.
+    wanted = set(targets) | (set(reference.state_dict()) if reference is not None else set())
+    assigned, unknown = boxes(reference, wanted, shapes, str(source.directory))
     _check_unknown(unknown, reference, source)
     chosen = _choose(targets, assigned, source)
     for name, parts in chosen.items():

@@ -9,7 +9,7 @@ from torch import nn
 
 from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Rule
-from hyper_parallel.shard import ShardPlan, normalise_plan, plan_layouts
+from hyper_parallel.shard import ShardPlan, completed_rules, normalise_plan, plan_layouts
 
 
 def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
@@ -34,14 +34,19 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     params = [(name, tuple(p.shape), ()) for name, p in model.named_parameters()]
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if config is None:
+        _refuse_styles_of_heads(model, plan)
     tp = plan.strategy.tp
-    heads = _number(text, "num_attention_heads", tp)
+    # A plain module has no heads to check; what needs them refuses it by name.
+    heads = _number(text, "num_attention_heads", tp * plan.strategy.cp)
+    # Latent attention expands its own key and value for every head.
+    latent = _number(text, "kv_lora_rank", 0) > 0
     shard_plan = plan_layouts(
         params,
         _rules(model, text),
         plan.strategy,
         num_heads=heads,
-        num_kv_heads=_number(text, "num_key_value_heads", heads),
+        num_kv_heads=heads if latent else _number(text, "num_key_value_heads", heads),
         head_dim=_number(text, "head_dim", _number(text, "hidden_size", heads) // heads),
         vocab_size=_number(text, "vocab_size", tp),
     )
@@ -51,8 +56,26 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             where=type(model).__name__,
             hint=f"parallel.tp=1 parallel.dp_shard={plan.strategy.dp_shard * tp}",
         )
+    if decoder_of(model) is None and plan.strategy.recompute != "none":
+        raise UnsupportedSharding(
+            "recompute needs a Hugging Face model with a list of decoder layers",
+            where=type(model).__name__,
+            got=f"recompute={plan.strategy.recompute}",
+            hint="parallel.recompute=none",
+        )
     _compare(shard_plan.layouts, plan)
     return shard_plan
+
+
+def _refuse_styles_of_heads(model: nn.Module, plan: Plan) -> None:
+    for rule in plan.strategy.rules:
+        if rule.style in ("kv_replicate", "qkv", "latent", "norm_heads"):
+            raise UnsupportedSharding(
+                f"style `{rule.style}` needs the heads of a Hugging Face decoder's config",
+                where=rule.pattern,
+                got=type(model).__name__,
+                allowed="colwise, rowwise, vocab, head, gate_up, replicate",
+            )
 
 
 def starred(name: str) -> str:
@@ -80,7 +103,7 @@ def _rules(model: nn.Module, config: Any) -> tuple[Rule, ...]:
     ):
         if module is not None:
             ends.append(Rule(names[id(module)], style))
-    return (*ends, *rules)
+    return (*ends, *completed_rules(getattr(config, "model_type", ""), prefix), *rules)
 
 
 def _compare(layouts: dict[str, Layout], plan: Plan) -> None:
@@ -90,13 +113,17 @@ def _compare(layouts: dict[str, Layout], plan: Plan) -> None:
         mine, theirs = own.get(name), planned.get(name)
         if mine is None and theirs is not None and _is_tied(name, own):
             continue
-        if mine is None or theirs is None or mine.axes != theirs.axes:
+        if mine is None or theirs is None or _cuts(mine) != _cuts(theirs):
             raise PlanMismatch(
                 f"the plan does not fit this model at `{name}`",
                 got=f"model: {mine if mine is not None else 'no such parameter'}",
                 allowed=f"plan: {theirs if theirs is not None else 'no such parameter'}",
                 hint="hyper-parallel plan MODEL -o plan.json",
             )
+
+
+def _cuts(layout: Layout) -> list[tuple[tuple[str, ...], int]]:
+    return [(axes, layout.parts_of(dim)) for dim, axes in enumerate(layout.axes)]
 
 
 def _is_tied(name: str, own: dict[str, Layout]) -> bool:

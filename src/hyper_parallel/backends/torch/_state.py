@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,8 +16,13 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.ir import Layout, Plan
 
 if TYPE_CHECKING:
+    from hyper_parallel.backends.torch._context import Context
     from hyper_parallel.backends.torch._gradients import TpGradients
+    from hyper_parallel.backends.torch._pipeline import Pipeline
+    from hyper_parallel.backends.torch._routing import ExpertState
 
+FLAT = "dp_shard_cp"
+"""Mesh axis that FSDP cuts parameters over when there is context parallelism: dp_shard x cp as one."""
 _ATTRIBUTE = "_hyper_parallel"
 
 
@@ -30,6 +37,11 @@ class TpState:
         partial_embedding: The embedding returned a summand that nobody has summed yet.
         loss_taken: The loss function has consumed this pass's logits.
         head: How logits lie: whole, split over the vocabulary, or over the tokens.
+        regather: Gathered inputs are gathered again in backward instead of being kept.
+        order: The place of each row of this rank's piece in the list of tokens, -1 for padding; None: pieces follow
+            one another, and padding is behind the last token.
+        shape: Shape of this rank's part of the residual stream, of a batch (B, S) and the number of features; None:
+            pieces of ceil(B S / tp) tokens with all features.
     """
 
     group: dist.ProcessGroup
@@ -38,6 +50,15 @@ class TpState:
     partial_embedding: bool = False
     loss_taken: bool = False
     head: str = "whole"
+    regather: bool = False
+    order: Callable[[], Tensor] | None = None
+    shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None
+
+    def part(self, batch: tuple[int, ...], width: int) -> tuple[int, ...]:
+        """Shape of this rank's part of the residual stream of [*batch, width]."""
+        if self.shape is not None:
+            return self.shape(batch, width)
+        return (1, -(-math.prod(batch) // self.degree), width)
 
     @property
     def degree(self) -> int:
@@ -56,14 +77,18 @@ class Handle:
 
     Attributes:
         plan: The plan that was applied.
-        mesh: Device mesh with the axes dp_replicate, dp_shard, tp_x; None on one rank without process group.
+        mesh: Device mesh with every axis; None on one rank without process group.
         layouts: Parameter name to its layout.
         styles: Module name to its sharding style.
         shapes: Parameter name to its logical shape.
         tp: Tensor-parallel state, or None.
+        context: Context-parallel state, or None.
         gradients: Summation of gradients over the tensor-parallel ranks, or None.
+        experts: Expert parallelism and routing; None for a model without experts.
         fsdp: Modules that FSDP manages, root last.
         world_group: All ranks of the mesh; None on one rank.
+        pipeline: Runs this rank's pipeline stages; None without a pipeline. `layouts` and `shapes` then hold the
+            parameters of those stages only.
     """
 
     plan: Plan
@@ -74,9 +99,21 @@ class Handle:
     rank: int
     device: torch.device
     tp: TpState | None = None
+    context: Context | None = None
     gradients: TpGradients | None = None
+    experts: ExpertState | None = None
     fsdp: list[nn.Module] = field(default_factory=list)
     world_group: dist.ProcessGroup | None = None
+    pipeline: Pipeline | None = None
+
+    def copies(self, name: str) -> int:
+        """Ranks that hold the same elements of a parameter."""
+        layout = self.layouts[name]
+        mesh = self.plan.strategy.mesh_of(layout)
+        ranks = mesh.size // mesh.degree(layout.sharding_axes)
+        if self.pipeline is None:
+            return ranks
+        return ranks // mesh.degree("pp") * self.pipeline.holders(name)
 
 
 def attach(model: nn.Module, handle: Handle) -> None:

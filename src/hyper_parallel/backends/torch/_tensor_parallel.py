@@ -13,15 +13,18 @@ understand them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import _comm
+from hyper_parallel.backends.torch._again import AgainScope
+from hyper_parallel.backends.torch._experts import local_parameters
 from hyper_parallel.backends.torch._gradients import TpGradients, to_local
+from hyper_parallel.backends.torch._projections import norm_heads, packed
+from hyper_parallel.backends.torch._stages import final_norm
 from hyper_parallel.backends.torch._state import TpState
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
@@ -46,7 +49,12 @@ class TensorParallel:
         self.state = state
         self.gradients = gradients
         self.modules = dict(model.named_modules())
-        self.styles = {name: style for name, style in styles.items() if name in self.modules}
+        # What another pipeline rank holds has no parameters here.
+        present = {n for n, m in self.modules.items() if any(True for _ in m.parameters())}
+        self.styles = {name: style for name, style in styles.items() if name in present}
+        # A rule may name a parameter of a module, such as the sinks of attention.
+        owners = {n: n.rpartition(".")[0] for n in styles if n not in self.modules}
+        self.own_parameters = {n: styles[n] for n, owner in owners.items() if owner in present}
 
     def apply_to_decoder(self, base: nn.Module, layers: nn.ModuleList) -> None:
         """Wrap embedding, regions, layers, final norm and head of a Hugging Face model.
@@ -55,35 +63,40 @@ class TensorParallel:
             base: The decoder without its head.
             layers: Its decoder layers.
         """
-        state = self.state
         embedding = base.get_input_embeddings()
         head = self.model.get_output_embeddings()
-        norm = _final_norm(base, layers)
+        norm = final_norm(base)
+        config = self.model.config.get_text_config()
         linear_entry = self.model.config.model_type in LINEAR_ENTRY
         special = {id(embedding), id(head)}
         for name, style in self.styles.items():
             module = self.modules[name]
             if style == "colwise":
                 self._linear(module, name)
-            elif style == "kv_replicate":
+            elif style == "kv_replicate" and isinstance(module, nn.Linear):
                 self._key_value(module, name)
+            elif style in ("norm_heads", "kv_replicate"):
+                rows = self._kv_rows(module) if style == "kv_replicate" else None
+                norm_heads(module, name, rows, self.state, self.gradients)
+            elif style in ("qkv", "gate_up"):
+                self._linear(module, name)
+                packed(module, self.modules[name.rpartition(".")[0]], style, config, self.state)
             elif style == "rowwise":
                 self._rowwise(module, name)
             elif style == "vocab":
                 self._embedding(module, None if linear_entry else _comm.sum_both)
-            elif id(module) not in special:
+            elif style != "experts" and id(module) not in special:
                 self._whole(module)
+        for name in dict.fromkeys(n.rpartition(".")[0] for n in self.own_parameters):
+            self._local(self.modules[name], name)
         for name in self._regions():
             self._region(self.modules[name], name)
         if self.styles.get(self._name(embedding), "replicate") == "replicate":
             self._whole(embedding)
-        if head is not None:
+        if head is not None and hasattr(head, "weight"):  # else on another pipeline rank
             self._head(head)
         self._enter(layers[0])
-        _wrap(
-            norm,
-            lambda inner, *a, **k: _comm.gather_tokens(inner(*a, **k), state.batch, state.group),
-        )
+        self._leave(norm)
         self._guard()
 
     def apply_to_modules(self) -> None:
@@ -104,11 +117,10 @@ class TensorParallel:
                     module,
                     lambda inner, x: _comm.join_columns(inner(_comm.sum_backward(x, group)), group),
                 )
-            elif style == "kv_replicate":
-                raise UnsupportedSharding(
-                    "key and value heads fewer than tp are known for Hugging Face decoders only",
-                    where=name,
-                )
+            elif style == "gate_up":
+                self._linear(module, name)
+                packed(module, module, style, None, self.state)
+                _wrap(module, lambda inner, x: inner(_comm.sum_backward(x, group)))
             else:
                 self._whole(module, summed=False)
 
@@ -117,7 +129,8 @@ class TensorParallel:
 
     def _regions(self) -> list[str]:
         """Modules that own a projection into a split width, in model order."""
-        inside = [n for n, s in self.styles.items() if s in ("colwise", "kv_replicate")]
+        into = ("colwise", "kv_replicate", "qkv", "gate_up")
+        inside = [n for n, s in self.styles.items() if s in into]
         return list(dict.fromkeys(n.rpartition(".")[0] for n in inside))
 
     def _linear(self, module: nn.Module, name: str) -> None:
@@ -133,21 +146,26 @@ class TensorParallel:
         """A key or value projection kept whole: compute the rows of the heads that this rank's queries use."""
         _require_linear(module, name)
         attention = self.modules[name.rpartition(".")[0]]
-        config = self.model.config
-        degree, rank = self.state.degree, self.state.rank
-        heads = config.num_key_value_heads
-        width = module.out_features // heads
-        row = rank // (degree // heads) * width
+        config = self.model.config.get_text_config()
+        degree = self.state.degree
+        rows = self._kv_rows(module)
         if hasattr(attention, "num_key_value_groups"):
             attention.num_key_value_groups = config.num_attention_heads // degree
         owner = self.gradients
 
         def forward(x: Tensor) -> Tensor:
-            weight = to_local(module.weight, owner)[row : row + width]
-            bias = None if module.bias is None else to_local(module.bias, owner)[row : row + width]
+            weight = to_local(module.weight, owner)[rows]
+            bias = None if module.bias is None else to_local(module.bias, owner)[rows]
             return F.linear(x, weight, bias)
 
         module.forward = forward
+
+    def _kv_rows(self, module: nn.Module) -> slice:
+        """Rows of the key and value head that this rank's queries use, of several ranks' common one."""
+        heads = self.model.config.get_text_config().num_key_value_heads
+        width = module.weight.shape[0] // heads
+        row = self.state.rank // (self.state.degree // heads) * width
+        return slice(row, row + width)
 
     def _rowwise(self, module: nn.Module, name: str, tokens: bool = True) -> None:
         """Sum the ranks' products, then add the bias once."""
@@ -223,7 +241,22 @@ class TensorParallel:
             return
 
         def forward(inner: Forward, *args: Any, **kwargs: Any) -> Any:
-            with _local_parameters(module, owner):
+            with local_parameters(module, owner):
+                return inner(*args, **kwargs)
+
+        _wrap(module, forward)
+
+    def _local(self, module: nn.Module, name: str) -> None:
+        """A module with parameters of its own that a rule names: local tensors while its forward runs."""
+        styles = {s for n, s in self.own_parameters.items() if n.rpartition(".")[0] == name}
+        if len(styles) > 1:
+            raise UnsupportedSharding(
+                "the parameters of one module have several styles", where=name, got=sorted(styles)
+            )
+        owner = self.gradients if styles == {"replicate"} else None
+
+        def forward(inner: Forward, *args: Any, **kwargs: Any) -> Any:
+            with local_parameters(module, owner):
                 return inner(*args, **kwargs)
 
         _wrap(module, forward)
@@ -233,18 +266,26 @@ class TensorParallel:
         state = self.state
 
         def forward(inner: Forward, *args: Any, **kwargs: Any) -> Any:
-            if "hidden_states" in kwargs:
-                piece = kwargs["hidden_states"]
-                kwargs["hidden_states"] = _comm.gather_tokens(piece, state.batch, state.group)
-            elif args and isinstance(args[0], Tensor):
-                args = (_comm.gather_tokens(args[0], state.batch, state.group), *args[1:])
-            else:
+            named = "hidden_states" in kwargs
+            if not named and not (args and isinstance(args[0], Tensor)):
                 raise UnsupportedSharding(
                     "the module takes its activations neither first nor as `hidden_states`",
                     where=name,
                     got=f"arguments {', '.join(kwargs) or 'none'}",
                 )
-            return inner(*args, **kwargs)
+            piece = kwargs["hidden_states"] if named else args[0]
+            batch = state.batch
+            tokens = _comm.gather_tokens(piece, batch, state.group)
+            if named:
+                kwargs["hidden_states"] = tokens
+            else:
+                args = (tokens, *args[1:])
+            if not state.regather:
+                return inner(*args, **kwargs)
+            kept, scope = piece.detach(), AgainScope()
+            again = scope.instead_of(tokens, lambda: _comm.gather_tokens(kept, batch, state.group))
+            with scope.open(), again:
+                return inner(*args, **kwargs)
 
         _wrap(module, forward)
 
@@ -262,6 +303,14 @@ class TensorParallel:
             return inner(piece, *args, **kwargs)
 
         _wrap(layer, forward)
+
+    def _leave(self, norm: nn.Module) -> None:
+        """Gather the tokens behind the final norm."""
+        state = self.state
+        _wrap(
+            norm,
+            lambda inner, *a, **k: _comm.gather_tokens(inner(*a, **k), state.batch, state.group),
+        )
 
     def _guard(self) -> None:
         """At the root: refuse outputs that would be pieces, and never return a piece of the logits."""
@@ -312,18 +361,6 @@ def _wrap(module: nn.Module, outer: Callable[..., Any]) -> None:
     module.forward = forward
 
 
-@contextmanager
-def _local_parameters(module: nn.Module, owner: TpGradients | None) -> Iterator[None]:
-    """Show a module local tensors in place of its own parameters."""
-    kept = module._parameters
-    shown = {n: p if p is None else to_local(p, owner) for n, p in kept.items()}
-    module.__dict__["_parameters"] = shown
-    try:
-        yield
-    finally:
-        module.__dict__["_parameters"] = kept
-
-
 def _require_linear(module: nn.Module, name: str) -> None:
     if type(module).forward is not nn.Linear.forward:
         raise UnsupportedSharding(
@@ -332,16 +369,3 @@ def _require_linear(module: nn.Module, name: str) -> None:
             got=type(module).__name__,
             hint=f"'parallel.rules={{{name}: replicate}}'",
         )
-
-
-def _final_norm(base: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    """The module that follows the layers: by name, the only norm beside them."""
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
-        if isinstance(found := getattr(base, name, None), nn.Module):
-            return found
-    raise UnsupportedSharding(
-        "no final norm was found after the decoder layers",
-        where=type(base).__name__,
-        got=", ".join(name for name, _ in base.named_children()),
-        allowed="norm, final_layernorm, final_layer_norm, ln_f",
-    )

@@ -1,6 +1,7 @@
 """Offload on torch: capture a step as a program over storages, run a memory plan on a counted simulated device."""
 
 from hyper_parallel.backends.torch.offload._calls import Call, View
+from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDevice
 from hyper_parallel.backends.torch.offload._record import Captured, Recorder, record
 from hyper_parallel.backends.torch.offload._steps import (
@@ -25,6 +26,7 @@ __all__ = [
     "cache_state",
     "capture_inference",
     "capture_training",
+    "chunked_loss",
     "model_state",
     "optimizer_state",
     "record",

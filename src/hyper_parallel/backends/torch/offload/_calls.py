@@ -91,20 +91,39 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     name = func._opname
     if name == "_scaled_dot_product_flash_attention_for_cpu":
-        return _attention_flops(args[0], args[1], args[2])
+        return _attention_flops(
+            args[0], args[1], args[2], _argument(func, args, kwargs, "is_causal")
+        )
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         # Five matrix products against two in forward: scores again, then dV, dP, dQ, dK.
-        return 2.5 * _attention_flops(args[1], args[2], args[3])
+        return 2.5 * _attention_flops(
+            args[1], args[2], args[3], _argument(func, args, kwargs, "is_causal")
+        )
     if name == "_grouped_mm":
         left, right = args[0], args[1]
         return 2.0 * left.shape[-2] * left.shape[-1] * right.shape[-1]
     return 0.0
 
 
-def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """Q K^T and P V, without a discount for a causal mask."""
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Value of a named argument of a call, however it was passed."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            if position < len(args):
+                return args[position]
+            return kwargs.get(name, argument.default_value)
+    return None
+
+
+def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> float:
+    """Q K^T and P V; with a causal flag the flash kernels skip what lies above the diagonal."""
     batch, heads, q_len, dim = q.shape
-    return 2.0 * batch * heads * q_len * k.shape[-2] * (dim + v.shape[-1])
+    k_len = k.shape[-2]
+    pairs = q_len * k_len
+    if causal:
+        seen = min(q_len, k_len)
+        pairs = seen * (seen + 1) // 2 + (q_len - seen) * k_len
+    return 2.0 * batch * heads * pairs * (dim + v.shape[-1])
 
 
 def split_lists(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.offload._record import Captured, record
 from hyper_parallel.ir import StorageKind
 
@@ -19,6 +20,7 @@ def capture_training(
     inputs: Mapping[str, torch.Tensor],
     *,
     clip_norm: float | None = None,
+    loss_chunks: int | None = None,
     alignment_bytes: int = 512,
 ) -> Captured:
     """Record one training step: forward, loss, backward, optional clipping, optimizer.
@@ -31,11 +33,12 @@ def capture_training(
         optimizer: Any torch optimizer.
         inputs: Keyword arguments of the model, labels included.
         clip_norm: Clip the global gradient norm to this.
+        loss_chunks: Compute head and loss in so many blocks of tokens, see `chunked_loss`; None: the model's own loss.
         alignment_bytes: See `MemoryProgram`.
     """
 
     def step(**batch: torch.Tensor) -> torch.Tensor:
-        return training_step(model, optimizer, batch, clip_norm=clip_norm)
+        return training_step(model, optimizer, batch, clip_norm=clip_norm, loss_chunks=loss_chunks)
 
     named = {**model_state(model), **optimizer_state(model, optimizer)}
     name = f"{type(model).__name__} train"
@@ -48,9 +51,14 @@ def training_step(
     batch: Mapping[str, torch.Tensor],
     *,
     clip_norm: float | None = None,
+    loss_chunks: int | None = None,
 ) -> torch.Tensor:
     """One plain training step; what `capture_training` records."""
-    loss = model(**batch, use_cache=False).loss
+    loss = (
+        chunked_loss(model, batch, loss_chunks)
+        if loss_chunks
+        else model(**batch, use_cache=False).loss
+    )
     loss.backward()
     if clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)

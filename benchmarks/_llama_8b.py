@@ -1,0 +1,134 @@
+"""Steps of a model with Llama-8B shapes, captured under fake tensors: nothing is computed and no weight is allocated.
+
+Attention is the flash operator with a causal flag and grouped keys, as on an accelerator; the mask that transformers
+makes under tracing does not exist there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    StaticCache,
+)
+
+from hyper_parallel.backends.torch.offload import (
+    capture_inference,
+    capture_training,
+    model_state,
+    record,
+    training_step,
+)
+from hyper_parallel.ir import MemoryProgram
+
+SHAPES = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+
+
+def _flash(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **kwargs: Any
+) -> tuple[Any, None]:
+    del module, mask, kwargs
+    causal = query.shape[2] == key.shape[2]
+    groups = query.shape[1] // key.shape[1]
+    if (
+        query.shape[2] == 1
+    ):  # decode: fold the group into the query's rows, so that keys are read once
+        query = query.reshape(query.shape[0], key.shape[1], groups, query.shape[3])
+        out = F.scaled_dot_product_attention(query, key, value, scale=scaling)
+        return out.reshape(out.shape[0], 1, -1, out.shape[3]), None
+    out = F.scaled_dot_product_attention(
+        query, key, value, is_causal=causal, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _model(layers: int) -> Any:
+    AttentionInterface.register("causal_plain", _flash)
+    AttentionMaskInterface.register("causal_plain", lambda *args, **kwargs: None)
+    config = LlamaConfig(**SHAPES, num_hidden_layers=layers)
+    config._attn_implementation = "causal_plain"
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def training(
+    tokens: int = 8192, layers: int = 32, loss_chunks: int | None = 8, shards: int = 1
+) -> MemoryProgram:
+    """One training step.
+
+    Args:
+        tokens: Tokens of the one sequence.
+        layers: Decoder layers.
+        loss_chunks: See `chunked_loss`; None: the model's own loss.
+        shards: 1: AdamW on the bf16 weights, state in bf16. More: ZeRO-1 as one of so many ranks sees it, with master
+            weights and state in float32 for its part of every weight; collectives are not in the program.
+    """
+    with FakeTensorMode():
+        model = _model(layers)
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids}
+        if shards == 1:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            training_step(model, optimizer, batch, loss_chunks=loss_chunks)
+            return capture_training(model, optimizer, batch, loss_chunks=loss_chunks).program
+        return _sharded(model, batch, loss_chunks, shards)
+
+
+def _sharded(model: Any, batch: Any, loss_chunks: int | None, shards: int) -> MemoryProgram:
+    from hyper_parallel.backends.torch.offload import chunked_loss
+
+    named = model_state(model)
+    slots = {}
+    for name, p in model.named_parameters():
+        part = -(-p.numel() // shards)
+        slots[name] = [torch.zeros(part) for _ in range(3)] + [torch.zeros(())]
+        for key, value in zip(
+            ("master", "exp_avg", "exp_avg_sq", "step"), slots[name], strict=True
+        ):
+            named[f"{name}.{key}"] = (value, "optimizer")
+
+    def step(**inputs: Any) -> Any:
+        if loss_chunks is None:
+            loss = model(**inputs, use_cache=False).loss
+        else:
+            loss = chunked_loss(model, inputs, loss_chunks)
+        loss.backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                master, first, second, count = slots[name]
+                grad = p.grad.view(-1)[: master.numel()].float()
+                torch._fused_adamw_(
+                    [master], [grad], [first], [second], [], [count], lr=1e-3, beta1=0.9, beta2=0.95,
+                    weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+                )  # fmt: skip
+                p.view(-1)[: master.numel()].copy_(master)
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return record(step, batch, named, name="LlamaForCausalLM train", training=True).program
+
+
+def inference(tokens: int, context: int, layers: int = 32, batch: int = 1) -> MemoryProgram:
+    """One forward pass of `tokens` tokens with a static cache of `context` tokens: prefill, or decode with one."""
+    with FakeTensorMode():
+        model = _model(layers).eval()
+        cache = StaticCache(config=model.config, max_cache_len=context)
+        ids = torch.zeros(batch, tokens, dtype=torch.int64)
+        with torch.no_grad():
+            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.reset()
+        position = torch.arange(tokens).unsqueeze(0)
+        return capture_inference(model, {"input_ids": ids, "position_ids": position}, cache).program

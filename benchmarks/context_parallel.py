@@ -1,0 +1,166 @@
+"""Attention over context-parallel ranks: ring, Ulysses, their hybrid and gathered keys, forward and backward.
+
+All kinds run on the same ranks, on the same queries, keys and values, in turns, so that whatever else the machine does
+hits all of them; medians are given as ratios to the ring. Every kind must give the same sum of outputs and gradients.
+Bytes are counted, and per attention layer.
+
+    python benchmarks/context_parallel.py                     # a table
+    python benchmarks/context_parallel.py --json
+    python benchmarks/context_parallel.py --window 256        # a sliding window leaves rounds of the ring out
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch._context import ATTRIBUTE, Context, View
+from hyper_parallel.backends.torch._context_attention import context_attention
+from hyper_parallel.ir import SequenceCut, Strategy
+from hyper_parallel.runtime import CommCounter, World, launch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Shape of attention and of the cut."""
+
+    cp: int = 4
+    seq_len: int = 4096
+    sequences: int = 1
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 64
+    window: int = 0  # 0: none
+    dtype: str = "float32"
+
+
+def kinds(size: Size) -> dict[str, Strategy]:
+    """The strategies that are compared; the hybrid has two Ulysses ranks at every place."""
+    found = {k: Strategy(cp=size.cp, cp_kind=k) for k in ("ring", "ulysses", "all_gather")}
+    if size.cp % 2 == 0 and size.cp > 2:
+        found["hybrid"] = Strategy(cp=size.cp, cp_kind="hybrid", cp_ulysses=2)
+    return found
+
+
+def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
+    """Forward and backward of one attention layer on this rank; returns its share of a checksum."""
+    context = Context.of(strategy, world.mesh(strategy)["cp"].get_group())
+    cut = SequenceCut.of(size.seq_len, strategy.cp, strategy.cp_kind, strategy.cp_ulysses)
+    mine = torch.tensor(cut.positions(context.group.rank()))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        shape = (size.sequences, heads, cut.padded, size.head_dim)
+        whole = torch.randn(shape, generator=generator)
+        return whole.index_select(2, mine).to(world.device, DTYPES[size.dtype]).requires_grad_()
+
+    q, k, v = draw(size.heads), draw(size.kv_heads), draw(size.kv_heads)
+    module = nn.Module()
+    object.__setattr__(module, ATTRIBUTE, context)
+
+    def step() -> float:
+        context.view = View(cut, None, {}, torch.tensor(size.seq_len - 1))
+        out, _ = context_attention(module, q, k, v, None, sliding_window=size.window or None)
+        out.backward(torch.ones_like(out))
+        total = out.detach().double().sum() + sum(x.grad.double().abs().sum() for x in (q, k, v))
+        q.grad = k.grad = v.grad = None
+        return float(total)
+
+    return step
+
+
+def compare(size: Size, rounds: int) -> dict[str, dict[str, object]]:
+    """Seconds of every round and bytes of one, by kind, on rank 0."""
+
+    def rank(_: int) -> dict[str, dict[str, object]]:
+        with World.join() as world:
+            steps = {kind: build(size, s, world) for kind, s in kinds(size).items()}
+            found: dict[str, dict[str, object]] = {}
+            for kind, step in steps.items():
+                step()
+                counter = CommCounter(kinds(size)[kind].mesh(), world.rank)
+                with counter:
+                    share = step()
+                total = torch.tensor(share, dtype=torch.float64)
+                dist.all_reduce(total)
+                sent = sum(counter.sent_bytes.values())
+                found[kind] = {"sent_bytes": sent, "checksum": float(total), "seconds": []}
+            wanted = found["ring"]["checksum"]
+            for kind, row in found.items():
+                error = abs(row["checksum"] / wanted - 1)
+                assert error < (1e-2 if size.dtype == "bfloat16" else 1e-4), f"{kind}: {error}"
+            for number in range(rounds):
+                order = list(steps) if number % 2 else list(steps)[::-1]
+                for kind in order:
+                    dist.barrier()
+                    start = time.perf_counter()
+                    steps[kind]()
+                    dist.barrier()
+                    found[kind]["seconds"].append(time.perf_counter() - start)
+            return found
+
+    return launch(rank, size.cp)[0]
+
+
+def measure(size: Size, rounds: int) -> dict[str, object]:
+    """All numbers of a run, ready for JSON."""
+    found = compare(size, rounds)
+    ring = statistics.median(found["ring"]["seconds"])
+    rows = [
+        {
+            "kind": kind,
+            "median_s": statistics.median(row["seconds"]),
+            "time_to_ring": statistics.median(row["seconds"]) / ring,
+            "bytes_to_ring": row["sent_bytes"] / found["ring"]["sent_bytes"],
+            "sent_bytes": row["sent_bytes"],
+        }
+        for kind, row in found.items()
+    ]
+    machine = {
+        "machine": platform.machine(),
+        "cpu_count": os.cpu_count(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "load": os.getloadavg(),
+    }
+    return {"machine": machine, "size": dataclasses.asdict(size), "rounds": rounds, "rows": rows}
+
+
+def main() -> None:
+    """Run and print; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    for field in dataclasses.fields(Size):
+        flag = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(field.default), default=field.default)
+    args = parser.parse_args()
+    size = Size(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Size)})
+    result = measure(size, args.rounds)
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return
+    print(f"{'kind':12} {'median':>10} {'time / ring':>12} {'bytes / ring':>13} {'sent':>14}")
+    for row in result["rows"]:
+        print(
+            f"{row['kind']:12} {row['median_s']:9.3f}s {row['time_to_ring']:12.2f} "
+            f"{row['bytes_to_ring']:13.2f} {row['sent_bytes']:14,}"
+        )
+
+
+if __name__ == "__main__":
+    main()

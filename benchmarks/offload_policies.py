@@ -1,0 +1,274 @@
+"""Offload policies on a captured step with Llama-8B shapes, in the simulator; every number printed is simulated.
+
+    python benchmarks/offload_policies.py                     # training, a table
+    python benchmarks/offload_policies.py --json              # the same as JSON
+    python benchmarks/offload_policies.py --step prefill      # or decode
+    python benchmarks/offload_policies.py --bandwidths 50 --goals peak --policies ours,full-recompute
+
+Two goals: the least peak at <= 2 % more time than the step with everything kept, and the least time under a budget.
+Policies other than ours are our models of them, with the same order of operators and the same simulator:
+
+* keep: nothing moves. full-recompute: only the inputs of the decoder layers are kept, so the decoder's forward
+  operators run once more; its seconds are their sum, its peak is not computed.
+* recompute-only: our planner without copies, the best of its sets.
+* longest-gap, largest-first: gaps in that order of activations until the target is met, reloads as late as possible.
+* on-demand: longest-gap, and every reload is issued by its consumer.
+
+`bandwidth_error`: plan at a wrong bandwidth, run the plan's actions at the true one, against the plan for the true one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from _llama_8b import inference, training
+
+from hyper_parallel.errors import BudgetImpossible, HyperParallelError
+from hyper_parallel.ir import MemoryProgram, replay
+from hyper_parallel.offload import (
+    Channel,
+    Clock,
+    MemoryMachine,
+    Roofline,
+    assign_addresses,
+    identity_actions,
+    order_peak,
+    plan_memory,
+    refine_order,
+    reload_bound,
+    simple_policy,
+)
+
+ROOFLINE = Roofline(flops_s=450e12, bytes_s=2.8e12)
+SLOWDOWN = 0.02
+
+
+@dataclass
+class Row:
+    """One simulated result."""
+
+    policy: str
+    goal: str
+    bandwidth_gb_s: float
+    simulated_peak_bytes: int | None
+    simulated_step_s: float | None
+    against_start: float | None = None
+    against_keep_s: float | None = None
+    arena_over_peak: float | None = None
+    planning_cpu_s: float = 0.0
+    note: str = ""
+
+
+def machine(gb_s: float) -> MemoryMachine:
+    """Copies of 10 us + bytes / link, both directions at once."""
+    return MemoryMachine(Channel(gb_s * 1e9), Channel(gb_s * 1e9))
+
+
+def best_peak(
+    make: Callable[[int], tuple[int, float]], start: int, floor: int, limit_s: float
+) -> tuple[int, float]:
+    """Bisect the target of a policy that is given one; judged by what comes out."""
+    found = (start, limit_s)
+    low, high = floor, start
+    for _ in range(8):
+        target = (low + high) // 2
+        peak, seconds = make(target)
+        if seconds <= limit_s and peak < found[0]:
+            found = (peak, seconds)
+            high = min(target, peak)
+        else:
+            low = target
+    return found
+
+
+def decoder_seconds(program: MemoryProgram) -> float:
+    """Seconds of the forward operators before the head is first used."""
+    head = {s for s, x in enumerate(program.storages) if x.name == "lm_head.weight"}
+    seconds = 0.0
+    for op in program.operators:
+        if op.phase != "forward" or head & set(op.reads):
+            break
+        seconds += op.seconds
+    return seconds
+
+
+def rows_of(
+    program: MemoryProgram, gb_s: float, goal: str, policies: list[str], budget: int
+) -> list[Row]:
+    """All policies for one bandwidth and goal."""
+    m = machine(gb_s)
+    start = order_peak(program, range(len(program.operators)))
+    order = refine_order(program)[0]
+    limit_s = program.seconds * (1 + SLOWDOWN)
+    wanted: dict[str, Any] = (
+        {"max_slowdown": SLOWDOWN} if goal == "peak" else {"budget_bytes": budget}
+    )
+    rows = []
+    for policy in policies:
+        begin = time.process_time()
+        row = Row(policy, goal, gb_s, None, None)
+        try:
+            if policy in ("ours", "ours-copies-only", "recompute-only"):
+                plan = plan_memory(
+                    program,
+                    m,
+                    **wanted,
+                    recompute=policy != "ours-copies-only",
+                    move=() if policy == "recompute-only" else None,
+                )
+                row.simulated_peak_bytes = plan.peak_bytes["device"]
+                row.simulated_step_s = plan.seconds
+                row.arena_over_peak = plan.arena_bytes / plan.peak_bytes["device"] - 1
+            elif policy == "keep":
+                row.simulated_peak_bytes, row.simulated_step_s = start, program.seconds
+            elif policy == "full-recompute":
+                row.simulated_step_s = program.seconds + decoder_seconds(program)
+                row.against_keep_s = row.simulated_step_s / program.seconds - 1
+            else:
+
+                def make(target: int, policy: str = policy) -> tuple[int, float]:
+                    return simple_policy(program, m, order, policy, target)
+
+                made = (
+                    best_peak(make, start, start // 8, limit_s) if goal == "peak" else make(budget)
+                )
+                row.simulated_peak_bytes, row.simulated_step_s = made
+        except BudgetImpossible as error:
+            row.note = f"{error.code}: {error.allowed}"
+        except HyperParallelError as error:
+            row.note = str(error)
+        row.planning_cpu_s = round(time.process_time() - begin, 2)
+        if row.simulated_peak_bytes is not None and row.simulated_step_s is not None:
+            row.against_start = row.simulated_peak_bytes / start - 1
+            row.against_keep_s = row.simulated_step_s / program.seconds - 1
+            if goal == "time" and row.simulated_peak_bytes > budget:
+                row.note = "above the budget"
+        rows.append(row)
+    return rows
+
+
+def bandwidth_error(program: MemoryProgram, gb_s: float, budget: int) -> list[dict[str, Any]]:
+    """Seconds lost by running a plan made for a wrong bandwidth until it is made again, for both goals."""
+    rows = []
+    goals: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("peak", {"max_slowdown": SLOWDOWN}),
+        ("time", {"budget_bytes": budget}),
+    )
+    for goal, wanted in goals:
+        right = plan_memory(program, machine(gb_s), **wanted)
+        for factor in (0.7, 1.3):
+            wrong = plan_memory(program, machine(gb_s * factor), **wanted)
+            clock = Clock(program, machine(gb_s))
+            for action in wrong.actions:
+                clock.apply(action)
+            rows.append(
+                {
+                    "goal": goal,
+                    "true_gb_s": gb_s,
+                    "assumed_gb_s": gb_s * factor,
+                    "simulated_step_s": clock.now_s,
+                    "simulated_cost": clock.now_s / right.seconds - 1,
+                    "simulated_peak_bytes": wrong.peak_bytes["device"],
+                    "simulated_right_peak_bytes": right.peak_bytes["device"],
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    """Capture, plan, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--step", choices=("training", "prefill", "decode"), default="training")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument(
+        "--shards", type=int, default=8, help="ZeRO-1 ranks; 1: state unsharded in bf16"
+    )
+    parser.add_argument(
+        "--model-loss", action="store_true", help="the model's own loss, not chunked"
+    )
+    parser.add_argument("--bandwidths", default="25,50,100,200")
+    parser.add_argument("--goals", default="peak,time")
+    parser.add_argument("--budget-gb", type=float, default=64.0)
+    parser.add_argument(
+        "--policies",
+        default="ours,ours-copies-only,recompute-only,longest-gap,largest-first,on-demand,full-recompute,keep",
+    )
+    parser.add_argument("--skip-error", action="store_true", help="leave out the wrong bandwidths")
+    args = parser.parse_args()
+    if args.step == "training":
+        chunks = None if args.model_loss else 8
+        program = training(args.tokens, args.layers, chunks, args.shards)
+    else:
+        tokens = args.tokens if args.step == "prefill" else 1
+        program = inference(tokens, args.tokens + 128, args.layers)
+    program = ROOFLINE.annotate(program)
+    order = refine_order(program)[0]
+    start = order_peak(program, range(len(program.operators)))
+    policies, links = args.policies.split(","), [float(b) for b in args.bandwidths.split(",")]
+    rows = [
+        row
+        for gb_s in links
+        for goal in args.goals.split(",")
+        for row in rows_of(program, gb_s, goal, policies, int(args.budget_gb * 1e9))
+    ]
+    identity = replay(program, program.on_device, identity_actions(program, order))
+    arena = assign_addresses(identity.residency, program.sizes)[1]
+    limit_s = program.seconds * (1 + SLOWDOWN)
+    result = {
+        "what": "simulated, not run on an accelerator",
+        "command": sys.argv[1:],
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "roofline": asdict(ROOFLINE),
+        "operators": len(program.operators),
+        "start_peak_bytes": start,
+        "start_step_s": program.seconds,
+        "identity_arena_over_peak": arena / max(identity.peak_bytes["device"], 1) - 1,
+        "no_copy_plan_below_bytes": {
+            b: reload_bound(program, machine(b), order, limit_s) for b in links
+        },
+        "rows": [asdict(row) for row in rows],
+        "bandwidth_error": []
+        if args.skip_error
+        else [row for b in links for row in bandwidth_error(program, b, int(args.budget_gb * 1e9))],
+    }
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return
+    print(f"simulated: start {start / 1e9:.1f} GB, step {program.seconds:.4f} s")
+    for row in rows:
+        if row.simulated_step_s is None:
+            print(
+                f"simulated {row.bandwidth_gb_s:>5.0f} GB/s {row.goal:<5}{row.policy:<18}{row.note}"
+            )
+            continue
+        print(
+            f"simulated {row.bandwidth_gb_s:>5.0f} GB/s {row.goal:<5}{row.policy:<18}"
+            f"{(row.simulated_peak_bytes or 0) / 1e9:>7.1f} GB {row.against_start or 0:>+7.1%}"
+            f"{row.simulated_step_s:>9.4f} s {row.against_keep_s:>+7.1%}  {row.note}"
+        )
+    for gb_s, least in result["no_copy_plan_below_bytes"].items():  # type: ignore[attr-defined]
+        print(f"simulated {gb_s:>5.0f} GB/s no plan by copies alone is below {least / 1e9:.1f} GB")
+    for err in result["bandwidth_error"]:  # type: ignore[attr-defined]
+        print(
+            f"simulated {err['true_gb_s']:>5.0f} GB/s {err['goal']} planned at {err['assumed_gb_s']:.0f}: "
+            f"{err['simulated_cost']:+.2%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Regret of the planner on published runs: measured time of the layout it would choose against the best published one.
+
+Rows of one model, device, number of devices, batch and precision that differ in their layout are one decision. The
+planner's choice is the row with the least predicted step time; its regret is how much longer that row was measured than
+the fastest row of the group.
+
+    python benchmarks/planner_regret.py RUNS.csv            # a table
+    python benchmarks/planner_regret.py RUNS.csv --json     # the same as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+
+from hyper_parallel.cost import Run, predict, read_runs, shipped_cards
+
+DECISION = ("model", "device", "n_dev", "gbs", "seq", "precision")
+LAYOUT = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero", "mbs", "recompute")
+
+
+def groups(runs: list[Run]) -> dict[tuple[str, ...], list[Run]]:
+    """Runs that are one decision: at least two layouts, all measured."""
+    found: dict[tuple[str, ...], list[Run]] = defaultdict(list)
+    for run in runs:
+        if run.row.get("step_s"):
+            found[tuple(run.row.get(name, "") for name in DECISION)].append(run)
+    return {
+        key: some
+        for key, some in found.items()
+        if len({tuple(r.row.get(name, "") for name in LAYOUT) for r in some}) > 1
+    }
+
+
+def main() -> None:
+    """Print the regret of every decision."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "runs", nargs="?", help="CSV of published runs, columns as for `hyper-parallel predict`"
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if args.runs is None:
+        # The measured runs are not part of the repository; `make bench` goes on without them.
+        print(json.dumps({"skipped": "give a CSV of measured runs, see docs/cost.md"}))
+        return
+    cards = shipped_cards()
+    rows = []
+    for key, runs in groups(list(read_runs(args.runs))).items():
+        predicted = {r.row["id"]: predict(r, cards).step_s for r in runs}
+        measured = {r.row["id"]: float(r.row["step_s"]) for r in runs}
+        chosen = min(predicted, key=lambda i: (predicted[i], i))
+        best = min(measured, key=lambda i: (measured[i], i))
+        rows.append(
+            {
+                **dict(zip(DECISION, key, strict=True)),
+                "layouts": len(runs),
+                "chosen": chosen,
+                "best": best,
+                "regret": measured[chosen] / measured[best] - 1.0,
+            }
+        )
+    regrets = [row["regret"] for row in rows]
+    summary = {
+        "decisions": len(rows),
+        "median_regret": statistics.median(regrets) if regrets else None,
+        "worst_regret": max(regrets, default=None),
+    }
+    if args.json:
+        print(json.dumps({"summary": summary, "rows": rows}, indent=1))
+        return
+    for row in rows:
+        name = " ".join(str(row[n]) for n in DECISION)
+        print(
+            f"{name:<50} {row['layouts']} layouts  chose {row['chosen']:>4}  best {row['best']:>4}  {row['regret']:.1%}"
+        )
+    if regrets:
+        print(
+            f"{len(rows)} decisions: median {summary['median_regret']:.1%}, worst {summary['worst_regret']:.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Known values among fake tensors.
+
+Fake tensors have sizes and no values. Programs ask for some values all the same: is this batch packed, how many rows
+go to which expert. The answers decide what runs, so they must be right, and three rules give them:
+
+    small tensors computed from nothing but known ones (positions, masks, token ids) are computed for real
+    a router chooses experts evenly: `topk` of unknown scores is round robin
+    ranks hold equal known values: a collective of known tensors is computed from this rank's own
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+from torch.utils._pytree import tree_leaves
+
+_KNOWN_BYTES = 1 << 27
+"""Largest tensor that is computed for real."""
+
+
+def fake_mode() -> Any:
+    """The running `FakeTensorMode`, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator, keeping what is known.
+
+    Args:
+        func: The operator.
+        tensors: All tensors among the arguments.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+    if fake_mode() is None:
+        return func(*args, **kwargs)
+    if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
+        out = func(*args, **kwargs)
+        if func is torch.ops.aten.topk.default:
+            return out[0], _round_robin(out[1], args[0].shape[-1])
+        return out
+    if not func._schema.is_mutable:
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            out = None  # the values are known, so the answer is
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        large = any(t.untyped_storage().nbytes() > _KNOWN_BYTES for t in made)
+        if large or (not tensors and any(t.is_floating_point() for t in made)):
+            return out
+    with unset_fake_temporarily():
+        out = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            _from_equal_ranks(func, args)
+        return out
+
+
+def _round_robin(index: Tensor, choices: int) -> Tensor:
+    """Indices of the same shape, every choice as often as any other."""
+    with unset_fake_temporarily():
+        return (torch.arange(index.numel()) % choices).view(index.shape)
+
+
+def _from_equal_ranks(func: Any, args: tuple[Any, ...]) -> None:
+    """Fill the result of a collective as if every rank held what this one holds."""
+    name = func.__name__
+    if name.startswith("allreduce_"):
+        group, op = dist.ProcessGroup.unbox(args[1]), dist.ReduceOp.unbox(args[2])
+        for tensor in args[0] if op == dist.ReduceOp.SUM else ():
+            tensor.mul_(group.size())
+    elif name.startswith(("_allgather_base_", "alltoall_base_")):
+        out, own, group = args[0], args[1], dist.ProcessGroup.unbox(args[2])
+        if name.startswith("alltoall"):
+            assert not args[3], "uneven splits of known values"
+            own = own.chunk(group.size())[group.rank()]
+        out.copy_(torch.cat([own] * group.size()).view_as(out))

@@ -1,0 +1,164 @@
+"""Micro-benchmarks of one rank, all ranks at the same time: what kernels and collectives reach on this machine.
+
+Ranks of a run share cores, caches and links, so every measurement starts at a barrier and takes the mean over a time
+window in which all ranks work, not the best of a quiet moment.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from hyper_parallel.cost import LocalRates
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def measure_rates(
+    device: torch.device, dtypes: tuple[str, ...], window_s: float = 0.2
+) -> LocalRates:
+    """Time matmuls, attention, element-wise chains, an optimizer step and collectives on this rank.
+
+    Args:
+        device: Where this rank computes.
+        dtypes: Number formats to measure, of float32 and bfloat16.
+        window_s: Seconds of each measurement.
+    """
+
+    def clock(action: Callable[[], object]) -> float:
+        return _mean(device, action, window_s)
+
+    small = device.type == "cpu"
+    matmul, attention = {}, {}
+    for name in dtypes:
+        dtype = _DTYPES[name]
+        sizes = (
+            [(256, 160, 480), (256, 512, 512), (512, 1024, 256), (64, 512, 512), (512, 2048, 512)]
+            if small
+            else [(8192, 4096, 4096), (4096, 14336, 4096), (8192, 8192, 8192), (1024, 4096, 4096), (8192, 4096, 512)]
+        )  # fmt: skip
+        matmul[name] = tuple((*size, clock(_matmul(device, dtype, *size))) for size in sizes)
+        shapes = [(1, 256, 8, 32), (1, 256, 4, 64), (1, 512, 4, 128)] if small else [
+            (1, 4096, 16, 64), (1, 4096, 16, 128), (1, 16384, 8, 128), (4, 1024, 16, 128)]  # fmt: skip
+        attention[name] = tuple(
+            (*shape, clock(_attention(device, dtype, *shape))) for shape in shapes
+        )
+    rows = 512 if small else 8192
+    kept = torch.float32 if small else torch.bfloat16
+    passing = tuple(
+        # Kept for backward: gate, silu(gate), up, their product, and the norm's output.
+        (5.0 * rows * width * kept.itemsize, clock(_chain(device, kept, rows, width)))
+        for width in ((512, 2048) if small else (4096, 14336))
+    )
+    elements = 2**20 if small else 2**27
+    rings = _rings(device, small) if dist.is_initialized() and dist.get_world_size() > 1 else ()
+    return LocalRates(
+        matmul, attention, passing, (28.0 * elements, clock(_adamw(device, elements))), rings
+    )
+
+
+def _mean(device: torch.device, action: Callable[[], object], window_s: float) -> float:
+    """Mean seconds of an action over a window, after a warm-up and a barrier."""
+    for _ in range(2):
+        action()
+    _settle(device)
+    if dist.is_initialized():
+        dist.barrier()
+    start, count = time.perf_counter(), 0
+    while count < 3 or time.perf_counter() - start < window_s:
+        action()
+        count += 1
+        if device.type != "cpu" and count % 8 == 0:
+            _settle(device)
+    _settle(device)
+    return (time.perf_counter() - start) / count
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
+def _matmul(
+    device: torch.device, dtype: torch.dtype, m: int, n: int, k: int
+) -> Callable[[], object]:
+    """Forward and both gradients of a projection, as training runs them."""
+    x = torch.randn(m, k, device=device, dtype=dtype, requires_grad=True)
+    w = torch.randn(n, k, device=device, dtype=dtype, requires_grad=True)
+    g = torch.randn(m, n, device=device, dtype=dtype)
+
+    def action() -> None:
+        x.grad = w.grad = None
+        F.linear(x, w).backward(g)
+
+    return action
+
+
+def _attention(
+    device: torch.device, dtype: torch.dtype, batch: int, seq: int, heads: int, width: int
+) -> Callable[[], object]:
+    q, k, v = (
+        torch.randn(batch, heads, seq, width, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    g = torch.randn(batch, heads, seq, width, device=device, dtype=dtype)
+
+    def action() -> None:
+        q.grad = k.grad = v.grad = None
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(g)
+
+    return action
+
+
+def _chain(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Callable[[], object]:
+    """Norm, gate and product of a layer, forward and backward."""
+    gate, up = (
+        torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True) for _ in range(2)
+    )
+    norm = nn.RMSNorm(width, device=device, dtype=dtype)
+    g = torch.randn(rows, width, device=device, dtype=dtype)
+
+    def action() -> None:
+        gate.grad = up.grad = None
+        norm.weight.grad = None
+        norm(F.silu(gate) * up).backward(g)
+
+    return action
+
+
+def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
+    parameter = nn.Parameter(torch.zeros(elements, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return optimizer.step
+
+
+def _rings(device: torch.device, small: bool) -> tuple[tuple[float, float], ...]:
+    """All-gathers over all ranks: bytes of the gathered tensor, and seconds."""
+    found = []
+    ranks = dist.get_world_size()
+    for size in (256, 2**18, 2**22) if small else (1024, 2**22, 2**27):
+        part = torch.zeros(size // 4 // ranks + 1, device=device)
+        whole = torch.empty(part.numel() * ranks, device=device)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        seconds = _mean_fixed(device, functools.partial(gather, whole, part))
+        found.append((4.0 * whole.numel(), seconds))
+    return tuple(found)
+
+
+def _mean_fixed(device: torch.device, action: Callable[[], object], repeats: int = 10) -> float:
+    """Mean seconds of a collective: every rank must call it as often, so the number of calls is fixed."""
+    action()
+    _settle(device)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        action()
+    _settle(device)
+    return (time.perf_counter() - start) / repeats

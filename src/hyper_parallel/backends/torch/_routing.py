@@ -1,0 +1,378 @@
+"""Routing of a mixture-of-experts model: what was routed, the load-balancing loss, and the balancing of router biases.
+
+Load is what the router decided, counted in rows: one per token and chosen expert. It is counted in forward passes that
+keep gradients, once (not when recompute makes them again), on the tokens of this rank; `end_step` adds it up over all
+ranks, once per optimizer step.
+
+The auxiliary loss is the one Hugging Face models compute on one device (Switch Transformer, Fedus et al. 2021,
+equations 4 to 6, over all layers at once): with f_e the rows of expert e and P_e the sum of its probabilities, both
+over the tokens of all layers, divided by the number n of (layer, token) pairs,
+
+    aux = E * sum_e f_e P_e
+
+It is not a sum over tokens, so f and n are added up over all ranks before backward. f has no gradient; the gradient of
+P is a sum over tokens, hence each rank's own share of it is exact and needs no communication in backward.
+
+Biases without a loss: after each step, bias_e += rate * sign(mean load - load_e) on routers that have
+`e_score_correction_bias` (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch._comm import piece_size
+from hyper_parallel.backends.torch._state import Handle, TpState, handle
+from hyper_parallel.backends.torch._tokens import Tokens
+from hyper_parallel.errors import UnsupportedSharding
+
+_BIAS = "e_score_correction_bias"
+_ROUTERS = ("gate", "router")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Choices about routing; the defaults are what the model does by itself.
+
+    Attributes:
+        aux_loss_coef: Weight of the auxiliary load-balancing loss. None: `router_aux_loss_coef` of the model's config
+            when its `output_router_logits` is true, else 0.
+        bias_update_rate: Step of the router biases after each optimizer step; 0 leaves them.
+        capacity_factor: An expert takes at most ceil(factor * rows / experts) of the rows of one rank and pass, first
+            tokens first; the others add nothing to their token. None: no limit.
+    """
+
+    aux_loss_coef: float | None = None
+    bias_update_rate: float = 0.0
+    capacity_factor: float | None = None
+
+
+@dataclass(slots=True)
+class LayerRouting:
+    """What one layer routed since the last step, on this rank.
+
+    Attributes:
+        load: [E] rows per expert; None before the first pass.
+        kept: Rows that were not dropped.
+        sent: Rows to other ranks.
+        received: Rows from other ranks.
+    """
+
+    load: Tensor | None = None
+    kept: int = 0
+    sent: int = 0
+    received: int = 0
+
+    def add(self, load: Tensor, kept: int, sent: int = 0, received: int = 0) -> None:
+        """Count one pass."""
+        self.load = load if self.load is None else self.load + load
+        self.kept += kept
+        self.sent += sent
+        self.received += received
+
+
+@dataclass(slots=True)
+class ExpertState:
+    """Experts of one model.
+
+    Attributes:
+        modules: Names of the modules on this rank that hold experts, in model order.
+        every: The same over all pipeline stages.
+        options: Choices about routing.
+        group: Expert-parallel ranks; None when ep is 1.
+        layers: Module name to what it routed.
+        aux_loss_coef: Weight of the auxiliary loss of one microbatch; 0: there is none.
+        top_k: Experts per token.
+        logits: Router logits of the running pass, [rows, E] per layer, and which rows are tokens (None: all).
+        mask: [tokens] weight of each token of the running pass; None: all count.
+        aux_losses: Auxiliary losses of the microbatches of the step so far, before weighting, over all ranks.
+    """
+
+    modules: tuple[str, ...]
+    every: tuple[str, ...]
+    options: Routing = Routing()
+    group: dist.ProcessGroup | None = None
+    layers: dict[str, LayerRouting] = field(default_factory=dict)
+    aux_loss_coef: float = 0.0
+    top_k: int = 0
+    logits: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    mask: Tensor | None = None
+    aux_losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def exchanged(self) -> tuple[int, int]:
+        """Rows sent to and received from other ranks since the last step, over all layers, forward only."""
+        layers = self.layers.values()
+        return sum(r.sent for r in layers), sum(r.received for r in layers)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingStatistics:
+    """Routing of one optimizer step over all ranks and microbatches.
+
+    Attributes:
+        max_load: Rows of the busiest expert over the mean, in the worst layer; 1 is perfect balance.
+        mean_max_load: The same, mean over the layers.
+        entropy: Entropy of the load over its largest value ln E, mean over the layers; 1 is perfect balance.
+        dropped: Share of the rows above the capacity.
+        aux_loss: Auxiliary loss before weighting, mean over the microbatches; None when it is not asked for.
+    """
+
+    max_load: float
+    mean_max_load: float
+    entropy: float
+    dropped: float
+    aux_loss: float | None = None
+
+
+def counts_now() -> bool:
+    """Whether the running pass is a first forward pass of training."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def check_routing(
+    model: nn.Module, routing: Routing, where: str | None = None, pp: int = 1
+) -> None:
+    """Refuse choices about routing that a model has nothing for.
+
+    Args:
+        model: On any device, meta included.
+        routing: The choices.
+        where: Where they were made, for errors.
+        pp: Pipeline ranks.
+
+    Raises:
+        UnsupportedSharding: HP205 with the first of them.
+    """
+    if pp > 1 and _aux_coef(model, routing):
+        raise UnsupportedSharding(
+            "the load-balancing loss is made of the routing of all layers, and pipeline stages hold some of them",
+            where=where or type(model).__name__,
+            got=f"pp={pp}, aux_loss_coef={_aux_coef(model, routing)}",
+            hint="moe.aux_loss_coef=0",
+        )
+    modules = dict(model.named_modules())
+    experts = any(name.rpartition(".")[2] == "experts" for name in modules)
+    biases = any(name.rpartition(".")[2] == _BIAS for name, _ in model.named_buffers())
+    own = getattr(getattr(model, "config", None), "router_aux_loss_coef", None)
+    missing = {
+        "capacity_factor": ("routed experts", routing.capacity_factor is not None and not experts),
+        "aux_loss_coef": ("load-balancing loss", bool(routing.aux_loss_coef) and own is None),
+        "bias_update_rate": (
+            "router biases to balance",
+            routing.bias_update_rate > 0 and not biases,
+        ),
+    }
+    for key, (what, wrong) in missing.items():
+        if wrong:
+            raise UnsupportedSharding(
+                f"this model has no {what}",
+                where=where or type(model).__name__,
+                got=f"{key}={getattr(routing, key)}",
+                hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
+            )
+
+
+def watch_routers(model: nn.Module, state: ExpertState, tokens: Tokens) -> None:
+    """Prepare the auxiliary loss.
+
+    Raises:
+        UnsupportedSharding: HP205 when no router is found beside experts.
+    """
+    state.aux_loss_coef = _aux_coef(model, state.options)
+    config = getattr(model, "config", None)
+    if getattr(config, "router_aux_loss_coef", None) is not None:
+        _take_over(model, state)
+    if state.aux_loss_coef:
+        state.top_k = config.num_experts_per_tok
+        for name in state.modules:
+            _record_logits(_router(model, name), state, tokens)
+
+
+def _aux_coef(model: nn.Module, routing: Routing) -> float:
+    """Weight of the auxiliary loss: the choice, else what the model's config asks for."""
+    if routing.aux_loss_coef is not None:
+        return routing.aux_loss_coef
+    config = getattr(model, "config", None)
+    asks = getattr(config, "output_router_logits", False)
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if asks else 0.0
+
+
+def _take_over(model: nn.Module, state: ExpertState) -> None:
+    """Keep the model from computing its own auxiliary loss, which would be that of one rank's tokens."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        state.logits.clear()
+        if kwargs.get("output_router_logits"):
+            raise UnsupportedSharding(
+                "router logits are not returned; `loss` already has the auxiliary loss of all ranks",
+                where=type(module).__name__,
+                hint="moe.aux_loss_coef=0.001",
+            )
+        mask = kwargs.get("attention_mask")
+        state.mask = mask.reshape(-1) if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        return args, {**kwargs, "output_router_logits": False}
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _router(model: nn.Module, experts: str) -> nn.Module:
+    """The router beside a module of experts."""
+    block = model.get_submodule(experts.rpartition(".")[0])
+    for name in _ROUTERS:
+        if isinstance(found := getattr(block, name, None), nn.Module):
+            return found
+    raise UnsupportedSharding(
+        "no router was found beside the experts",
+        where=experts,
+        got=", ".join(name for name, _ in block.named_children()),
+        allowed=_ROUTERS,
+    )
+
+
+def _record_logits(router: nn.Module, state: ExpertState, tokens: Tokens) -> None:
+    inner = router.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        if counts_now():
+            logits = output[0] if isinstance(output, tuple) else output
+            kept = tokens.among(logits.shape[0], logits.device)
+            # Taken out later: what recompute makes again must be the same operations.
+            state.logits.append((logits, kept))
+        return output
+
+    router.forward = forward
+
+
+def aux_loss(
+    state: ExpertState, tp: TpState | None, group: dist.ProcessGroup | None, reporting: int
+) -> Tensor | None:
+    """This rank's share of the auxiliary loss of the running microbatch, unweighted; None when it is not asked for.
+
+    Its gradient is that of the tokens of this rank. Its value is 1 / reporting of the loss over all ranks.
+
+    Args:
+        state: Logits of all layers.
+        tp: Tensor-parallel state, or None.
+        group: All ranks of the model; None: one.
+        reporting: Ranks whose losses are added up for the loss of the step.
+    """
+    if not state.aux_loss_coef or not state.logits:
+        return None
+    logits = [every if kept is None else every[kept] for every, kept in state.logits]
+    num_experts = logits[0].shape[-1]
+    mask = _own_mask(state, tp, logits[0])
+    counts = logits[0].new_zeros(num_experts, dtype=torch.float64)
+    mine: Tensor | float = 0.0
+    for layer in logits:
+        probabilities = torch.softmax(layer, dim=-1)
+        chosen = torch.topk(probabilities, state.top_k, dim=-1).indices.reshape(-1)
+        wide = probabilities.to(torch.promote_types(layer.dtype, torch.float32))
+        if mask is None:
+            counts += torch.bincount(chosen, minlength=num_experts)
+            mine = mine + wide.sum(0)
+        else:
+            weights = mask.repeat_interleave(state.top_k)
+            counts += torch.bincount(chosen, weights, minlength=num_experts)
+            mine = mine + (wide * mask.unsqueeze(-1)).sum(0)
+    assert isinstance(mine, Tensor)
+    rows = len(logits) * (float(logits[0].shape[0]) if mask is None else mask.sum())
+    total = torch.cat((counts, mine.detach().double(), counts.new_zeros(1) + rows))
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    load, probability, number = total.split((num_experts, num_experts, 1))
+    load, number = load / number, number.squeeze()
+    value = num_experts * (load * probability).sum() / number
+    state.aux_losses.append(value)
+    share = num_experts * (load.to(mine.dtype) * mine).sum() / number.to(mine.dtype)
+    state.logits.clear()
+    return share + (value / reporting - share.double()).to(share.dtype).detach()
+
+
+def _own_mask(state: ExpertState, tp: TpState | None, logits: Tensor) -> Tensor | None:
+    if state.mask is None:
+        return None
+    mask = state.mask.to(logits.device, torch.float64)
+    if tp is None:
+        return mask
+    if tp.order is not None:
+        places = tp.order().to(mask.device)
+        return mask[places[places >= 0]]
+    start = tp.rank * piece_size(mask.numel(), tp.degree)
+    return mask[start : start + logits.shape[0]]
+
+
+def _biases(model: nn.Module, state: ExpertState) -> list[tuple[str, Tensor]]:
+    """Module of experts and bias of the router beside it, where there is one."""
+    found = []
+    for name in state.modules:
+        block = model.get_submodule(name.rpartition(".")[0])
+        for module in block.modules():
+            bias = module._buffers.get(_BIAS, module._parameters.get(_BIAS))
+            if bias is not None:
+                found.append((name, bias))
+    return found
+
+
+def _summed(state: ExpertState, found: Handle) -> Tensor | None:
+    """[layers, E + 1] load and kept rows of all layers over all ranks, float64; None: nothing was routed."""
+    loads = [r.load for r in state.layers.values() if r.load is not None]
+    width = torch.tensor(max((len(load) for load in loads), default=0), device=found.device)
+    if found.world_group is not None and found.plan.strategy.pp > 1:
+        dist.all_reduce(width, op=dist.ReduceOp.MAX, group=found.world_group)
+    if not width:
+        return None
+    total = torch.zeros(len(state.every), int(width) + 1, device=found.device, dtype=torch.float64)
+    for row, name in zip(total, state.every, strict=True):
+        routed = state.layers.get(name)
+        if routed is not None and routed.load is not None:
+            row[: len(routed.load)] = routed.load
+            row[-1] = routed.kept
+    if found.world_group is not None:
+        dist.all_reduce(total, group=found.world_group)
+    return total
+
+
+@torch.no_grad()
+def end_step(model: nn.Module) -> RoutingStatistics | None:
+    """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
+
+    Every rank calls this after each optimizer step.
+
+    Returns:
+        The statistics, equal on every rank; None for a model without experts, or when nothing was routed.
+    """
+    found = handle(model)
+    state = found.experts
+    if state is None:
+        return None
+    total = _summed(state, found)
+    if total is None:
+        return None
+    load, kept = total[:, :-1], total[:, -1]
+    if rate := state.options.bias_update_rate:
+        place = {name: i for i, name in enumerate(state.every)}
+        for name, bias in _biases(model, state):
+            row = load[place[name]]
+            bias += rate * torch.sign(row.mean() - row).to(bias.dtype)
+    state.layers.update({name: LayerRouting() for name in state.layers})
+    aux = float(torch.stack(state.aux_losses).mean()) if state.aux_losses else None
+    state.aux_losses.clear()
+    load, kept = load[load.sum(1) > 0], kept[load.sum(1) > 0]
+    share = load / load.sum(1, keepdim=True)
+    busiest = share.amax(1) * share.shape[1]
+    entropy = torch.special.entr(share).sum(1) / math.log(max(2, share.shape[1]))
+    return RoutingStatistics(
+        float(busiest.max()),
+        float(busiest.mean()),
+        float(entropy.mean()),
+        float(1 - kept.sum() / load.sum()),
+        aux,
+    )

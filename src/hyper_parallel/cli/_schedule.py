@@ -1,0 +1,78 @@
+"""The pipeline of a plan for people: its stages and the grid of its schedule; and as the CSV file that torch reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hyper_parallel.errors import Contradiction, OutputNotWritable
+
+if TYPE_CHECKING:
+    from hyper_parallel.ir import Plan
+
+MOST_RANKS = 16
+MOST_COLUMNS = 120
+
+
+def pipeline_text(plan: Plan) -> str:
+    """Layers of every stage and the grid of one step, F, I and W one slot long and B two.
+
+    Of a long step only the beginning is shown, of many ranks only the first.
+    """
+    from hyper_parallel.ir import grid
+    from hyper_parallel.mpmd import in_flight, step_schedule, unit_starts
+
+    strategy = plan.strategy
+    schedule = step_schedule(strategy, plan.workload.accumulation_steps or 1)
+    compute = schedule.compute_only()
+    starts = unit_starts(compute)
+    lines = grid(compute, rows="ranks", starts=starts).splitlines()
+    width = max(map(len, lines))
+    shown = [line[:MOST_COLUMNS].rstrip() for line in lines[: MOST_RANKS + 1]]
+    slots = max(
+        s + a.slots
+        for row, acts in zip(starts, compute.ranks, strict=True)
+        for s, a in zip(row, acts, strict=True)
+    )
+    left_out = []
+    if width > MOST_COLUMNS:
+        left_out.append(f"the first {MOST_COLUMNS} columns of {width}")
+    if len(lines) > len(shown):
+        left_out.append(f"{MOST_RANKS} ranks of {strategy.pp}")
+    return "\n".join(
+        [
+            f"pipeline: {strategy.stages} stages on {strategy.pp} ranks, schedule {schedule.name},"
+            f" {schedule.microbatches} microbatches, {slots} slots,"
+            f" at most {max(in_flight(schedule))} activations on a rank",
+            f"layers per stage: {', '.join(map(str, strategy.stage_layers))}",
+            *shown,
+            *([f"({'; '.join(left_out)})"] if left_out else []),
+        ]
+    )
+
+
+def write_schedule(plan: Plan, path: Path) -> None:
+    """Write everything the pipeline ranks do as CSV, one row per rank.
+
+    Raises:
+        Contradiction: HP104 for a plan without a pipeline.
+        OutputNotWritable: HP105.
+    """
+    from hyper_parallel.mpmd import step_schedule
+
+    if plan.strategy.pp == 1:
+        raise Contradiction(
+            "the plan has no pipeline, so there is no schedule to write",
+            where="--schedule-csv",
+            got="pp=1",
+            hint="--pin pp=2",
+        )
+    schedule = step_schedule(plan.strategy, plan.workload.accumulation_steps or 1)
+    try:
+        path.write_text(schedule.to_csv(), encoding="utf-8")
+    except OSError as error:
+        raise OutputNotWritable(
+            "the schedule cannot be written",
+            where="--schedule-csv",
+            got=f"{path}: {error.strerror}",
+        ) from error

@@ -1,0 +1,381 @@
+"""Cards: what a device and a training stack reach, as YAML with a source on every number.
+
+A device card holds shares of the peaks that the topology states (how good the kernels are); a stack card holds how a
+training framework uses them (what hides behind what, what is redone, what it costs to start a kernel). Shipped cards
+lie in `cost/cards`; `hyper-parallel calibrate` writes cards of the same form.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import Field, ValidationError
+
+from hyper_parallel.config import Section, problems, raise_all, read_mapping
+from hyper_parallel.errors import CardUnreadable
+from hyper_parallel.topology import cache_dir
+
+_FOLDER: Final = Path(__file__).with_name("cards")
+_INTERPOLATED: Final = "not on the card: the share of bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCard:
+    """How much of a device's peaks its kernels reach. Shares are of the peaks in the topology.
+
+    Attributes:
+        name: Name of the card.
+        devices: Globs over the device names of topologies that the card is for.
+        matmul: Share of the peak FLOP/s of a large matmul, by dtype.
+        saturation: Where a matmul's dimension reaches half of that, in units of peak FLOP/s / memory bytes/s.
+        attention: Share of the peak FLOP/s of the two attention products on long sequences and wide heads, by dtype.
+        portable: Share of that which portable attention kernels reach, those not made for this device.
+        attention_head: Head width at which attention reaches half of that.
+        attention_len: Sequence length at which attention reaches half of that.
+        elementwise: Share of the memory bandwidth of element-wise and normalising kernels.
+        stream: Share of the memory bandwidth of one long pass, as the optimizer makes.
+        link: Share of the bandwidth of the innermost links that collectives reach.
+        network: The same of the links of outer tiers that are not the innermost ones.
+        exchange: Share of `network` that all-to-alls of long messages reach.
+        message_bytes: Message length at which an all-to-all reaches half of that; a message is one token.
+        kernel_s: Seconds to launch one kernel or run one small operator.
+        launch_hidden: 1 when launches run ahead of the device, so only work shorter than its launches waits.
+        context_bytes: Memory of driver context, communicators and workspaces.
+        fragmentation: Memory the allocator holds but cannot use, as a share of what comes and goes.
+        latency: Seconds of a collective with a tiny message against the topology's.
+        sources: Where each number comes from, by attribute (`matmul.bfloat16`).
+        priors: What was believed before a number was fitted to runs, by attribute.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    matmul: Mapping[str, float]
+    saturation: float
+    attention: Mapping[str, float]
+    portable: float
+    attention_head: float
+    attention_len: float
+    elementwise: float
+    stream: float
+    link: float
+    network: float
+    exchange: float
+    message_bytes: float
+    kernel_s: float
+    launch_hidden: float
+    context_bytes: float
+    fragmentation: float
+    latency: float = 1.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+    priors: Mapping[str, float] = field(default_factory=dict)
+
+    def source(self, name: str) -> str:
+        """Where a number comes from: `matmul.bfloat16`, `link`."""
+        return f"device card {self.name}: {self.sources.get(name, _INTERPOLATED)}"
+
+    def share(self, table: str, dtype: str) -> float:
+        """Entry of `matmul` or `attention` for a dtype; a dtype without one reaches the share of bfloat16."""
+        values: Mapping[str, float] = getattr(self, table)
+        return values.get(dtype, values.get("bfloat16", next(iter(values.values()))))
+
+
+@dataclass(frozen=True, slots=True)
+class StackCard:
+    """How a training framework uses a device.
+
+    Attributes:
+        name: Name of the card.
+        compute: Time of all kernels against the device card.
+        passes: How often a layer's saved bytes are moved by element-wise kernels, forward and backward.
+        quantize_bytes: Bytes moved per matmul input or output gradient that is cast to 8 or 4 bits.
+        flash: 1 for fused attention; 0 writes the score matrix to memory and computes the masked half too.
+        portable: 1 where attention uses portable kernels instead of those made for the device.
+        sequence_parallel: 1 where tensor parallelism shards the sequence between blocks; 0 all-reduces.
+        dropout: 1 where dropout masks are kept.
+        keep_gathered: 1 where gathered inputs are kept for backward; 0 gathers again behind the backward matmul.
+        even_stages: 1 where every pipeline stage has as many layers; 0 where layers are cut by cost.
+        selective_matmul: Share of the matmuls that selective recomputation redoes.
+        selective_attention: Share of attention that selective recomputation redoes.
+        selective_kept: Share of a layer's activations that selective recomputation keeps.
+        overlap_tp: Share of tensor-parallel traffic that hides behind matmuls.
+        overlap_cp: Share of the key-value ring that hides behind attention.
+        overlap_ep: Share of expert exchanges that hides behind other work.
+        overlap_ep_chunks: The same where interleaved chunks give it a forward and a backward at once to hide behind.
+        overlap_dp: Share of data-parallel traffic that hides behind compute.
+        network: Share of the links' reach that the stack's collectives get, against the device card.
+        tail_tensors: Tensors of a layer that ZeRO 1 reduces and gathers one by one; 0 where they share buckets.
+        overlap_pp: Share of pipeline sends that hides behind compute.
+        ep_dedup: 1 where a token is sent once to a rank, and once to a domain, that holds several of its experts.
+        moe: Time of the experts' element-wise work (permutation, activation) against the formula.
+        moe_host_s: Host seconds per expert layer, forward and backward together, that no kernel hides.
+        moe_month: Growth of the two before with the square root of the months a release is older than `moe_release`.
+        moe_release: Release from which they hold, in months since 2020.
+        imbalance: Tokens of the busiest expert rank against the mean.
+        kernels_forward: Operators of a layer's forward.
+        kernels_backward: Operators of a layer's backward.
+        step_s: Seconds of every step that no term explains: data, logging, host.
+        straggle: Slowdown per doubling of the devices.
+        logit_bytes: Bytes per logit at the peak of the loss.
+        kept: Activations kept for backward against the formula.
+        gradient_copy_bytes: Bytes per parameter of a second copy of the gradients.
+        vocabulary_groups: 2 where embedding and head are gathered apart from each other, 1 where together.
+        interval: Half width of the interval of a prediction in log ratio, by kind of model (dense, moe).
+        sources: Where each number comes from, by attribute.
+        priors: What was believed before a number was fitted to runs, by attribute.
+    """
+
+    name: str
+    compute: float = 1.0
+    passes: float = 5.0
+    quantize_bytes: Mapping[str, float] = field(default_factory=dict)
+    flash: float = 1.0
+    portable: float = 0.0
+    sequence_parallel: float = 1.0
+    dropout: float = 0.0
+    keep_gathered: float = 1.0
+    even_stages: float = 0.0
+    selective_matmul: float = 0.0
+    selective_attention: float = 0.0
+    selective_kept: float = 1.0
+    overlap_tp: float = 0.0
+    overlap_cp: float = 0.9
+    overlap_ep: float = 0.0
+    overlap_ep_chunks: float = 0.0
+    overlap_dp: float = 0.9
+    network: float = 1.0
+    tail_tensors: float = 0.0
+    overlap_pp: float = 0.0
+    ep_dedup: float = 0.0
+    moe: float = 1.0
+    moe_host_s: float = 0.0
+    moe_month: float = 0.0
+    moe_release: float = 0.0
+    imbalance: float = 1.0
+    kernels_forward: float = 30.0
+    kernels_backward: float = 55.0
+    step_s: float = 0.0
+    straggle: float = 0.0
+    logit_bytes: float = 10.0
+    kept: float = 1.0
+    gradient_copy_bytes: float = 0.0
+    vocabulary_groups: float = 1.0
+    interval: Mapping[str, float] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    priors: Mapping[str, float] = field(default_factory=dict)
+
+    def source(self, name: str) -> str:
+        """Where a number comes from."""
+        return f"stack card {self.name}: {self.sources.get(name, 'default')}"
+
+
+class _Number(Section):
+    """One number of a card."""
+
+    value: float
+    """The number."""
+    source: str = Field(min_length=1)
+    """Where it comes from, one short phrase."""
+    prior: float | None = None
+    """What was believed before the number was fitted to runs; fitting starts there."""
+
+
+class _CardFile(Section):
+    """A card file: a device card, a stack card, or both."""
+
+    name: str
+    """Name of the card, printed with every term."""
+    extends: str | None = None
+    """Shipped card whose numbers are taken where this file has none."""
+    devices: tuple[str, ...] = ()
+    """Globs over device names that a device card is for."""
+    device: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
+    """Numbers of the device card."""
+    stack: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
+    """Numbers of the stack card."""
+
+
+def card_names() -> tuple[str, ...]:
+    """Names of the shipped cards."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+
+def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
+    """The device card and the stack card of a file; one of them may be missing.
+
+    Raises:
+        CardUnreadable: HP313 when the file is no YAML mapping or a number is missing or unknown.
+        UnknownKey: HP101, BadValue: HP102 when a key is unknown or its value is not allowed.
+    """
+    path = Path(path)
+    device, stack, globs, name = _merged(path)
+    return _device(name, globs, device, path), _stack(name, stack, path)
+
+
+@cache
+def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
+    """A shipped card by name; arguments and errors as for `read_card`."""
+    if name not in card_names():
+        raise CardUnreadable("there is no card of this name", got=name, allowed=card_names())
+    return read_card(_FOLDER / f"{name}.yaml")
+
+
+def device_card(device_name: str, kind: str) -> DeviceCard:
+    """The shipped device card for a device name; the one of its kind when no card names it.
+
+    Args:
+        device_name: Name of the device in its topology.
+        kind: cuda, npu, tpu or cpu.
+    """
+    for name in card_names():
+        card = load_card(name)[0]
+        if card and any(fnmatch.fnmatchcase(device_name.lower(), g.lower()) for g in card.devices):
+            return card
+    card = load_card("cpu" if kind == "cpu" else "accelerator")[0]
+    assert card is not None, "the shipped cards of a kind are complete"
+    return card
+
+
+def stack_card(name: str) -> StackCard:
+    """A shipped stack card."""
+    card = load_card(name)[1]
+    if card is None:
+        raise CardUnreadable("the card holds no stack", got=name)
+    return card
+
+
+def own_path() -> Path:
+    """Where the cards of this machine are kept: `card.yaml` in the user's cache."""
+    return cache_dir() / "card.yaml"
+
+
+def own_cards(device_name: str, path: Path | None = None) -> tuple[DeviceCard, StackCard] | None:
+    """The cards that `calibrate` wrote for this device; None when it was not calibrated.
+
+    Raises:
+        CardUnreadable: HP313 when the file is damaged.
+    """
+    path = path or own_path()
+    if not path.is_file():
+        return None
+    device, stack = read_card(path)
+    if device is None or stack is None:
+        raise CardUnreadable(
+            "the card of this machine lacks its device or its stack",
+            where=str(path),
+            hint="hyper-parallel calibrate",
+        )
+    same = any(fnmatch.fnmatchcase(device_name, glob) for glob in device.devices)
+    return (device, stack) if same else None
+
+
+def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, name: str) -> None:
+    """Write cards as a file that `read_card` reads; every number with its source and what was believed before."""
+    import yaml
+
+    data: dict[str, Any] = {"name": name}
+    if device is not None:
+        data |= {"devices": list(device.devices), "device": _numbers_of(device)}
+    if stack is not None:
+        data["stack"] = _numbers_of(stack)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump(data, sort_keys=False, width=1000, default_flow_style=None)
+    path.write_text(text, encoding="utf-8")
+
+
+def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
+    """The numbers of a card that have a source; the others are defaults of the code."""
+
+    def number(key: str, value: float) -> dict[str, Any]:
+        told: dict[str, Any] = {"value": float(f"{value:.4g}")}
+        if key in card.priors:
+            told["prior"] = card.priors[key]
+        return {**told, "source": card.sources[key]}
+
+    found: dict[str, Any] = {}
+    for f in fields(card):
+        value = getattr(card, f.name)
+        if f.name in ("sources", "priors", "name", "devices"):
+            continue
+        if isinstance(value, Mapping):
+            told = {
+                k: number(f"{f.name}.{k}", v)
+                for k, v in value.items()
+                if f"{f.name}.{k}" in card.sources
+            }
+            if told:
+                found[f.name] = told
+        elif f.name in card.sources:
+            found[f.name] = number(f.name, value)
+    return found
+
+
+_Numbers = dict[str, Any]
+
+
+def _merged(path: Path) -> tuple[_Numbers, _Numbers, tuple[str, ...], str]:
+    """Numbers of a file over those of the card it extends."""
+    data = read_mapping(path, CardUnreadable, "card")
+    try:
+        file = _CardFile.model_validate(data)
+    except ValidationError as error:
+        raise_all(
+            problems(
+                error,
+                _CardFile,
+                where=lambda key: f"{path}: {key}" if key else str(path),
+                pasteable=lambda key, value: f"{key.rpartition('.')[2]}: {value}",
+            )
+        )
+        raise
+    device: _Numbers = {}
+    stack: _Numbers = {}
+    if file.extends is not None:
+        device, stack, *_ = _merged(_FOLDER / f"{file.extends}.yaml")
+    for base, own in ((device, file.device), (stack, file.stack)):
+        for key, value in own.items():
+            base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+    return device, stack, file.devices, file.name
+
+
+def _values(numbers: _Numbers, path: Path, known: set[str]) -> _Numbers:
+    values: _Numbers = {}
+    sources: dict[str, str] = {}
+    priors: dict[str, float] = {}
+    for key, number in numbers.items():
+        if key not in known:
+            raise CardUnreadable(
+                "a card holds a number that nothing reads", where=str(path), got=key, allowed=sorted(known)
+            )  # fmt: skip
+        if isinstance(number, dict):
+            values[key] = {k: n.value for k, n in number.items()}
+            named = {f"{key}.{k}": n for k, n in number.items()}
+        else:
+            values[key], named = number.value, {key: number}
+        sources |= {k: n.source for k, n in named.items()}
+        priors |= {k: n.prior for k, n in named.items() if n.prior is not None}
+    return {**values, "sources": sources, "priors": priors}
+
+
+def _device(name: str, globs: tuple[str, ...], numbers: _Numbers, path: Path) -> DeviceCard | None:
+    if not numbers:
+        return None
+    known = {f.name for f in fields(DeviceCard)} - {"name", "devices", "sources", "priors"}
+    values = _values(numbers, path, known)
+    if missing := sorted(known - {"latency"} - set(values)):
+        raise CardUnreadable(
+            "a device card lacks numbers", where=str(path), got=f"without {', '.join(missing)}",
+            hint="extends: accelerator",
+        )  # fmt: skip
+    return DeviceCard(name, globs, **values)
+
+
+def _stack(name: str, numbers: _Numbers, path: Path) -> StackCard | None:
+    if not numbers:
+        return None
+    known = {f.name for f in fields(StackCard)} - {"name", "sources", "priors"}
+    return replace(StackCard(name), **_values(numbers, path, known))

@@ -1,0 +1,135 @@
+"""Communication of experts by formula: token dispatch, and FSDP of expert parameters over `edp`.
+
+Per layer of experts and microbatch, with ep ranks, E experts, D hidden size, c bytes of the compute format, and s rows
+sent to and r rows received from other ranks:
+
+    counts       8 E (ep-1)/ep      one all-to-all of one number per expert, forward
+    dispatch     s D c              forward; r D c of gradients backward
+    combine      r D c              forward; s D c of gradients backward
+
+A row is a token on its way to one expert, so s = T k (1 - 1/ep) when T tokens choose k experts evenly. What is routed
+is known only while training: `Rows` takes the numbers that really occurred, and without them s = r = the even share,
+rounded down. Recompute makes counts, dispatch and combine again in backward.
+
+Source: Lepikhin et al. 2020, GShard, section 2.2 (dispatch and combine as all-to-all); Rajbhandari et al. 2020 (ZeRO).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hyper_parallel.cost._ring import ring_bytes
+from hyper_parallel.ir import Collective, Layout, Strategy, Workload
+from hyper_parallel.model import Block, ModelSpec, ParamSpec
+from hyper_parallel.units import DTYPE_BYTES
+
+COUNT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows one rank exchanged with other ranks in one step, over all layers and microbatches, forward only.
+
+    Attributes:
+        sent: Rows to experts on other ranks.
+        received: Rows for experts of this rank.
+    """
+
+    sent: int
+    received: int
+
+
+def on_expert_mesh(layout: Layout) -> bool:
+    """Whether expert parallelism cuts a parameter."""
+    return "ep" in layout.sharding_axes
+
+
+def expert_collectives(
+    model: ModelSpec,
+    layouts: Mapping[str, Layout],
+    strategy: Strategy,
+    workload: Workload,
+    rows: Rows | None,
+) -> Iterator[Collective]:
+    """Collectives of one optimizer step that expert parallelism adds.
+
+    Args:
+        model: The model.
+        layouts: Layout of every parameter.
+        strategy: Degrees of the axes.
+        workload: Batch numbers resolved, and number formats.
+        rows: What was routed; None: every expert gets the same number of tokens.
+    """
+    if strategy.ep == 1:
+        return
+    for block in model.blocks:
+        params = [p for p in block.params if p.name in layouts and on_expert_mesh(layouts[p.name])]
+        if params:
+            yield from _sharded(block, params, layouts, strategy, workload)
+    yield from _dispatch(model, strategy, workload, rows)
+
+
+def _dispatch(
+    model: ModelSpec, strategy: Strategy, workload: Workload, rows: Rows | None
+) -> Iterator[Collective]:
+    blocks = [b for b in model.blocks if b.mlp and b.mlp.num_experts]
+    times = workload.accumulation_steps or 1
+    made = 2 if strategy.recompute == "full" else 1
+    layers = sum(b.count for b in blocks)
+    if rows is None:
+        tokens = -(-(workload.microbatch or 1) * workload.seq_len // (strategy.cp * strategy.tp))
+        even = sum(
+            b.count * tokens * b.mlp.experts_per_token * (strategy.ep - 1) // strategy.ep
+            for b in blocks
+            if b.mlp
+        )
+        rows = Rows(even * times, even * times)
+    row_bytes = model.hidden_size * DTYPE_BYTES[workload.compute_dtype]
+    axes = strategy.spanning_axes(("ep",))
+    counts = sum(
+        b.count * ring_bytes("all_to_all", COUNT_BYTES * b.mlp.num_experts, strategy.ep)
+        for b in blocks
+        if b.mlp
+    )
+    yield Collective(
+        "all_to_all", axes, "expert row counts", layers * times * made, counts * times * made
+    )
+    yield Collective(
+        "all_to_all", axes, "expert dispatch and combine", 2 * (made + 1) * layers * times,
+        (made + 1) * (rows.sent + rows.received) * row_bytes,
+    )  # fmt: skip
+
+
+def _sharded(
+    block: Block,
+    params: list[ParamSpec],
+    layouts: Mapping[str, Layout],
+    strategy: Strategy,
+    workload: Workload,
+) -> Iterator[Collective]:
+    """FSDP over edp, a group of its own for every layer."""
+    mesh = strategy.expert_mesh()
+    edp = mesh.degree("edp")
+    elements = edp * sum(math.prod(layouts[p.name].max_local_shape(p.shape, mesh)) for p in params)
+    # With pipeline stages gradients are reduced once per step, and what is not freed is gathered once.
+    times = (workload.accumulation_steps or 1) if strategy.pp == 1 else 1
+    gathers = times
+    if strategy.reshard_after_forward:
+        gathers = 2 * (workload.accumulation_steps or 1)
+    axes = strategy.spanning_axes(("edp",))
+    sizes = {
+        "all_gather": elements * DTYPE_BYTES[workload.compute_dtype],
+        "reduce_scatter": elements * DTYPE_BYTES[workload.reduce_dtype],
+    }
+    calls = {"all_gather": block.count * gathers, "reduce_scatter": block.count * times}
+    purposes = {"all_gather": "expert parameters", "reduce_scatter": "expert gradients"}
+    if edp > 1:
+        for kind, size in sizes.items():
+            sent = calls[kind] * ring_bytes(kind, size, edp)
+            yield Collective(kind, axes, purposes[kind], calls[kind], sent)
+    if strategy.dp_replicate > 1:
+        size = elements // edp * DTYPE_BYTES[workload.reduce_dtype]
+        sent = block.count * ring_bytes("all_reduce", size, strategy.dp_replicate)
+        yield Collective("all_reduce", ("dp_replicate",), "replica gradients", block.count, sent)

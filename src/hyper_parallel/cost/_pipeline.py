@@ -1,0 +1,128 @@
+"""Pipelines: the slowest stage, the bubble and the microbatches in flight of every schedule, as arrays.
+
+With F, B and W the seconds of one microbatch on one rank in forward, in the backward of inputs and in that of
+weights, and sum over stages S, slowest stage t, p stages, m microbatches, v virtual stages:
+
+    GPipe, 1F1B       (m - 1) t + S            every stage is filled and drained once
+    interleaved       m t + (S - t) / v        filled and drained by chunks
+    ZB-H1             as 1F1B, with W moved into the bubble: (S - t) (F + B - W) / (F + B + W)
+    ZBV               (S - t) max(0, F + B - 2W) / (F + B + W): none when the three are equal
+    DualPipeV         (S - t) (F + 2B - W) / 2 / (F + B + W), a forward and a backward at once
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.cost._candidates import SCHEDULES, Candidates
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """How layers lie on pipeline stages, and which stage sets the pace.
+
+    Attributes:
+        most: Layers of the fullest stage without the head.
+        last: Layers of the stage with the head.
+        layers: Layers of the slowest stage.
+        head: 1 where the slowest stage has the head.
+        others: Seconds of one microbatch over all stages but the slowest.
+        slowest: Seconds of one microbatch on the slowest stage.
+    """
+
+    most: Array
+    last: Array
+    layers: Array
+    head: Array
+    others: Array
+    slowest: Array
+
+
+def lay_out(c: Candidates, layers: int, layer_s: Array, head_s: Array, even: bool) -> Stages:
+    """Equal layers on stages, evenly or so that the slowest stage is as fast as it can be.
+
+    Args:
+        c: Candidates.
+        layers: Layers of the model.
+        layer_s: Seconds of one layer and microbatch.
+        head_s: Seconds of the head and loss.
+        even: Every stage gets as many layers; the last the fewest when they do not divide.
+    """
+    p, one = c.pp, c.pp <= 1
+    total = layers * layer_s + head_s
+
+    def pace(last: Array) -> tuple[Array, Array]:
+        # The other p - 1 stages share the rest; the fullest of them or the last stage decides.
+        most = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
+        return most, np.maximum(most * layer_s, last * layer_s + head_s)
+
+    # The even cut leaves fewest on the stage with the head.
+    last = np.maximum(layers - np.ceil(layers / p) * (p - 1.0), 0.0)
+    if not even:
+        ideal = np.floor((total / p - head_s) / layer_s)
+        for other in (ideal, ideal + 1.0):
+            guess = np.clip(other, 0.0, np.maximum(layers - (p - 1.0), 0.0))
+            last = np.where(pace(guess)[1] < pace(last)[1], guess, last)
+    most = pace(last)[0]
+    last, most = np.where(one, layers, last), np.where(one, layers, most)
+    with_head = one | (last * layer_s + head_s >= most * layer_s)
+    slowest = np.where(with_head, last * layer_s + head_s, most * layer_s)
+    return Stages(
+        most,
+        last,
+        np.where(with_head, last, most),
+        np.where(with_head, 1.0, 0.0),
+        np.maximum(total - slowest, 0.0),
+        slowest,
+    )
+
+
+def bubble_seconds(
+    c: Candidates, others: Array, forward: Array, backward: Array, weight: Array
+) -> Array:
+    """Seconds a step waits for the pipeline to fill and drain.
+
+    Args:
+        c: Candidates.
+        others: Seconds of one microbatch over all stages but the slowest.
+        forward: F of one layer.
+        backward: B + W of one layer.
+        weight: W of one layer.
+
+    Sources: Narayanan et al. 2021, sections 2.2 and 2.3; Qi et al. 2023 (zero bubble), sections 2 and 6; DeepSeek-AI
+    2024 (DualPipe), section 3.2.1.
+    """
+    whole = forward + backward
+    factors = {
+        "interleaved": 1.0 / np.maximum(c.vpp, 1.0),
+        "zb-h1": np.maximum(0.0, whole - 2.0 * weight) / whole,
+        "zbv": np.maximum(0.0, whole - 3.0 * weight) / whole,
+        "dualpipev": np.maximum(0.0, 2.0 * whole - forward - 3.0 * weight) / 2.0 / whole,
+    }
+    factor: Array = np.ones(1)
+    for name, value in factors.items():
+        factor = np.where(c.schedule == SCHEDULES.index(name), value, factor)
+    return np.where(c.pp > 1, others * factor, 0.0)
+
+
+def in_flight(c: Candidates) -> Array:
+    """Microbatches whose activations the first rank holds at the peak, in units of all layers of the rank.
+
+    1F1B and ZB-H1 p, GPipe m; interleaved p + (p - 1) / v; ZBV p and DualPipeV p + 1/2 spread over their two chunks.
+    Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
+    """
+    p, m = c.pp, c.accumulation
+    held = {
+        "gpipe": m,
+        "interleaved": p + (p - 1.0) / np.maximum(c.vpp, 1.0),
+        "dualpipev": p + 0.5,
+    }
+    found: Array = p * 1.0
+    for name, value in held.items():
+        found = np.where(c.schedule == SCHEDULES.index(name), value, found)
+    return np.where(p > 1, np.minimum(m, found), 1.0)

@@ -1,0 +1,69 @@
+"""Packed projections: several projections stacked in one weight, and the rows of them that a rank works on.
+
+Query, key and value (or gate and up) are rows of one matrix. Tensor parallelism gives a rank its slice of every part,
+never the inside of a head. When there are fewer key and value heads than ranks, several ranks work on one head.
+
+A weight whose parts have different sizes is stored in equal slices of all rows, as any other matrix. The columns of its
+output then change hands: rank s sends rank t what s computed and t works on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the stacked projections.
+
+    Attributes:
+        rows: Its rows.
+        heads: Equal groups of rows that stay together; as many as rows when each may stand alone.
+    """
+
+    rows: int
+    heads: int
+
+
+def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, ...]:
+    """Query, key and value, stacked in this order."""
+    kv = Part(num_kv_heads * head_dim, num_kv_heads)
+    return Part(num_heads * head_dim, num_heads), kv, kv
+
+
+def gate_up_parts(rows: int) -> tuple[Part, ...]:
+    """Gate and up, the halves of `rows`."""
+    half = Part(rows // 2, rows // 2)
+    return half, half
+
+
+def equal_parts(parts: tuple[Part, ...], degree: int) -> bool:
+    """Whether all parts have one size and every rank works on its own slice of each."""
+    return len({p.rows for p in parts}) == 1 and all(p.heads % degree == 0 for p in parts)
+
+
+def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple[int, int], ...]:
+    """Half-open row ranges, one per part, that a rank works on."""
+    found, first = [], 0
+    for part in parts:
+        shared = max(1, degree // part.heads)  # ranks that work on the same rows
+        size = part.rows * shared // degree
+        start = first + rank // shared * size
+        found.append((start, start + size))
+        first += part.rows
+    return tuple(found)
+
+
+def exchanged(
+    parts: tuple[Part, ...], degree: int, source: int, target: int
+) -> tuple[tuple[int, int], ...]:
+    """Row ranges that `source` holds, in equal slices of all rows, and `target` works on; increasing, without empty."""
+    size = sum(p.rows for p in parts) // degree
+    held = source * size, (source + 1) * size
+    cut = [(max(a, held[0]), min(b, held[1])) for a, b in working_rows(parts, degree, target)]
+    return tuple((a, b) for a, b in cut if a < b)
+
+
+def exchanged_rows(parts: tuple[Part, ...], degree: int, source: int, target: int) -> int:
+    """How many rows `exchanged` lists."""
+    return sum(b - a for a, b in exchanged(parts, degree, source, target))

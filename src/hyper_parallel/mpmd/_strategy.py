@@ -1,0 +1,204 @@
+"""From a strategy to what its pipeline ranks do: legality in a recipe's words, the schedule of a step, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from hyper_parallel.errors import (
+    BatchMismatch,
+    NotDivisible,
+    ScheduleError,
+    UnsupportedSharding,
+)
+from hyper_parallel.ir import Action, Schedule, Strategy
+from hyper_parallel.ir.schedule import at
+from hyper_parallel.ir.strategy import V_SHAPED
+from hyper_parallel.mpmd._generate import (
+    in_flight_limit,
+    is_legal,
+    make_schedule,
+)
+from hyper_parallel.mpmd._lower import lower
+from hyper_parallel.mpmd._replay import replay
+from hyper_parallel.mpmd._verify import verify
+
+_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
+)
+
+
+def check_pipeline(
+    strategy: Strategy, layers: int, microbatches: int, where: str | None = None
+) -> None:
+    """Raise when a pipeline cannot run; nothing to check without one.
+
+    Args:
+        strategy: Degrees, schedule and virtual stages.
+        layers: Decoder layers of the model.
+        microbatches: Microbatches of one step on one data-parallel rank.
+        where: Where the degree was set, for errors.
+
+    Raises:
+        UnsupportedSharding: HP205 for virtual stages that the schedule does not have.
+        NotDivisible: HP203 for more stages than layers.
+        BatchMismatch: HP308 for microbatches that the schedule cannot run.
+    """
+    s = strategy
+    if s.pp == 1:
+        for name, idle in (("virtual_stages", 1), ("stage_layers", ()), ("schedule_file", "")):
+            if (value := getattr(s, name)) != idle:
+                raise UnsupportedSharding(
+                    f"`{name}` belongs to a pipeline, and there is none",
+                    where=where,
+                    got=f"pp=1, {name}={value}",
+                    allowed=f"no {name}, or pp of 2 and more",
+                    hint="parallel.pp=2",
+                )
+        return
+    check_virtual(s, where)
+    if s.stages > layers:
+        most = max(1, layers // s.virtual_stages)
+        raise NotDivisible(
+            "a pipeline has more stages than the model has layers",
+            where=where,
+            got=f"pp={s.pp}, virtual_stages={s.virtual_stages}, layers={layers}",
+            allowed=f"pp up to {most}",
+            hint=f"parallel.pp={most}",
+        )
+    if microbatches < s.pp:
+        raise BatchMismatch(
+            "a pipeline needs at least one microbatch for every stage",
+            where=where,
+            got=f"pp={s.pp}, microbatches per step={microbatches}",
+            allowed=f"pp up to {microbatches}, or {s.pp} microbatches and more",
+            hint=f"training.accumulation_steps={_legal_near(s, s.pp)}",
+        )
+    if not _runs(s, microbatches):
+        near = [m for m in (_legal_near(s, microbatches, -1), _legal_near(s, microbatches)) if m]
+        raise BatchMismatch(
+            f"schedule {s.schedule} cannot run {microbatches} microbatches on {s.pp} pipeline ranks",
+            where=where,
+            got=f"microbatches per step={microbatches}",
+            allowed=[*near, _rule(s)],
+            hint=f"training.accumulation_steps={near[-1]}",
+        )
+
+
+def check_virtual(s: Strategy, where: str | None = None) -> None:
+    """Raise when the schedule of a strategy does not have its number of virtual stages.
+
+    Raises:
+        UnsupportedSharding: HP205.
+    """
+    if s.schedule in V_SHAPED and s.virtual_stages != 2:
+        allowed, hint = "virtual_stages=2", "parallel.virtual_stages=2"
+    elif s.schedule == "interleaved" and s.virtual_stages < 2:
+        allowed, hint = "virtual_stages of 2 and more", "parallel.virtual_stages=2"
+    elif s.schedule in ("gpipe", "1f1b", "zb-h1") and s.virtual_stages != 1:
+        allowed = "virtual_stages=1, or schedule interleaved, zbv, dualpipev"
+        hint = "parallel.schedule=interleaved"
+    else:
+        return
+    raise UnsupportedSharding(
+        f"schedule {s.schedule} does not have {s.virtual_stages} stages per rank",
+        where=where,
+        got=f"schedule={s.schedule}, virtual_stages={s.virtual_stages}",
+        allowed=allowed,
+        hint=hint,
+    )
+
+
+def _runs(s: Strategy, microbatches: int) -> bool:
+    return microbatches >= s.pp and is_legal(schedule_name(s), s.pp, microbatches)
+
+
+def _legal_near(s: Strategy, microbatches: int, step: int = 1) -> int:
+    """The nearest number of microbatches that runs, upwards or downwards; 0 when there is none."""
+    while microbatches >= s.pp and not _runs(s, microbatches):
+        microbatches += step
+    return microbatches if microbatches >= s.pp else 0
+
+
+def _rule(s: Strategy) -> str:
+    return f"{2 * s.pp} and more" if s.schedule == "dualpipev" else f"any multiple of {s.pp}"
+
+
+def schedule_name(strategy: Strategy) -> str:
+    """The name in `SCHEDULES` of a strategy's schedule."""
+    return _NAMES.get(strategy.schedule, strategy.schedule)
+
+
+def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
+    """Everything the pipeline ranks do in one step, with sends and receives, verified.
+
+    Args:
+        strategy: pp of 2 and more.
+        microbatches: Microbatches of the step.
+
+    Raises:
+        ScheduleError: HP320 when the schedule cannot run that many, or the schedule file does not fit the strategy.
+    """
+    if strategy.schedule_file:
+        return _read(strategy, microbatches)
+    name, p, v = schedule_name(strategy), strategy.pp, strategy.virtual_stages
+    schedule = lower(make_schedule(name, p, microbatches, v))
+    verify(schedule, max_in_flight=in_flight_limit(name, p, microbatches, v))
+    return schedule
+
+
+def _read(strategy: Strategy, microbatches: int) -> Schedule:
+    """The schedule of a file, compute-only or with communication."""
+    path = strategy.schedule_file
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(
+            "the schedule file cannot be read", where=path, got=error.strerror
+        ) from error
+    schedule = Schedule.from_csv(text, name=path)
+    got = (len(schedule.ranks), schedule.stages, schedule.microbatches)
+    wanted = (strategy.pp, strategy.stages, microbatches)
+    if got != wanted:
+        shown = "{} pipeline ranks, {} stages, {} microbatches"
+        raise ScheduleError(
+            "the schedule file is for another pipeline",
+            where=path,
+            got=shown.format(*got),
+            allowed=shown.format(*wanted),
+        )
+    place = schedule.placement()
+    for rank in range(strategy.pp):
+        if any(place[stage] != rank for stage in strategy.stages_of(rank)):
+            raise ScheduleError(
+                f"the schedule file puts stages elsewhere than `schedule: {strategy.schedule}` does",
+                where=path,
+                got=f"rank {rank}: stages {sorted(s for s, r in place.items() if r == rank)}",
+                allowed=f"rank {rank}: stages {list(strategy.stages_of(rank))}",
+            )
+    for rank, position, leaf in schedule.leaves():
+        if leaf.kind in ("OFFLOAD", "RELOAD"):
+            raise ScheduleError(
+                f"{leaf.kind} is simulated but not executed", where=at(schedule, rank, position)
+            )
+    if not schedule.has_communication:
+        schedule = lower(schedule.compute_only())
+    verify(schedule)
+    return schedule
+
+
+def forward_schedule(strategy: Strategy, microbatches: int) -> Schedule:
+    """Forwards only, for evaluation: any number of microbatches, as a wave over the stages, proved free of deadlock.
+
+    A rank takes its work in the order of stage + microbatch; what a forward needs has a smaller sum.
+    """
+    rows = []
+    for rank in range(strategy.pp):
+        work = [(s + i, s, i) for s in strategy.stages_of(rank) for i in range(microbatches)]
+        rows.append(tuple(Action(s, "F", i) for _, s, i in sorted(work)))
+    schedule = Schedule("forward", strategy.stages, microbatches, tuple(rows))
+    lowered = lower(schedule, reduce_grad=False)
+    replay(lowered, rendezvous=True)
+    return lowered

@@ -1,0 +1,168 @@
+"""Launch settings of a plan as text: our recipe, and the flags of Megatron-LM and torchtitan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import yaml
+
+from hyper_parallel.errors import BadValue
+from hyper_parallel.ir import AXES, Plan, Strategy
+
+STACKS: Final = ("ours", "megatron", "torchtitan")
+
+_TITAN_SCHEDULES: Final = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+
+
+def launch_settings(plan: Plan, stack: str) -> str:
+    """Settings that start a run like the plan, as far as the stack can express it; what it cannot is a comment.
+
+    Args:
+        plan: The plan.
+        stack: `ours`: a recipe for `hyper-parallel train`; `megatron`: flags of Megatron-LM's `pretrain_gpt.py`;
+            `torchtitan`: a TOML file.
+
+    Raises:
+        BadValue: HP102 for another stack.
+    """
+    if stack not in STACKS:
+        raise BadValue("there are no launch settings for that stack", got=stack, allowed=STACKS)
+    made = {"ours": _recipe, "megatron": _megatron, "torchtitan": _torchtitan}[stack](plan)
+    lost = [f"# not expressed: {text}" for text in _lost(plan.strategy, stack)]
+    return "\n".join([*lost, made]) + "\n"
+
+
+def _recipe(plan: Plan) -> str:
+    s, w = plan.strategy, plan.workload
+    parallel: dict[str, object] = {
+        name: degree for name, degree in s.degrees().items() if degree > 1
+    } or {"dp_shard": 1}
+    if s.tp_y > 1:
+        parallel.update(attention_shape=s.attention_shape, mlp_shape=s.mlp_shape)
+    if s.cp > 1:
+        parallel["cp_kind"] = s.cp_kind
+        if s.cp_kind == "hybrid":
+            parallel["cp_ulysses"] = s.cp_ulysses
+    if s.pp > 1:
+        parallel.update(schedule=s.schedule, virtual_stages=s.virtual_stages)
+        parallel["stage_layers"] = [stage.layers for stage in plan.stages]
+    parallel["reshard_after_forward"] = s.reshard_after_forward
+    dtype = w.compute_dtype if w.compute_dtype in ("float64", "float32", "bfloat16") else "bfloat16"
+    recipe = {
+        "model": {"path": plan.model.name},
+        "data": {"seq_len": w.seq_len},
+        "training": {
+            "dtype": dtype,
+            "microbatch": w.microbatch,
+            "accumulation_steps": w.accumulation_steps,
+            "recompute": "full" if s.recompute == "full" else "none",
+        },
+        "parallel": parallel,
+        "topology": plan.topology,
+    }
+    return str(yaml.safe_dump(recipe, sort_keys=False)).rstrip()
+
+
+def _megatron(plan: Plan) -> str:
+    s, w = plan.strategy, plan.workload
+    sequences = (w.tokens_per_step or 0) // w.seq_len
+    flags: list[str] = [
+        f"--tensor-model-parallel-size {s.tp}",
+        f"--pipeline-model-parallel-size {s.pp}",
+        f"--context-parallel-size {s.cp}",
+        f"--micro-batch-size {w.microbatch}",
+        f"--global-batch-size {sequences}",
+        f"--seq-length {w.seq_len}",
+    ]
+    if s.tp > 1:
+        flags.append("--sequence-parallel")
+    if s.cp > 1:
+        kinds = {"ring": "p2p", "ulysses": "a2a", "hybrid": "a2a+p2p", "all_gather": "all_gather"}
+        flags.append(f"--cp-comm-type {kinds[s.cp_kind]}")
+        if s.cp_kind == "hybrid":
+            ring = s.cp // s.cp_ulysses
+            flags.append(f"--hierarchical-context-parallel-sizes {s.cp_ulysses} {ring}")
+    if s.schedule == "interleaved" and s.virtual_stages > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {s.virtual_stages}")
+    if s.ep > 1:
+        flags += [
+            f"--expert-model-parallel-size {s.ep}",
+            f"--expert-tensor-parallel-size {s.expert_tp}",
+        ]
+    if s.zero_stage == 1:
+        flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    elif s.dp_shard * s.cp > 1:
+        flags.append("--use-torch-fsdp2")
+    if s.dp_replicate > 1 and s.zero_stage == 1:
+        flags.append(f"--num-distributed-optimizer-instances {s.dp_replicate}")
+    if s.recompute == "full":
+        layers = s.recompute_layers or max(stage.layers for stage in plan.stages)
+        flags += ["--recompute-granularity full", "--recompute-method block"]
+        flags.append(f"--recompute-num-layers {layers}")
+    elif s.recompute == "selective":
+        flags.append("--recompute-granularity selective")
+    if s.offload_optimizer:
+        flags += ["--optimizer-cpu-offload", "--optimizer-offload-fraction 1.0"]
+    if w.compute_dtype in ("bfloat16", "float16"):
+        flags.append("--bf16" if w.compute_dtype == "bfloat16" else "--fp16")
+    head = f"torchrun --nproc-per-node <devices per node> pretrain_gpt.py  # {s.world_size} devices"
+    return "\n".join([head, *(f"    {flag}" for flag in flags)])
+
+
+def _torchtitan(plan: Plan) -> str:
+    s, w = plan.strategy, plan.workload
+    sequences = (w.tokens_per_step or 0) // w.seq_len
+    lines = [
+        "[training]",
+        f"local_batch_size = {(w.microbatch or 1) * (w.accumulation_steps or 1)}",
+        f"global_batch_size = {sequences}",
+        f"seq_len = {w.seq_len}",
+        "",
+        "[parallelism]",
+        f"data_parallel_replicate_degree = {s.dp_replicate}",
+        f"data_parallel_shard_degree = {s.dp_shard}",
+        f'fsdp_reshard_after_forward = "{"always" if s.reshard_after_forward else "never"}"',
+        f"tensor_parallel_degree = {s.tp}",
+        f"context_parallel_degree = {s.cp}",
+        f"pipeline_parallel_degree = {s.pp}",
+    ]
+    if s.pp > 1:
+        lines += [
+            f'pipeline_parallel_schedule = "{_TITAN_SCHEDULES[s.schedule]}"',
+            f"pipeline_parallel_microbatch_size = {w.microbatch}",
+        ]
+    if s.ep > 1:
+        lines += [
+            f"expert_parallel_degree = {s.ep}",
+            f"expert_tensor_parallel_degree = {s.expert_tp}",
+        ]
+    mode = {"none": "none", "selective": "selective", "full": "full"}[s.recompute]
+    return "\n".join([*lines, "", "[activation_checkpoint]", f'mode = "{mode}"'])
+
+
+def _lost(s: Strategy, stack: str) -> Iterator[str]:
+    """Choices of a strategy that a stack has no setting for."""
+    if s.order != AXES and stack != "megatron":
+        yield f"order of the axes {'>'.join(s.order)}"
+    if s.order != AXES and stack == "megatron":
+        yield f"order of the axes {'>'.join(s.order)} (its own order is tp-cp-ep-dp-pp)"
+    if s.tp_y > 1 and stack != "ours":
+        yield f"two tensor-parallel axes {s.tp_x} x {s.tp_y}; {s.tp} ranks in one direction are given instead"
+    if s.recompute == "full" and s.recompute_layers is not None and stack != "megatron":
+        yield f"recomputation of {s.recompute_layers} layers of a rank; all are given instead"
+    if s.recompute == "selective" and stack == "ours":
+        yield "selective recomputation"
+    if s.zero_stage == 1 and s.dp_shard * s.cp > 1 and stack != "megatron":
+        yield "sharding of optimizer states only (zero=1); parameters are sharded instead"
+    if s.offload_optimizer and stack != "megatron":
+        yield "offload of the optimizer"
+    if s.etp is not None and stack == "ours":
+        yield f"experts cut over etp={s.etp} ranks"
+    if stack == "megatron" and s.pp > 1 and s.schedule not in ("1f1b", "interleaved"):
+        yield f"schedule {s.schedule}; 1F1B is given instead"
+    if stack == "torchtitan" and s.cp > 1 and s.cp_kind != "ring":
+        yield f"context parallelism by {s.cp_kind}"

@@ -1,0 +1,40 @@
+"""What a search may choose, resolved for a model: the space, and what the layouts say to a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.ir import Strategy
+from hyper_parallel.planner._context import Context
+from hyper_parallel.planner._space import CP_KINDS, Limits, Rules, Space
+
+
+def space_of(context: Context, limits: Limits) -> Space:
+    """The space within limits, whose `tp` and `ep` are filled in here.
+
+    What must run is asked of the layouts themselves, so that the search needs no copy of their rules.
+
+    Args:
+        context: Model, machine and workload.
+        limits: What may be chosen.
+    """
+    runs = limits.executable
+    if limits.pins.get("cp_kind") == CP_KINDS.index("all_gather"):
+        # It is priced as a ring, so no column tells them apart.
+        limits = replace(limits, base=replace(limits.base, cp_kind="all_gather"))
+    limits = replace(
+        limits,
+        tp=context.tp_degrees(limits.num_devices, runs),
+        ep=context.ep_degrees(limits.num_devices) if runs else None,
+    )
+
+    def refusal(strategy: Strategy) -> str | None:
+        try:
+            context.shard(strategy)
+        except HyperParallelError as error:
+            return error.what
+        return None
+
+    rules = Rules.of(context.model, context.workload, context.machine.host_bytes_s > 0 and not runs)
+    return Space(rules, context.workload, limits, refusal if runs else None)

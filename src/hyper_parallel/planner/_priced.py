@@ -1,0 +1,170 @@
+"""One strategy with its full price: every term, stages, and the simulated schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from hyper_parallel.cost import Candidates, Scores, score
+from hyper_parallel.ir import CostTerm, MemoryTerm, Stage, Strategy, Workload
+from hyper_parallel.mpmd import makespan_s, schedule_name
+from hyper_parallel.planner._context import Context
+from hyper_parallel.planner._stages import make_stages
+
+ONCE: Final = frozenset(
+    {"data-parallel reduction", "gradient norm", "optimizer", "offload", "every step"}
+)
+"""Terms that come once per step, after the last microbatch."""
+MOST_ACTIONS: Final = 20_000
+"""Computations that one simulation may have; longer steps are simulated for fewer microbatches and continued."""
+WORTH: Final = 1e-4
+"""Share of the step below which a simulation agrees with the closed form: the rest is rounding and links."""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A strategy and what it costs.
+
+    Attributes:
+        strategy: Degrees and choices.
+        workload: Resolved batch numbers.
+        cost: Terms of the step time.
+        memory: Terms of the peak memory.
+        stages: Virtual stages.
+    """
+
+    strategy: Strategy
+    workload: Workload
+    cost: tuple[CostTerm, ...]
+    memory: tuple[MemoryTerm, ...]
+    stages: tuple[Stage, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step."""
+        return sum(term.seconds for term in self.cost)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak bytes of the fullest device."""
+        return sum(term.bytes for term in self.memory)
+
+    @property
+    def per_token_s(self) -> float:
+        """Seconds per token."""
+        return self.step_s / (self.workload.tokens_per_step or 1)
+
+
+def price(
+    context: Context, strategy: Strategy, workload: Workload, simulated: bool = True
+) -> Priced:
+    """Terms, stages and schedule of one strategy.
+
+    With recomputation of some layers, time and memory lie between those of none and all. What the simulated schedule
+    takes longer than the closed form (uneven layers, full links) is a term of its own; where it takes less, the closed
+    form stands, so that the search, which knows only the closed form, never misses a better strategy.
+
+    Args:
+        context: Model and machine.
+        strategy: Legal degrees and choices.
+        workload: Resolved batch numbers.
+        simulated: Simulate the schedule; without, the closed form stands.
+    """
+    whole = replace(strategy, recompute_layers=None)
+    scores = _score(context, whole, workload)
+    cost, memory = scores.cost_at(0), scores.memory_at(0)
+    if strategy.recompute != "none" and strategy.recompute_layers is not None:
+        layers = -(-context.model.num_layers // strategy.pp)
+        share = strategy.recompute_layers / layers
+        plain = _score(context, replace(whole, recompute="none"), workload)
+        cost = _mixed_time(plain, scores, share)
+        memory = _mixed_memory(plain, scores, share)
+    terms = {t.name: t.seconds for t in cost}
+    sends = next((t for t in scores.time if t.name == "pipeline sends"), None)
+    send_s = float(np.ravel(sends.inputs.get("send_s", 0.0))[0]) if sends is not None else 0.0
+    activations = sum(t.bytes for t in memory if t.name == "activations")
+    flight = min(workload.accumulation_steps or 1, strategy.pp)
+    stages = make_stages(
+        context.model,
+        context.machine,
+        workload,
+        strategy,
+        accumulate_s=terms.get("gradient accumulation", 0.0) / (workload.accumulation_steps or 1),
+        reduce_s=terms.get("data-parallel reduction", 0.0),
+        update_s=sum(
+            terms.get(n, 0.0) for n in (*ONCE, "stragglers") if n != "data-parallel reduction"
+        ),
+        send_s=send_s if strategy.pp > 1 else 0.0,
+        activation_bytes=activations / flight,
+    )
+    priced = Priced(strategy, workload, cost, memory, stages)
+    longer = _longer(priced) if simulated else 0.0
+    if longer > WORTH * priced.step_s:
+        cost = (
+            *cost,
+            CostTerm(
+                "schedule",
+                longer,
+                "simulated schedule - its closed form: uneven layers, full links",
+                {"stages": float(len(stages))},
+                "event simulation",
+            ),
+        )
+        priced = replace(priced, cost=cost)
+    return priced
+
+
+def _score(context: Context, strategy: Strategy, workload: Workload) -> Scores:
+    candidate = Candidates.of(strategy, workload)
+    return score(context.numbers, context.machine, workload, candidate)
+
+
+def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ...]:
+    mixed = []
+    for one, other in zip(plain.time, full.time, strict=True):
+        term = other.at(0)
+        seconds = (1.0 - share) * float(one.seconds[0]) + share * term.seconds
+        if seconds > 0.0:
+            mixed.append(replace(term, seconds=seconds))
+    return tuple(mixed)
+
+
+def _mixed_memory(plain: Scores, full: Scores, share: float) -> tuple[MemoryTerm, ...]:
+    mixed = []
+    for one, other in zip(plain.memory, full.memory, strict=True):
+        size = (1.0 - share) * float(one.bytes[0]) + share * float(other.bytes[0])
+        if size > 0.0:
+            mixed.append(replace(other.at(0), bytes=int(size)))
+    return tuple(mixed)
+
+
+def _longer(priced: Priced) -> float:
+    """Seconds that the simulated pipeline takes beyond the closed form; 0 without a pipeline."""
+    s = priced.strategy
+    if s.pp == 1:
+        return 0.0
+    closed = sum(t.seconds for t in priced.cost if t.name not in (*ONCE, "stragglers"))
+    return max(0.0, pipeline_s(priced) - closed)
+
+
+def pipeline_s(priced: Priced) -> float:
+    """Seconds of the simulated schedule, from the first forward to the last backward.
+
+    A step of very many microbatches is simulated for one and two rounds of one per rank, and continued in a straight
+    line: once the pipeline is full every round takes the same time.
+    """
+    s, m = priced.strategy, priced.workload.accumulation_steps or 1
+    name, costs = schedule_name(s), [stage.cost for stage in priced.stages]
+
+    def seconds(microbatches: int) -> float:
+        return makespan_s(name, s.pp, microbatches, s.virtual_stages, costs)
+
+    per_round = 3 * s.pp * s.pp * s.virtual_stages
+    rounds = min(3, MOST_ACTIONS // per_round)
+    if m <= max(2, rounds + 1) * s.pp:
+        return seconds(m)
+    few = max(1, rounds) * s.pp + m % s.pp
+    first, second = seconds(few), seconds(few + s.pp)
+    return first + (second - first) * (m - few) / s.pp

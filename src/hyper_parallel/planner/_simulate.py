@@ -1,0 +1,83 @@
+"""A step of a plan, event by event: every stage and microbatch, transfers, exposed collectives, and the step's tail.
+
+The plan's stages hold what a microbatch costs on them, so a plan file alone is enough. One rank stands for all ranks of
+its stage: they do the same at the same time. The tail follows when every stage has its gradients, because the gradient
+norm is over all of them.
+"""
+
+from __future__ import annotations
+
+from hyper_parallel.errors import PlanUnreadable
+from hyper_parallel.ir import Plan, Task, TaskGraph, Timeline, simulate
+from hyper_parallel.mpmd import make_schedule, schedule_name, schedule_tasks, step_schedule
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def plan_tasks(plan: Plan) -> TaskGraph:
+    """The task graph of one optimizer step of a plan.
+
+    Lanes per pipeline rank r: `rank r/compute`, `rank r/communication`, `link r->q`, `rank r/copy`; the memory counter
+    `rank r/device` holds activations.
+
+    Args:
+        plan: A plan with stages.
+
+    Raises:
+        PlanUnreadable: HP306 when the plan has no stages, as files of earlier versions.
+        ScheduleError: HP320 when its schedule cannot run its microbatches.
+    """
+    s = plan.strategy
+    if len(plan.stages) != s.pp * s.virtual_stages:
+        raise PlanUnreadable(
+            "the plan does not say what its stages cost",
+            got=f"{len(plan.stages)} stages",
+            allowed=s.pp * s.virtual_stages,
+            hint=f"hyper-parallel plan {plan.model.name} --topology {plan.topology} -o plan.json",
+        )
+    microbatches = plan.workload.accumulation_steps or 1
+    if s.schedule_file:
+        schedule = step_schedule(s, microbatches).compute_only()
+    else:
+        schedule = make_schedule(schedule_name(s), s.pp, microbatches, s.virtual_stages)
+    costs = [stage.cost for stage in plan.stages]
+    graph = schedule_tasks(schedule, costs)
+    place = schedule.placement()
+    tasks = list(graph.tasks)
+    last: dict[str, int] = {}
+    for number, task in enumerate(tasks):
+        last[task.executor] = number
+    reduced = []
+    for stage, cost in enumerate(costs):
+        rank = place[stage]
+        lanes = (f"rank {rank}/compute", f"rank {rank}/communication")
+        deps = tuple(last[lane] for lane in lanes if lane in last)
+        tasks.append(
+            Task(
+                f"{stage}REDUCE_GRAD",
+                lanes[1],
+                _nanoseconds(cost.reduce_grad_s),
+                "communication",
+                deps,
+            )
+        )
+        reduced.append(len(tasks) - 1)
+        last[lanes[1]] = len(tasks) - 1
+    for stage, cost in enumerate(costs):
+        tasks.append(
+            Task(
+                f"{stage} update",
+                f"rank {place[stage]}/compute",
+                _nanoseconds(cost.update_s),
+                "optimizer",
+                tuple(reduced),
+            )
+        )
+    return TaskGraph(tuple(tasks), graph.policies, graph.initial_bytes)
+
+
+def simulate_plan(plan: Plan) -> Timeline:
+    """One simulated optimizer step of a plan, with activation memory per pipeline rank; see `plan_tasks`."""
+    return simulate(plan_tasks(plan))

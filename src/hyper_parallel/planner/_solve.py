@@ -1,0 +1,603 @@
+"""Exact search: branch and bound over the levels of the space, many partial strategies at once.
+
+A partial strategy has a lower bound on the seconds per token and on the memory of everything that can become of it.
+What is bounded above the best strategies found, or above the memory of a device, is cut; the rest is completed, the
+most promising first. When nothing is left, the best found is the best there is within the cost model: that is the
+certificate. The bounds hold because they price the partial strategy with what is still open at its best:
+
+    tuple      tp_x, tp_y, cp, sequences per microbatch: computation only, with the best blocks; every stage as full
+               as the average
+    blocks     also shapes, ep, etp, Ulysses: with their communication, any group on the best links of the machine
+    pipeline   also pp, the schedule and its bubble; nothing of data parallelism, nothing recomputed; memory with
+               everything sharded, offloaded and recomputed that may be
+    states     also data parallelism and recomputation; any group on the best links of the machine
+    order      complete: the price itself
+
+Recomputation is solved inside a complete strategy: of every kind as few layers as make it fit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.cost import SCHEDULES, SHAPES, Candidates, Machine, ModelNumbers, Scores, score
+from hyper_parallel.ir import AXES, Workload
+from hyper_parallel.planner._relax import Relaxed
+from hyper_parallel.planner._space import Columns, Space
+
+Array = NDArray[np.float64]
+_Pricer: TypeAlias = Callable[[Columns, int], Array]
+
+TIE = 1e-9
+"""Values that differ by less, relatively, are equal: the rest is rounding."""
+
+TOO_BIG_KEPT: Final = 2
+TOO_BIG_PRICED: Final = 64
+SLICES: Final = (192, 768, 1024, 1024)
+"""Partial strategies of each level that are completed at once: many, since a price has a fixed part."""
+AVOIDABLE: Final = frozenset(
+    {
+        "data-parallel reduction",
+        "gradient norm",
+        "optimizer",
+        "offload",
+        "every step",
+        "stragglers",
+        "gradient accumulation",
+        "fsdp communication",
+    }
+)
+"""Terms that data parallelism decides, or that come once per step: left out of bounds before it is chosen."""
+
+MOST_ROWS: Final = 1_500_000
+"""Prices after which a search ends with what it has; the certificate then tells the gap."""
+
+_MANY: Final = 1e12
+_PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
+_KEY: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
+_TUPLE: Final = ("tp_x", "tp_y", "cp", "microbatch")
+_BLOCKS: Final = ("attention_shape", "mlp_shape", "ep", "etp", "cp_ulysses")
+_STATES: Final = ("dp_replicate", "dp_shard", "zero", "offload")
+_ALL: Final = tuple(f.name for f in fields(Candidates))
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is searched for: least seconds per token under limits.
+
+    Attributes:
+        capacity_bytes: Memory of a device.
+        at_most_s_per_token: Upper limit of the seconds per token, or None.
+        keep: How many strategies to keep, of distinct degrees.
+    """
+
+    capacity_bytes: float
+    at_most_s_per_token: float | None = None
+    keep: int = 1
+
+
+@dataclass(slots=True)
+class Leaves:
+    """Complete strategies with their prices.
+
+    Attributes:
+        columns: Columns of `cost.Candidates`.
+        per_token_s: Seconds per token, with as little recomputation as makes it fit.
+        memory_bytes: Peak memory with it.
+        layers: Layers of a rank that are recomputed, -1 for all; column `recompute` says in which way.
+        least_s: Seconds per token without recomputation, whether that fits or not.
+    """
+
+    columns: Columns
+    per_token_s: Array
+    memory_bytes: Array
+    layers: Array
+    least_s: Array
+
+    def __len__(self) -> int:
+        return len(self.per_token_s)
+
+    def take(self, which: NDArray[np.intp] | NDArray[np.bool_]) -> Leaves:
+        """Some of them."""
+        columns = {name: column[which] for name, column in self.columns.items()}
+        values = (self.per_token_s, self.memory_bytes, self.layers, self.least_s)
+        return Leaves(columns, *(v[which] for v in values))
+
+    @classmethod
+    def join(cls, parts: Sequence[Leaves]) -> Leaves:
+        """All of several."""
+        names = parts[0].columns
+        return cls(
+            {n: np.concatenate([p.columns[n] for p in parts]) for n in names},
+            np.concatenate([p.per_token_s for p in parts]),
+            np.concatenate([p.memory_bytes for p in parts]),
+            np.concatenate([p.layers for p in parts]),
+            np.concatenate([p.least_s for p in parts]),
+        )
+
+    def ranked(self) -> NDArray[np.intp]:
+        """Positions, fastest first; ties go to smaller tp, cp, pp and ep, then to less memory and plainer choices."""
+        c, value = self.columns, self.per_token_s
+        rounded = np.round(value / value.min() / TIE) if len(value) else value
+        plain = [c[n] for n in sorted(c)]
+        keys = (*plain, self.layers, self.memory_bytes, c["ep"], c["pp"], c["cp"])
+        return np.lexsort((*keys, c["tp_x"] * c["tp_y"], rounded))
+
+    def meshes(self) -> list[tuple[int, ...]]:
+        """Degrees of every strategy."""
+        return self._rows(_KEY)
+
+    def laid_out(self) -> list[tuple[int, ...]]:
+        """What layouts depend on, as arguments of `Space.refusal_of`."""
+        return self._rows(("dp_shard", "cp", "tp_x", "tp_y", *_BLOCKS))
+
+    def _rows(self, names: Sequence[str]) -> list[tuple[int, ...]]:
+        table = np.column_stack([self.columns[n] for n in names]).astype(int)
+        return [tuple(row) for row in table.tolist()]
+
+
+@dataclass(slots=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        leaves: The strategies that were completed within the limits, unsorted.
+        best: Positions in `leaves` of the best of distinct degrees, best first.
+        priced: Complete strategies that were priced.
+        cut: Partial strategies that were cut, by reason.
+        too_big: Of those cut for memory, the ones that would be fastest, as lean as they get.
+        bound: Seconds per token that everything that was not completed exceeds.
+        meshes: Legal combinations of degrees and microbatch; 0: nothing is legal.
+    """
+
+    leaves: Leaves
+    best: list[int]
+    priced: int
+    cut: Counter[str]
+    too_big: Leaves
+    bound: float
+    meshes: int
+
+
+def solve(
+    numbers: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    space: Space,
+    goal: Goal,
+) -> Found:
+    """The best strategies of a space, proved.
+
+    Args:
+        numbers: The model.
+        machine: The machine.
+        workload: Sequence length and number formats.
+        space: What is legal.
+        goal: What is searched for.
+    """
+    return _Search(numbers, machine, workload, space, goal).run()
+
+
+class _Search:
+    """The state of one search: what is still open, the best so far, and counts."""
+
+    def __init__(
+        self,
+        numbers: ModelNumbers,
+        machine: Machine,
+        workload: Workload,
+        space: Space,
+        goal: Goal,
+    ) -> None:
+        self.numbers, self.machine, self.workload = numbers, machine, workload
+        self.space, self.goal = space, goal
+        self.relaxed = Relaxed.around(machine)
+        self.free = Relaxed.without_communication(machine)
+        self.kinds = space.recomputes()
+        self.leaves: list[Leaves] = []
+        self.too_big: list[Leaves] = []
+        self.best: dict[tuple[int, ...], float] = {}
+        self.threshold = goal.at_most_s_per_token or np.inf
+        self.cut: Counter[str] = Counter()
+        self.priced = self.rows = 0
+        self.known: dict[tuple[Any, ...], Any] = {}
+        self.meshes = space.meshes()
+        self.rows_of: dict[tuple[float, ...], list[int]] = {}
+        for row, key in enumerate(zip(*(self.meshes[n] for n in _TUPLE), strict=True)):
+            self.rows_of.setdefault(key, []).append(row)
+
+    def run(self) -> Found:
+        """Complete partial strategies, the deepest and most promising first, until none is left."""
+        levels: tuple[Callable[[Columns, Array], tuple[Columns, Array]], ...] = (
+            self._blocks,
+            self._pipelines,
+            self._states,
+            self._orders,
+        )
+        open_: list[list[tuple[float, int, Columns, Array]]] = [[] for _ in levels]
+        serial = itertools.count()
+
+        def push(level: int, columns: Columns, bound: Array) -> None:
+            order = np.argsort(bound, kind="stable")
+            for start in range(0, len(order), SLICES[level]):
+                which = order[start : start + SLICES[level]]
+                part = {n: c[which] for n, c in columns.items()}
+                heapq.heappush(
+                    open_[level], (float(bound[which[0]]), next(serial), part, bound[which])
+                )
+
+        push(0, *self._tuples())
+        while any(open_) and self.rows < MOST_ROWS:
+            level = max(i for i, waiting in enumerate(open_) if waiting)
+            _, _, columns, bound = heapq.heappop(open_[level])
+            columns, bound = self._within(columns, bound)
+            if not len(bound):
+                continue
+            columns, bound = levels[level](columns, bound)
+            if level + 1 < len(levels):
+                push(level + 1, *self._within(columns, bound))
+        left = [waiting[0][0] for waiting in open_ if waiting]
+        return self._found(min([self.threshold, *left]))
+
+    def _remembered(self, options: Callable[..., Any], *key: Any) -> Any:
+        """Options of a level; many partial strategies share them."""
+        known = (options.__name__, *key)
+        if known not in self.known:
+            self.known[known] = options(*key)
+        return self.known[known]
+
+    def _within(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
+        """Those that can still be among the best."""
+        keep = bound <= self.threshold * (1 + TIE)
+        if keep.all():
+            return columns, bound
+        self.cut["slower by its bound"] += int((~keep).sum())
+        return {n: c[keep] for n, c in columns.items()}, bound[keep]
+
+    def _price(
+        self,
+        columns: Mapping[str, Array | float],
+        machine: Machine,
+        only: Literal["time", "memory"] = "time",
+        **fixed: float,
+    ) -> Scores:
+        """Prices of strategies, some columns of which are the same for all."""
+        named = {n: c for n, c in columns.items() if n != "dp" and n not in fixed}
+        candidates = Candidates.of_columns(**named, **fixed)
+        found = score(self.numbers, machine, self.workload, candidates, only)
+        self.rows += max(found.step_s.size, found.memory_bytes.size)
+        return found
+
+    def _microbatch_s(self, columns: Columns, machine: Machine) -> Array:
+        """Seconds of one microbatch over all layers on one stage, without data parallelism.
+
+        Priced as a step of very many microbatches, so that nothing is left of what comes once per step.
+        """
+        fixed = {"pp": 1.0, "dp_shard": 1.0, "dp_replicate": 1.0, "zero": 0.0, "vpp": 1.0}
+        scores = self._price(columns, machine, "time", **fixed, accumulation=_MANY, recompute=0.0)
+        return _unavoidable(scores) / _MANY * (1 - TIE)
+
+    def _share(self, columns: Columns) -> Array:
+        """Seconds per token for each second of one microbatch over all layers, when all stages are equally full."""
+        ranks = columns["tp_x"] * columns["tp_y"] * columns["cp"]
+        tokens = self.space.limits.num_devices * columns["microbatch"] * self.workload.seq_len
+        return ranks / tokens
+
+    def _tuples(self) -> tuple[Columns, Array]:
+        """Distinct tuples, bounded by their computation with the best blocks."""
+        keys = np.array(list(self.rows_of), dtype=np.float64).reshape(-1, len(_TUPLE))
+        columns = dict(zip(_TUPLE, keys.T, strict=True))
+        if not len(keys):
+            return columns, np.empty(0)
+        # Without communication only the tokens of a rank matter: microbatch over cp, in lowest terms.
+        both = keys[:, 2:].astype(np.int64)
+        least = np.gcd(both[:, 0], both[:, 1])[:, None]
+        distinct, which = np.unique(
+            np.column_stack([keys[:, :2], both / least]), axis=0, return_inverse=True
+        )
+        options = self._block_kinds()
+        rows = np.repeat(distinct, len(options), axis=0)
+        kinds = np.tile(np.array(options, dtype=np.float64), (len(distinct), 1))
+        tp = rows[:, 0] * rows[:, 1]
+        asked: Columns = {
+            "tp_x": rows[:, 0],
+            "tp_y": rows[:, 1],
+            "cp": rows[:, 2],
+            "cp_ulysses": np.ones(len(rows)),
+            "microbatch": rows[:, 3],
+            "attention_shape": kinds[:, 0],
+            "mlp_shape": kinds[:, 1],
+            "ep": kinds[:, 2],
+            "etp": np.where(kinds[:, 3] > 0, tp, 1.0),
+        }
+        seconds = self._microbatch_s(asked, self.free).reshape(len(distinct), len(options))
+        return columns, seconds.min(axis=1)[which.reshape(-1)] * self._share(columns)
+
+    def _block_kinds(self) -> list[tuple[int, ...]]:
+        """Shapes of both blocks, ep and whether tp cuts experts: what computation alone depends on."""
+        shapes = range(len(SHAPES))
+        most = math.gcd(self.space.rules.experts, self.space.limits.num_devices)
+        experts = [(1, 1), (1, 0), (most, 0), (most, 1)] if self.space.rules.experts else [(1, 1)]
+        return [(a, b, *e) for a in shapes for b in shapes for e in experts]
+
+    def _blocks(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
+        """Tuples with their blocks, bounded by computation and communication of the layers."""
+        parts = []
+        for x, y, cp, micro in zip(*(columns[n] for n in _TUPLE), strict=True):
+            dp = max(
+                self.meshes["dp"][row] * self.meshes["pp"][row]
+                for row in self.rows_of[x, y, cp, micro]
+            )
+            options = self.space.blocks(int(x), int(y), int(cp), int(dp))
+            parts += [(x, y, cp, micro, *o) for o in options]
+        table = np.array(parts, dtype=np.float64).reshape(-1, len(_TUPLE) + len(_BLOCKS))
+        grown = dict(zip((*_TUPLE, *_BLOCKS), table.T, strict=True))
+        if not len(table):
+            return grown, np.empty(0)
+        return grown, self._microbatch_s(grown, self.relaxed) * self._share(grown)
+
+    def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
+        """Blocks with pp and a schedule, bounded by the pipeline; what cannot fit is cut."""
+        parts = [
+            self._remembered(self._pipelines_of, *key)
+            for key in zip(*(columns[n].tolist() for n in _TUPLE), strict=True)
+        ]
+        source = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+        table = np.concatenate(parts)
+        grown = {n: c[source] for n, c in columns.items()}
+        ranks = table[:, 1] * grown["tp_x"] * grown["tp_y"] * grown["cp"]
+        folds = ranks % (grown["ep"] * grown["etp"]) == 0
+        grown = {n: c[folds] for n, c in grown.items()}
+        choice = table[folds]
+        for index, name in enumerate(("pp", "dp", "accumulation", "schedule", "vpp")):
+            grown[name] = choice[:, index]
+        # 1F1B fills and drains p - 1 microbatches, interleaved a v-th of that; the others at least nothing.
+        plain = np.isin(grown["schedule"], _PLAIN)
+        idle = np.where(plain, (grown["pp"] - 1.0) / grown["vpp"], 0.0) / grown["accumulation"]
+        grown, _ = self._within(grown, bound[source][folds] * (1.0 + idle))
+        if not len(grown["pp"]):
+            return grown, np.empty(0)
+        grown["dp_replicate"], grown["dp_shard"] = np.ones(len(grown["pp"])), grown["dp"]
+        bare = {"dp_shard": 1.0, "zero": 0.0}
+        offload = float(self.space.rules.offload)
+
+        def seconds(rows: Columns, kind: int) -> Array:
+            scores = self._price({**rows, **bare}, self.relaxed, "time", recompute=float(kind))
+            return _unavoidable(scores)
+
+        def lean_bytes(rows: Columns, kind: int) -> Array:
+            fixed = {"recompute": float(kind), "offload": offload}
+            # An open grid: only what depends on the stage of ZeRO is computed for each of them.
+            grid = {n: c[None, :] for n, c in rows.items()}
+            zeros = np.array(self.space.zeros(), dtype=np.float64)[:, None]
+            found = self._price({**grid, "zero": zeros}, self.relaxed, "memory", **fixed)
+            least: Array = found.memory_bytes.min(axis=0)
+            return least
+
+        leaves, lost = self._complete(grown, seconds, lean_bytes)
+        self._remember_too_big(lost, seconds, lean_bytes)
+        columns = {n: c for n, c in leaves.columns.items() if n != "recompute"}
+        return columns, leaves.per_token_s * (1 - TIE)
+
+    def _pipelines_of(self, *key: float) -> Array:
+        """Rows (pp, dp, accumulation, schedule, vpp) of a tuple."""
+        rows = []
+        for row in self.rows_of[key]:
+            pp, dp, steps = (float(self.meshes[n][row]) for n in ("pp", "dp", "accumulation"))
+            options = self._remembered(self.space.schedules, int(pp), int(steps))
+            rows += [(pp, dp, steps, *option) for option in options]
+        return np.array(rows, dtype=np.float64).reshape(-1, 5)
+
+    def _remember_too_big(self, lost: Columns, seconds: _Pricer, peak: _Pricer) -> None:
+        """Keep a few of what does not fit even when everything is recomputed: the most promising come first."""
+        first = {n: c[:TOO_BIG_PRICED] for n, c in lost.items()}
+        if not len(first["pp"]):
+            return
+        per_token = seconds(first, 0) / self._tokens(first)
+        which = np.argsort(per_token, kind="stable")[:TOO_BIG_KEPT]
+        ones, kind = np.ones(len(which)), max(self.kinds)
+        columns = {n: c[which] for n, c in first.items()}
+        memory = peak(columns, kind)
+        columns.update(
+            zero=3.0 * ones,
+            order=0.0 * ones,
+            offload=float(self.space.rules.offload) * ones,
+            recompute=kind * ones,
+        )
+        kept = per_token[which]
+        self.too_big.append(Leaves(columns, kept, memory, -ones, kept))
+
+    def _tokens(self, columns: Columns) -> Array:
+        return (
+            columns["microbatch"] * columns["accumulation"] * columns["dp"] * self.workload.seq_len
+        )
+
+    def _states(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
+        """Pipelines with data parallelism and recomputation, complete but for the order of the axes."""
+        inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
+        keys = np.column_stack([columns["dp"], inner, columns["ep"] * columns["etp"]]).astype(int)
+        options = [self._remembered(self.space.states, *key) for key in keys.tolist()]
+        grown = _grow(columns, options, _STATES)
+        if not len(grown["pp"]):
+            return grown, np.empty(0)
+        pricers = self._pricers(self.relaxed)
+        leaves, lost = self._complete(grown, *pricers)
+        if self.space.rules.offload and "offload" not in self.space.limits.pins:
+            # Offload takes time and frees memory: it is of use only where something would have to be recomputed.
+            again = leaves.columns["recompute"] > 0
+            some = {
+                n: np.concatenate([c[again], lost[n]])
+                for n, c in leaves.columns.items()
+                if n in lost
+            }
+            some["offload"] = np.ones(len(some["pp"]))
+            leaves = Leaves.join([leaves, self._complete(some, *pricers)[0]])
+        columns = {n: c for n, c in leaves.columns.items() if n not in ("recompute", "order")}
+        return columns, leaves.per_token_s * (1 - TIE)
+
+    def _orders(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
+        """Complete strategies: every order of the axes that makes a difference."""
+        sizes = _link_domains(self.machine)
+        keys = np.column_stack([columns[n] for n in AXES]).astype(int).tolist()
+        options = [self._remembered(self.space.orders, tuple(key), sizes) for key in keys]
+        grown = _grow(columns, options, ("order",))
+        leaves = self._complete(grown, *self._pricers(self.machine))[0]
+        self.priced += len(leaves)
+        leaves = leaves.take(leaves.per_token_s <= self.threshold * (1 + TIE))
+        if self.space.refusal is not None:
+            leaves = leaves.take(
+                np.array([self._runs(row) for row in leaves.laid_out()], dtype=bool)
+            )
+        if len(leaves):
+            self.leaves.append(leaves)
+            self._lower_threshold(leaves)
+        return grown, np.empty(0)
+
+    def _runs(self, row: tuple[int, ...]) -> bool:
+        """Whether this version can run a strategy; counted when it cannot."""
+        reason = self._remembered(self.space.refusal_of, *row)
+        if reason is not None:
+            self.space.ruled_out[reason] += 1
+        return reason is None
+
+    def _lower_threshold(self, leaves: Leaves) -> None:
+        """The value that a strategy of yet other degrees must beat."""
+        for key, value in zip(leaves.meshes(), leaves.per_token_s.tolist(), strict=True):
+            if value < self.best.get(key, np.inf):
+                self.best[key] = value
+        if len(self.best) >= self.goal.keep:
+            kept = heapq.nsmallest(self.goal.keep, self.best.values())
+            self.threshold = min(self.threshold, kept[-1])
+
+    def _pricers(self, machine: Machine) -> tuple[_Pricer, _Pricer]:
+        """Seconds per step and peak bytes of complete strategies."""
+
+        def seconds(rows: Columns, kind: int) -> Array:
+            return self._price(rows, machine, "time", recompute=float(kind)).step_s
+
+        def peak(rows: Columns, kind: int) -> Array:
+            return self._price(rows, machine, "memory", recompute=float(kind)).memory_bytes
+
+        return seconds, peak
+
+    def _complete(
+        self, columns: Columns, seconds: _Pricer, peak: _Pricer
+    ) -> tuple[Leaves, Columns]:
+        """Prices with the best recomputation, of what can be among the best; and what does not fit at all.
+
+        Recomputation is none, or of one kind as few layers of a rank as make it fit: between nothing and everything
+        recomputed, time and memory are linear in the layers, which are equal. Memory is cheaper to price than time,
+        so what cannot fit goes first.
+
+        Args:
+            columns: Strategies.
+            seconds: Seconds per step of strategies with one kind of recomputation.
+            peak: Peak bytes of them.
+        """
+        capacity = self.goal.capacity_bytes * (1 + TIE)
+        memory = peak(columns, 0)
+        plain = (memory <= capacity) & (0 in self.kinds)
+        over = np.flatnonzero(~plain)
+        large = {n: c[over] for n, c in columns.items()}
+        kinds = [k for k in self.kinds if k]
+        with_kind = {k: peak(large, k) for k in kinds} if len(over) else {}
+        fits = plain.copy()
+        for needed_bytes in with_kind.values():
+            fits[over] |= needed_bytes <= capacity
+        lost = {n: c[~fits] for n, c in columns.items()}
+        self.cut["does not fit in memory"] += int((~fits).sum())
+
+        rows = np.flatnonzero(fits)
+        columns = {n: c[rows] for n, c in columns.items()}
+        if not len(rows):
+            empty = np.empty(0)
+            return Leaves({**columns, "recompute": empty}, empty, empty, empty, empty), lost
+        tokens = self._tokens(columns)
+        step = seconds(columns, 0)
+        fast = step <= self.threshold * (1 + TIE) * tokens
+        self.cut["slower by its bound"] += int((~fast).sum())
+        rows, step, tokens = rows[fast], step[fast], tokens[fast]
+        columns = {n: c[fast] for n, c in columns.items()}
+        used, best = memory[rows], np.where(plain[rows], step, np.inf)
+        chosen_kind, recomputed = np.zeros(len(rows)), np.full(len(rows), -1.0)
+        # Where each of `rows` stands in `over`, for those that need recomputation.
+        needy = np.flatnonzero(~plain[rows])
+        where = np.searchsorted(over, rows[needy])
+        for kind, bytes_ in with_kind.items():
+            least = bytes_[where]
+            can = least <= capacity
+            if not can.any():
+                continue
+            mine, least = needy[can], least[can]
+            some = {n: c[mine] for n, c in columns.items()}
+            layers = np.ceil(self.numbers.layers / some["pp"])
+            more, less = seconds(some, kind) - step[mine], memory[rows[mine]] - least
+            needed = layers
+            if 0 in self.kinds and not self.space.limits.executable:
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    few = np.ceil((memory[rows[mine]] - capacity) / less * layers - TIE)
+                needed = np.where((less > 0) & (few >= 1) & (few < layers), few, layers)
+            share = needed / layers
+            value = step[mine] + share * more
+            better = value < best[mine]
+            taken = mine[better]
+            best[taken] = value[better]
+            used[taken] = (memory[rows[mine]] - share * less)[better]
+            chosen_kind[taken] = kind
+            recomputed[taken] = np.where(needed < layers, needed, -1.0)[better]
+        filled = {**columns, "recompute": chosen_kind}
+        return Leaves(filled, best / tokens, used, recomputed, step / tokens), lost
+
+    def _found(self, bound: float) -> Found:
+        empty = Leaves({n: np.empty(0) for n in _ALL}, *(np.empty(0) for _ in range(4)))
+        leaves = Leaves.join(self.leaves) if self.leaves else empty
+        best: dict[tuple[int, ...], int] = {}
+        meshes = leaves.meshes() if len(leaves) else []
+        for position in leaves.ranked().tolist():
+            best.setdefault(meshes[position], position)
+            if len(best) == self.goal.keep:
+                break
+        too_big = Leaves.join(self.too_big) if self.too_big else empty
+        return Found(
+            leaves,
+            list(best.values()),
+            self.priced,
+            self.cut,
+            too_big,
+            bound,
+            len(self.meshes["pp"]),
+        )
+
+
+def _unavoidable(scores: Scores) -> Array:
+    """Seconds per step without the terms of `AVOIDABLE`."""
+    some = (t.seconds for t in scores.time if t.name not in AVOIDABLE)
+    return sum(some, np.zeros(1))
+
+
+def _grow(
+    columns: Columns, options: Sequence[Sequence[tuple[int, ...]]], names: Sequence[str]
+) -> Columns:
+    """Every row once for each of its options."""
+    counts = [len(o) for o in options]
+    source = np.repeat(np.arange(len(counts)), counts)
+    table = np.array(list(itertools.chain(*options)), dtype=np.float64).reshape(-1, len(names))
+    return {**{n: c[source] for n, c in columns.items()}, **dict(zip(names, table.T, strict=True))}
+
+
+def _link_domains(machine: Machine) -> tuple[int, ...]:
+    """Sizes of the domains beyond which other links are used; tiers of one fabric count as one domain."""
+    return tuple(
+        tier.size
+        for tier, outer in itertools.pairwise(machine.tiers)
+        if tier.size and not outer.shares_links
+    )

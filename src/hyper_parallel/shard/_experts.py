@@ -1,0 +1,109 @@
+"""Layouts of experts: which parameters they are, what divides, and how `ep` and FSDP cut them.
+
+Expert parallelism cuts the first dim of the fused parameters, [experts, ...], into contiguous runs of experts; FSDP
+cuts what is left over `edp`, the ranks that hold the same experts. It cuts dim 0 again when each of them gets a whole
+number of experts, else the first dim that divides:
+
+    64 experts, ep=8, edp=4    [expert:ep.edp, gate_up, embed]      2 experts each
+    8 experts, ep=8, edp=4     [expert:ep, gate_up:edp, embed]      a quarter of one expert each
+
+Tensor parallelism leaves experts, and the router beside them, whole: the layer works on each rank's tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hyper_parallel.errors import NotDivisible, UnsupportedSharding
+from hyper_parallel.ir import Layout, Strategy
+from hyper_parallel.shard._fit import Param, module_of
+
+EXPERTS = "experts"
+
+
+def mark_experts(found: list[Param]) -> list[Param]:
+    """Give the style `experts` to experts that no rule covers, and `replicate` to what stands beside them.
+
+    A module that is named `experts`, or a parameter with an expert dim, holds routed experts. The router and other
+    uncovered direct members of the same block work position by position.
+    """
+    marked = [replace(p, style=EXPERTS) if p.style is None and _is_expert(p) else p for p in found]
+    blocks = {_block(p) for p in marked if p.style == EXPERTS}
+    return [
+        replace(p, style="replicate")
+        if p.style is None and (p.parent in blocks or p.module in blocks)
+        else p
+        for p in marked
+    ]
+
+
+def check_experts(found: list[Param], strategy: Strategy, where: str | None) -> None:
+    """Refuse a degree of `ep` that the experts of the model do not allow.
+
+    Raises:
+        UnsupportedSharding: HP205 for a model without experts, or whose experts are no fused parameters.
+        NotDivisible: HP203 when ep does not divide their number.
+    """
+    if strategy.ep == 1:
+        return
+    experts = [p for p in found if p.style == EXPERTS]
+    if not experts:
+        raise UnsupportedSharding(
+            "expert parallelism needs routed experts, and no module of this model is known to hold any",
+            where=where,
+            got=f"ep={strategy.ep}",
+            hint="parallel.ep=1",
+        )
+    for param in experts:
+        if _in_list(param) or len(param.shape) < 2:
+            raise UnsupportedSharding(
+                f"`{param.pattern}` holds its experts as separate modules; ep splits fused parameters only",
+                where=where,
+                got=f"ep={strategy.ep}, {param.name} {param.shape}",
+                allowed="parameters [experts, ...]",
+                hint="parallel.ep=1",
+            )
+    number = math.gcd(*(p.shape[0] for p in experts))
+    if number % strategy.ep:
+        inner = math.gcd(number, strategy.dp_shard * strategy.cp * strategy.tp)
+        allowed = [e for e in range(1, inner + 1) if inner % e == 0]
+        raise NotDivisible(
+            f"ep={strategy.ep} does not divide the {number} experts of a layer",
+            where=where,
+            got=f"experts={number}, ep={strategy.ep}",
+            allowed=f"ep {', '.join(str(e) for e in allowed)}",
+            hint=f"parallel.ep={max(e for e in allowed if e <= strategy.ep)}",
+        )
+
+
+def expert_layout(layout: Layout, shape: tuple[int, ...], strategy: Strategy) -> Layout:
+    """Layout of a fused expert parameter, ep above 1."""
+    layout = layout.split(0, "ep")
+    edp = strategy.expert_mesh().degree("edp")
+    if edp == 1:
+        return layout
+    local = (shape[0] // strategy.ep, *shape[1:])
+    even = [dim for dim, size in enumerate(local) if size % edp == 0]
+    return layout.split(even[0] if even else 0, "edp")
+
+
+def _is_expert(param: Param) -> bool:
+    return "expert" in param.dims or EXPERTS in param.module.split(".")
+
+
+def container(param: Param) -> str:
+    """The module of all experts of a layer: for a list of modules the list, else the owner of the parameter."""
+    parts = param.module.split(".")
+    if EXPERTS in parts:
+        return ".".join(parts[: parts.index(EXPERTS) + 1])
+    return param.module
+
+
+def _block(param: Param) -> str:
+    """The mixture-of-experts block: what contains the experts."""
+    return module_of(container(param))
+
+
+def _in_list(param: Param) -> bool:
+    return container(param) != param.module

@@ -1,0 +1,200 @@
+"""Calibrate this machine: measure its ranks, write its cards, and check a recipe's prediction before and after."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from hyper_parallel.backends.torch import (
+    clip_grad_norm_,
+    forward_backward,
+    materialize,
+    measure_rates,
+)
+from hyper_parallel.config import load_recipe
+from hyper_parallel.cost import (
+    Candidates,
+    DeviceCard,
+    LocalRates,
+    Machine,
+    MeasuredStep,
+    ModelNumbers,
+    StackCard,
+    device_card,
+    fit_device,
+    fit_stack,
+    mean_rates,
+    own_path,
+    score,
+    stack_card,
+    write_card,
+)
+from hyper_parallel.ir import Plan, Strategy, Workload
+from hyper_parallel.model import ModelSpec, load_model, spec_from_config
+from hyper_parallel.planner import plan as make_plan
+from hyper_parallel.runtime import World, launch, parallelize
+from hyper_parallel.topology import Supernode, detect_local
+from hyper_parallel.trainer._job import prepare_job
+from hyper_parallel.trainer._run import run_job
+
+_LAYERS: Final = (2, 6)
+_STEPS: Final = 8
+_WARM: Final = 3
+
+
+def calibrate_local(
+    output: Path | None, ranks: int | None, check: Path | None, steps: int
+) -> Iterator[str]:
+    """Measure, write the cards, and yield lines for people.
+
+    Args:
+        output: Where to write the cards; None: where `plan` and `train` look for them.
+        ranks: Ranks; None: every accelerator, or 4 on a machine without one.
+        check: Recipe whose prediction is compared with some measured steps, before and after.
+        steps: How many steps.
+    """
+    supernode = detect_local(ranks)
+    device, stack = _measure(supernode)
+    path = output or own_path()
+    write_card(path, device, stack, device.name)
+    yield f"measured {supernode.description}"
+    kind = supernode.device.kind
+    old, old_stack = _shipped(supernode)
+    for name in ("saturation", "elementwise", "stream", "link", "latency", "kernel_s"):
+        yield f"  {name}: {getattr(old, name):.4g} -> {getattr(device, name):.4g}"
+    for dtype in ("float32", "bfloat16"):
+        for table in ("matmul", "attention"):
+            yield f"  {table}.{dtype}: {old.share(table, dtype):.3f} -> {device.share(table, dtype):.3f}"
+    yield f"  step_s: {old_stack.step_s:.4g} -> {stack.step_s:.4g}"
+    used = "" if output else f"; `plan` and `train` on this {kind} use it from now on"
+    yield f"card written to {path}{used}"
+    if check is not None:
+        yield from _check(check, steps, supernode, (old, old_stack), (device, stack))
+
+
+def _shipped(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
+    device = supernode.device
+    stack = stack_card("cpu" if device.kind == "cpu" else "hyper-parallel")
+    return device_card(device.name, device.kind), stack
+
+
+def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
+    ranks, kind = supernode.num_devices, supernode.device.kind
+    wanted = tuple(d for d in ("float32", "bfloat16") if d in supernode.device.peak_flops)
+    small = [_small_model(layers, kind) for layers in _LAYERS]
+    workload = Workload(
+        small[0].max_position_embeddings or 256, microbatch=1, accumulation_steps=1,
+        compute_dtype="float32" if kind == "cpu" else "bfloat16",
+    ).resolve(ranks)  # fmt: skip
+    strategy = Strategy(dp_replicate=ranks)
+    plans = [make_plan(spec, supernode, workload, strategy=strategy) for spec in small]
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    found: list[tuple[LocalRates, list[float]]] = launch(
+        lambda rank: _on_rank(wanted, plans, kind), ranks, threads=_threads(ranks)
+    )
+    rates = mean_rates([one for one, _ in found])
+    seconds = [max(per_rank) for per_rank in zip(*(s for _, s in found), strict=True)]
+    source = f"micro-benchmarks of this machine, {ranks} ranks at once, torch {torch.__version__}"
+    card = fit_device(rates, supernode, source)
+    measured = [
+        MeasuredStep(spec, strategy, workload, s) for spec, s in zip(small, seconds, strict=True)
+    ]
+    return fit_stack(measured, card, supernode, f"small training steps on {ranks} ranks")
+
+
+def _threads(ranks: int) -> int:
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
+
+
+def _config(layers: int, kind: str) -> dict[str, Any]:
+    """A small Llama: little work, so that what is not work shows."""
+    width = 128 if kind == "cpu" else 512
+    return {
+        "model_type": "llama", "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def _small_model(layers: int, kind: str) -> ModelSpec:
+    return spec_from_config(_config(layers, kind), name=f"calibration, {layers} layers")
+
+
+def _on_rank(
+    dtypes: tuple[str, ...], plans: list[Plan], kind: str
+) -> tuple[LocalRates, list[float]]:
+    with World.join() as world:
+        rates = measure_rates(world.device, dtypes)
+        return rates, [
+            _steps(p, layers, world, kind) for p, layers in zip(plans, _LAYERS, strict=True)
+        ]
+
+
+def _steps(plan: Plan, layers: int, world: World, kind: str) -> float:
+    """Median seconds of a training step of the small model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**_config(layers, kind))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    parallelize(model, plan, world)
+    materialize(model, seed=0, device=world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    seq_len = plan.workload.seq_len
+    tokens = torch.arange(seq_len, device=world.device)[None] % 1000
+    batch = {"input_ids": tokens, "shift_labels": tokens}
+    seconds = []
+    for _ in range(_STEPS):
+        start = time.perf_counter()
+        loss = forward_backward(model, [batch], seq_len * plan.strategy.dp)
+        clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        float(loss)  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[_WARM:])
+
+
+def _check(
+    path: Path,
+    steps: int,
+    supernode: Supernode,
+    before: tuple[DeviceCard, StackCard],
+    after: tuple[DeviceCard, StackCard],
+) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="hyper_parallel_check_") as scratch:
+        loaded = load_recipe(
+            path,
+            [f"training.steps={steps}", f"output_dir={scratch}/run", "training.eval_every=0", "training.warmup_steps=1",
+             "checkpoint.resume=never", "checkpoint.export=false", "sample_prompt=null"],
+        )  # fmt: skip
+        job = prepare_job(loaded, progress=False)
+        run_job(job)
+        lines = (job.output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    measured = statistics.median(float(json.loads(line)["step_s"]) for line in lines[_WARM:])
+    plan = job.plan
+    yield f"{path}: {plan.strategy}, {steps} steps, measured {measured:.4g} s a step (median)"
+    spec = load_model(loaded.recipe.model.path)
+    ranks = plan.strategy.world_size
+    machine = supernode if ranks == supernode.num_devices else detect_local(ranks)
+    for name, cards in (("before", before), ("after", after)):
+        predicted = _predicted(spec, plan, machine, *cards)
+        yield f"  predicted {name}: {predicted:.4g} s, {predicted / measured - 1.0:+.1%} of the measured"
+
+
+def _predicted(
+    spec: ModelSpec, plan: Plan, supernode: Supernode, device: DeviceCard, stack: StackCard
+) -> float:
+    dtype = plan.workload.compute_dtype
+    machine = Machine.of(supernode, dtype, card=device, stack=stack)
+    c = Candidates.of(plan.strategy, plan.workload)
+    return float(score(ModelNumbers.of(spec), machine, plan.workload, c).step_s[0])

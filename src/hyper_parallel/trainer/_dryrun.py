@@ -1,0 +1,131 @@
+"""Dry run: what a recipe would do on any machine, traced rank by rank in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hyper_parallel.backends.torch import cpu_workspace, device_workspace
+from hyper_parallel.config import LoadedRecipe
+from hyper_parallel.errors import BadValue, Contradiction
+from hyper_parallel.ir import Plan
+from hyper_parallel.topology import Supernode, load_topology
+from hyper_parallel.trainer._model import build_model
+from hyper_parallel.trainer._trace import TracedRank, trace_rank
+
+_ALLOCATOR_BLOCK = 512
+"""Bytes to which the caching allocators of accelerators round every allocation."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What the traced ranks of a plan did.
+
+    Attributes:
+        plan: The plan, with its predictions.
+        device: Name of the device.
+        capacity_bytes: Its memory.
+        reserved_bytes: What the plan sets aside besides tensors: driver context, fragmentation.
+        ranks: One traced rank of every distinct program.
+        notes: Sentences a reader should know.
+        seconds: Time the dry run took.
+    """
+
+    plan: Plan
+    device: str
+    capacity_bytes: int
+    reserved_bytes: int
+    ranks: tuple[TracedRank, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak device memory of the fullest traced rank, tensors only."""
+        return max(rank.peaks["hbm"].num_bytes for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest traced rank and what is set aside fit the device."""
+        return self.peak_bytes + self.reserved_bytes <= self.capacity_bytes
+
+
+def dry_run(
+    loaded: LoadedRecipe, *, num_ranks: int | None = None, rank: int | None = None
+) -> DryRun:
+    """Plan a recipe and trace the program of its ranks.
+
+    Args:
+        loaded: The recipe, with the topology to run on.
+        num_ranks: Ranks of the whole run; None: as the recipe says.
+        rank: The one rank to trace; None: one of every distinct program.
+
+    Raises:
+        BadValue: HP102 when there is no such rank.
+        HyperParallelError: What planning and `parallelize` raise.
+    """
+    from hyper_parallel.planner import plan_recipe
+
+    start = time.perf_counter()
+    recipe = loaded.recipe
+    if dist.is_initialized():
+        raise Contradiction(
+            "a dry run needs a process without process group, and this one is a rank of a run",
+            where="--dry-run",
+            hint="start it without torchrun",
+        )
+    plan = plan_recipe(recipe, num_ranks, loaded.where)
+    size = plan.strategy.world_size
+    if rank is not None and not 0 <= rank < size:
+        raise BadValue(
+            "there is no such rank", where="--rank", got=rank, allowed=f"0..{size - 1}",
+            hint="--rank 0",
+        )  # fmt: skip
+    machine = load_topology(recipe.topology)
+    on_cpu = machine.device.kind == "cpu"
+    traced = tuple(
+        trace_rank(
+            lambda: build_model(recipe),
+            plan,
+            recipe.training,
+            one,
+            alignment_bytes=1 if on_cpu else _ALLOCATOR_BLOCK,
+            workspace=cpu_workspace if on_cpu else device_workspace,
+        )
+        for one in ([rank] if rank is not None else distinct_ranks(plan))
+    )
+    return DryRun(
+        plan,
+        machine.device.name,
+        int(machine.device.memory_bytes.value),
+        sum(t.bytes for t in plan.memory if t.name in ("device context", "fragmentation")),
+        traced,
+        tuple(_notes(loaded, plan, machine)),
+        time.perf_counter() - start,
+    )
+
+
+def distinct_ranks(plan: Plan) -> tuple[int, ...]:
+    """One rank of every distinct program: each pipeline stage, at coordinate 0 of the other axes.
+
+    Coordinate 0 holds the largest piece of whatever does not divide evenly.
+    """
+    stages = plan.strategy.pp
+    return tuple(range(0, plan.strategy.world_size, plan.strategy.world_size // stages))
+
+
+def _notes(loaded: LoadedRecipe, plan: Plan, machine: Supernode) -> Iterator[str]:
+    if machine.device.kind != "cpu":
+        yield (
+            "operators are those of the CPU: attention is a flash kernel, and workspaces of the device's own "
+            "libraries are not in the bytes"
+        )
+        yield f"bytes are rounded to {_ALLOCATOR_BLOCK} per tensor, as caching allocators do"
+    if loaded.recipe.training.compile:
+        yield "training.compile: traced without it; a compiled layer keeps fewer activations"
+    if plan.strategy.ep > 1 or plan.model.num_active_params != plan.model.num_params:
+        yield "experts: every expert is taken to receive the same number of tokens"
+    yield from plan.notes

@@ -1,0 +1,269 @@
+"""Trace what one rank of a plan does in a training step, on one process, with fake tensors.
+
+Everything is the program that trains: the model's own code, `parallelize`, the loop's forward, backward, clipping, loss
+exchange and optimizer step. Only the ranks and the values are not there: collectives return at once, tensors have
+sizes but no bytes. Two counters watch: every collective, and every storage.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from hyper_parallel.backends.torch import (
+    CommCounter,
+    Ledger,
+    MemoryCounter,
+    Peak,
+    Workspace,
+    allocate,
+    local,
+)
+from hyper_parallel.config import Training
+from hyper_parallel.ir import Collective, Plan
+from hyper_parallel.runtime import World, parallelize
+from hyper_parallel.trainer._loop import Loop
+from hyper_parallel.trainer._optimizer import build_optimizer
+
+NOT_IN_FORMULAS = "loss and memory of all ranks"
+"""What the trainer sends for its log, which is no part of `cost.step_collectives`."""
+
+_PURPOSES = {
+    "_fsdp_collectives.foreach_all_gather": "fsdp parameters",
+    "_fsdp_collectives.foreach_reduce": "fsdp gradients",
+    "_comm._gather": "sequence gather",
+    "_comm._scatter": "sequence scatter",
+    "_parallelize._loss_function.<locals>.causal_lm_loss": "loss",
+    "_tensor_parallel.TensorParallel._embedding.<locals>.forward": "embedding",
+    "_loss._CrossEntropySum.forward": "loss statistics",
+    "_gradients.TpGradients._backward_ends": "gradients of whole parameters",
+    "_gradients.clip_grad_norm_": "gradient norm",
+    "_context_attention._arriving": "attention: keys and values",
+    "_context_attention._Returns.add": "attention: key and value gradients",
+    "_context_attention._Returns.finish": "attention: key and value gradients",
+    "_context_trade._to_tokens": "attention: heads for tokens",
+    "_context_trade._to_heads": "attention: tokens for heads",
+    "_dispatch.Dispatch.plan": "expert row counts",
+    "_dispatch._exchange": "expert dispatch and combine",
+    "_pipeline._Run._send": "pipeline messages",
+    "_pipeline.Pipeline._sum_shared": "shared weight",
+    "_comm_grid._gather": "width gather",
+    "_comm_grid._scatter": "width scatter",
+    "_spread_norm.SpreadNorm._mean": "norm statistics",
+    "_loop.Loop.share": NOT_IN_FORMULAS,
+}
+"""Function that communicates to what it communicates for, in the words of `cost.step_collectives`."""
+
+
+_ACTION = re.compile(r"\d+([FBIW])\d+")
+"""Name of a pipeline action: stage, what, microbatch."""
+_DIRECTION = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRank:
+    """One step of one rank.
+
+    Attributes:
+        rank: The rank.
+        coordinate: Its place on the mesh.
+        peaks: Memory tier to the peak of a step in the steady state.
+        collectives: Communication of one step.
+        operators: Operators of one step.
+        seconds: Time the trace took.
+    """
+
+    rank: int
+    coordinate: dict[str, int]
+    peaks: dict[str, Peak]
+    collectives: tuple[Collective, ...]
+    operators: int
+    seconds: float
+
+
+def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
+    """Where a traced rank's collectives are not those of the plan's formulas, one sentence each.
+
+    The formulas are for the rank at coordinate 0 of every axis.
+    """
+    totals: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for i, items in enumerate((rank.collectives, plan.collectives)):
+        for c in items:
+            if c.purpose != NOT_IN_FORMULAS:
+                both = totals.setdefault((c.kind, c.axes), [0, 0, 0, 0])
+                both[2 * i] += c.count
+                both[2 * i + 1] += c.sent_bytes
+    return tuple(
+        f"{kind} over {' '.join(axes)}: traced {calls:,} calls, {sent:,} bytes; "
+        f"by formula {planned_calls:,} calls, {planned:,} bytes"
+        for (kind, axes), (calls, sent, planned_calls, planned) in totals.items()
+        if (calls, sent) != (planned_calls, planned)
+    )
+
+
+class CommTrace(CommCounter):
+    """A `CommCounter` that also asks what each collective is for: the function that called it.
+
+    Args:
+        plan: The plan, which names the groups.
+        rank: Rank of this process.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        super().__init__(plan.mesh, rank, plan.strategy.expert_mesh())
+        self._fsdp_axes = plan.strategy.fsdp_axes
+        self._found: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+        self._bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+
+    def add(self, kind: str, axes: tuple[str, ...], sent_bytes: int) -> None:
+        """Count one collective."""
+        super().add(kind, axes, sent_bytes)
+        purpose = _purpose(sys._getframe(2))
+        if purpose.startswith("fsdp") and kind == "all_reduce":
+            purpose = "replica gradients"
+        elif purpose.startswith("fsdp") and axes != self._fsdp_axes:
+            purpose = purpose.replace("fsdp", "expert")
+        self._found[kind, axes, purpose] += 1
+        self._bytes[kind, axes, purpose] += sent_bytes
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """What was counted, in the order in which it first happened."""
+        return tuple(Collective(*key, n, self._bytes[key]) for key, n in self._found.items())
+
+
+def _purpose(frame: FrameType | None) -> str:
+    """What the innermost known caller communicates for; else the innermost function of this package."""
+    own = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        name = f"{module.rpartition('.')[2]}.{frame.f_code.co_qualname}"
+        if name in _PURPOSES:
+            return _PURPOSES[name]
+        passes_on = frame.f_code.co_name.startswith("__torch_")
+        if not own and module.startswith("hyper_parallel.") and not passes_on:
+            own = name.lstrip("_")
+        frame = frame.f_back
+    return own
+
+
+class _Recorder:
+    """Stands where the loop expects its span recorder: tells the memory counter which piece runs."""
+
+    def __init__(self, counter: MemoryCounter, model: nn.Module) -> None:
+        self._counter = counter
+        self._model = model
+
+    @contextmanager
+    def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
+        action = _ACTION.fullmatch(name)
+        self._counter.enter(_DIRECTION[action[1]] if action else name)
+        if name == "gradient norm":  # backward is over: what it left are the gradients
+            for parameter_name, parameter in self._model.named_parameters():
+                if parameter.grad is not None:
+                    self._counter.register(local(parameter.grad), parameter_name, "gradients")
+        yield
+
+
+class _NoGauge:
+    """Stands where the loop expects its memory gauge."""
+
+    def peak_bytes(self) -> int:
+        return 0
+
+
+def trace_rank(
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    training: Training,
+    rank: int,
+    *,
+    alignment_bytes: int = 1,
+    workspace: Workspace | None = None,
+) -> TracedRank:
+    """Trace one rank of a plan.
+
+    Args:
+        build: Makes the model on the meta device.
+        plan: The plan, for any number of ranks.
+        training: Optimizer and clipping.
+        rank: Which rank.
+        alignment_bytes: Rounding of every allocation.
+        workspace: Bytes that operators take inside themselves; None: not counted.
+    """
+    start = time.perf_counter()
+    ledger = Ledger(alignment_bytes)
+    counter = MemoryCounter(ledger, workspace)
+    collectives = CommTrace(plan, rank)
+    with World.fake(rank, plan.strategy.world_size) as world:
+        # Meshes and FSDP's groups are made before fake tensors: they read values of index tensors.
+        model = parallelize(build(), plan, world)
+        with FakeTensorMode(allow_non_fake_inputs=True), counter:
+            allocate(model, device=world.device)
+            optimizer = build_optimizer(model, training)
+            _make_state(optimizer)
+            _mark_state(counter, model, optimizer)
+            loop = Loop(model, optimizer, plan, world, _Recorder(counter, model), _NoGauge())
+            begin, operators = ledger.position, counter.operators
+            with collectives:
+                _step(loop, counter, plan, training)
+            counter.enter("after the step")
+            operators = counter.operators - operators
+            # FSDP pads what does not divide when it first runs: those are the parameters' bytes now.
+            _mark_state(counter, model, optimizer)
+    return TracedRank(
+        rank,
+        plan.mesh.coordinate(rank),
+        {"hbm": ledger.peak(begin)},
+        collectives.collectives,
+        operators,
+        time.perf_counter() - start,
+    )
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its states, so that the traced step is like every step but the first."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _step(loop: Loop, counter: MemoryCounter, plan: Plan, training: Training) -> None:
+    """One step of the loop without reading a value."""
+    work = plan.workload
+    shape = (work.microbatch or 1, work.seq_len)
+    inputs = []
+    for _ in range(work.accumulation_steps or 1):
+        with unset_fake_temporarily():  # token ids are known: model code may look at them
+            batch = {
+                n: torch.zeros(shape, dtype=torch.int64) for n in ("input_ids", "shift_labels")
+            }
+        for name, tensor in batch.items():
+            counter.register(tensor, name, "inputs")
+        inputs.append(batch)
+    loss, _ = loop.gradients(inputs, work.tokens_per_step or 1, training.max_grad_norm)
+    counter.enter("loss")
+    loop.share(loss)
+    loop.update(training.lr)
+
+
+def _mark_state(counter: MemoryCounter, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        counter.register(local(tensor), name, "parameters")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                counter.register(local(value), f"{names[parameter]} {key}", "optimizer state")

@@ -1,0 +1,145 @@
+"""The card of a machine: known constants are found again from the seconds they make."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hyper_parallel.cost import (
+    Candidates,
+    LocalRates,
+    Machine,
+    MeasuredStep,
+    ModelNumbers,
+    card_names,
+    device_card,
+    fit_device,
+    fit_stack,
+    mean_rates,
+    own_cards,
+    score,
+    stack_card,
+    write_card,
+)
+from hyper_parallel.errors import CardUnreadable
+from hyper_parallel.ir import Strategy, Workload
+from tests.cost.machines import machine, small_model
+
+pytestmark = pytest.mark.unit
+
+TRUE = {"saturation": 2.0, "elementwise": 0.4, "stream": 0.7, "link": 0.6, "latency": 3.0}
+
+
+def supernode(kind="cpu"):
+    return machine(kind=kind, num_devices=4)
+
+
+def true_card(kind="cpu"):
+    card = device_card("none", kind)
+    return dataclasses.replace(
+        card, matmul={"float32": 0.5, "bfloat16": 0.3}, attention={"float32": 0.2, "bfloat16": 0.1},
+        attention_head=24.0, attention_len=1e-9, kernel_s=2e-5, **TRUE,
+    )  # fmt: skip
+
+
+def made_rates(kind="cpu"):
+    """What a machine with the true card measures, by the formulas the card feeds."""
+    node = supernode(kind)
+
+    def on(dtype):
+        return Machine.of(
+            node,
+            dtype,
+            card=true_card(kind),
+            stack=stack_card(kind if kind == "cpu" else "hyper-parallel"),
+        )
+
+    shapes = [(256, 160, 480), (256, 512, 512), (512, 1024, 256), (64, 512, 512), (512, 2048, 512)]
+    base = "float32" if kind == "cpu" else "bfloat16"
+    matmul, attention = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        # The saturation is that of the format the machine computes in.
+        s, rate = on(base).saturation, on(dtype).matmul_flops
+        matmul[dtype] = tuple(
+            (m, n, k, 6.0 * m * n * k * (1 + s / m) * (1 + s / n) * (1 + s / k) / rate)
+            for m, n, k in shapes
+        )
+        attention[dtype] = tuple(
+            (
+                1,
+                t,
+                4,
+                w,
+                3.5 * 2 * t * t / 2 * 4 * 2 * w * (1 + 24.0 / w) / on(dtype).attention_flops,
+            )
+            for t, w in ((256, 32), (256, 64), (512, 128))
+        )
+    here = on(base)
+    axis = (np.asarray([4.0]), np.ones(1))
+    rings = tuple((b, float(here.ring_seconds(np.asarray([b]), axis)[0])) for b in (16.0, 1e6, 8e6))
+    return LocalRates(
+        matmul, attention, ((1e6, 5e6 / here.passing_bytes_s), (4e6, 20e6 / here.passing_bytes_s)),
+        (28e6, 28e6 / here.stream_bytes_s), rings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["cpu", "npu"])
+def test_device_card_is_found_again(kind):
+    card = fit_device(made_rates(kind), supernode(kind), "test")
+    for name, value in TRUE.items():
+        assert getattr(card, name) == pytest.approx(value, rel=0.03), name
+    assert card.matmul["float32"] == pytest.approx(0.5, rel=0.02)
+    assert card.matmul["bfloat16"] == pytest.approx(0.3, rel=0.02)
+    assert card.attention["float32"] == pytest.approx(0.2, rel=0.02)
+    assert card.attention_head == pytest.approx(24.0, rel=0.06)
+    assert card.sources["matmul.float32"] == "test"
+
+
+def test_launch_floor_and_rest_of_a_step_are_found_again():
+    node, card = supernode(), true_card()
+    stack = dataclasses.replace(stack_card("cpu"), step_s=0.004)
+    workload = Workload(256, microbatch=1, accumulation_steps=1, compute_dtype="float32").resolve(4)
+    strategy = Strategy(dp_replicate=4)
+    steps = []
+    for layers in (2, 6):
+        model = small_model(layers=layers, hidden=128)
+        on = Machine.of(node, "float32", card=card, stack=stack)
+        seconds = score(
+            ModelNumbers.of(model), on, workload, Candidates.of(strategy, workload)
+        ).step_s[0]
+        steps.append(MeasuredStep(model, strategy, workload, float(seconds)))
+    fitted, own = fit_stack(steps, card, node, "test")
+    assert fitted.kernel_s == pytest.approx(2e-5, rel=0.02)
+    assert own.step_s == pytest.approx(0.004, rel=0.05)
+
+
+def test_mean_over_ranks():
+    one = made_rates()
+    slow = dataclasses.replace(one, stream=(one.stream[0], 3 * one.stream[1]))
+    assert mean_rates([one, slow]).stream == pytest.approx((one.stream[0], 2 * one.stream[1]))
+    assert mean_rates([one, slow]).matmul["float32"][0][:3] == one.matmul["float32"][0][:3]
+
+
+def test_own_cards_are_used_on_the_local_machine_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    node = dataclasses.replace(supernode(), name="local")
+    assert own_cards(node.device.name) is None
+    before = Machine.of(node, "float32")
+    card = fit_device(made_rates(), node, "measured here")
+    write_card(tmp_path / "hyper-parallel" / "card.yaml", card, stack_card("cpu"), "local")
+    assert Machine.of(node, "float32").card.matmul["float32"] == pytest.approx(0.5, rel=0.02)
+    assert Machine.of(supernode(), "float32").card == before.card
+    assert own_cards("another device") is None
+    (tmp_path / "hyper-parallel" / "card.yaml").write_text("name: local\n")
+    with pytest.raises(CardUnreadable, match="HP313"):
+        Machine.of(node, "float32")
+
+
+def test_every_accelerator_preset_finds_a_card():
+    names = {
+        device_card(name, "cuda").name for name in ("NVIDIA H200", "NVIDIA GB300", "NVIDIA A100")
+    }
+    assert names <= set(card_names())
+    assert device_card("Unheard of", "cuda").name == "accelerator"

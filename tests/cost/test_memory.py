@@ -1,0 +1,102 @@
+"""Peak memory against the published activation formulas and their numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hyper_parallel.cost import Candidates, Machine, ModelNumbers, score, stack_card
+from hyper_parallel.ir import Workload
+from hyper_parallel.model import load_model, spec_from_config
+from hyper_parallel.topology import load_topology
+from hyper_parallel.units import GiB
+
+pytestmark = pytest.mark.unit
+
+MODELS = {
+    "22B": (48, 6144, 64, 4, 1, 1),
+    "175B": (96, 12288, 96, 1, 8, 3),
+    "530B": (105, 20480, 128, 1, 35, 3),
+    "1T": (128, 25600, 160, 1, 64, 1),
+}
+"""Layers, hidden, heads, microbatch, pipeline stages, virtual stages; Korthikanti et al. 2022, table 3."""
+
+
+def gpt(layers, hidden, heads):
+    return spec_from_config(
+        {"model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": 2048,
+         "vocab_size": 51200, "tie_word_embeddings": True, "activation_function": "gelu_new"},
+        name="gpt",
+    )  # fmt: skip
+
+
+def terms(name, sequence_parallel, recompute, **columns):
+    layers, hidden, heads, microbatch, pp, vpp = MODELS[name]
+    stack = dataclasses.replace(
+        stack_card("megatron-2022"), sequence_parallel=float(sequence_parallel)
+    )
+    machine = Machine.of(load_topology("dgx-a100"), "bfloat16", stack=stack)
+    row = {
+        "pp": pp,
+        "vpp": vpp,
+        "tp_x": 8,
+        "microbatch": microbatch,
+        "accumulation": 4 * pp,
+        "zero": 0,
+    }
+    c = Candidates.of_columns(**(row | {"recompute": recompute} | columns))
+    numbers = ModelNumbers.of(gpt(layers, hidden, heads))
+    scores = score(numbers, machine, Workload(2048), c)
+    return {t.name: float(t.bytes[0]) / GiB for t in scores.memory}
+
+
+@pytest.mark.parametrize(
+    ("name", "none", "both"),
+    [("22B", 59.25, 9.56), ("175B", 66.84, 12.35), ("530B", 114.0, 23.1), ("1T", 131.3, 26.6)],
+)
+def test_published_activations(name, none, both):
+    assert terms(name, False, 0)["activations"] == pytest.approx(none, rel=2e-3)
+    assert terms(name, True, 1)["activations"] == pytest.approx(both, rel=4e-3)
+
+
+def test_published_shares_of_175b():
+    layers = {"pp": 1, "vpp": 1}
+    base = terms("175B", False, 0, **layers)["activations"]
+    for sequence_parallel, recompute, share in ((True, 0, 62.0), (False, 1, 56.5), (True, 1, 18.5)):
+        found = terms("175B", sequence_parallel, recompute, **layers)["activations"]
+        assert 100 * found / base == pytest.approx(share, abs=0.1)
+    # Full recomputation keeps the input of every layer on every rank, and one layer in full.
+    full = terms("175B", False, 2, **layers)["activations"]
+    assert 100 * (full - base / 96) / base == pytest.approx(8.7, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"), [("22B", 45.6), ("175B", 45.6), ("530B", 31.6), ("1T", 33.0)]
+)
+def test_published_states_of_the_layers(name, gib):
+    """Eighteen bytes a parameter: embedding, norms and biases are not in the published numbers."""
+    layers, hidden, _, _, pp, _ = MODELS[name]
+    numbers = ModelNumbers.of(gpt(*MODELS[name][:3]))
+    found = terms(name, True, 0, zero=0)
+    states = sum(found[k] for k in ("parameters", "gradients", "optimizer states"))
+    vectors = numbers.vector_weights * np.ceil(layers / pp)
+    extra = (numbers.embedding_weights / 8 + vectors) * 18 / GiB
+    assert states - extra == pytest.approx(gib, rel=4e-3)
+    assert 12 * layers * hidden**2 / 8 / pp * 18 / GiB == pytest.approx(gib, rel=2e-3)
+
+
+def test_zero_stages_shard_more_and_more():
+    machine = Machine.of(load_topology("dgx-h100"), "bfloat16")
+    numbers = ModelNumbers.of(load_model("llama-3-8b"))
+    c = Candidates.of_columns(dp_shard=8, zero=[0, 1, 2, 3])
+    found = {t.name: t.bytes for t in score(numbers, machine, Workload(4096), c).memory}
+    n = load_model("llama-3-8b").num_params
+    assert found["parameters"] == pytest.approx([2 * n, 2 * n, 4 * n / 8, 4 * n / 8])
+    assert found["gradients"] == pytest.approx([4 * n, 4 * n, 4 * n / 8, 4 * n / 8])
+    assert found["optimizer states"] == pytest.approx([12 * n, 12 * n / 8, n, n])
+    assert found["gathered parameters"][2] > found["gathered parameters"][3] > 0
+    offloaded = Candidates.of_columns(dp_shard=8, offload=1)
+    again = score(numbers, machine, Workload(4096), offloaded)
+    assert {t.name: t.bytes[0] for t in again.memory}["optimizer states"] == 0

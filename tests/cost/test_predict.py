@@ -1,0 +1,225 @@
+"""Predictions of a CSV of runs: columns, gaps, bad rows; and fitting that finds constants again."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hyper_parallel.cli import application
+from hyper_parallel.cost import (
+    Cards,
+    Constant,
+    card_names,
+    fit_runs,
+    load_card,
+    predict,
+    predict_file,
+    read_card,
+    read_run,
+    shipped_cards,
+    write_card,
+)
+from hyper_parallel.errors import CardUnreadable, RunsUnreadable
+from hyper_parallel.model import load_model
+
+pytestmark = pytest.mark.unit
+
+SOURCES = Path(__file__).resolve().parents[2] / "src"
+COLUMNS = (
+    "id", "model", "arch", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "gated", "vocab", "seq",
+    "experts", "topk", "moe_ffn", "shared_experts", "dense_layers", "device", "peak_tflops", "n_dev", "tp", "cp", "pp",
+    "vpp", "ep", "etp", "dp", "zero", "mbs", "gbs", "precision", "recompute", "step_s", "tok_s_dev", "mem_gib",
+    "stack", "source", "notes", "group",
+)  # fmt: skip
+LLAMA_8B = {
+    "model": "Llama3-8B", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336,
+    "gated": 1, "vocab": 128256, "seq": 8192, "device": "H100", "peak_tflops": 989, "n_dev": 16, "tp": 2, "zero": 1,
+    "mbs": 1, "gbs": 128, "precision": "bf16", "stack": "NeMo", "group": "8b",
+}  # fmt: skip
+
+
+def row(**changes):
+    return {k: str(v) for k, v in (LLAMA_8B | changes).items()}
+
+
+def write(path, *rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_becomes_the_model_it_names():
+    run = read_run(row())
+    model = load_model("llama-3-8b")
+    assert run.model.num_matmul_params == model.num_matmul_params
+    assert run.degrees == {"tp": 2, "cp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 2, "dp": 8}
+    assert run.accumulation == 16
+    assert any(a.startswith("dp=8: derived") for a in run.assumptions)
+    qwen = {"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "ffn": 6144, "vocab": 151936, "experts": 128,
+            "topk": 8, "moe_ffn": 768, "tp": 1, "ep": 8, "model": "Qwen3-30B-A3B"}  # fmt: skip
+    assert (
+        read_run(row(**qwen)).model.num_matmul_params
+        == load_model("qwen3-30b-a3b").num_matmul_params
+    )
+    deepseek = {"layers": 61, "hidden": 7168, "heads": 128, "kv_heads": 128, "ffn": 18432, "vocab": 129280, "tp": 1,
+                "experts": 256, "topk": 8, "moe_ffn": 2048, "shared_experts": 1, "dense_layers": 3, "ep": 8,
+                "model": "DeepSeek-V3"}  # fmt: skip
+    run = read_run(row(**deepseek))
+    assert run.model.num_matmul_params == load_model("deepseek-v3").num_matmul_params
+    assert any("MLA" in a for a in run.assumptions)
+
+
+def test_file_with_gaps_bad_rows_and_measured_values(tmp_path):
+    source, output = tmp_path / "runs.csv", tmp_path / "out.csv"
+    write(
+        source,
+        row(id=1),
+        row(id=2, step_s=3.5),
+        row(id=3, n_dev=15),
+        row(id=4, layers="many"),
+        row(id=5, device="XPU-9", peak_tflops=1000, recompute="full", tok_s_dev=9000),
+        {"id": "6"},
+    )
+    result = CliRunner().invoke(application(), ["predict", str(source), "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    rows = read(output)
+    assert [r["id"] for r in rows] == list("123456")
+    one, two, three, four, five, six = rows
+    assert float(one["step_s"]) == float(one["predicted_step_s"]) > 0
+    assert float(one["tok_s_dev"]) == float(one["predicted_tok_s_dev"])
+    tokens = 128 * 8192 / float(one["step_s"]) / 16
+    assert float(one["tok_s_dev"]) == pytest.approx(tokens, rel=1e-4)
+    assert float(one["interval_low_s"]) < float(one["step_s"]) < float(one["interval_high_s"])
+    terms = [float(v) for k, v in one.items() if k.startswith("term: ")]
+    assert sum(terms) == pytest.approx(float(one["predicted_step_s"]), rel=1e-4)
+    assert "recompute=none: not stated" in one["assumptions"]
+    # A measured value stays, the prediction stands beside it.
+    assert two["step_s"] == "3.5"
+    assert two["predicted_step_s"] == one["predicted_step_s"]
+    assert "does not divide n_dev = 15" in three["assumptions"]
+    assert three["step_s"] == ""
+    assert "`layers` is not a whole number" in four["assumptions"]
+    assert "device `XPU-9` is not known" in five["assumptions"]
+    assert five["tok_s_dev"] == "9000"
+    assert float(five["step_s"]) > float(one["step_s"])
+    assert "is missing" in six["assumptions"]
+
+
+def test_predicting_imports_no_framework(tmp_path):
+    write(tmp_path / "runs.csv", row(id=1))
+    code = (
+        "import sys; from hyper_parallel.cost import predict_file; "
+        f"predict_file({str(tmp_path / 'runs.csv')!r}, {str(tmp_path / 'out.csv')!r}); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(SOURCES)})
+    assert read(tmp_path / "out.csv")[0]["predicted_step_s"]
+
+
+def test_nothing_to_predict_is_an_error(tmp_path):
+    source = tmp_path / "runs.csv"
+    write(source, row(n_dev=15))
+    with pytest.raises(RunsUnreadable, match="HP314"):
+        predict_file(source, tmp_path / "out.csv")
+    source.write_text("id,model\n1,a\n")
+    with pytest.raises(RunsUnreadable, match="lack columns"):
+        predict_file(source, tmp_path / "out.csv")
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ({"recompute": "full"}, True), ({"stack": "torchtitan", "notes": "eager"}, True), ({"precision": "fp8"}, False),
+        ({"device": "GB200", "peak_tflops": 2450}, False), ({"gbs": 256}, True), ({"pp": 4, "gbs": 128, "tp": 1}, None),
+    ],
+)  # fmt: skip
+def test_what_makes_a_step_longer(changes, more):
+    base, other = predict(read_run(row())), predict(read_run(row(**changes)))
+    assert other.step_s > 0
+    if more is not None:
+        assert (other.step_s > base.step_s) == more
+
+
+def test_recomputation_that_is_not_stated_follows_the_memory():
+    small = predict(read_run(row(mbs=1)))
+    large = predict(read_run(row(mbs=8, tp=1, n_dev=8)))
+    assert any(a.startswith("recompute=none") for a in small.assumptions)
+    assert any(a.startswith("recompute=selective") for a in large.assumptions)
+
+
+def test_shipped_cards_have_a_source_on_every_number(tmp_path):
+    for name in card_names():
+        for card in load_card(name):
+            if card is None:
+                continue
+            assert all(len(source) > 3 for source in card.sources.values())
+            assert set(card.priors) <= set(card.sources)
+        device, stack = load_card(name)
+        write_card(tmp_path / f"{name}.yaml", device, stack, name)
+        again = read_card(tmp_path / f"{name}.yaml")
+        for old, new in zip((device, stack), again, strict=True):
+            if old is not None:
+                told = {f.name: getattr(new, f.name) for f in dataclasses.fields(new)}
+                for f in dataclasses.fields(old):
+                    value = getattr(old, f.name)
+                    assert told[f.name] == (
+                        pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+                    ) or f.name in ("matmul", "attention", "quantize_bytes", "interval", "priors")
+
+
+def test_unknown_numbers_of_a_card_are_refused(tmp_path):
+    path = tmp_path / "card.yaml"
+    path.write_text("name: x\nstack:\n  speed: {value: 2, source: guess}\n")
+    with pytest.raises(CardUnreadable, match="HP313"):
+        read_card(path)
+    path.write_text("name: x\ndevice:\n  saturation: {value: 2, source: guess}\n")
+    with pytest.raises(CardUnreadable, match="lacks numbers"):
+        read_card(path)
+
+
+def test_fitting_finds_known_constants_again():
+    """Runs made with changed constants; shape and layout tell them apart."""
+    shipped = shipped_cards()
+    true = {"matmul.bfloat16": 0.9, "attention": 0.85, "link": 1.15}
+    h100 = shipped.device["h100"]
+    changed = dataclasses.replace(
+        h100,
+        matmul={**h100.matmul, "bfloat16": h100.matmul["bfloat16"] * 0.9},
+        attention={k: v * 0.85 for k, v in h100.attention.items()},
+        link=h100.link * 1.15,
+        priors={},
+    )
+    base = dataclasses.replace(h100, priors={})
+    made = Cards({**shipped.device, "h100": changed}, shipped.stack)
+    start = Cards({**shipped.device, "h100": base}, shipped.stack)
+    runs = []
+    for i, layout in enumerate(
+        [{"tp": 1}, {"tp": 2}, {"tp": 8}, {"tp": 4, "seq": 32768}, {"tp": 1, "cp": 4, "seq": 65536},
+         {"tp": 8, "seq": 2048}, {"tp": 8, "hidden": 8192, "heads": 64, "ffn": 28672}]
+    ):  # fmt: skip
+        blank = row(stack="Megatron-LM 0.9", recompute="none", group=f"g{i}", **layout)
+        seconds = predict(read_run(blank), made).step_s
+        runs.append(read_run({**blank, "step_s": repr(seconds)}))
+    constants = tuple(Constant(name, 1.0, ("h100",), (name,)) for name in true)
+    believed = Cards(
+        {**start.device}, {k: dataclasses.replace(v, priors={}) for k, v in start.stack.items()}
+    )
+    made_again = fit_runs(runs, believed, constants=constants)
+    for name, factor in true.items():
+        assert math.exp(made_again.factors[name]) == pytest.approx(factor, rel=0.02), name
+    assert np.abs(made_again.after).max() < 2e-3
+    assert np.abs(made_again.before).max() > 0.03

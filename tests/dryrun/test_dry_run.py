@@ -1,0 +1,137 @@
+"""Traces without ranks: any strategy, any number of ranks, and the command."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hyper_parallel.backends.torch import CommCounter
+from hyper_parallel.cli import application
+from hyper_parallel.config import Training, load_recipe
+from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch
+from hyper_parallel.ir import Strategy
+from hyper_parallel.runtime import World
+from hyper_parallel.trainer import differences, dry_run, trace_rank
+from tests.parity.universal import EAGER, Setup
+
+pytestmark = pytest.mark.torch
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def _trace(setup, strategy):
+    def build():
+        attention = "eager" if setup.family in EAGER else "sdpa"
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                setup.model_config(), attn_implementation=attention
+            ).train()
+
+    plan = setup.plan(strategy)
+    return trace_rank(build, plan, Training(), 0), plan
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [
+        ("gemma2", Strategy(dp_shard=2)),
+        ("llama", Strategy(cp=4, cp_kind="ulysses")),
+        ("llama", Strategy(dp_shard=2, cp=2, tp_x=2)),
+        ("qwen3_moe", Strategy(dp_shard=4, ep=4)),
+        ("qwen3_moe", Strategy(dp_shard=2, tp_x=2, ep=2, recompute="full")),
+        ("deepseek_v3", Strategy(dp_shard=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_collectives_are_those_of_the_formulas(family, strategy):
+    """Experts too: the formulas without routing, and the trace, both take tokens to spread evenly."""
+    traced, plan = _trace(Setup(family), strategy)
+    assert differences(traced, plan) == ()
+    assert any(c.sent_bytes for c in traced.collectives)
+
+
+def test_model_code_that_asks_for_values_gets_them():
+    """Positions are known although activations are not: the model finds the batch not packed and makes no mask."""
+    traced, _ = _trace(Setup("llama", sequences=2, seq_len=512), Strategy(dp_shard=2))
+    assert 512 * 512 not in {math.prod(t.shape) for t in traced.peaks["hbm"].top}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "model.json").write_text(json.dumps(CONFIG))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {{path: {tmp_path}/model.json}}\ndata: {{source: {tmp_path}/no_data_is_read, seq_len: 64}}\n"
+        f"training: {{dtype: bfloat16}}\nparallel: {{dp_shard: 2048, tp: 4}}\noutput_dir: {tmp_path}/run\n"
+    )
+    return path
+
+
+def _run(*arguments):
+    result = CliRunner().invoke(application(), ["train", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+def test_eight_thousand_ranks_of_a_supernode(recipe):
+    found = json.loads(_run(recipe, "--dry-run", "--topology", "cloudmatrix384", "--json"))
+    assert found["plan"]["topology"] == "cloudmatrix384"
+    assert found["device"] == "Ascend 910C die"
+    assert found["fits"]
+    assert found["differences"] == [[]]
+    (rank,) = found["ranks"]
+    peak = rank["peaks"]["hbm"]
+    assert peak["num_bytes"] == found["peak_bytes"] == sum(peak["breakdown"].values())
+    assert all(num_bytes % 512 == 0 for num_bytes in peak["breakdown"].values())
+    sizes = {c["purpose"]: c["sent_bytes"] for c in rank["collectives"]}
+    assert sizes["loss and memory of all ranks"] == 2 * 8193 * 8 * 8191 // 8192
+    assert not (recipe.parent / "run").exists()
+
+
+def test_the_table_names_rank_peak_and_verdict(recipe):
+    text = _run(recipe, "parallel.dp_shard=8", "--dry-run", "-t", "cloudmatrix384", "--rank", "31")
+    assert "rank 31 (dp_shard=7 tp_x=3)" in text
+    assert "plan predicts" in text
+    assert "fits:" in text
+    assert "fsdp parameters" in text
+
+
+def test_what_does_not_fit_is_said(recipe):
+    """65,536 tokens keep 4 layers x 4 tensors of width 65,536 in bfloat16: 128 GiB on a device of 64."""
+    wide = {**CONFIG, "intermediate_size": 65536}
+    (recipe.parent / "model.json").write_text(json.dumps(wide))
+    values = ["training.microbatch=1024", "parallel.dp_shard=1", "parallel.tp=1"]
+    assert "does NOT fit" in _run(recipe, *values, "--dry-run", "-t", "cloudmatrix384")
+
+
+def test_mistakes_are_refused(recipe):
+    with pytest.raises(Contradiction, match="--topology"):
+        _run(recipe, "--topology", "cloudmatrix384")
+    with pytest.raises(BadValue, match=r"0\.\.8191"):
+        _run(recipe, "--dry-run", "-t", "cloudmatrix384", "--rank", "8192")
+    with pytest.raises(DegreesMismatch, match="16"):
+        _run(recipe, "--dry-run", "-t", "cloudmatrix384", "--ranks", "16")
+
+
+def test_a_process_that_is_a_rank_is_refused(recipe):
+    with World.fake(0, 4), pytest.raises(Contradiction, match="process group"):
+        dry_run(load_recipe(recipe, ["topology=cloudmatrix384"]))
+
+
+def test_a_fake_world_is_closed_and_another_can_be_opened():
+    for size in (4, 8):
+        with World.fake(1, size) as world:
+            assert world.mesh(Strategy(dp_shard=size)).size() == size
+            counter = CommCounter(Strategy(dp_shard=size).mesh(), 1)
+            with counter:
+                torch.distributed.all_reduce(torch.ones(8))
+            assert counter.sent_bytes["all_reduce", ("dp_shard",)] == 2 * 32 * (size - 1) // size

@@ -1,0 +1,89 @@
+"""A mixture-of-experts model trained from a recipe, experts on two ranks against one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hyper_parallel.cli import application
+from hyper_parallel.errors import NotDivisible, UnsupportedSharding
+
+pytestmark = pytest.mark.e2e
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 384, "hidden_size": 32,
+    "intermediate_size": 64, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2,
+    "norm_topk_prob": True, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+RECIPE = """
+model: {{path: {root}/model.json}}
+data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384, cache_dir: {root}/cache}}
+training:
+  {{steps: 3, dtype: float64, tokens_per_step: 256, lr: 1.0e-2, warmup_steps: 1, lr_schedule: constant,
+    eval_tokens: 500}}
+parallel: {{dp_shard: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("experts")
+    (root / "model.json").write_text(json.dumps(CONFIG))
+    lines = (f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(1500))
+    (root / "text.txt").write_text("\n\n".join(lines))
+    (root / "recipe.yaml").write_text(RECIPE.format(root=root))
+    return root
+
+
+def _train(place: Path, name: str, *overrides: str) -> list[dict]:
+    out = place / name
+    arguments = ["train", str(place / "recipe.yaml"), f"output_dir={out}", *overrides]
+    result = CliRunner().invoke(application(), arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_rank(place: Path) -> list[dict]:
+    return _train(place, "one", "checkpoint.export=false")
+
+
+TWO = ("parallel.dp_shard=2", "parallel.ep=2")
+
+
+def test_experts_on_two_ranks_learn_what_one_rank_learns(place: Path, one_rank: list[dict]) -> None:
+    for mine, theirs in zip(
+        _train(place, "two", *TWO, "sample_prompt=def "), one_rank, strict=True
+    ):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-10)
+        assert mine["routing"] == theirs["routing"]
+        assert mine["routing"]["max_load"] > 1
+    assert (place / "two" / "sample.txt").read_text().startswith("def ")
+
+
+def test_a_run_continues_on_another_number_of_expert_ranks(
+    place: Path, one_rank: list[dict]
+) -> None:
+    _train(place, "parts", *TWO, "checkpoint.export=false", "training.steps=2")
+    rest = _train(place, "parts", "checkpoint.export=false", "parallel.tp=2")
+    assert [row["step"] for row in rest] == [1, 2, 3]
+    assert rest[2]["loss"] == pytest.approx(one_rank[2]["loss"], rel=1e-10)
+
+
+def test_what_a_model_has_nothing_for_is_refused_before_any_rank(place: Path) -> None:
+    with pytest.raises(NotDivisible) as caught:
+        _train(place, "no", "parallel.dp_shard=2", "parallel.ep=4")
+    assert caught.value.hint == "parallel.ep=2"
+    with pytest.raises(UnsupportedSharding) as refused:
+        _train(place, "no", "moe.bias_update_rate=0.001")
+    assert refused.value.hint == "moe.bias_update_rate=0"
+    assert not (place / "no").exists()

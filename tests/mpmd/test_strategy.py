@@ -1,0 +1,107 @@
+"""From a strategy to its schedule: where stages lie, what is refused, evaluation, schedules from files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hyper_parallel.errors import (
+    BatchMismatch,
+    HyperParallelError,
+    NotDivisible,
+    ScheduleError,
+    UnsupportedSharding,
+)
+from hyper_parallel.ir import Schedule, Strategy
+from hyper_parallel.mpmd import check_pipeline, forward_schedule, make_schedule, step_schedule
+
+pytestmark = pytest.mark.unit
+STRATEGIES = [
+    Strategy(pp=p, schedule=schedule, virtual_stages=v)
+    for p in (2, 3, 4)
+    for schedule, v in (
+        ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_stages_lie_where_the_schedule_puts_them(strategy):
+    schedule = step_schedule(strategy, 2 * strategy.pp)
+    place = schedule.placement()
+    for rank in range(strategy.pp):
+        assert strategy.stages_of(rank) == tuple(s for s in sorted(place) if place[s] == rank)
+    for microbatches in (1, 5):
+        forward = forward_schedule(strategy, microbatches)
+        done = {(a.stage, a.microbatch) for _, _, a in forward.leaves() if a.kind == "F"}
+        assert len(done) == strategy.stages * microbatches
+        assert not any(a.kind in "BIW" for _, _, a in forward.leaves())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layers", "microbatches", "error", "hint"),
+    [
+        (Strategy(pp=4), 3, 8, NotDivisible, "parallel.pp=3"),
+        (Strategy(pp=4), 8, 3, BatchMismatch, "training.accumulation_steps=4"),
+        (Strategy(pp=2, schedule="zbv"), 8, 8, UnsupportedSharding, "parallel.virtual_stages=2"),
+        (Strategy(pp=2, schedule="interleaved"), 8, 8, UnsupportedSharding, "parallel.virtual_stages=2"),
+        (Strategy(pp=2, virtual_stages=2), 8, 8, UnsupportedSharding, "parallel.schedule=interleaved"),
+        (Strategy(pp=2, schedule="interleaved", virtual_stages=3), 5, 8, NotDivisible, "parallel.pp=1"),
+        (Strategy(pp=4, schedule="interleaved", virtual_stages=2), 8, 10, None, None),
+        (Strategy(pp=4, schedule="interleaved", virtual_stages=2), 8, 9, BatchMismatch,
+         "training.accumulation_steps=10"),
+        (Strategy(pp=4, schedule="dualpipev", virtual_stages=2), 8, 7, BatchMismatch,
+         "training.accumulation_steps=8"),
+        (Strategy(virtual_stages=2), 8, 8, UnsupportedSharding, "parallel.pp=2"),
+        (Strategy(stage_layers=(8,)), 8, 8, UnsupportedSharding, "parallel.pp=2"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_run_is_refused_with_the_nearest_that_can(
+    strategy, layers, microbatches, error, hint
+):
+    if error is None:
+        check_pipeline(strategy, layers, microbatches)
+        step_schedule(strategy, microbatches)
+        return
+    with pytest.raises(error) as caught:
+        check_pipeline(strategy, layers, microbatches)
+    assert caught.value.hint == hint
+    key, _, value = hint.rpartition("=")
+    fixed = strategy
+    if key == "training.accumulation_steps":
+        check_pipeline(fixed, layers, int(value))
+    elif key == "parallel.virtual_stages":
+        check_pipeline(replace(fixed, virtual_stages=int(value)), layers, microbatches)
+
+
+def test_what_is_checked_can_be_made():
+    for strategy in STRATEGIES:
+        for microbatches in range(1, 20):
+            try:
+                check_pipeline(strategy, 99, microbatches)
+            except HyperParallelError:
+                continue
+            step_schedule(strategy, microbatches)
+
+
+def test_a_schedule_comes_from_a_file(tmp_path):
+    path = tmp_path / "mine.csv"
+    strategy = Strategy(pp=2, schedule="interleaved", virtual_stages=2, schedule_file=str(path))
+    made = step_schedule(replace(strategy, schedule_file=""), 4)
+    for text in (made.to_csv(), made.compute_only().to_csv()):
+        path.write_text(text)
+        assert step_schedule(strategy, 4).ranks == made.ranks
+    with pytest.raises(ScheduleError, match="another pipeline"):
+        step_schedule(strategy, 6)
+    path.write_text(make_schedule("zbv", 2, 4).to_csv())
+    with pytest.raises(ScheduleError, match="puts stages elsewhere"):
+        step_schedule(strategy, 4)
+    rows = [list(row) for row in made.compute_only().ranks]
+    rows[0].reverse()
+    path.write_text(Schedule("mine", 4, 4, tuple(map(tuple, rows))).to_csv())
+    with pytest.raises(ScheduleError, match="HP320"):
+        step_schedule(strategy, 4)
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        step_schedule(replace(strategy, schedule_file=str(tmp_path / "none.csv")), 4)

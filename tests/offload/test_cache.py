@@ -1,0 +1,171 @@
+"""A cached plan equals the planned one; a file that is damaged, foreign or forged is planned again, and said."""
+
+import json
+import logging
+import time
+
+import pytest
+
+from hyper_parallel.ir import Extent
+from hyper_parallel.offload import (
+    Channel,
+    MemoryMachine,
+    find_overlap,
+    order_peak,
+    plan_memory,
+    plan_memory_cached,
+)
+from tests.offload.programs import training_chain
+
+pytestmark = pytest.mark.unit
+MACHINE = MemoryMachine(Channel(800.0, 0), Channel(800.0, 0))
+
+
+def the_file(directory):
+    (path,) = directory.glob("*.json")
+    return path
+
+
+@pytest.fixture
+def filled(tmp_path):
+    plan = plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000)
+    return plan, the_file(tmp_path)
+
+
+def test_the_second_call_reads_the_first_ones_plan(filled, tmp_path, monkeypatch):
+    plan, path = filled
+    assert plan == plan_memory(training_chain(), MACHINE, budget_bytes=9000)
+    written = path.stat().st_mtime_ns
+    monkeypatch.setattr("hyper_parallel.offload._cache.plan_memory", None)  # planning would fail
+    assert plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000) == plan
+    assert path.stat().st_mtime_ns == written
+
+
+def test_other_arguments_are_another_plan(filled, tmp_path):
+    other = MemoryMachine(Channel(801.0, 0), Channel(800.0, 0))
+    plan_memory_cached(training_chain(), other, cache=tmp_path, budget_bytes=9000)
+    plan_memory_cached(training_chain(seconds=1.1), MACHINE, cache=tmp_path, budget_bytes=9000)
+    plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9001)
+    plan_memory_cached(
+        training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000, recompute=False
+    )
+    assert len(list(tmp_path.glob("*"))) == 5
+
+
+def _set(key, value):
+    def change(document):
+        document[key] = value
+
+    return change
+
+
+def _drop_wait(document):
+    kinds, targets, tiers = document["actions"]
+    at = next(i for i, k in enumerate(kinds) if k == 6 and tiers[i] == 0)
+    for column in (kinds, targets, tiers):
+        del column[at]
+
+
+def _target_beyond(document):
+    document["actions"][1][0] = 10**6
+
+
+def _negative_tier(document):
+    document["actions"][2][0] = -1
+
+
+def _shared_address(document):
+    document["offsets"] = [0] * len(document["offsets"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("fingerprint", "of another program"),
+        _set("actions", [[], [], []]),
+        _set("actions", None),
+        _set("homes", [0]),
+        _set("offsets", []),
+        _set("arena_bytes", 1),
+        _drop_wait,
+        _target_beyond,
+        _negative_tier,
+        _shared_address,
+    ],
+)
+def test_a_forged_file_is_ignored_with_a_reason(filled, tmp_path, caplog, change):
+    plan, path = filled
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    with caplog.at_level(logging.WARNING):
+        again = plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000)
+    assert again == plan
+    assert "is ignored" in caplog.text
+    caplog.clear()
+    plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000)
+    assert not caplog.text  # the good plan took the bad one's place
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00\x01", '{"fingerprint": 3}'])
+def test_a_damaged_file_is_ignored_with_a_reason(filled, tmp_path, caplog, text):
+    plan, path = filled
+    path.write_text(text)
+    again = plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000)
+    assert again == plan
+    assert "is ignored" in caplog.text
+
+
+def test_a_legal_plan_that_misses_the_goal_is_ignored(filled, tmp_path, caplog):
+    plan, path = filled
+    loose = json.loads(path.read_text())
+    plan_memory_cached(training_chain(), MACHINE, cache=tmp_path / "b", budget_bytes=8000)
+    tight = the_file(tmp_path / "b")
+    loose["fingerprint"] = json.loads(tight.read_text())["fingerprint"]
+    tight.write_text(json.dumps(loose))
+    if plan.peak_bytes["device"] > 8000:
+        again = plan_memory_cached(
+            training_chain(), MACHINE, cache=tmp_path / "b", budget_bytes=8000
+        )
+        assert again.peak_bytes["device"] <= 8000
+        assert "above the budget" in caplog.text
+    else:
+        pytest.fail("the looser plan must not meet the tighter budget, or this test shows nothing")
+
+
+def test_a_directory_that_cannot_be_written_costs_only_the_cache(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    plan = plan_memory_cached(
+        training_chain(), MACHINE, cache=tmp_path / "file" / "plans", budget_bytes=9000
+    )
+    assert plan == plan_memory(training_chain(), MACHINE, budget_bytes=9000)
+    assert "could not be cached" in caplog.text
+
+
+def test_the_users_cache_directory_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan_memory_cached(training_chain(), MACHINE, budget_bytes=9000)
+    assert the_file(tmp_path / "hyper-parallel" / "plans")
+
+
+def test_a_plan_as_large_as_8b_training_loads_within_a_second(tmp_path):
+    program = training_chain(layers=900, alignment=8)
+    assert len(program.operators) > 4392
+    budget = int(0.8 * order_peak(program, range(len(program.operators))))
+    args = {"cache": tmp_path, "budget_bytes": budget, "recompute": False, "reorder": False}
+    fast = MemoryMachine(Channel(1e5, 0), Channel(1e5, 0))
+    plan = plan_memory_cached(program, fast, **args)
+    begin = time.process_time()
+    assert plan_memory_cached(program, fast, **args) == plan
+    assert plan.choices
+    assert time.process_time() - begin < 1.0
+
+
+def test_overlaps_are_found():
+    sizes = (8, 8)
+    apart = [Extent(0, 0, 2, 0), Extent(1, 1, 3, 8)]
+    assert find_overlap(apart, sizes, 16) is None
+    assert find_overlap(apart, sizes, 15)
+    assert find_overlap([Extent(0, 0, 2, 0), Extent(1, 1, 3, 7)], sizes, 16)
+    assert find_overlap([Extent(0, 0, 2, 0), Extent(1, 1, 3, 0)], sizes, 16)
+    assert find_overlap([Extent(0, 0, 2, 0), Extent(1, 2, 3, 0)], sizes, 8) is None

@@ -1,0 +1,118 @@
+"""Pipelines repeat one device: loss, norm, every gradient, every rank's bytes; all schedules, with every axis."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from hyper_parallel.ir import Strategy
+from hyper_parallel.runtime import World, launch
+from tests.parity.universal import Reference, Setup, check
+
+pytestmark = [pytest.mark.parity, pytest.mark.timeout(300)]
+
+SCHEDULES = {
+    "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "dualpipev": 2,
+}  # fmt: skip
+FOUR = (("num_hidden_layers", 4),)
+# Masks, rotary angles and windows that depend on the layer's index, in an order that no cut respects.
+MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention",
+         "full_attention", "sliding_attention", "sliding_attention", "full_attention"]  # fmt: skip
+SETUPS = {
+    "llama": Setup("llama", accumulation=4, config=FOUR),
+    "qwen3-tied": Setup("qwen3", tied=True, accumulation=4, config=FOUR),
+    "qwen3-tied-odd": Setup(
+        "qwen3", tied=True, sequences=16, accumulation=4, seq_len=13, packed=True,
+        config=(("num_hidden_layers", 5), ("vocab_size", 98), ("intermediate_size", 104)),
+    ),
+    "gemma3": Setup(
+        "gemma3_text", tied=True, accumulation=8,
+        config=(("num_hidden_layers", 8), ("layer_types", MIXED)),
+    ),
+    "mixtral": Setup("mixtral", accumulation=4, config=FOUR),
+    "deepseek-dense": Setup(
+        "deepseek_v3", accumulation=4, config=(*FOUR, ("first_k_dense_replace", 4))
+    ),
+}  # fmt: skip
+
+
+def _all(**degrees: object) -> list[Strategy]:
+    return [Strategy(schedule=s, virtual_stages=v, **degrees) for s, v in SCHEDULES.items()]
+
+
+def _one(schedule: str, **degrees: object) -> Strategy:
+    return Strategy(schedule=schedule, virtual_stages=SCHEDULES[schedule], **degrees)
+
+
+GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
+    "llama-2": ("llama", 2, _all(pp=2)),
+    "deepseek-2": ("deepseek-dense", 2, [_one("1f1b", pp=2), _one("zbv", pp=2)]),
+    "gemma3-4": ("gemma3", 4, _all(pp=4)),
+    "tied-fsdp-4": ("qwen3-tied", 4, _all(pp=2, dp_shard=2)),
+    "tied-kept-4": (
+        "qwen3-tied", 4,
+        [_one(s, pp=2, dp_shard=2, reshard_after_forward=False) for s in ("1f1b", "zbv")]
+        + [_one(s, pp=2, dp_replicate=2) for s in ("gpipe", "interleaved", "zb-h1")],
+    ),
+    "tied-tp-4": ("qwen3-tied", 4, _all(pp=2, tp_x=2)),
+    "recompute-4": (
+        "llama", 4,
+        [_one(s, pp=2, tp_x=2, recompute="full") for s in ("interleaved", "zb-h1")]
+        + [_one(s, pp=2, dp_shard=2, recompute="full") for s in ("1f1b", "dualpipev")],
+    ),
+    "context-4": (
+        "qwen3-tied", 4,
+        [
+            _one("zb-h1", pp=2, cp=2),
+            _one("interleaved", pp=2, cp=2, cp_kind="ulysses"),
+            _one("zbv", pp=2, cp=2, cp_kind="all_gather", recompute="full"),
+        ],
+    ),
+    "experts-4": (
+        "mixtral", 4,
+        [
+            _one("1f1b", pp=2, dp_shard=2, ep=2),
+            _one("zbv", pp=2, dp_shard=2, ep=2, reshard_after_forward=False),
+            _one("zb-h1", pp=2, tp_x=2, ep=2),
+        ],
+    ),
+    "grid-8": (
+        "qwen3-tied", 8,
+        [
+            _one("zb-h1", pp=2, tp_x=2, tp_y=2),
+            _one("dualpipev", pp=2, tp_x=2, tp_y=2, attention_shape="1d"),
+            _one("zb-h1", pp=2, tp_x=2, tp_y=2, attention_shape="weight", mlp_shape="weight"),
+        ],
+    ),
+    "odd-8": (
+        "qwen3-tied-odd", 8,
+        [
+            _one("zb-h1", pp=2, dp_shard=2, tp_x=2),
+            _one("dualpipev", pp=2, dp_replicate=2, dp_shard=2),
+            _one("1f1b", pp=4, tp_x=2, stage_layers=(1, 2, 1, 1)),
+            _one("zb-h1", pp=4, dp_shard=2),
+        ],
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def _reference(name: str) -> Reference:
+    return Reference(SETUPS[name])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_pipelines_repeat_one_device(group: str) -> None:
+    name, ranks, strategies = GROUPS[group]
+    reference = _reference(name)
+
+    def rank(_: int) -> set[str]:
+        held: set[str] = set()
+        with World.join("cpu") as world:
+            for strategy in strategies:
+                held |= set(check(reference, strategy, world).grads)
+        return held
+
+    found = launch(rank, ranks, timeout_s=200)
+    assert set().union(*found) == set(reference.result.grads)

@@ -1,0 +1,107 @@
+"""All strategies of a small space, priced one by one without any bound: the oracle of the search."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from hyper_parallel.cost import Candidates, score
+from hyper_parallel.ir import AXES
+from hyper_parallel.planner._legal import space_of
+from hyper_parallel.planner._priced import price
+from hyper_parallel.planner._space import Rules, Space
+
+COLUMNS = (
+    "pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp",
+    "cp_ulysses", "microbatch", "accumulation", "schedule", "vpp", "zero", "offload", "order",
+)  # fmt: skip
+
+
+def every_strategy(context, limits):
+    """Rows of COLUMNS, each a legal strategy without a choice of recomputation."""
+    space = space_of(context, limits)
+    offload = space.rules.offload
+    tiers = context.machine.tiers
+    sizes = tuple(
+        t.size for t, outer in itertools.pairwise(tiers) if t.size and not outer.shares_links
+    )
+    meshes = space.meshes()
+    for row in zip(*meshes.values(), strict=True):
+        pp, x, y, cp, dp, micro, steps = (int(v) for v in row)
+        for att, mlp, ep, etp, u in space.blocks(x, y, cp, dp):
+            for replicate, shard, zero, off in space.states(dp, x * y * cp, ep * etp):
+                if space.refusal_of(shard, cp, x, y, att, mlp, ep, etp, u) is not None:
+                    continue
+                for schedule, vpp in space.schedules(pp, steps):
+                    named = dict(zip(AXES, (pp, replicate, shard, cp, x, y), strict=True))
+                    for (order,) in space.orders(tuple(named[a] for a in AXES), sizes):
+                        for moved in (0, 1) if offload else (off,):
+                            yield (
+                                pp, replicate, shard, cp, x, y, att, mlp, ep, etp, u, micro, steps, schedule, vpp,
+                                zero, moved, order,
+                            )  # fmt: skip
+
+
+def closed_forms(context, limits):
+    """(rows, seconds per token, recompute kind, layers) of every strategy with every number of recomputed layers."""
+    rows = np.array(list(every_strategy(context, limits)), dtype=float)
+    if not len(rows):
+        return rows, []
+    columns = dict(zip(COLUMNS, rows.T, strict=True))
+    space = Space(Rules.of(context.model, context.workload), context.workload, limits)
+    kinds = space.recomputes()
+    scores = {
+        k: score(
+            context.numbers, context.machine, context.workload,
+            Candidates.of_columns(**columns, recompute=float(k)),
+        )
+        for k in {0, *kinds}
+    }  # fmt: skip
+    dp = columns["dp_replicate"] * columns["dp_shard"]
+    tokens = columns["microbatch"] * columns["accumulation"] * dp * context.workload.seq_len
+    layers = np.ceil(context.numbers.layers / columns["pp"])
+    found = []
+    for kind in kinds:
+        most = int(layers.max())
+        for j in range(most + 1) if kind else (0,):
+            share = j / layers if kind else np.zeros(len(rows))
+            whole = share == 1.0
+            legal = share <= 1.0
+            if kind and (limits.executable or 0 not in kinds):
+                legal &= whole
+            step = (1 - share) * scores[0].step_s + share * scores[kind].step_s
+            memory = (1 - share) * scores[0].memory_bytes + share * scores[kind].memory_bytes
+            legal &= memory <= context.machine.memory_bytes * (1 + 1e-9)
+            value = np.where(legal, step / tokens, np.inf)
+            found += [(value, kind, np.where(whole, -1, j))]
+    return rows, found
+
+
+def least(context, limits):
+    """Least seconds per token of the closed form; infinite when nothing fits."""
+    rows, found = closed_forms(context, limits)
+    return min((float(v.min()) for v, _, _ in found), default=math.inf) if len(rows) else math.inf
+
+
+def least_refined(context, limits):
+    """Least seconds per token with real stages and simulated schedules, every strategy refined."""
+    rows, found = closed_forms(context, limits)
+    best = math.inf
+    for value, kind, layers in found:
+        for i in np.flatnonzero(np.isfinite(value)):
+            columns = dict(zip(COLUMNS, rows[i : i + 1].T, strict=True))
+            candidate = Candidates.of_columns(**columns, recompute=float(kind))
+            strategy, workload = candidate.at(0, _plain(), context.workload)
+            if kind and layers[i] >= 0:
+                strategy = replace(strategy, recompute_layers=int(layers[i]))
+            best = min(best, price(context, strategy, workload).per_token_s)
+    return best
+
+
+def _plain():
+    from hyper_parallel.ir import Strategy
+
+    return Strategy()

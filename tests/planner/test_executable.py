@@ -1,0 +1,171 @@
+"""What `auto` and this machine may choose: all axes, as far as the layouts say yes, with the recipe's own choices."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hyper_parallel.config import Recipe
+from hyper_parallel.errors import (
+    Contradiction,
+    HyperParallelError,
+    NoLegalStrategy,
+    UnsupportedSharding,
+)
+from hyper_parallel.ir import Workload
+from hyper_parallel.model import spec_from_config
+from hyper_parallel.planner import plan_recipe
+from hyper_parallel.planner._context import resolve
+from hyper_parallel.planner._plan import find, search
+from hyper_parallel.planner._space import Limits, check_pins
+from tests.cost.machines import machine, small_model
+from tests.planner.exhaustive import every_strategy, least
+from tests.planner.test_search import moe_model
+
+pytestmark = pytest.mark.unit
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 4096,
+    "num_key_value_heads": 4, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+MLA = {
+    "model_type": "deepseek_v3", "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 8,
+}  # fmt: skip
+MODELS = {
+    "dense": small_model,
+    "experts": moe_model,
+    "latent": lambda: spec_from_config({**SIZES, **MLA}, name="latent"),
+    "packed": lambda: spec_from_config(
+        {**SIZES, "model_type": "phi3", "pad_token_id": 0}, name="phi3"
+    ),
+}
+
+
+def limits(devices, **pins):
+    return Limits(devices, check_pins(pins), (), executable=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("pins", [{}, {"tp_y": 2, "zero": 3}, {"cp": 2, "tp": 4}])
+def test_what_is_chosen_has_layouts_and_is_the_best_that_has(name, pins):
+    context = resolve(MODELS[name](), machine(cluster_bytes_s=5e9), Workload(512, 512 * 16), 8)
+    within = limits(8, **pins)
+    best = least(context, within)
+    outcome = find(context, within, keep=3)
+    assert outcome.fits == np.isfinite(best)
+    if not outcome.fits:
+        assert (name, pins) == ("latent", {"tp_y": 2, "zero": 3})
+        assert any("latent attention" in reason for reason in outcome.space.ruled_out)
+        return
+    found = outcome.found
+    assert found.leaves.per_token_s[found.best[0]] == pytest.approx(best, rel=1e-9)
+    for one in outcome.ranked:
+        context.shard(one.strategy)
+        assert one.strategy.etp is None
+
+
+def test_both_axes_and_every_kind_of_context_parallelism_may_be_chosen():
+    context = resolve(MODELS["dense"](), machine(), Workload(512, 512 * 16), 8)
+    rows = np.array(list(every_strategy(context, limits(8))))
+    assert {*rows[:, 5]} == {1, 2, 4}
+    kinds = {(cp, u) for cp, u in rows[:, [3, 10]].tolist()}
+    assert {(4, 1), (4, 2), (4, 4), (2, 2)} <= kinds
+
+
+def test_two_axes_of_a_model_that_has_only_one_are_refused_with_what_is_legal():
+    context = resolve(MODELS["latent"](), machine(), Workload(512, 512 * 16), 8)
+    with pytest.raises(NoLegalStrategy, match="latent attention") as caught:
+        search(context, limits(8, tp_y=2))
+    assert caught.value.hint == "--pin tp_y=1"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
+
+    def make(devices=8, **parallel):
+        values = {
+            "model": {"path": str(tmp_path)}, "topology": "dgx-h100", "data": {"seq_len": 512},
+            "training": {"microbatch": 1, "accumulation_steps": 4},
+            "parallel": {"auto": True, "world_size": devices, **parallel},
+        }  # fmt: skip
+        return Recipe.model_validate(values)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"cp": 4, "cp_kind": "ring"},
+        {"cp": 4, "cp_kind": "ulysses"},
+        {"cp": 4, "cp_kind": "hybrid"},
+        {"cp": 4, "cp_kind": "hybrid", "cp_ulysses": 2},
+        {"cp": 4, "cp_kind": "all_gather"},
+        {"tp_x": 2, "tp_y": 2, "attention_shape": "weight"},
+        {"tp_x": 2, "tp_y": 2, "attention_shape": "1d", "mlp_shape": "1d"},
+        {"tp_x": 2, "tp_y": 2, "mlp_shape": "weight", "gathered_inputs": "re-gather"},
+        {"tp_x": 2, "tp_y": 2, "attention_shape": "2d", "attention_scatter": "token"},
+        {"pp": 2, "schedule": "zb-h1"},
+        {"pp": 2, "stage_layers": [1, 2]},
+    ],
+)
+def test_choices_of_a_recipe_are_kept(recipe, parallel):
+    chosen = plan_recipe(recipe(**parallel)).strategy
+    for name, value in parallel.items():
+        got = getattr(chosen, name)
+        assert (list(got) if name == "stage_layers" else got) == value
+    if parallel.get("cp_kind") == "hybrid":
+        assert chosen.cp_ulysses == 2
+
+
+def test_virtual_stages_of_a_recipe_are_kept(recipe, tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({**SIZES, "model_type": "llama", "num_hidden_layers": 8})
+    )
+    for parallel in (
+        {"pp": 2, "schedule": "zbv"},
+        {"pp": 2, "schedule": "interleaved", "virtual_stages": 4},
+    ):
+        chosen = plan_recipe(recipe(**parallel)).strategy
+        assert chosen.schedule == parallel["schedule"]
+        assert chosen.virtual_stages == parallel.get("virtual_stages", 2)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "error"),
+    [
+        ({"cp": 4, "cp_kind": "ring", "cp_ulysses": 2}, Contradiction),
+        ({"stage_layers": [2, 1]}, Contradiction),
+        ({"pp": 2, "stage_layers": [1, 1, 1]}, Contradiction),
+        ({"schedule_file": "actions.csv"}, Contradiction),
+        ({"virtual_stages": 2}, UnsupportedSharding),
+        ({"pp": 2, "schedule": "zbv"}, HyperParallelError),
+        ({"cp": 2, "attention_scatter": "token", "attention_shape": "2d", "tp_x": 2, "tp_y": 2},
+         NoLegalStrategy),
+    ],
+)  # fmt: skip
+def test_choices_that_cannot_be_are_refused(recipe, parallel, error):
+    with pytest.raises(error) as caught:
+        plan_recipe(recipe(**parallel))
+    assert caught.value.hint
+
+
+def test_auto_takes_two_axes_where_they_are_faster():
+    chosen = plan_recipe(
+        Recipe.model_validate(
+            {
+                "model": {"path": "llama-3-405b"},
+                "topology": "cloudmatrix384",
+                "data": {"seq_len": 8192},
+                "training": {"tokens_per_step": 2048 * 8192},
+                "parallel": {"auto": True, "world_size": 2048},
+            }
+        )
+    )
+    assert chosen.strategy.tp_y > 1
+    assert chosen.layouts

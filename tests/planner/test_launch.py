@@ -1,0 +1,60 @@
+"""Launch settings: our recipe is read back to the same plan, others name what they cannot express; the chart."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import BadValue
+from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.planner import gantt, launch_settings, plan, plan_recipe
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("devices", "pins"),
+    [
+        (8, {"pp": 1, "zero": 3, "tp_y": 1}),
+        (16, {"pp": 4, "cp": 2, "zero": 3, "tp_y": 1}),
+        (16, {"pp": 2, "schedule": "interleaved", "zero": 2, "tp_y": 1}),
+    ],
+)
+def test_our_recipe_plans_the_same(tmp_path, devices, pins):
+    chosen = plan(
+        "llama-3-8b", "dgx-h100", num_devices=devices,
+        pins={**pins, "offload": 0, "recompute": "full", "order": "pp>dp_replicate>dp_shard>cp>tp_x>tp_y"},
+    )  # fmt: skip
+    file = tmp_path / "recipe.yaml"
+    file.write_text(launch_settings(chosen, "ours"), encoding="utf-8")
+    again = plan_recipe(load_recipe(file).recipe)
+    assert again.strategy == chosen.strategy
+    assert again.workload.microbatch == chosen.workload.microbatch
+    assert again.step_s == pytest.approx(chosen.step_s)
+    assert again.layouts == chosen.layouts
+
+
+def test_other_stacks_get_what_they_can_express():
+    chosen = plan("qwen3-30b-a3b", "dgx-h100", num_devices=16, pins={"pp": 2, "ep": 8, "cp": 1})
+    megatron = launch_settings(chosen, "megatron")
+    assert "--pipeline-model-parallel-size 2" in megatron
+    assert "--expert-model-parallel-size 8" in megatron
+    titan = launch_settings(chosen, "torchtitan")
+    assert "pipeline_parallel_degree = 2" in titan
+    two = plan(
+        "llama-3-8b", "dgx-h100", Workload(8192, 8192 * 64), strategy=Strategy(tp_x=4, tp_y=2)
+    )
+    for stack in ("megatron", "torchtitan"):
+        assert "# not expressed: two tensor-parallel axes" in launch_settings(two, stack)
+    assert yaml.safe_load(launch_settings(two, "ours"))["parallel"]["tp_y"] == 2
+    with pytest.raises(BadValue):
+        launch_settings(chosen, "deepspeed")
+
+
+def test_the_chart_has_a_line_for_every_pipeline_rank():
+    chosen = plan("llama-3-8b", "dgx-h100", num_devices=16, pins={"pp": 4, "schedule": "zb-h1"})
+    lines = gantt(chosen, width=60).splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["rank", str(r)] for r in range(4)]
+    assert {len(line) for line in lines[1:]} == {70}
+    assert all({"F", "I", "W"} <= set(line) for line in lines[1:])

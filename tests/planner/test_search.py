@@ -1,0 +1,253 @@
+"""The search against brute force, its bounds, its certificate, and the partition of layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit
+from hyper_parallel.ir import Workload, simulate
+from hyper_parallel.model import spec_from_config
+from hyper_parallel.planner import plan, plan_tasks, simulate_plan
+from hyper_parallel.planner._context import resolve
+from hyper_parallel.planner._plan import find
+from hyper_parallel.planner._space import Limits, check_pins
+from hyper_parallel.planner._stages import partition
+from hyper_parallel.topology import MemoryPool
+from tests.cost.machines import machine, quantity, small_model
+from tests.planner.exhaustive import closed_forms, least, least_refined
+
+pytestmark = pytest.mark.unit
+
+
+def moe_model(layers=4, experts=4):
+    return spec_from_config(
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "moe_intermediate_size": 128,
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "vocab_size": 4096,
+            "max_position_embeddings": 4096,
+            "mlp_only_layers": [0],
+            "tie_word_embeddings": False,
+        },
+        name="small-moe",
+    )
+
+
+def random_case(seed):
+    """A random small model, machine, workload and number of devices."""
+    draw = random.Random(seed)
+    layers = draw.choice([2, 3, 5])
+    model = (
+        moe_model(layers, draw.choice([4, 6]))
+        if seed % 3 == 0
+        else small_model(layers, 256, draw.choice([4, 8]), 4)
+    )
+    supernode = machine(
+        memory_gib=draw.choice([1.2, 1.35, 1.6, 64]),
+        node_bytes_s=draw.choice([20e9, 200e9]),
+        cluster_bytes_s=draw.choice([2e9, 25e9, 300e9]),
+    )
+    if draw.random() < 0.5:
+        size = draw.choice([2, 4])
+        inner = dataclasses.replace(supernode.tiers[0], size=size)
+        supernode = dataclasses.replace(supernode, tiers=(inner, supernode.tiers[1]))
+    if draw.random() < 0.3:
+        pool = MemoryPool("dram", quantity(1e12), quantity(50e9), 8)
+        supernode = dataclasses.replace(supernode, pools=(pool,))
+    devices = draw.choice([2, 3, 4, 6, 8])
+    workload = Workload(512, 512 * devices * draw.choice([2, 4]))
+    return model, supernode, workload, devices
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_search_equals_brute_force(seed):
+    model, supernode, workload, devices = random_case(seed)
+    context = resolve(model, supernode, workload, devices)
+    limits = Limits(devices, {}, (), executable=False)
+    best = least(context, limits)
+    outcome = find(context, limits)
+    if not np.isfinite(best):
+        assert not outcome.fits
+        return
+    found = outcome.found
+    assert found.leaves.per_token_s[found.best[0]] == pytest.approx(best, rel=1e-9)
+    assert outcome.ranked[0].memory_bytes <= context.machine.memory_bytes * (1 + 1e-6)
+    # Nothing was left open.
+    assert found.bound >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("seed", "pins"),
+    [
+        (1, {"tp": 1, "zero": 3, "microbatch": 1}),
+        (2, {"cp": 1, "tp": 1, "dp_replicate": 1, "microbatch": 1}),
+        (3, {"cp": 1, "tp_y": 1, "zero": 3, "microbatch": 1, "recompute": "none"}),
+        (4, {"pp": 2, "zero": 2, "cp": 1}),
+    ],
+)
+def test_refined_search_equals_refined_brute_force(seed, pins):
+    model, supernode, workload, devices = random_case(seed)
+    supernode = dataclasses.replace(supernode, pools=())
+    devices = 4
+    workload = Workload(512, 512 * 16)
+    context = resolve(model, supernode, workload, devices)
+    limits = Limits(devices, check_pins(pins), (), executable=False)
+    best = least_refined(context, limits)
+    outcome = find(context, limits)
+    assert outcome.fits == np.isfinite(best)
+    if outcome.fits:
+        assert outcome.ranked[0].per_token_s == pytest.approx(best, rel=1e-9)
+
+
+def test_executable_search_equals_brute_force():
+    context = resolve(small_model(), machine(memory_gib=1.35), Workload(512, 512 * 16), 8)
+    limits = Limits(8, {}, (), executable=True)
+    outcome = find(context, limits)
+    best = outcome.found.leaves.per_token_s[outcome.found.best[0]]
+    assert best == pytest.approx(least(context, limits), rel=1e-9)
+
+
+def test_runners_up_are_the_next_best_degrees():
+    context = resolve(small_model(), machine(), Workload(512, 512 * 8), 4)
+    limits = Limits(4, {}, (), executable=False)
+    rows, found = closed_forms(context, limits)
+    values = np.min([v for v, _, _ in found], axis=0)
+    best: dict[tuple[int, ...], float] = {}
+    for row, value in zip(rows[:, [0, 1, 2, 3, 4, 5, 8]].astype(int).tolist(), values, strict=True):
+        best[tuple(row)] = min(value, best.get(tuple(row), np.inf))
+    wanted = sorted(best.values())[:6]
+    outcome = find(context, limits, keep=6)
+    got = [outcome.found.leaves.per_token_s[i] for i in outcome.found.best]
+    assert got == pytest.approx(wanted, rel=1e-9)
+
+
+def test_two_searches_give_the_same_plan():
+    first, second = (plan("llama-3-8b", "dgx-h100", num_devices=16) for _ in range(2))
+    assert first == second
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    costs=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    parts=st.integers(1, 5),
+    last=st.integers(0, 12),
+)
+def test_partition_is_the_best_of_all(costs, parts, last):
+    parts = min(parts, len(costs))
+
+    def slowest(cuts):
+        bounds = [0, *cuts, len(costs)]
+        sums = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
+        sums[-1] += last
+        return max(sums)
+
+    best = min(slowest(cuts) for cuts in itertools.combinations(range(1, len(costs)), parts - 1))
+    got = partition([float(c) for c in costs], parts, last=float(last))
+    assert len(got) == parts
+    assert min(got) >= 1
+    assert sum(got) == len(costs)
+    assert slowest(list(itertools.accumulate(got))[:-1]) == best
+
+
+def test_certificate_pareto_and_sensitivity():
+    chosen = plan("llama-3-70b", "cloudmatrix384", num_devices=64)
+    proof = chosen.certificate
+    assert proof is not None
+    assert proof.value == chosen.step_s
+    assert proof.gap == pytest.approx(0.0, abs=1e-9)
+    assert proof.priced > 0
+    front = [
+        (chosen.step_s, chosen.memory_bytes),
+        *((a.step_s, a.memory_bytes) for a in chosen.pareto),
+    ]
+    for (fast, large), (slow, small) in itertools.pairwise(front):
+        assert slow >= fast * (1 - 1e-9)
+        assert small < large
+    for one in chosen.sensitivity:
+        assert 0.5 <= one.factor <= 2.0
+        assert one.factor != 1.0
+
+
+def test_pins_exclusions_and_choices():
+    chosen = plan(
+        "llama-3-70b", "cloudmatrix384", num_devices=64,
+        pins={"tp": 8, "schedule": "interleaved", "pp": 4, "zero": 1}, exclude=("cp",),
+    )  # fmt: skip
+    s = chosen.strategy
+    assert (s.tp, s.pp, s.schedule, s.cp, s.zero) == (8, 4, "interleaved", 1, 1)
+    assert s.virtual_stages > 1
+    with pytest.raises(BadValue):
+        plan("llama-3-8b", machine(), pins={"schedule": "fastest"})
+    with pytest.raises(BadValue):
+        plan("llama-3-8b", machine(), pins={"cp": 2}, exclude=("cp",))
+
+
+def test_objectives():
+    model, supernode, workload = small_model(), machine(), Workload(512, 512 * 64)
+    fast = plan(model, supernode, workload, num_devices=16)
+    lean = plan(model, supernode, workload, num_devices=16, objective="memory")
+    assert lean.memory_bytes < fast.memory_bytes
+    within = plan(
+        model, supernode, workload, num_devices=16, objective="memory", deadline_s=fast.step_s * 1.2
+    )
+    assert within.step_s <= fast.step_s * 1.2
+    assert within.memory_bytes <= fast.memory_bytes
+    thrifty = plan(model, supernode, workload, num_devices=16, objective="tokens-per-device-second")
+    rate = 1 / (thrifty.step_s * thrifty.strategy.world_size)
+    assert rate >= 1 / (fast.step_s * 16) * (1 - 1e-9)
+    few = plan(
+        model, supernode, workload, num_devices=16, objective="fewest-devices",
+        deadline_s=fast.step_s * 3,
+    )  # fmt: skip
+    assert few.step_s <= fast.step_s * 3
+    fewer = few.strategy.world_size // 2
+    if fewer:
+        half = plan(model, supernode, workload, num_devices=fewer)
+        assert half.step_s > fast.step_s * 3
+    with pytest.raises(DeadlineMissed) as caught:
+        plan(
+            model, supernode, workload, num_devices=16, objective="fewest-devices", deadline_s=1e-6
+        )
+    assert caught.value.hint is not None
+    reachable = float(caught.value.hint.split()[1])
+    plan(
+        model, supernode, workload, num_devices=16, objective="fewest-devices", deadline_s=reachable
+    )
+
+
+def test_a_pinned_microbatch_that_is_too_large_is_named():
+    with pytest.raises(DoesNotFit) as caught:
+        plan(
+            "llama-3-8b", machine(memory_gib=16), Workload(8192, 8192 * 128), num_devices=8,
+            pins={"microbatch": 16, "recompute": "none", "tp": 1, "cp": 1, "pp": 1},
+        )  # fmt: skip
+    assert caught.value.hint
+
+
+def test_simulation_of_a_plan():
+    chosen = plan(
+        "llama-3-70b", "cloudmatrix384", num_devices=64,
+        workload=Workload(8192, 8192 * 64), pins={"pp": 4, "schedule": "1f1b"},
+    )  # fmt: skip
+    timeline = simulate_plan(chosen)
+    assert timeline == simulate(plan_tasks(chosen))
+    assert timeline.kind == "simulated"
+    assert {f"rank {r}/compute" for r in range(4)} <= set(timeline.lanes)
+    # The closed form and the simulation describe the same step.
+    assert timeline.end_s == pytest.approx(chosen.step_s, rel=0.03)
+    assert sum(stage.layers for stage in chosen.stages) == 80
