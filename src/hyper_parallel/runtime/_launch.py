@@ -11,6 +11,7 @@ and are then killed by process id; the first failure is raised in full.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import pickle
 import signal
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ INIT_METHOD = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable that tells a forked rank how to meet the others."""
 
 _GRACE_S = 2.0
+_STACKS_S = 0.5
 _POLL_S = 0.01
 
 
@@ -107,6 +109,9 @@ def _child(
             log = os.open(logs / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(log, 1)
             os.dup2(log, 2)
+        faulthandler.register(
+            signal.SIGUSR1, file=2
+        )  # asked for by the parent when this rank hangs
         import torch
 
         # First torch call of the child: a parent that used several threads leaves locks that would hang it.
@@ -177,6 +182,8 @@ def _wait(pids: dict[int, int], timeout_s: float | None) -> list[_Failure]:
                     if failures
                     else f"not finished after {timeout_s} s"
                 )
+                if not failures:
+                    _ask_for_stacks(running)
                 failures += [_Failure(rank, time.monotonic(), how) for rank in running.values()]
                 break
             time.sleep(_POLL_S)
@@ -186,6 +193,13 @@ def _wait(pids: dict[int, int], timeout_s: float | None) -> list[_Failure]:
         for pid in running:
             os.waitpid(pid, 0)
     return failures
+
+
+def _ask_for_stacks(pids: Iterable[int]) -> None:
+    """Have ranks that hang write where they are into their logs."""
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(_STACKS_S)
 
 
 def _raise_first(failures: list[_Failure], scratch: Path, logs: Path) -> None:
@@ -207,10 +221,11 @@ def _raise_first(failures: list[_Failure], scratch: Path, logs: Path) -> None:
         raise coded
     hows = {f.rank: f.how for f in failures}
     if not text:
-        log = logs / f"rank_{first}.log"
-        text = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+        text = _log(logs, first)[-4000:]
     others = [
-        f"rank {r}: {_last_line(recorded.get(r), how)}" for r, how in hows.items() if r != first
+        f"rank {r}: {_last_line(recorded.get(r), how, _log(logs, r))}"
+        for r, how in hows.items()
+        if r != first
     ]
     detail = "\n".join([text.rstrip(), *others]).strip()
     raise RankFailed(
@@ -218,6 +233,16 @@ def _raise_first(failures: list[_Failure], scratch: Path, logs: Path) -> None:
     )
 
 
-def _last_line(record: tuple[float, str, object] | None, how: str) -> str:
+def _log(logs: Path, rank: int) -> str:
+    path = logs / f"rank_{rank}.log"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _last_line(record: tuple[float, str, object] | None, how: str, log: str) -> str:
+    """What a rank failed with; of one that hangs, how and where its main thread stands."""
     lines = record[1].strip().splitlines() if record else []
-    return lines[-1][:200] if lines else how
+    if lines:
+        return lines[-1][:200]
+    _, current, stack = log.rpartition("Current thread")
+    where = stack.splitlines()[1:2] if current else []
+    return ", in ".join([how, *(line.strip() for line in where)])

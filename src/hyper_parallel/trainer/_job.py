@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -160,17 +161,15 @@ def check_writable(directory: Path) -> None:
     Raises:
         OutputNotWritable: HP105.
     """
-    existing = directory.absolute()
-    missing = []
+    target = existing = directory.absolute()
     while not existing.exists() and existing != existing.parent:
-        missing.append(existing)
         existing = existing.parent
     if not existing.is_dir():
         problem = f"{existing} is a file"
     elif not os.access(existing, os.W_OK | os.X_OK):
         problem = f"no permission to write {existing}"
     else:
-        problem = _try_to_create(missing)
+        problem = _try_to_create(target.relative_to(existing), existing)
     if not problem:
         return
     raise OutputNotWritable(
@@ -181,18 +180,18 @@ def check_writable(directory: Path) -> None:
     )
 
 
-def _try_to_create(directories: list[Path]) -> str:
-    """Create directories, outermost last in the list, and remove them again; what went wrong, or ""."""
-    created: list[Path] = []
+def _try_to_create(path: Path, parent: Path) -> str:
+    """Create `path` under a directory of its own in `parent`, and remove it again; what went wrong, or "".
+
+    Ranks that another launcher started all check at the same time: none may see what another one creates.
+    """
+    if path == Path():
+        return ""
     try:
-        for path in reversed(directories):
-            path.mkdir()
-            created.append(path)
+        with tempfile.TemporaryDirectory(prefix=".", dir=parent) as probe:
+            (Path(probe) / path).mkdir(parents=True)
     except OSError as error:
-        return f"{error.filename}: {error.strerror}"
-    finally:
-        for path in reversed(created):
-            path.rmdir()
+        return f"{parent / path}: {error.strerror}"
     return ""
 
 
