@@ -152,7 +152,7 @@ class World:
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-            _forget_redistributions(simulated=self.backend == "fake")
+            forget_meshes()
         self._owns_group = False
 
     def __enter__(self) -> Self:
@@ -167,20 +167,20 @@ class World:
         self.close()
 
 
-def _forget_redistributions(simulated: bool) -> None:
-    """Drop what torch remembers of redistributions.
+def forget_meshes() -> None:
+    """Drop what torch remembers of device meshes, and with it the process groups of worlds that are closed.
 
-    It finds them by mesh, and the mesh of a later world may be equal while its groups are others. After a simulated
-    world, whose process goes on to other meshes, the remembered shardings go too; where ranks really ran they stay,
-    because clearing them can hang ranks that are forked later.
+    It finds shardings and redistributions by mesh, and the mesh of a later world may be equal while its groups are
+    others. A rank forked later would inherit the remembered groups without their threads, and hang when it drops one.
     """
-    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
-    if simulated:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
 
 
 def _fitting_shard(strategy: Strategy, ranks: int) -> int:
