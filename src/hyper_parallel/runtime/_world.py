@@ -147,7 +147,15 @@ class World:
         return self._groups[tuple(mesh.mesh.flatten().tolist())]
 
     def close(self) -> None:
-        """Leave the world; groups this value opened are destroyed."""
+        """Wait for the other ranks and leave the world; groups this value opened are destroyed.
+
+        A rank that left earlier would close connections that a slower one is still opening.
+        """
+        if self._owns_group and dist.is_initialized():
+            dist.barrier()
+        self._leave()
+
+    def _leave(self) -> None:
         self._meshes.clear()
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
@@ -164,7 +172,10 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:  # the others may be waiting elsewhere
+            self._leave()
 
 
 def forget_meshes() -> None:
