@@ -210,6 +210,10 @@ def _wait(pids: dict[int, int], timeout_s: float | None) -> list[_Failure]:
                 failures += [_Failure(rank, time.monotonic(), how) for rank in running.values()]
                 break
             time.sleep(_POLL_S)
+    except BaseException as stop:
+        if not isinstance(stop, KeyboardInterrupt | SystemExit):  # a time limit of the caller
+            _ask_for_stacks(running)
+        raise
     finally:
         for pid in running:
             os.kill(pid, signal.SIGKILL)
