@@ -7,12 +7,14 @@ done when their call returns. All of them are ordered, so every rank issues them
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -20,6 +22,7 @@ COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that wait for other ranks."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
 """Operators of c10d that exchange with one other rank; neighbours in the program may depend on each other."""
+_LET_GO_S = 1.0
 _UNMARKED = {
     ("fsdp", "all_gather_copy_in", "all_gather_output"),
     ("_c10d_functional", "wait_tensor", "tensor"),
@@ -69,6 +72,11 @@ class Call:
     sizes: tuple[tuple[int, ...], ...] = ()
     guards: tuple[tuple[int, Any], ...] = ()
 
+    @property
+    def talks(self) -> bool:
+        """It waits for other ranks."""
+        return isinstance(self.func, Messages) or self.func.namespace in COMMUNICATION
+
     def run(self, base: Callable[[int], torch.UntypedStorage]) -> list[Any]:
         """Run on the storages that `base` gives; the outputs, flat."""
         args, kwargs = tree_map_only(
@@ -89,13 +97,50 @@ class Messages:
             finished(out)
 
 
+def without_work(out: Any) -> Any:
+    """The outputs of a collective once it has ended, with work that is done in place of its own.
+
+    Gloo copies some results when its work is waited for; a caller's later wait would be recorded as operators.
+    """
+    finished(out)
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([])
+    done = _create_work_from_future(future).boxed()
+    return tree_map_only(torch.ScriptObject, lambda v: done if _is_work(v) else v, out)
+
+
+def _is_work(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) and "Work" in str(value._type())
+
+
 def finished(out: Any) -> list[Any]:
     """The flat outputs of an operator, once the communication it began has ended."""
     flat = tree_flatten(out)[0]
     for value in flat:
-        if isinstance(value, torch.ScriptObject) and "Work" in str(value._type()):
+        if _is_work(value):
             dist.Work.unbox(value).wait()
     return flat
+
+
+def let_go(bases: list[torch.UntypedStorage], held: list[int]) -> None:
+    """Wait until the collective library has dropped its own references, which it does on a thread after the work.
+
+    Until then a buffer that the program frees would still take bytes.
+
+    Args:
+        bases: Storages that took part.
+        held: What `references` said before.
+    """
+    until = time.monotonic() + _LET_GO_S
+    while any(now > then for now, then in zip(references(bases), held, strict=True)) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0)
+
+
+def references(bases: list[torch.UntypedStorage]) -> list[int]:
+    """How many owners each storage has."""
+    return [torch._C._storage_Use_Count(base._cdata) for base in bases]
 
 
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

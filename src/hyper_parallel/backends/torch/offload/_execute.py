@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.backends.torch.offload._calls import View
+from hyper_parallel.backends.torch.offload._calls import View, let_go, references
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter, new_buffer
@@ -307,7 +307,12 @@ class SimulatedDevice:
 
     def _run(self, index: int) -> None:
         call = self.captured.calls[index]
+        shared = [self._base(s) for s in self._touched(index)] if call.talks else []
+        held = references(shared)
         out = call.run(self._base)
+        if call.talks:
+            out = [v for v in out if not isinstance(v, (torch.Tensor, torch.ScriptObject))]
+            let_go(shared, held)
         for value in out:
             if isinstance(value, torch.Tensor):
                 self.device.adopt(value.untyped_storage())
@@ -329,6 +334,10 @@ class SimulatedDevice:
                     where=f"operator {index}",
                     hint="capture again; for an optimizer keep the step count in tensors with `fused=True`",
                 )
+
+    def _touched(self, index: int) -> tuple[int, ...]:
+        operator = self.plan.program.operators[index]
+        return tuple(s for s in operator.touched if s not in operator.allocs)
 
     def _copy(self, action: MemoryAction) -> None:
         s = action.target

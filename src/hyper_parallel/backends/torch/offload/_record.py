@@ -28,6 +28,7 @@ from hyper_parallel.backends.torch.offload._calls import (
     count_flops,
     is_repeatable,
     split_lists,
+    without_work,
     written_leaves,
 )
 from hyper_parallel.backends.torch.offload._captured import (
@@ -213,6 +214,8 @@ class Recorder(TorchDispatchMode):
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
                 hint="record on real tensors: the value becomes a guard of the program",
             ) from error
+        if func.namespace == "c10d" and not exchanges:
+            out = without_work(out)
         if exchanges:
             writes = tuple(self._find(t) for t in written)
             self._messages.append((func, views[0], tuple(s for s in writes if s is not None)))

@@ -38,7 +38,7 @@ class ResizeWatch(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs, out)):
             if type(tensor) is torch.Tensor:
                 base = tensor.untyped_storage()
-                self._seen.setdefault(base._cdata, weakref.ref(base))
+                self._seen[base._cdata] = weakref.ref(base)
         return out
 
     def __exit__(
