@@ -12,7 +12,7 @@ from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.offload._order import order_peak, refine_order
 from hyper_parallel.offload._plan import plan_memory
 from hyper_parallel.offload._policies import simple_policy
-from hyper_parallel.offload._profile import peak_by_kind, predicted_timeline
+from hyper_parallel.offload._profile import peak_by_kind, predicted_timeline, summarise
 from hyper_parallel.offload._simulate import Clock, Copied, simulate
 from hyper_parallel.offload._usedef import (
     UseDef,
@@ -44,6 +44,7 @@ __all__ = [
     "reload_bound",
     "simple_policy",
     "simulate",
+    "summarise",
     "use_definitions",
     "working_set_bytes",
 ]

@@ -202,7 +202,8 @@ def clear_run(job: Job) -> list[str]:
         Names of the removed files and directories.
     """
     names = ("checkpoints", "export", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
-             "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html", "trace.json")  # fmt: skip
+             "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html",
+             "trace.json")  # fmt: skip
     removed = []
     for name in names:
         path = job.output_dir / name

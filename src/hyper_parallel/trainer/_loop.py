@@ -27,7 +27,8 @@ from hyper_parallel.backends.torch import (
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._memory import MemoryGauge
-from hyper_parallel.trainer._offload import OffloadRecord, PlannedSteps, StepInputs, over_ranks
+from hyper_parallel.trainer._offload import PlannedSteps
+from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs, over_ranks
 from hyper_parallel.trainer._optimizer import set_lr
 from hyper_parallel.trainer._spans import SpanRecorder
 

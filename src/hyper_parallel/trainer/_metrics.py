@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from hyper_parallel.backends.torch import RoutingStatistics
 from hyper_parallel.trainer._files import write_text
-from hyper_parallel.trainer._offload import OffloadRecord
+from hyper_parallel.trainer._offload_record import OffloadRecord
 from hyper_parallel.units import format_bytes
 
 

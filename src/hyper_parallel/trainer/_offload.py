@@ -12,7 +12,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,62 +30,14 @@ from hyper_parallel.backends.torch.offload import (
     optimizer_state,
 )
 from hyper_parallel.errors import CaptureUnsupported, HyperParallelError, StepChanged
-from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
-from hyper_parallel.offload import order_peak, peak_by_kind, plan_memory, predicted_timeline
-from hyper_parallel.trainer._files import write_timeline
+from hyper_parallel.ir import MemoryPlan, MemoryTerm, Timeline
+from hyper_parallel.offload import peak_by_kind, plan_memory, predicted_timeline, summarise
 from hyper_parallel.trainer._offload_machine import Assumed, measured_machine
+from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs
 from hyper_parallel.trainer._optimizer import set_lr
-from hyper_parallel.units import format_bytes, format_seconds
 
 DRIFT = 0.02
 """Share of a step that waits may take beyond the plan before it is planned again."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What one step reads: its microbatches, its number of valid tokens over all ranks, its learning rate."""
-
-    microbatches: list[dict[str, Tensor]]
-    valid_tokens: int
-    lr: float
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of it as tensors: whatever changes from step to step must be one."""
-        found = {
-            f"{name}.{i}": value.clone()
-            for i, part in enumerate(self.microbatches)
-            for name, value in part.items()
-        }
-        found["valid_tokens"] = torch.tensor(self.valid_tokens)
-        found["lr"] = torch.tensor(self.lr, dtype=torch.float64)
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadRecord:
-    """What offload predicted and measured in one step, over all ranks.
-
-    Attributes:
-        pred_memory_bytes: Predicted device peak of the fullest rank; measured: `memory_bytes` of the step.
-        difference_bytes: Largest distance between predicted and measured peak of any tier on any rank.
-        dram_bytes: Measured host-memory peak of the fullest rank.
-        flash_bytes: Measured peak of the files of the fullest rank.
-        sim_step_s: Time of the step on the virtual clock, slowest rank.
-        pred_sim_step_s: What the plan predicts for it.
-        wait_s: Of it, seconds the compute lane stood still for copies.
-        pred_wait_s: What the plan predicts for that.
-        replanned: A rank made a new plan after this step.
-    """
-
-    pred_memory_bytes: int
-    difference_bytes: int
-    dram_bytes: int
-    flash_bytes: int
-    sim_step_s: float
-    pred_sim_step_s: float
-    wait_s: float
-    pred_wait_s: float
-    replanned: bool
 
 
 Step = Callable[[Any, list[dict[str, Tensor]], Any, Any], tuple[Tensor, Tensor]]
@@ -232,7 +183,8 @@ class PlannedSteps:
         set_lr(self._optimizer, inputs.lr)  # not used by the program, but saved in checkpoints
         (loss, norm), measured = self._device.step(inputs.tensors(), trace=not self._traced)
         if measured.timeline is not None:
-            self.timelines = (predicted_timeline(self.plan, self._machine), measured.timeline)
+            both = (predicted_timeline(self.plan, self._machine), measured.timeline)
+            self.timelines = (summarise(both[0], self.plan), summarise(both[1], self.plan))
             self._traced = True
         if self._expected is not None:
             self._compare(loss, norm, self._expected)
@@ -258,7 +210,7 @@ class PlannedSteps:
                 )
 
     def record(self, measured: Measured) -> OffloadRecord:
-        """What this rank predicted and measured; with a new plan for the next step when the waits are not as planned."""
+        """What this rank predicted and measured; plans again when the waits are not as planned."""
         predicted, plan = self.plan.peak_bytes, self.plan
         again = self._watch(measured)
         wait_s = plan.seconds - sum(
@@ -319,21 +271,14 @@ class PlannedSteps:
 
     def memory_terms(self) -> tuple[MemoryTerm, ...]:
         """The predicted peak of this rank as terms of a plan."""
-        terms = [
-            MemoryTerm(kind, "hbm", size, "memory plan: bytes of this kind at the device peak")
-            for kind, size in peak_by_kind(self.plan).items()
+        at_peak = "memory plan: bytes of this kind at the device peak"
+        kinds = [(kind, "hbm", size, at_peak) for kind, size in peak_by_kind(self.plan).items()]
+        tiers = [
+            (f"offloaded to {tier}", tier, size, "memory plan: peak of the tier")
+            for tier, size in self.plan.peak_bytes.items()
+            if size and tier != "device"
         ]
-        for tier in ("dram", "flash"):
-            if self.plan.peak_bytes[tier]:
-                terms.append(
-                    MemoryTerm(
-                        f"offloaded to {tier}",
-                        tier,
-                        self.plan.peak_bytes[tier],
-                        "memory plan: peak of the tier",
-                    )
-                )
-        return tuple(terms)
+        return tuple(MemoryTerm(*term) for term in (*kinds, *tiers))
 
 
 class _Phases:
@@ -395,41 +340,6 @@ def _needs(error: HyperParallelError) -> int:
     return max((int(d) for d in digits), default=0)
 
 
-def over_ranks(mine: OffloadRecord) -> OffloadRecord:
-    """The largest of every number over all ranks."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    values = torch.tensor(astuple(mine), dtype=torch.float64)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return OffloadRecord(
-        *(type(old)(new) for old, new in zip(astuple(mine), values.tolist(), strict=True))
-    )
-
-
-def with_memory(plan: Plan, planned: PlannedSteps) -> Plan:
-    """The plan with the memory that offload predicts for this rank."""
-    lines = tuple(f"offload: {line}" for line in planned.plan.statement)
-    return replace(plan, memory=planned.memory_terms(), notes=(*plan.notes, *lines))
-
-
 def lent(loop: Any) -> AbstractContextManager[None]:
     """Context between steps in which a loop's model and optimizer hold their real values."""
     return nullcontext() if loop.planned is None else loop.planned.lent()
-
-
-def offload_line(plan: MemoryPlan) -> str:
-    """What a memory plan promises, in one line."""
-    before = order_peak(plan.program, range(len(plan.program.operators)))
-    tiers = ", ".join(
-        f"{tier} {format_bytes(size)}" for tier, size in plan.peak_bytes.items() if size
-    )
-    return (
-        f"offload: predicted peak {tiers} (without: {format_bytes(before)}); simulated step "
-        f"{format_seconds(plan.seconds)} (without: {format_seconds(plan.program.seconds)})"
-    )
-
-
-def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> None:
-    """Predicted and measured timeline of one planned step, for the report."""
-    for timeline, name in zip(timelines, ("predicted", "measured"), strict=True):
-        write_timeline(timeline, directory / f"offload_{name}.json")

@@ -34,14 +34,9 @@ from hyper_parallel.trainer._model import (
     routing_of,
     weights_directory,
 )
-from hyper_parallel.trainer._offload import (
-    PlannedSteps,
-    lent,
-    offload_line,
-    with_memory,
-    write_timelines,
-)
+from hyper_parallel.trainer._offload import PlannedSteps, lent
 from hyper_parallel.trainer._offload_machine import Assumed
+from hyper_parallel.trainer._offload_record import offload_line, with_memory, write_timelines
 from hyper_parallel.trainer._optimizer import build_optimizer
 from hyper_parallel.trainer._schedule import Schedule
 from hyper_parallel.trainer._spans import SpanRecorder
@@ -178,8 +173,8 @@ class _Run:
             for step in (done + 1, done + 2)
         )
         planned.prepare(*steps)
+        plan = with_memory(job.plan, planned.memory_terms(), planned.plan)
         if self._main:
-            plan = with_memory(job.plan, planned)
             write_text(job.output_dir / "plan.json", plan.to_json() + "\n")
             self._display.line(offload_line(planned.plan))
         try:

@@ -2,8 +2,8 @@
 
 Works on real and on fake tensors, with graph breaks, autograd and the optimizer included, because it sits below all of
 them. A view is recorded as an address; only operators that make or change bytes become part of the program. Of a
-DTensor the operators on its local part are recorded. A storage that its owner resizes between two operators (FSDP frees
-and refills gathered parameters that way) ends there and comes back as a fresh allocation.
+DTensor the operators on its local part are recorded. A storage that its owner resizes (FSDP frees and refills gathered
+parameters that way) ends there and comes back as a fresh allocation.
 """
 
 from __future__ import annotations
@@ -297,9 +297,7 @@ class Recorder(TorchDispatchMode):
         moved = sum(v.num_bytes for v in views_in(calls))
         writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
         self._keep(
-            Operator(
-                "c10d.messages", reads, writes, access_bytes=moved, phase=self.phase, ordered=True
-            ),
+            Operator("c10d.messages", reads, writes, (), 0.0, 0.0, moved, self.phase, False, True),
             Call(Messages(tuple(func for func, *_ in messages)), calls, {}),
         )
 
