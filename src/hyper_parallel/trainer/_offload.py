@@ -55,6 +55,9 @@ class PlannedSteps:
         flash: Directory of this rank's files, or None.
         say: Prints a line on rank 0.
 
+    Raises:
+        CaptureUnsupported: HP511 on an accelerator.
+
     Attributes:
         plan: The memory plan that runs now.
         timelines: Predicted and measured timeline of the first planned step, then of the first after a new plan.
@@ -72,6 +75,13 @@ class PlannedSteps:
         self._model, self._optimizer, self._step = model, optimizer, step
         self._assumed, self._flash, self._say = assumed, flash, say
         self._machine = assumed.planned
+        device = handle(model).device
+        if device.type != "cpu":
+            raise CaptureUnsupported(
+                "memory plans run on the simulated device of a CPU only",
+                got=device.type,
+                hint="offload.budget=null offload.max_slowdown=null",
+            )
         self.timelines: tuple[Timeline, Timeline] | None = None
         self._traced = False
         self._expected: dict[str, Any] | None = None
@@ -160,7 +170,7 @@ class PlannedSteps:
 
     def _open(self) -> None:
         self._device = SimulatedDevice(
-            self._captured, self.plan, self._assumed.actual, flash=self._flash
+            self._captured, self.plan, self._assumed.actual, copies="threads", flash=self._flash
         )
         self._traced = False
 

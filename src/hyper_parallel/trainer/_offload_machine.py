@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from hyper_parallel.backends.torch.offload import Measured
 from hyper_parallel.config import Offload, Recipe
+from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Plan
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
 from hyper_parallel.topology import Supernode, detect_local, load_topology
@@ -71,6 +73,31 @@ class Assumed:
                 else op
                 for op in timed.operators
             ),
+        )
+
+
+def check_offload(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> None:
+    """Refuse what offload cannot run, before any rank starts.
+
+    Raises:
+        CaptureUnsupported: HP511 for pipeline stages and expert parallelism.
+    """
+    strategy = plan.strategy
+    if not recipe.offload.on:
+        return
+    if strategy.pp > 1:
+        raise CaptureUnsupported(
+            "offload does not run pipeline stages: a stage's messages are sent while it computes on",
+            where=where("parallel.pp"),
+            got=f"pp={strategy.pp}",
+            hint=f"parallel.auto=false parallel.pp=1 parallel.dp_shard={strategy.dp_shard * strategy.pp}",
+        )
+    if strategy.ep > 1:
+        raise CaptureUnsupported(
+            "offload does not run expert parallelism: how many rows an expert gets depends on the data",
+            where=where("parallel.ep"),
+            got=f"ep={strategy.ep}",
+            hint="parallel.auto=false parallel.ep=1",
         )
 
 

@@ -50,10 +50,12 @@ class CopyLanes:
 
             self._running[storage, dst] = late
         else:
+            todo = [move]
 
             def threaded() -> None:
                 _finish(before)
-                move()
+                # Let go of the buffers before the copy counts as done: the plan may free them right then.
+                todo.pop()()
 
             self._running[storage, dst] = self._lanes[lane].submit(threaded)
 

@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         named: Tensors that exist before the step, with what they hold.
         training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
         alignment_bytes: Rounding of every allocation.
-        empty: Storages that are empty now and that the step refills; see `find_empty`.
+        empty: Storages that are empty now and that the step refills; see `ResizeWatch`.
 
     Attributes:
         part: Phase of what runs now, for a step that knows it; None: as autograd shows.
