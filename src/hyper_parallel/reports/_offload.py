@@ -7,8 +7,9 @@ from html import escape
 from hyper_parallel.ir import Timeline
 from hyper_parallel.reports._run import Run
 from hyper_parallel.reports._svg import FULL, PALETTE, Series, colors, lanes, legend, line_chart
-from hyper_parallel.units import format_bytes, format_seconds
+from hyper_parallel.units import GiB, KiB, MiB, format_bytes, format_seconds
 
+_UNITS = (("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
 _MOST_POINTS = 1500
 _TIERS = {"device": "device", "dram": "host memory", "flash": "files"}
 _LANES = {
@@ -29,19 +30,22 @@ def offload_section(run: Run) -> str:
     out = [f'<p class="muted">{escape(_sentence(run, last))}</p>'] if last else []
     for tier, name in _TIERS.items():
         curves = [_curve(timeline, tier) for timeline in (predicted, measured)]
-        if not any(value for curve in curves for _, value in curve):
-            continue
         peaks = [max((value for _, value in curve), default=0.0) for curve in curves]
+        if not any(peaks):
+            continue
         out.append(
             f"<h3>{name}: predicted peak {format_bytes(peaks[0])}, measured {format_bytes(peaks[1])}</h3>"
         )
+        # Plotted in the unit of the peak, so that the ticks are round numbers of it.
+        unit, size = next((u for u in _UNITS if max(peaks) >= u[1]), _UNITS[-1])
+        scaled = [[(x, y / size) for x, y in curve] for curve in curves]
         out.append(
             line_chart(
                 [
-                    Series("measured", curves[1], PALETTE[0]),
-                    Series("predicted", curves[0], PALETTE[2], dashed=True),
+                    Series("measured", scaled[1], PALETTE[0]),
+                    Series("predicted", scaled[0], PALETTE[2], dashed=True),
                 ],
-                y_format=format_bytes,
+                y_format=lambda v, unit=unit: f"{v:.4g} {unit}",  # type: ignore[misc]
                 y_label=f"bytes in {name}",
                 from_zero=True,
                 width=FULL,

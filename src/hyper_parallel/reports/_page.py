@@ -204,6 +204,9 @@ def _memory(run: Run) -> str:
             bars.append(
                 ("measured", [Part("measured peak", float(run.peak_memory_bytes), PALETTE[-1])])
             )
+        if run.offload is not None and tier in ("dram", "flash"):
+            sizes = [m["offload"][f"{tier}_bytes"] for m in run.metrics if "offload" in m]
+            bars.append(("measured", [Part("measured peak", float(max(sizes)), PALETTE[-1])]))
         limit = (
             ("capacity of one rank", float(plan.memory_capacity_bytes)) if tier == "hbm" else None
         )

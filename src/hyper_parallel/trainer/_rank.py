@@ -173,16 +173,21 @@ class _Run:
             for step in (done + 1, done + 2)
         )
         planned.prepare(*steps)
-        plan = with_memory(job.plan, planned.memory_terms(), planned.plan)
-        if self._main:
-            write_text(job.output_dir / "plan.json", plan.to_json() + "\n")
-            self._display.line(offload_line(planned.plan))
+        self._write_plan(planned)
+        self._display.line(offload_line(planned.plan))
         try:
             yield planned
         finally:
             planned.close()
-            if self._main and planned.timelines is not None:
-                write_timelines(planned.timelines, job.output_dir)
+        self._write_plan(planned)  # a step may have been planned again
+        if self._main and planned.timelines is not None:
+            write_timelines(planned.timelines, job.output_dir)
+
+    def _write_plan(self, planned: PlannedSteps) -> None:
+        """plan.json with the memory of the fullest rank's memory plan in place of the cost model's."""
+        plan = with_memory(self._job.plan, planned.memory_terms(), planned.plan)
+        if self._main:
+            write_text(self._job.output_dir / "plan.json", plan.to_json() + "\n")
 
     def _make_model(self) -> nn.Module:
         recipe = self._recipe
