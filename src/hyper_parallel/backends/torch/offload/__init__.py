@@ -1,9 +1,11 @@
 """Offload on torch: capture a step as a program over storages, run a memory plan on a counted simulated device."""
 
 from hyper_parallel.backends.torch.offload._calls import Call, View
+from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDevice
-from hyper_parallel.backends.torch.offload._record import Captured, Recorder, record
+from hyper_parallel.backends.torch.offload._record import Recorder, record
+from hyper_parallel.backends.torch.offload._resized import ResizeWatch
 from hyper_parallel.backends.torch.offload._steps import (
     cache_state,
     capture_inference,
@@ -21,6 +23,7 @@ __all__ = [
     "Measured",
     "Meter",
     "Recorder",
+    "ResizeWatch",
     "SimulatedDevice",
     "View",
     "cache_state",
