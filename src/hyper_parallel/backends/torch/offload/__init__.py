@@ -3,6 +3,11 @@
 from hyper_parallel.backends.torch.offload._calls import Call, View
 from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDevice
+from hyper_parallel.backends.torch.offload._generation import (
+    MemoryLimits,
+    MemoryUse,
+    PlannedSteps,
+)
 from hyper_parallel.backends.torch.offload._record import Captured, Recorder, record
 from hyper_parallel.backends.torch.offload._steps import (
     cache_state,
@@ -12,6 +17,7 @@ from hyper_parallel.backends.torch.offload._steps import (
     optimizer_state,
     training_step,
 )
+from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
 from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter
 
 __all__ = [
@@ -19,9 +25,13 @@ __all__ = [
     "Captured",
     "FileTier",
     "Measured",
+    "MemoryLimits",
+    "MemoryUse",
     "Meter",
+    "PlannedSteps",
     "Recorder",
     "SimulatedDevice",
+    "SuccessorDevice",
     "View",
     "cache_state",
     "capture_inference",
