@@ -19,6 +19,7 @@ from hyper_parallel.backends.torch._comm import sum_forward
 from hyper_parallel.backends.torch._context import Context
 from hyper_parallel.backends.torch._context_attention import register
 from hyper_parallel.backends.torch._documents import mask_documents
+from hyper_parallel.backends.torch._expert_list import divide_lists
 from hyper_parallel.backends.torch._experts import apply_to_experts, shard_experts
 from hyper_parallel.backends.torch._forward import float64_experts, keep_float64, recompute
 from hyper_parallel.backends.torch._gradients import TpGradients
@@ -72,6 +73,9 @@ def apply_plan(
     strategy = plan.strategy
     check_routing(model, routing or Routing(), pp=strategy.pp)
     stages = cut_model(model, plan, mesh) if mesh is not None and strategy.pp > 1 else None
+    if expert_mesh is not None and strategy.ep > 1:
+        experts = [name for name, style in shard_plan.styles.items() if style == "experts"]
+        divide_lists(model, experts, expert_mesh["ep"].get_group())
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     layouts = {name: shard_plan.layouts[name] for name in shapes}
     found = Handle(
@@ -140,6 +144,7 @@ def _place(
             layout = layouts[kept]
             experts = "ep" in layout.sharding_axes and expert_mesh is not None
             on = expert_mesh["ep"] if experts else tp_mesh
+            on = None if layout.one_of else on  # whole here, and on no other rank of the axis
             replaced[id(param)] = _placed(param, layout, on, device, dtype)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = replaced[id(param)]

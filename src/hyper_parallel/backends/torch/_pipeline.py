@@ -26,7 +26,7 @@ from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Action, Plan, Schedule
 from hyper_parallel.model import spec_from_config
-from hyper_parallel.mpmd import check_pipeline, forward_schedule, step_schedule
+from hyper_parallel.mpmd import check_pipeline, forward_schedule, one_by_one, step_schedule
 
 Microbatch = Mapping[str, Any]
 LossOf = Callable[[Microbatch], Tensor]
@@ -124,7 +124,7 @@ class Pipeline:
         key = (train, microbatches)
         if key not in self._schedules:
             make = step_schedule if train else forward_schedule
-            self._schedules[key] = make(self._found.plan.strategy, microbatches)
+            self._schedules[key] = one_by_one(make(self._found.plan.strategy, microbatches))
         return self._schedules[key]
 
     def _run(
