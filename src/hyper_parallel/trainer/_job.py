@@ -116,7 +116,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     plan = plan_recipe(recipe, started_ranks(), loaded.where)
     weights_directory(recipe)
     model = build_model(recipe)
-    check_routing(model, routing_of(recipe), loaded.where("moe"), plan.strategy.pp)
+    check_routing(model, routing_of(recipe), loaded.where("moe"))
     packed = prepare(
         recipe.data,
         stage=recipe.stage,
