@@ -122,8 +122,8 @@ def _compare(layouts: dict[str, Layout], plan: Plan) -> None:
             )
 
 
-def _cuts(layout: Layout) -> list[tuple[tuple[str, ...], int]]:
-    return [(axes, layout.parts_of(dim)) for dim, axes in enumerate(layout.axes)]
+def _cuts(layout: Layout) -> tuple[list[tuple[tuple[str, ...], int]], tuple[str, ...]]:
+    return [(axes, layout.parts_of(dim)) for dim, axes in enumerate(layout.axes)], layout.one_of
 
 
 def _is_tied(name: str, own: dict[str, Layout]) -> bool:
