@@ -40,8 +40,10 @@ DRIFT = 0.02
 """Share of a step that waits may take beyond the plan before it is planned again."""
 
 
-Step = Callable[[Any, list[dict[str, Tensor]], Any, Any], tuple[Tensor, Tensor]]
-"""(spans, microbatches, valid tokens, learning rate) to this rank's loss and the gradient norm."""
+StepOutputs = tuple[Tensor, Tensor, tuple[Tensor, Tensor | None] | None]
+"""This rank's share of the loss, the gradient norm, and the routing of the experts, if there are any."""
+Step = Callable[[Any, list[dict[str, Tensor]], Any, Any], StepOutputs]
+"""(spans, microbatches, valid tokens, learning rate) to the outputs of a step."""
 
 
 class PlannedSteps:
@@ -105,8 +107,12 @@ class PlannedSteps:
         with self._undone():
             watch = ResizeWatch()
             with watch:
-                loss, norm = self._step(None, first.microbatches, first.valid_tokens, first.lr)
+                loss, norm, counted = self._step(
+                    None, first.microbatches, first.valid_tokens, first.lr
+                )
             self._expected = {"loss": loss.clone(), "grad_norm": norm.clone(), **self._digests()}
+            if counted is not None:
+                self._expected["routing"] = counted[0].clone()
         with self._undone():
             self._captured = self._capture(second, watch.empty)
         self._program = self._assumed.annotate(self._captured.program)
@@ -180,30 +186,32 @@ class PlannedSteps:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Measured]:
+    def step(self, inputs: StepInputs) -> tuple[StepOutputs, Measured]:
         """One planned step.
 
         Returns:
-            This rank's share of the loss, the gradient norm, and what was measured.
+            What the step returns, and what was measured.
 
         Raises:
             StepChanged: HP512 when the plan does not repeat the plain step.
             TransferFailed: HP513. TierFull: HP403.
         """
         set_lr(self._optimizer, inputs.lr)  # not used by the program, but saved in checkpoints
-        (loss, norm), measured = self._device.step(inputs.tensors(), trace=not self._traced)
+        outputs, measured = self._device.step(inputs.tensors(), trace=not self._traced)
         if measured.timeline is not None:
             both = (predicted_timeline(self.plan, self._machine), measured.timeline)
             self.timelines = (summarise(both[0], self.plan), summarise(both[1], self.plan))
             self._traced = True
         if self._expected is not None:
-            self._compare(loss, norm, self._expected)
+            self._compare(outputs, self._expected)
             self._expected = None
-        return loss, norm, measured
+        return outputs, measured
 
-    def _compare(self, loss: Tensor, norm: Tensor, expected: dict[str, Any]) -> None:
+    def _compare(self, outputs: StepOutputs, expected: dict[str, Any]) -> None:
         """The first planned step must be the rehearsed plain one, bit for bit."""
-        got: dict[str, Any] = {"loss": loss, "grad_norm": norm}
+        got: dict[str, Any] = {"loss": outputs[0], "grad_norm": outputs[1]}
+        if outputs[2] is not None:
+            got["routing"] = outputs[2][0]
         with self._device.lent():
             got.update(self._digests())
         for name, value in expected.items():
@@ -214,8 +222,8 @@ class PlannedSteps:
                 raise StepChanged(
                     "the planned step does not give the bits of the plain one",
                     where=name,
-                    got=got[name].item() if isinstance(value, Tensor) else "other bytes",
-                    allowed=value.item() if isinstance(value, Tensor) else None,
+                    got=got[name].tolist() if isinstance(value, Tensor) else "other bytes",
+                    allowed=value.tolist() if isinstance(value, Tensor) else None,
                     hint="something changes from step to step without being a tensor; train with `offload.budget=null`",
                 )
 

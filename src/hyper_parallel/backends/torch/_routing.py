@@ -341,13 +341,14 @@ def _summed(state: ExpertState, found: Handle) -> Tensor | None:
 
 
 @torch.no_grad()
-def end_step(model: nn.Module) -> RoutingStatistics | None:
+def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
 
-    Every rank calls this after each optimizer step.
+    Every rank calls this after each optimizer step. It reads no value, so that it can be captured with the step.
 
     Returns:
-        The statistics, equal on every rank; None for a model without experts, or when nothing was routed.
+        [layers, E + 1] rows that each expert got and rows that were kept, float64, equal on every rank, and the
+        auxiliary loss; None for a model without experts, or when nothing was routed.
     """
     found = handle(model)
     state = found.experts
@@ -356,15 +357,20 @@ def end_step(model: nn.Module) -> RoutingStatistics | None:
     total = _summed(state, found)
     if total is None:
         return None
-    load, kept = total[:, :-1], total[:, -1]
     if rate := state.options.bias_update_rate:
         place = {name: i for i, name in enumerate(state.every)}
         for name, bias in _biases(model, state):
-            row = load[place[name]]
+            row = total[place[name], :-1]
             bias += rate * torch.sign(row.mean() - row).to(bias.dtype)
     state.layers.update({name: LayerRouting() for name in state.layers})
-    aux = float(torch.stack(state.aux_losses).mean()) if state.aux_losses else None
+    aux = torch.stack(state.aux_losses).mean() if state.aux_losses else None
     state.aux_losses.clear()
+    return total, aux
+
+
+def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics:
+    """The statistics of what `count_routing` returned."""
+    load, kept = total[:, :-1], total[:, -1]
     load, kept = load[load.sum(1) > 0], kept[load.sum(1) > 0]
     share = load / load.sum(1, keepdim=True)
     busiest = share.amax(1) * share.shape[1]
@@ -374,5 +380,15 @@ def end_step(model: nn.Module) -> RoutingStatistics | None:
         float(busiest.mean()),
         float(entropy.mean()),
         float(1 - kept.sum() / load.sum()),
-        aux,
+        None if aux is None else float(aux),
     )
+
+
+def end_step(model: nn.Module) -> RoutingStatistics | None:
+    """`count_routing`, and the statistics; every rank calls this after each optimizer step.
+
+    Returns:
+        The statistics, equal on every rank; None for a model without experts, or when nothing was routed.
+    """
+    counted = count_routing(model)
+    return None if counted is None else routing_statistics(*counted)
