@@ -9,6 +9,7 @@ From then on the simulated device owns parameters and optimizer state. Evaluatio
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,8 @@ from hyper_parallel.trainer._offload_machine import Assumed, measured_machine
 from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs
 from hyper_parallel.trainer._optimizer import set_lr
 
+_ACTION = re.compile(r"\d+([FBIW])\d+")
+"""Name of a pipeline action: stage, what, microbatch."""
 DRIFT = 0.02
 """Share of a step that waits may take beyond the plan before it is planned again."""
 
@@ -307,12 +310,16 @@ class _Phases:
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        phase: Any = name if name in ("forward", "backward") else "optimizer"
-        if phase == "optimizer":
+        action = _ACTION.fullmatch(name)
+        if action is not None:
+            self._recorder.part = "forward" if action[1] == "F" else "backward"
+        elif name in ("forward", "backward"):
+            self._recorder.part = name
+        elif name in ("gradient norm", "optimizer", "routing"):
+            self._recorder.part = "optimizer"
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
                     self._recorder.mark(local(parameter.grad), "gradient")
-        self._recorder.part = phase
         yield
 
 
