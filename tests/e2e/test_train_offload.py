@@ -235,6 +235,11 @@ def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
         train("impossible", "parallel.dp_shard=2", "offload.budget=20KiB")
     assert not (place / "impossible" / "metrics.jsonl").read_text()
     assert "HP402" in str(caught.value)
+    hint = str(caught.value.hint).split("`")[1]
+    mine = train(
+        "least", "parallel.dp_shard=2", hint, "training.steps=1"
+    )  # what it asks for is enough
+    assert rows(mine / "metrics.jsonl")[0]["memory_bytes"] <= int(hint.partition("=")[2])
     with pytest.raises(TierFull):
         train("no-dram", "offload.budget=400KiB", "offload.dram=10KiB")
 
