@@ -259,7 +259,7 @@ class PlannedSteps:
         machine = measured_machine(self._machine, measured)
         if machine == self._machine:
             return False
-        before, self._machine = self._machine, machine
+        self._machine = machine
         try:
             plan = self._planned(machine)
         except HyperParallelError as error:
@@ -270,11 +270,6 @@ class PlannedSteps:
         self._device.close()
         self.plan = plan
         self._open()
-        self._say(
-            f"offload: the step took {late:.3g} s longer than planned "
-            f"(copies at {machine.prefetch.bytes_s:.3g} B/s, planned {before.prefetch.bytes_s:.3g}); planned again: "
-            f"device peak {plan.peak_bytes['device']} bytes, {plan.seconds:.3g} s"
-        )
         return True
 
     @contextmanager

@@ -36,7 +36,12 @@ from hyper_parallel.trainer._model import (
 )
 from hyper_parallel.trainer._offload import PlannedSteps, StepOutputs, lent
 from hyper_parallel.trainer._offload_machine import Assumed
-from hyper_parallel.trainer._offload_record import offload_line, with_memory, write_timelines
+from hyper_parallel.trainer._offload_record import (
+    drift_line,
+    offload_line,
+    with_memory,
+    write_timelines,
+)
 from hyper_parallel.trainer._optimizer import build_optimizer
 from hyper_parallel.trainer._schedule import Schedule
 from hyper_parallel.trainer._spans import SpanRecorder
@@ -268,6 +273,8 @@ class _Run:
         )
         self._log.step(record)
         self._display.advance(step)
+        if result.offload is not None and result.offload.replanned:
+            self._display.line(drift_line(step, result.offload))
         if step % training.log_every == 0 or step in (1, training.steps):
             self._display.line(log_line(record, training.steps, plan.memory_capacity_bytes))
 
