@@ -281,3 +281,13 @@ def test_default_warmup_shrinks_with_a_very_short_run_and_says_so(minimal):
     assert loaded.recipe.training.warmup_steps == 0
     assert loaded.origins["training.warmup_steps"].startswith("derived: a tenth")
     assert load_recipe(minimal, ["training.steps=10"]).recipe.training.warmup_steps == 10
+
+
+@pytest.mark.parametrize("value", ["12Gx", "-5", "true", "0"])
+def test_sizes_of_offload_are_bytes_or_words_for_them(minimal, value):
+    assert load_recipe(minimal, ["offload.budget=1.5GiB"]).recipe.offload.budget == 3 * 2**29
+    assert load_recipe(minimal, ["offload.budget=auto"]).recipe.offload.on
+    assert not load_recipe(minimal).recipe.offload.on
+    for key in ("budget", "dram"):
+        with pytest.raises(BadValue, match=rf"`offload\.{key}`: .* is not a size"):
+            load_recipe(minimal, ["offload.max_slowdown=0.02", f"offload.{key}={value}"])

@@ -39,6 +39,7 @@ FOUR = ("parallel.dp_shard=2", "parallel.tp_x=2", "training.accumulation_steps=2
 def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("offload")
     (root / "model.json").write_text(json.dumps(CONFIG))
+    (root / "deep.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
     (root / "experts.json").write_text(json.dumps(EXPERTS))
     (root / "text.txt").write_text(
         "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(4000))
@@ -85,7 +86,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def state(out, step=20):
+def state(out, step):
     """Every tensor and number of a checkpoint."""
     (metadata,) = out.glob(f"checkpoints/*{step}*/**/.metadata")
     target = out / "state.pt"
@@ -103,13 +104,13 @@ def state(out, step=20):
     return flat
 
 
-def assert_same_run(mine, reference):
+def assert_same_run(mine, reference, last=20):
     """Bitwise the same losses, norms, evaluations, parameters and optimizer states; peaks exactly as predicted."""
     for file in ("metrics.jsonl", "eval.jsonl"):
         for a, b in zip(rows(mine / file), rows(reference / file), strict=True):
             for key in ("step", "loss", "grad_norm", "lr", "valid_tokens"):
                 assert a.get(key) == b.get(key), (file, key, a["step"])
-    a, b = state(mine), state(reference)
+    a, b = state(mine, last), state(reference, last)
     assert a.keys() == b.keys()
     assert any("exp_avg_sq" in key for key in a)
     for key, value in a.items():
@@ -151,13 +152,21 @@ def test_four_ranks_of_fsdp_and_tensor_parallelism_with_accumulation(train):
     assert_same_run(mine, train("four", *FOUR))
 
 
-def test_ring_attention_of_two_ranks(train):
-    given = ("parallel.cp=2", "training.dtype=bfloat16", "training.steps=12")
-    mine = train("ring-off", *given, "offload.max_slowdown=0.05")
-    reference = train("ring", *given)
-    for a, b in zip(rows(mine / "metrics.jsonl"), rows(reference / "metrics.jsonl"), strict=True):
-        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
-        assert a["offload"]["difference_bytes"] == 0
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("parallel.cp=2",),
+        ("parallel.pp=2", "training.accumulation_steps=4"),
+        ("parallel.pp=2", "training.accumulation_steps=2", "parallel.schedule=zbv",
+         "parallel.virtual_stages=2", FREE),
+    ],
+    ids=["ring attention", "1f1b", "zbv"],
+)  # fmt: skip
+def test_messages_between_two_ranks(place, train, given):
+    name = "-".join(part.rpartition("=")[2] for part in given)
+    given = (*given, "training.steps=5", "training.eval_every=0", f"model.path={place}/deep.json")
+    mine = train(f"{name}-off", *given, "offload.max_slowdown=0.05")
+    assert_same_run(mine, train(name, *given), last=5)
 
 
 def test_a_checkpoint_of_a_plain_run_is_continued_by_plan(place, train):
@@ -226,6 +235,11 @@ def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
         train("impossible", "parallel.dp_shard=2", "offload.budget=20KiB")
     assert not (place / "impossible" / "metrics.jsonl").read_text()
     assert "HP402" in str(caught.value)
+    hint = str(caught.value.hint).split("`")[1]
+    mine = train(
+        "least", "parallel.dp_shard=2", hint, "training.steps=1"
+    )  # what it asks for is enough
+    assert rows(mine / "metrics.jsonl")[0]["memory_bytes"] <= int(hint.partition("=")[2])
     with pytest.raises(TierFull):
         train("no-dram", "offload.budget=400KiB", "offload.dram=10KiB")
 
@@ -233,7 +247,6 @@ def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
 @pytest.mark.parametrize(
     ("overrides", "error", "text"),
     [
-        (["offload.max_slowdown=0.02", "parallel.pp=2"], CaptureUnsupported, "pipeline"),
         (["offload.budget=1MiB", "offload.max_slowdown=0.02"], Contradiction, "two goals"),
         (["offload.dram=1GiB"], Contradiction, "no effect"),
         (["offload.budget=1MiB", "offload.flash=1GiB"], Contradiction, "directory"),
@@ -246,6 +259,18 @@ def test_what_cannot_work_is_refused_by_name(place, train, overrides, error, tex
     assert not (place / "refused").exists()
 
 
+def test_experts_and_their_routing(place, train):
+    """Experts of one rank: their routing is counted inside the planned step."""
+    given = (f"model.path={place}/experts.json", "training.steps=6", FREE)
+    mine = train("experts-off", *given, "offload.max_slowdown=0.05")
+    reference = train("experts", *given)
+    for a, b in zip(rows(mine / "metrics.jsonl"), rows(reference / "metrics.jsonl"), strict=True):
+        assert [a[k] for k in ("loss", "grad_norm", "routing")] == [
+            b[k] for k in ("loss", "grad_norm", "routing")
+        ]
+        assert a["offload"]["difference_bytes"] == 0
+
+
 def test_expert_parallelism_is_refused_by_name(place, train):
     with pytest.raises(CaptureUnsupported, match="expert"):
         train(
@@ -256,12 +281,12 @@ def test_expert_parallelism_is_refused_by_name(place, train):
 
 @pytest.mark.parametrize("fault", ["truncated", "full", "dies"])
 def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, fault):
-    """In the third step a file is cut short, the disk is full, or the copy thread dies."""
+    """During a step a file is cut short, the disk is full, or the copy thread dies."""
     read, write, calls = FileTier.read, FileTier.write, []
 
     def reading(self, storage, target):
         calls.append(storage)
-        if len(calls) > 80 and target.nbytes() > 64:
+        if len(calls) > 200 and target.nbytes() > 64:
             if fault == "dies":
                 raise RuntimeError("the thread died")
             if fault == "truncated":
@@ -269,7 +294,7 @@ def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, f
         read(self, storage, target)
 
     def writing(self, storage, source):
-        if fault == "full" and len(calls) > 80:
+        if fault == "full" and len(calls) > 200:
             monkeypatch.setattr(os, "fsync", _no_space)
         write(self, storage, source)
 
@@ -281,9 +306,8 @@ def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, f
             f"fault-{fault}", FREE, "offload.budget=600KiB", "offload.dram=100KiB",
             f"offload.flash_dir={place}/flash-{fault}",
         )  # fmt: skip
-    done = rows(place / f"fault-{fault}" / "metrics.jsonl")
-    assert 1 <= len(done) < 20
-    assert not (place / f"fault-{fault}" / "checkpoints").exists() or len(done) >= 10
+    assert len(rows(place / f"fault-{fault}" / "metrics.jsonl")) < 20
+    assert not list((place / f"fault-{fault}").glob("checkpoints/*20*"))
 
 
 def _no_space(_):

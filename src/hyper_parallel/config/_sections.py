@@ -34,7 +34,13 @@ def _canonical_dtype(value: object) -> object:
 
 
 def _bytes(value: object) -> object:
-    return parse_bytes(value) if isinstance(value, str) and value != "auto" else value
+    if isinstance(value, bool) or (isinstance(value, (int, float)) and value < 1):
+        raise ValueError(f"`{value}` is not a size; write for example 12GiB or 800MB")
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _bytes_or_auto(value: object) -> object:
+    return value if value == "auto" else _bytes(value)
 
 
 class Model(Section):
@@ -211,7 +217,7 @@ class Checkpoint(Section):
     """Write a Hugging Face directory after the last step."""
 
 
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(_bytes)]
 """A number of bytes; text such as `12GiB` is accepted."""
 
 
@@ -221,7 +227,7 @@ class Offload(Section):
     On as soon as one goal is given, `budget` or `max_slowdown`.
     """
 
-    budget: Bytes | Literal["auto"] | None = None
+    budget: Annotated[int | Literal["auto"] | None, BeforeValidator(_bytes_or_auto)] = None
     """Device bytes of a rank (`12GiB`); the fastest plan under it runs. auto: what the topology's device has."""
     max_slowdown: float | None = Field(default=None, ge=0)
     """The other goal: the least device memory for at most this share of more time (0.02: 2 %)."""

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch import (
     RoutingStatistics,
     clip_grad_norm_,
-    end_step,
+    count_routing,
     forward_backward,
     forward_loss,
     handle,
+    routing_statistics,
 )
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan
@@ -111,14 +112,14 @@ class Loop:
         self._gauge.start()
         with span("data", "data"):
             inputs = self.inputs(batches, step, lr)
-        measured = None
+        measured = counted = None
         if self.planned is None:
             loss_sum, grad_norm = self.gradients(
                 inputs.microbatches, inputs.valid_tokens, max_grad_norm
             )
         else:
             with span("planned step", "compute"):
-                loss_sum, grad_norm, measured = self.planned.step(inputs)
+                (loss_sum, grad_norm, counted), measured = self.planned.step(inputs)
         memory = measured.peak_bytes["device"] if measured else self._gauge.peak_bytes()
         with span("loss", "communication"):
             mean, peaks = _read(self.share(loss_sum, memory))
@@ -133,7 +134,8 @@ class Loop:
             )
         if measured is None:
             self.update(lr)
-        routing = self._end_routing()
+            counted = self.count_routing()
+        routing = None if counted is None else routing_statistics(*counted)
         self._recorder.memory(memory if measured else self._gauge.peak_bytes())
         offload = None
         if self.planned is not None and measured is not None:
@@ -170,11 +172,12 @@ class Loop:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
 
-    def _end_routing(self) -> RoutingStatistics | None:
+    def count_routing(self) -> tuple[Tensor, Tensor | None] | None:
+        """What the experts of the step were given; None for a model without experts."""
         if handle(self._model).experts is None:
             return None
         with self._recorder.span("routing", "communication"):
-            return end_step(self._model)
+            return count_routing(self._model)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> tuple[float, int]:

@@ -9,6 +9,7 @@ From then on the simulated device owns parameters and optimizer state. Evaluatio
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,12 +37,16 @@ from hyper_parallel.trainer._offload_machine import Assumed, measured_machine
 from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs
 from hyper_parallel.trainer._optimizer import set_lr
 
+_ACTION = re.compile(r"\d+([FBIW])\d+")
+"""Name of a pipeline action: stage, what, microbatch."""
 DRIFT = 0.02
 """Share of a step that waits may take beyond the plan before it is planned again."""
 
 
-Step = Callable[[Any, list[dict[str, Tensor]], Any, Any], tuple[Tensor, Tensor]]
-"""(spans, microbatches, valid tokens, learning rate) to this rank's loss and the gradient norm."""
+StepOutputs = tuple[Tensor, Tensor, tuple[Tensor, Tensor | None] | None]
+"""This rank's share of the loss, the gradient norm, and the routing of the experts, if there are any."""
+Step = Callable[[Any, list[dict[str, Tensor]], Any, Any], StepOutputs]
+"""(spans, microbatches, valid tokens, learning rate) to the outputs of a step."""
 
 
 class PlannedSteps:
@@ -105,8 +110,12 @@ class PlannedSteps:
         with self._undone():
             watch = ResizeWatch()
             with watch:
-                loss, norm = self._step(None, first.microbatches, first.valid_tokens, first.lr)
+                loss, norm, counted = self._step(
+                    None, first.microbatches, first.valid_tokens, first.lr
+                )
             self._expected = {"loss": loss.clone(), "grad_norm": norm.clone(), **self._digests()}
+            if counted is not None:
+                self._expected["routing"] = counted[0].clone()
         with self._undone():
             self._captured = self._capture(second, watch.empty)
         self._program = self._assumed.annotate(self._captured.program)
@@ -180,30 +189,32 @@ class PlannedSteps:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Measured]:
+    def step(self, inputs: StepInputs) -> tuple[StepOutputs, Measured]:
         """One planned step.
 
         Returns:
-            This rank's share of the loss, the gradient norm, and what was measured.
+            What the step returns, and what was measured.
 
         Raises:
             StepChanged: HP512 when the plan does not repeat the plain step.
             TransferFailed: HP513. TierFull: HP403.
         """
         set_lr(self._optimizer, inputs.lr)  # not used by the program, but saved in checkpoints
-        (loss, norm), measured = self._device.step(inputs.tensors(), trace=not self._traced)
+        outputs, measured = self._device.step(inputs.tensors(), trace=not self._traced)
         if measured.timeline is not None:
             both = (predicted_timeline(self.plan, self._machine), measured.timeline)
             self.timelines = (summarise(both[0], self.plan), summarise(both[1], self.plan))
             self._traced = True
         if self._expected is not None:
-            self._compare(loss, norm, self._expected)
+            self._compare(outputs, self._expected)
             self._expected = None
-        return loss, norm, measured
+        return outputs, measured
 
-    def _compare(self, loss: Tensor, norm: Tensor, expected: dict[str, Any]) -> None:
+    def _compare(self, outputs: StepOutputs, expected: dict[str, Any]) -> None:
         """The first planned step must be the rehearsed plain one, bit for bit."""
-        got: dict[str, Any] = {"loss": loss, "grad_norm": norm}
+        got: dict[str, Any] = {"loss": outputs[0], "grad_norm": outputs[1]}
+        if outputs[2] is not None:
+            got["routing"] = outputs[2][0]
         with self._device.lent():
             got.update(self._digests())
         for name, value in expected.items():
@@ -214,8 +225,8 @@ class PlannedSteps:
                 raise StepChanged(
                     "the planned step does not give the bits of the plain one",
                     where=name,
-                    got=got[name].item() if isinstance(value, Tensor) else "other bytes",
-                    allowed=value.item() if isinstance(value, Tensor) else None,
+                    got=got[name].tolist() if isinstance(value, Tensor) else "other bytes",
+                    allowed=value.tolist() if isinstance(value, Tensor) else None,
                     hint="something changes from step to step without being a tensor; train with `offload.budget=null`",
                 )
 
@@ -248,7 +259,7 @@ class PlannedSteps:
         machine = measured_machine(self._machine, measured)
         if machine == self._machine:
             return False
-        before, self._machine = self._machine, machine
+        self._machine = machine
         try:
             plan = self._planned(machine)
         except HyperParallelError as error:
@@ -259,11 +270,6 @@ class PlannedSteps:
         self._device.close()
         self.plan = plan
         self._open()
-        self._say(
-            f"offload: the step took {late:.3g} s longer than planned "
-            f"(copies at {machine.prefetch.bytes_s:.3g} B/s, planned {before.prefetch.bytes_s:.3g}); planned again: "
-            f"device peak {plan.peak_bytes['device']} bytes, {plan.seconds:.3g} s"
-        )
         return True
 
     @contextmanager
@@ -299,12 +305,16 @@ class _Phases:
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        phase: Any = name if name in ("forward", "backward") else "optimizer"
-        if phase == "optimizer":
+        action = _ACTION.fullmatch(name)
+        if action is not None:
+            self._recorder.part = "forward" if action[1] == "F" else "backward"
+        elif name in ("forward", "backward"):
+            self._recorder.part = name
+        elif name in ("gradient norm", "optimizer", "routing"):
+            self._recorder.part = "optimizer"
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
                     self._recorder.mark(local(parameter.grad), "gradient")
-        self._recorder.part = phase
         yield
 
 

@@ -80,18 +80,11 @@ def check_offload(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> No
     """Refuse what offload cannot run, before any rank starts.
 
     Raises:
-        CaptureUnsupported: HP511 for pipeline stages and expert parallelism.
+        CaptureUnsupported: HP511 for expert parallelism.
     """
     strategy = plan.strategy
     if not recipe.offload.on:
         return
-    if strategy.pp > 1:
-        raise CaptureUnsupported(
-            "offload does not run pipeline stages: a stage's messages are sent while it computes on",
-            where=where("parallel.pp"),
-            got=f"pp={strategy.pp}",
-            hint=f"parallel.auto=false parallel.pp=1 parallel.dp_shard={strategy.dp_shard * strategy.pp}",
-        )
     if strategy.ep > 1:
         raise CaptureUnsupported(
             "offload does not run expert parallelism: how many rows an expert gets depends on the data",

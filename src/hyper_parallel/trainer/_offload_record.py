@@ -102,6 +102,15 @@ def offload_line(plan: MemoryPlan) -> str:
     )
 
 
+def drift_line(step: int, record: OffloadRecord) -> str:
+    """That a step waited longer than planned, in one line."""
+    return (
+        f"offload: step {step} took {format_seconds(record.sim_step_s)} instead of the planned "
+        f"{format_seconds(record.pred_sim_step_s)}, waiting {format_seconds(record.wait_s)} for copies; planned again "
+        "with the measured bandwidth"
+    )
+
+
 def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> None:
     """Predicted and measured timeline of one planned step, for the report."""
     for timeline, name in zip(timelines, ("predicted", "measured"), strict=True):

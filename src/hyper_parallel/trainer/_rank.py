@@ -34,9 +34,14 @@ from hyper_parallel.trainer._model import (
     routing_of,
     weights_directory,
 )
-from hyper_parallel.trainer._offload import PlannedSteps, lent
+from hyper_parallel.trainer._offload import PlannedSteps, StepOutputs, lent
 from hyper_parallel.trainer._offload_machine import Assumed
-from hyper_parallel.trainer._offload_record import offload_line, with_memory, write_timelines
+from hyper_parallel.trainer._offload_record import (
+    drift_line,
+    offload_line,
+    with_memory,
+    write_timelines,
+)
 from hyper_parallel.trainer._optimizer import build_optimizer
 from hyper_parallel.trainer._schedule import Schedule
 from hyper_parallel.trainer._spans import SpanRecorder
@@ -150,13 +155,13 @@ class _Run:
 
         def whole(
             spans: Any, parts: list[dict[str, torch.Tensor]], valid: Any, lr: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        ) -> StepOutputs:
             one = loop
             if spans is not None:
                 one = Loop(self._model, self._optimizer, job.plan, world, spans, self._gauge)
-            result = one.gradients(parts, valid, most)
+            loss_sum, grad_norm = one.gradients(parts, valid, most)
             one.update(lr)
-            return result
+            return loss_sum, grad_norm, one.count_routing()
 
         folder = self._recipe.offload.flash_dir
         planned = PlannedSteps(
@@ -268,6 +273,8 @@ class _Run:
         )
         self._log.step(record)
         self._display.advance(step)
+        if result.offload is not None and result.offload.replanned:
+            self._display.line(drift_line(step, result.offload))
         if step % training.log_every == 0 or step in (1, training.steps):
             self._display.line(log_line(record, training.steps, plan.memory_capacity_bytes))
 

@@ -13,7 +13,9 @@ from hyper_parallel.backends.torch._routing import (
     Routing,
     RoutingStatistics,
     check_routing,
+    count_routing,
     end_step,
+    routing_statistics,
 )
 from hyper_parallel.backends.torch._state import FLAT, Handle, handle, local
 from hyper_parallel.backends.torch._step import forward_backward, forward_loss
@@ -37,6 +39,7 @@ __all__ = [
     "audit",
     "check_routing",
     "clip_grad_norm_",
+    "count_routing",
     "cpu_workspace",
     "cross_entropy_sum",
     "device_workspace",
@@ -48,5 +51,6 @@ __all__ = [
     "local",
     "materialize",
     "measure_rates",
+    "routing_statistics",
     "shifted",
 ]

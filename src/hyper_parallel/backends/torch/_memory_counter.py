@@ -121,7 +121,7 @@ class MemoryCounter(TorchDispatchMode):
             backward and torch.is_grad_enabled(),
         )  # fmt: skip
         self._records[key] = record
-        if made_by is torch.ops.aten.empty.memory_format and _called_from(_GATHERED):
+        if made_by is torch.ops.aten.empty.memory_format and called_from(_GATHERED):
             record.mark = "gathered parameters"
             self._resizable[key] = record
 
@@ -145,7 +145,8 @@ class MemoryCounter(TorchDispatchMode):
                 self.ledger.resize(record, size)
 
 
-def _called_from(name: str) -> bool:
+def called_from(name: str) -> bool:
+    """A function of this name is among the innermost callers."""
     frame = sys._getframe(1)
     for _ in range(12):
         if frame is None or frame.f_code.co_name == name:

@@ -266,27 +266,29 @@ def _summed(state: ExpertState, found: Handle) -> Tensor | None:
     return total
 
 
-def _mean_aux_loss(state: ExpertState, found: Handle) -> float | None:
-    """Mean over the microbatches; of a pipeline only the last stage knows it."""
+def _mean_aux_loss(state: ExpertState, found: Handle) -> Tensor | None:
+    """Mean over the microbatches; of a pipeline only the last stage knows it. NaN when no rank made one."""
     losses, state.aux_losses = state.aux_losses, []
-    if not state.aux_loss_coef:
+    staged = found.plan.strategy.pp > 1 and found.world_group is not None
+    if not state.aux_loss_coef or not (losses or staged):
         return None
     both = torch.zeros(2, device=found.device, dtype=torch.float64)
     if losses:
         both += torch.stack([torch.stack(losses).mean().double(), both.new_ones(())])
-    if found.plan.strategy.pp > 1 and found.world_group is not None:
+    if staged:
         dist.all_reduce(both, group=found.world_group)
-    return float(both[0] / both[1]) if both[1] else None
+    return both[0] / both[1]
 
 
 @torch.no_grad()
-def end_step(model: nn.Module) -> RoutingStatistics | None:
+def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
 
-    Every rank calls this after each optimizer step.
+    Every rank calls this after each optimizer step. It reads no value, so that it can be captured with the step.
 
     Returns:
-        The statistics, equal on every rank; None for a model without experts, or when nothing was routed.
+        [layers, E + 1] rows that each expert got and rows that were kept, float64, equal on every rank, and the
+        auxiliary loss; None for a model without experts, or when nothing was routed.
     """
     found = handle(model)
     state = found.experts
@@ -295,22 +297,37 @@ def end_step(model: nn.Module) -> RoutingStatistics | None:
     total = _summed(state, found)
     if total is None:
         return None
-    load, kept = total[:, :-1], total[:, -1]
     if rate := state.options.bias_update_rate:
         place = {name: i for i, name in enumerate(state.every)}
         for name, bias in _biases(model, state):
-            row = load[place[name]]
+            row = total[place[name], :-1]
             bias += rate * torch.sign(row.mean() - row).to(bias.dtype)
     state.layers.update({name: LayerRouting() for name in state.layers})
-    aux = _mean_aux_loss(state, found)
+    return total, _mean_aux_loss(state, found)
+
+
+def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics:
+    """The statistics of what `count_routing` returned."""
+    load, kept = total[:, :-1], total[:, -1]
     load, kept = load[load.sum(1) > 0], kept[load.sum(1) > 0]
     share = load / load.sum(1, keepdim=True)
     busiest = share.amax(1) * share.shape[1]
     entropy = torch.special.entr(share).sum(1) / math.log(max(2, share.shape[1]))
+    loss = math.nan if aux is None else float(aux)
     return RoutingStatistics(
         float(busiest.max()),
         float(busiest.mean()),
         float(entropy.mean()),
         float(1 - kept.sum() / load.sum()),
-        aux,
+        None if math.isnan(loss) else loss,
     )
+
+
+def end_step(model: nn.Module) -> RoutingStatistics | None:
+    """`count_routing`, and the statistics; every rank calls this after each optimizer step.
+
+    Returns:
+        The statistics, equal on every rank; None for a model without experts, or when nothing was routed.
+    """
+    counted = count_routing(model)
+    return None if counted is None else routing_statistics(*counted)

@@ -74,15 +74,17 @@ class Call:
 
     @property
     def talks(self) -> bool:
-        """It waits for other ranks."""
-        return isinstance(self.func, Messages) or self.func.namespace in COMMUNICATION
+        """It sends to or receives from other ranks."""
+        alone = isinstance(self.func, (Messages, Arrived))
+        return alone or self.func.namespace in COMMUNICATION
 
     def run(self, base: Callable[[int], torch.UntypedStorage]) -> list[Any]:
         """Run on the storages that `base` gives; the outputs, flat."""
         args, kwargs = tree_map_only(
             View, lambda v: v.on(base(v.storage)), (self.args, self.kwargs)
         )
-        return finished(self.func(*args, **kwargs))
+        out = self.func(*args, **kwargs)
+        return tree_flatten(out)[0] if is_message(self.func) else finished(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,37 @@ def without_work(out: Any) -> Any:
 
 def _is_work(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and "Work" in str(value._type())
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The end of all messages that were sent alone."""
+
+    def __call__(self) -> None:
+        """Nothing: who runs the program has waited for every message whose storage this operator reads."""
+
+
+def is_message(func: Any) -> bool:
+    """A message to or from one rank, which is under way until its storage is needed."""
+    return getattr(func, "namespace", "") == "c10d" and func._opname in MESSAGES
+
+
+class Mail:
+    """Messages that are under way, by the storage they are sent from or arrive in."""
+
+    def __init__(self) -> None:
+        self._works: dict[int, list[tuple[torch.UntypedStorage, int, list[Any]]]] = {}
+
+    def add(self, storage: int, base: torch.UntypedStorage, held: int, out: list[Any]) -> None:
+        """A message was issued; `held` are the owners its storage had before."""
+        self._works.setdefault(storage, []).append((base, held, out))
+
+    def arrive(self, storage: int) -> None:
+        """Wait for the messages of a storage, before anything touches it."""
+        for base, held, out in self._works.pop(storage, ()):
+            finished(out)
+            out.clear()
+            let_go([base], [held])
 
 
 def finished(out: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.offload._calls import Call, View
 from hyper_parallel.errors import CaptureUnsupported
-from hyper_parallel.ir import MemoryProgram
+from hyper_parallel.ir import MemoryProgram, Operator, StorageKind
+
+Named = Mapping[str, tuple[torch.Tensor, StorageKind]]
+"""Tensors that exist before a step: name to (tensor, what it holds)."""
 
 
 @dataclass
@@ -32,6 +36,27 @@ class Captured:
     inputs: dict[str, View]
     outputs: Any
     eager_peak_bytes: int = 0
+
+
+@dataclass
+class Entry:
+    """What is known of a storage while a step is recorded."""
+
+    name: str
+    num_bytes: int
+    kind: StorageKind
+    at_start: bool = False
+    at_end: bool = False
+
+
+@dataclass
+class Tables:
+    """A program as it is recorded."""
+
+    entries: list[Entry] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    state: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def as_view(tensor: torch.Tensor, storage: int) -> View:
@@ -64,3 +89,21 @@ def refuse_layouts(tensor: torch.Tensor) -> None:
             got=f"layout {tensor.layout}, conjugate {tensor.is_conj()}, negative {tensor.is_neg()}",
             hint="materialise the tensor with `.contiguous()`, `.resolve_conj()` or `.resolve_neg()`",
         )
+
+
+def refuse_leaks(
+    entries: list[Entry], find: Callable[[torch.Tensor], int | None], named: Named
+) -> None:
+    """A tensor that outlives the step, or state that was replaced instead of changed, would not be seen again."""
+    for name, (tensor, _) in named.items():
+        index = find(tensor)
+        if index is None or (entries[index].name != name and not entries[index].at_start):
+            raise CaptureUnsupported(
+                f"`{name}` got a new storage during the step",
+                hint="change state in place, so that it keeps its storage",
+            )
+        if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+            raise CaptureUnsupported(
+                f"`{name}.grad` outlives the step",
+                hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
+            )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.backends.torch.offload._calls import View, let_go, references
+from hyper_parallel.backends.torch.offload._calls import Mail, View, is_message, let_go, references
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter, new_buffer
@@ -88,6 +88,7 @@ class SimulatedDevice:
         self._files = FileTier(flash or Path(), self.flash)
         self._on: dict[str, dict[int, torch.UntypedStorage]] = {"device": {}, "dram": {}}
         self._lanes = CopyLanes(copies)
+        self._mail = Mail()
         self._failed = False
         self._closed = False
         self._take_state()
@@ -284,6 +285,8 @@ class SimulatedDevice:
 
     def _apply(self, action: MemoryAction) -> None:
         s = action.target
+        if action.kind not in ("run", "recompute"):
+            self._mail.arrive(s)
         if action.kind in ("run", "recompute"):
             self._run(action.target)
         elif action.kind in COPIES:
@@ -307,9 +310,15 @@ class SimulatedDevice:
 
     def _run(self, index: int) -> None:
         call = self.captured.calls[index]
+        for s in self._touched(index):
+            self._mail.arrive(s)
         shared = [self._base(s) for s in self._touched(index)] if call.talks else []
         held = references(shared)
         out = call.run(self._base)
+        if is_message(call.func):
+            (s,) = self._touched(index)
+            self._mail.add(s, shared[0], held[0], out)
+            return
         if call.talks:
             out = out if call.made else []  # the work, and the arguments again
             let_go(shared, held)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch._known import fake_mode
+from hyper_parallel.backends.torch._memory_counter import called_from
 from hyper_parallel.backends.torch.offload._calls import (
     COMMUNICATION,
-    MESSAGES,
+    Arrived,
     Call,
     Messages,
     View,
     count_flops,
+    is_message,
     is_repeatable,
     split_lists,
     without_work,
@@ -33,8 +35,12 @@ from hyper_parallel.backends.torch.offload._calls import (
 )
 from hyper_parallel.backends.torch.offload._captured import (
     Captured,
+    Entry,
+    Named,
+    Tables,
     as_view,
     refuse_layouts,
+    refuse_leaks,
     storages_in,
     views_in,
 )
@@ -42,25 +48,6 @@ from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, Storage, StorageKind
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-Named = Mapping[str, tuple[torch.Tensor, StorageKind]]
-"""Tensors that exist before a step: name to (tensor, what it holds)."""
-
-
-@dataclass
-class _Entry:
-    name: str
-    num_bytes: int
-    kind: StorageKind
-    at_start: bool = False
-    at_end: bool = False
-
-
-@dataclass
-class _Tables:
-    entries: list[_Entry] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    state: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Recorder(TorchDispatchMode):
@@ -85,11 +72,14 @@ class Recorder(TorchDispatchMode):
         empty: Sequence[weakref.ref[Any]] = (),
     ) -> None:
         super().__init__()
-        self.tables = _Tables()
+        self.tables = Tables()
         self.part: Phase | None = None
         self._named = named
         self._empty = {base._cdata: ref for ref in empty if (base := ref()) is not None}
-        self._messages: list[tuple[Any, Any, tuple[int, ...]]] = []
+        self._messages: list[
+            tuple[Any, Any, tuple[int, ...]]
+        ] = []  # issued together, not yet recorded
+        self._sent: list[View] = []  # on their way, alone
         self._fake: Any = None
         self._training = training
         self._alignment = alignment_bytes
@@ -114,7 +104,7 @@ class Recorder(TorchDispatchMode):
         ):
             known = self._refilled(tensor, known)
         if known is None:
-            known = self._add(tensor, _Entry(name, 0, kind, True, True))
+            known = self._add(tensor, Entry(name, 0, kind, True, True))
             # Holding the tensor keeps the bytes (and their identity) for the program's whole life.
             self.tables.state[known] = tensor.detach()
         return as_view(tensor, known)
@@ -129,7 +119,7 @@ class Recorder(TorchDispatchMode):
         num_bytes = tensor.untyped_storage().nbytes()
         if before is not None:
             self._live -= self._rounded(self.tables.entries[before].num_bytes)
-        index = self._add(tensor, _Entry("refilled", 0, "scratch"))
+        index = self._add(tensor, Entry("refilled", 0, "scratch"))
         self._keep(
             Operator("empty", allocs=(index,), phase=self.phase),
             Call(
@@ -146,7 +136,7 @@ class Recorder(TorchDispatchMode):
         refuse_layouts(tensor)
         return self._index.get(tensor.untyped_storage()._cdata)
 
-    def _add(self, tensor: torch.Tensor, entry: _Entry) -> int:
+    def _add(self, tensor: torch.Tensor, entry: Entry) -> int:
         base = tensor.untyped_storage()
         entry.num_bytes = base.nbytes()
         index = len(self.tables.entries)
@@ -200,9 +190,12 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler" or fake_mode() is not self._fake:
             return func(*args, **kwargs)  # the latter: DTensor asks for the shape of a result
-        exchanges = func.namespace == "c10d" and func._opname in MESSAGES
-        if not exchanges:
+        message = is_message(func)
+        together = message and called_from("batch_isend_irecv")
+        if not together:
             self._end_messages()
+        if self.phase == "optimizer":
+            self._end_sent()
         leaves = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         views = tree_map_only(torch.Tensor, self.view, (args, kwargs))
         written = written_leaves(func, args, kwargs)
@@ -214,9 +207,11 @@ class Recorder(TorchDispatchMode):
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
                 hint="record on real tensors: the value becomes a guard of the program",
             ) from error
-        if func.namespace == "c10d" and not exchanges:
+        if func.namespace == "c10d" and not message:
             out = without_work(out)
-        if exchanges:
+        if message and not written and not together:
+            self._sent += views_in(views)
+        if together:
             writes = tuple(self._find(t) for t in written)
             self._messages.append((func, views[0], tuple(s for s in writes if s is not None)))
             return out
@@ -246,12 +241,12 @@ class Recorder(TorchDispatchMode):
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
                 kind: StorageKind = "activation"
-                made.append((position, self._add(tensor, _Entry(name, 0, kind))))
+                made.append((position, self._add(tensor, Entry(name, 0, kind))))
                 sizes.append(tuple(tensor.shape))
         guards = tuple(
             (i, v) for i, v in enumerate(flat) if isinstance(v, (bool, int, float)) and leaves
         )
-        if not made and not written and not guards:
+        if not made and not written and not guards and not is_message(func):
             return  # a view, or an alias: an address, not work
         flops = count_flops(func, args, kwargs, out)
         parts = split_lists(func, views[0], views[1], len(made))
@@ -288,17 +283,33 @@ class Recorder(TorchDispatchMode):
         self.tables.calls.append(call)
 
     def _end_messages(self) -> None:
-        """Messages that were issued one after another become one operator, done when all of them are."""
-        if not self._messages:
-            return
+        """Messages that were issued together become one operator, done when all of them are."""
         messages, self._messages = self._messages, []
-        calls = tuple(args for _, args, _ in messages)
-        reads = storages_in(calls)
-        moved = sum(v.num_bytes for v in views_in(calls))
-        writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
+        if messages:
+            calls = tuple(args for _, args, _ in messages)
+            moved = sum(v.num_bytes for v in views_in(calls))
+            writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
+            reads, funcs = storages_in(calls), tuple(func for func, *_ in messages)
+            self._keep(
+                Operator(
+                    "c10d.messages", reads, writes, (), 0.0, 0.0, moved, self.phase, False, True
+                ),
+                Call(Messages(funcs), calls, {}),
+            )
+
+    def _end_sent(self) -> None:
+        """What was sent alone stays where it is until the receivers have it: here, after all backward passes."""
+        sent, self._sent = self._sent, []
+        if not sent:
+            return
+        for view in sent:
+            self.tables.entries[view.storage].kind = "output"  # never moved
+        reads = storages_in(sent)
+        for index, operator in enumerate(self.tables.operators):
+            if not set(reads).isdisjoint(operator.allocs):  # never made again
+                self.tables.operators[index] = replace(operator, repeatable=False)
         self._keep(
-            Operator("c10d.messages", reads, writes, (), 0.0, 0.0, moved, self.phase, False, True),
-            Call(Messages(tuple(func for func, *_ in messages)), calls, {}),
+            Operator("c10d.sent", reads, phase=self.phase, ordered=True), Call(Arrived(), (), {})
         )
 
     # -- the whole step ------------------------------------------------------------------------
@@ -314,6 +325,7 @@ class Recorder(TorchDispatchMode):
             CaptureUnsupported: HP511 for what cannot be repeated faithfully.
         """
         self._end_messages()
+        self._end_sent()
         outputs = tree_map_only(torch.Tensor, self.view, result)
         del result
         for view in views_in(outputs):
@@ -322,7 +334,7 @@ class Recorder(TorchDispatchMode):
             if not entry.at_start:
                 entry.kind = "output"
         tables = self.tables
-        _refuse_leaks(self, self._named)
+        refuse_leaks(tables.entries, self._find, self._named)
         program = MemoryProgram(
             name,
             tuple(
@@ -379,23 +391,6 @@ def record(
         for hook in hooks:
             hook.remove()
     return recorder.captured(result, inputs, name)
-
-
-def _refuse_leaks(recorder: Recorder, named: Named) -> None:
-    """A tensor that outlives the step, or state that was replaced instead of changed, would not be seen again."""
-    entries = recorder.tables.entries
-    for name, (tensor, _) in named.items():
-        index = recorder._find(tensor)
-        if index is None or (entries[index].name != name and not entries[index].at_start):
-            raise CaptureUnsupported(
-                f"`{name}` got a new storage during the step",
-                hint="change state in place, so that it keeps its storage",
-            )
-        if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
-            raise CaptureUnsupported(
-                f"`{name}.grad` outlives the step",
-                hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
-            )
 
 
 def _storages_of(tensors: list[torch.Tensor], recorder: Recorder) -> tuple[int, ...]:
