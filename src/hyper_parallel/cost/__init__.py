@@ -18,6 +18,7 @@ from hyper_parallel.cost._context_bytes import Exchange, context_bytes
 from hyper_parallel.cost._expert_bytes import Rows
 from hyper_parallel.cost._fit import CONSTANTS, Constant, Fit, fit_runs, write_cards
 from hyper_parallel.cost._local import (
+    LOCAL_CARD,
     LocalRates,
     MeasuredStep,
     fit_device,
@@ -47,6 +48,7 @@ from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_ele
 __all__ = [
     "CONSTANTS",
     "LINEAR_ENTRY",
+    "LOCAL_CARD",
     "ORDERS",
     "RECOMPUTE",
     "SCHEDULES",

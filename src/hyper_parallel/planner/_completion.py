@@ -16,6 +16,7 @@ from hyper_parallel.cost import Candidates, Machine, ModelNumbers, Scores, score
 from hyper_parallel.ir import Workload
 from hyper_parallel.planner._leaves import TIE, Goal, Leaves
 from hyper_parallel.planner._space import Columns, Space
+from hyper_parallel.units import DTYPE_BYTES
 
 Array = NDArray[np.float64]
 Pricer: TypeAlias = Callable[[Columns, int], Array]
@@ -101,6 +102,40 @@ class Completion:
         return (
             columns["microbatch"] * columns["accumulation"] * columns["dp"] * self.workload.seq_len
         )
+
+    def sharding_s(self, columns: Columns, machine: Machine) -> Array:
+        """Least seconds per step of keeping states and gradients on as few ranks as hold them.
+
+        Either gradients are added up in full (ZeRO 1), where a rank can hold them, or parameters are gathered and
+        gradients scattered over at least as many ranks as the states of the whole model need.
+
+        Args:
+            columns: Strategies whose states are still open.
+            machine: A machine at least as fast as the real one wherever a group lies.
+        """
+        if not len(columns["pp"]):
+            return np.empty(0)
+        n, zeros = self.numbers, self.space.zeros()
+        if 0 in zeros:
+            return np.zeros(len(columns["pp"]))
+        width = float(DTYPE_BYTES[self.workload.param_dtype])
+        dense = n.layers * (n.attention_weights + n.mlp_weights + n.vector_weights)
+        dense, experts = dense + n.embedding_weights + n.head_params, n.layers * n.expert_weights
+        tp = columns["tp_x"] * columns["tp_y"]
+        inner, fold = tp * columns["cp"], columns["ep"] * columns["etp"]
+        states = (2.0 if self.space.rules.offload else 4.0) * width * (dense + experts)
+        ranks = np.floor(states / self.goal.capacity_bytes / (columns["pp"] * inner))
+        shard = np.clip(np.maximum(ranks, np.ceil(fold / inner)), 1.0, columns["dp"])
+        rows = {**columns, "dp_shard": shard, "dp_replicate": np.ones(len(shard))}
+        found = self.price(rows, machine, "time", recompute=0.0, zero=2.0, offload=0.0).time
+        least = next(t.seconds for t in found if t.name == "fsdp communication")
+        if 1 in zeros:
+            whole = 1.5 * width * (dense / tp + experts / fold) / columns["pp"]
+            sums = self.price(rows, machine, "time", recompute=0.0, zero=1.0, offload=0.0).time
+            added = next(t.seconds for t in sums if t.name == "gradient accumulation")
+            fits = whole <= self.goal.capacity_bytes
+            least = np.where(fits, np.minimum(least, added), least)
+        return least * (1 - TIE)
 
     def pricers(self, machine: Machine) -> tuple[Pricer, Pricer]:
         """Seconds per step and peak bytes of complete strategies."""

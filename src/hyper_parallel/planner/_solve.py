@@ -42,7 +42,9 @@ TOO_BIG_PRICED: Final = 64
 SLICES: Final = (192, 768, 1024, 1024)
 """Partial strategies of each level that are completed at once: many, since a price has a fixed part."""
 
-MOST_ROWS: Final = 1_500_000
+HARD_ROWS: Final = 400_000
+"""Prices after which a search spends more on its bounds: what sharding the states takes at least."""
+MOST_ROWS: Final = 2_500_000
 """Prices after which a search ends with what it has; the certificate then tells the gap."""
 
 _PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
@@ -125,6 +127,11 @@ class _Search(Completion):
             columns, bound = levels[level](columns, bound)
             if level + 1 < len(levels):
                 push(level + 1, *self._within(columns, bound))
+        if open_[0]:
+            # What was never begun is bounded by its computation alone: its communication is told before the gap is.
+            for _, _, columns, bound in open_[0]:
+                push(1, *self._within(*self._blocks(*self._within(columns, bound))))
+            open_[0].clear()
         left = [waiting[0][0] for waiting in open_ if waiting]
         return self._found(min([self.threshold, *left]))
 
@@ -237,7 +244,10 @@ class _Search(Completion):
         leaves, lost = self.complete(grown, seconds, lean_bytes)
         self._remember_too_big(lost, seconds, lean_bytes)
         columns = {n: c for n, c in leaves.columns.items() if n != "recompute"}
-        return columns, leaves.per_token_s * (1 - TIE)
+        least = leaves.per_token_s
+        if self.rows > HARD_ROWS:
+            least = least + self.sharding_s(columns, self.relaxed) / self.tokens(columns)
+        return columns, least * (1 - TIE)
 
     def _pipelines_of(self, *key: float) -> Array:
         """Rows (pp, dp, accumulation, schedule, vpp) of a tuple."""
