@@ -35,7 +35,7 @@ fuzz: setup
 	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -s -q
 
 bench: setup
-	@for script in benchmarks/*.py; do echo "== $$script"; $(bin)/python $$script --json || exit 1; done
+	@for script in benchmarks/[!_]*.py; do echo "== $$script"; $(bin)/python $$script --json || exit 1; done
 
 clean:
 	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from _machine import machine
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._context import ATTRIBUTE, Context, View
@@ -130,14 +130,7 @@ def measure(size: Size, rounds: int) -> dict[str, object]:
         }
         for kind, row in found.items()
     ]
-    machine = {
-        "machine": platform.machine(),
-        "cpu_count": os.cpu_count(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "load": os.getloadavg(),
-    }
-    return {"machine": machine, "size": dataclasses.asdict(size), "rounds": rounds, "rows": rows}
+    return {"machine": machine(), "size": dataclasses.asdict(size), "rounds": rounds, "rows": rows}
 
 
 def main() -> None:

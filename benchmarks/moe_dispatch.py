@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
+from _machine import machine
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -148,16 +147,8 @@ def measure(size: Size, rounds: int) -> dict[str, object]:
 
     seconds, facts = launch(rank, size.ranks)[0]
     medians = {side: statistics.median(values) for side, values in seconds.items()}
-    machine = {
-        "machine": platform.machine(),
-        "cpu_count": os.cpu_count(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "load": os.getloadavg(),
-    }
     return {
-        "machine": machine,
+        "machine": machine(),
         "model": dataclasses.asdict(size),
         "median_s": medians,
         "dispatch_over_dense_loop": medians["dispatch"] / medians["dense loop"],

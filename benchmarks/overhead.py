@@ -17,7 +17,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
+from _machine import machine
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -289,16 +288,7 @@ def measure(size: Size, names: list[str], pairs: int, memory_runs: int) -> dict[
             "seconds": seconds,
             "peaks": peaks,
         })  # fmt: skip
-    machine = {
-        "machine": platform.machine(),
-        "cpu_count": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "load": os.getloadavg(),
-    }
-    return {"machine": machine, "model": dataclasses.asdict(size), "pairs": pairs, "rows": rows}
+    return {"machine": machine(), "model": dataclasses.asdict(size), "pairs": pairs, "rows": rows}
 
 
 def main() -> None:

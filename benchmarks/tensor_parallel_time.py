@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from _machine import machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyper_parallel.ir import ModelRef, Plan, Strategy, Workload
@@ -165,14 +165,9 @@ def main() -> None:
     size = Size(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Size)})
     rows = [row for tp in args.tp or SIDES for row in measure(size, tp, args.pairs)]
     if args.json:
-        machine = {
-            "machine": platform.machine(), "cpu_count": os.cpu_count(), "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "load": os.getloadavg(),
-        }  # fmt: skip
         print(
             json.dumps(
-                {"machine": machine, "model": dataclasses.asdict(size), "rows": rows}, indent=1
+                {"machine": machine(), "model": dataclasses.asdict(size), "rows": rows}, indent=1
             )
         )
         return

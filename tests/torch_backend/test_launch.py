@@ -1,13 +1,17 @@
-"""Ranks that hang say where."""
+"""Local ranks: what they inherit, what they say when they hang."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from hyper_parallel.errors import RankFailed
-from hyper_parallel.runtime import launch
+from hyper_parallel.errors import ForkUnsafe, RankFailed
+from hyper_parallel.ir import Strategy
+from hyper_parallel.runtime import World, launch
 
 
 def _sleep_forever(_: int) -> None:
@@ -16,12 +20,30 @@ def _sleep_forever(_: int) -> None:
 
 def test_ranks_that_hang_are_stopped_and_say_where_they_stand() -> None:
     with pytest.raises(RankFailed) as failure:
-        launch(lambda rank: rank and _sleep_forever(rank), 3, timeout_s=0.5)
+        launch(lambda rank: rank and _sleep_forever(rank), 3, timeout_s=3)
     text = str(failure.value)
-    assert "rank 1 failed (not finished after 0.5 s)" in text
+    assert "rank 1 failed (not finished after 3 s)" in text
     assert text.count("in _sleep_forever") == 2  # rank 1 in full, rank 2 in a line
     assert "rank 0" not in text
 
 
 def test_results_come_in_rank_order() -> None:
     assert launch(lambda rank: rank * rank, 3, timeout_s=30) == [0, 1, 4]
+
+
+def _threads() -> list[str]:
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+
+
+def test_a_closed_world_leaves_no_threads_to_forked_ranks() -> None:
+    """Its groups hang in torch's caches; a rank that inherits one hangs when it drops it."""
+    with World.join("cpu") as world:
+        mesh = world.mesh(Strategy())["dp_shard"]
+        weight = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        total = (weight @ weight).full_tensor().sum()
+        with pytest.raises(ForkUnsafe, match="rank 0 of 1"):
+            launch(lambda rank: rank, 1)
+    assert total == 64
+    del world, mesh, weight
+    assert launch(lambda rank: rank, 1, timeout_s=30) == [0]
+    assert not [name for name in _threads() if "gloo" in name]

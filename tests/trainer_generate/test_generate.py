@@ -13,7 +13,13 @@ from typer.testing import CliRunner
 
 from hyper_parallel.cli._generate import generate as command
 from hyper_parallel.config import Data
-from hyper_parallel.errors import BadValue, DeviceUnavailable, RunUnreadable, WeightsUnreadable
+from hyper_parallel.errors import (
+    BadValue,
+    BudgetImpossible,
+    DeviceUnavailable,
+    RunUnreadable,
+    WeightsUnreadable,
+)
 from hyper_parallel.trainer._generate import (
     Generator,
     Sampling,
@@ -227,6 +233,33 @@ def test_the_command_prints_text_and_json(run_dir):
     assert len(result["token_ids"]) == 12
     expected = generate(run_dir, "def ", max_new_tokens=12, temperature=0.7, seed=4, device="cpu")
     assert result["text"] == expected
+
+
+@pytest.mark.e2e
+def test_the_command_with_a_device_smaller_than_the_model(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    app = typer.Typer()
+    app.command()(command)
+    values = [str(run_dir), "--prompt", "def ", "--max-new-tokens", "6", "--dtype", "float32"]
+    values += ["--device", "cpu"]
+    plain = CliRunner().invoke(app, values, catch_exceptions=False)
+    small = [*values, "--device-memory", "64KiB", "--topology", "dgx-h100"]
+    tiers = ["--dram", "100KiB", "--flash-dir", str(tmp_path / "flash")]
+    told = CliRunner().invoke(app, [*small, *tiers], catch_exceptions=False)
+    assert told.stdout == plain.stdout
+    lines = told.stderr.splitlines()
+    assert lines[0].startswith("weights and cache ")
+    assert sum(line.endswith(", +0") for line in lines) == 3  # device, dram, flash: 0 bytes apart
+    assert "waiting for copies" in lines[-1]
+    result = json.loads(CliRunner().invoke(app, [*small, "--json"], catch_exceptions=False).stdout)
+    assert f"def {result['text']}\n" == plain.stdout
+    assert result["memory"]["measured_bytes"] == result["memory"]["predicted_bytes"]
+    assert result["memory"]["measured_bytes"]["device"] <= 64 * 1024
+    with pytest.raises(BudgetImpossible, match="--device-memory"):
+        CliRunner().invoke(app, [*values, "--device-memory", "1KiB"], catch_exceptions=False)
+    for wrong in (["--device-memory", "much"], ["--dram", "1GiB"]):
+        with pytest.raises(BadValue, match="HP102"):
+            CliRunner().invoke(app, [*values, *wrong], catch_exceptions=False)
 
 
 @pytest.mark.sanity

@@ -29,15 +29,41 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, ...; default: as stored.")
     ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Simulated device of this size, such as 4GiB; what does not fit is streamed from DRAM."
+        ),
+    ] = None,
+    dram: Annotated[
+        str | None,
+        typer.Option(help="With --device-memory: DRAM of this size; default: unlimited."),
+    ] = None,
+    flash_dir: Annotated[
+        Path | None, typer.Option(help="With --device-memory: folder for what DRAM does not hold.")
+    ] = None,
+    topology: Annotated[
+        str, typer.Option(help="With --device-memory: machine whose time is simulated.")
+    ] = "local",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object with text, tokens and time.")
     ] = False,
 ) -> None:
     """Continue a prompt with the model of a run; the text appears on stdout as it is made."""
+    from hyper_parallel.errors import BadValue
     from hyper_parallel.trainer._generate import Generator, Sampling
+    from hyper_parallel.trainer._generate_memory import DeviceMemory, describe_use
 
+    memory = None
+    if device_memory is not None:
+        memory = DeviceMemory.parse(device_memory, dram, flash_dir, topology)
+    elif dram is not None or flash_dir is not None or topology != "local":
+        raise BadValue(
+            "--dram, --flash-dir and --topology say what --device-memory may use beside the device",
+            hint="--device-memory 4GiB",
+        )
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    model = Generator(run_dir, device=device, dtype=dtype)
+    model = Generator(run_dir, device=device, dtype=dtype, memory=memory)
     if as_json:
         typer.echo(json.dumps(asdict(model.generate(prompt, sampling, chat=chat))))
         return
@@ -48,3 +74,6 @@ def generate(
         typer.echo(piece, nl=False)
         sys.stdout.flush()
     typer.echo()
+    if model.memory_use is not None:
+        for line in describe_use(model.memory_use, topology):
+            typer.echo(line, err=True)

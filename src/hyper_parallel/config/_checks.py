@@ -20,6 +20,7 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
         *_conversations(recipe, where),
         *_schedule(recipe, where),
         *_degrees(recipe, where),
+        *_offload(recipe, where),
         *_resume(recipe, where),
     ]
 
@@ -110,6 +111,52 @@ def _degrees(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelE
             hint=f"set `parallel.world_size={ranks}`, or `parallel.auto=true` to let the planner fill the rest",
         )
     ]
+
+
+def _offload(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
+    offload = recipe.offload
+    given = sorted(offload.model_fields_set - {"budget", "max_slowdown"})
+    found: list[HyperParallelError] = []
+    if offload.budget is not None and offload.max_slowdown is not None:
+        found.append(
+            Contradiction(
+                "offload has two goals: least time under a budget, or least memory under a slowdown",
+                where=where("offload.max_slowdown"),
+                got=f"budget={offload.budget}, max_slowdown={offload.max_slowdown}",
+                hint="set `offload.max_slowdown=null`, or `offload.budget=null`",
+            )
+        )
+    if not offload.on:
+        changed = [k for k in given if getattr(offload, k) != type(offload).model_fields[k].default]
+        if changed:
+            found.append(
+                Contradiction(
+                    f"`offload.{changed[0]}` has no effect, because offload has no goal and is off",
+                    where=where(f"offload.{changed[0]}"),
+                    got="budget=null, max_slowdown=null",
+                    hint="set `offload.budget=auto`, or `offload.max_slowdown=0.02`",
+                )
+            )
+        return found
+    if offload.flash is not None and offload.flash_dir is None:
+        found.append(
+            Contradiction(
+                "`offload.flash` limits files that no directory is given for",
+                where=where("offload.flash"),
+                got=f"flash={offload.flash}, flash_dir=null",
+                hint="set `offload.flash_dir=/scratch`, or `offload.flash=null`",
+            )
+        )
+    if recipe.training.compile:
+        found.append(
+            Contradiction(
+                "a compiled layer chooses its own order and buffers, so its memory cannot be planned",
+                where=where("training.compile"),
+                got="training.compile=true with offload",
+                hint="set `training.compile=false`, or `offload.budget=null`",
+            )
+        )
+    return found
 
 
 def _resume(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:

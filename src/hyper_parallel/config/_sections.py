@@ -11,6 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from hyper_parallel.units import parse_bytes
+
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change."""
@@ -29,6 +31,10 @@ _DTYPE_ALIAS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 def _canonical_dtype(value: object) -> object:
     return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
+
+
+def _bytes(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) and value != "auto" else value
 
 
 class Model(Section):
@@ -205,6 +211,39 @@ class Checkpoint(Section):
     """Write a Hugging Face directory after the last step."""
 
 
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
+"""A number of bytes; text such as `12GiB` is accepted."""
+
+
+class Offload(Section):
+    """Device memory by plan: state and activations live in host memory or files while nothing needs them.
+
+    On as soon as one goal is given, `budget` or `max_slowdown`.
+    """
+
+    budget: Bytes | Literal["auto"] | None = None
+    """Device bytes of a rank (`12GiB`); the fastest plan under it runs. auto: what the topology's device has."""
+    max_slowdown: float | None = Field(default=None, ge=0)
+    """The other goal: the least device memory for at most this share of more time (0.02: 2 %)."""
+    dram: Bytes | None = None
+    """Host memory one rank may use. None: its share of the topology's, else unlimited."""
+    flash_dir: str | None = None
+    """Directory for what leaves the host memory too. None: nothing goes to files."""
+    flash: Bytes | None = None
+    """Bytes of files one rank may write there. None: unlimited."""
+    bandwidth: Bytes | None = None
+    """Bytes/s between device and host memory per direction that the plan assumes. None: the topology's."""
+    reorder: bool = True
+    """Operators may change their order, never what they compute."""
+    recompute: bool = True
+    """Results may be dropped and computed again."""
+
+    @property
+    def on(self) -> bool:
+        """A goal is given."""
+        return self.budget is not None or self.max_slowdown is not None
+
+
 class Recipe(Section):
     """One training run."""
 
@@ -220,6 +259,8 @@ class Recipe(Section):
     """How it is spread over ranks."""
     moe: Moe = Moe()
     """How tokens are routed to experts."""
+    offload: Offload = Offload()
+    """What leaves the device memory while nothing needs it."""
     checkpoint: Checkpoint = Checkpoint()
     """When it is saved."""
     topology: str = "local"

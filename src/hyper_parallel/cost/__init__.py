@@ -25,6 +25,7 @@ from hyper_parallel.cost._local import (
     mean_rates,
 )
 from hyper_parallel.cost._machine import Machine
+from hyper_parallel.cost._memory import kept_bytes
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._place import Places
 from hyper_parallel.cost._predict import (
@@ -36,6 +37,7 @@ from hyper_parallel.cost._predict import (
     read_runs,
     shipped_cards,
 )
+from hyper_parallel.cost._probes import fit_probes, nonnegative
 from hyper_parallel.cost._ring import ring_bytes
 from hyper_parallel.cost._runs import RowError, Run, read_run
 from hyper_parallel.cost._score import Scores, layer_prices, peak_memory, score, step_cost
@@ -74,11 +76,14 @@ __all__ = [
     "cut_layers",
     "device_card",
     "fit_device",
+    "fit_probes",
     "fit_runs",
     "fit_stack",
+    "kept_bytes",
     "layer_prices",
     "load_card",
     "mean_rates",
+    "nonnegative",
     "own_cards",
     "own_path",
     "peak_memory",

@@ -58,7 +58,13 @@ from hyper_parallel.errors.plan import (
     UnknownPeak,
     UnknownTopology,
 )
-from hyper_parallel.errors.run import LossNotFinite, NoData, RankFailed, RunUnreadable
+from hyper_parallel.errors.run import (
+    ForkUnsafe,
+    LossNotFinite,
+    NoData,
+    RankFailed,
+    RunUnreadable,
+)
 
 __all__ = [
     "AuditError",
@@ -74,6 +80,7 @@ __all__ = [
     "DegreesMismatch",
     "DeviceUnavailable",
     "DoesNotFit",
+    "ForkUnsafe",
     "HyperParallelError",
     "LayoutError",
     "LossNotFinite",

@@ -21,6 +21,8 @@ class BudgetImpossible(HyperParallelError):
     """
 
     code = "HP402"
+    least_bytes: int = 0
+    """A budget that a plan was found for."""
 
 
 class TierFull(HyperParallelError):

@@ -37,3 +37,12 @@ class LossNotFinite(HyperParallelError):
     """
 
     code = "HP604"
+
+
+class ForkUnsafe(HyperParallelError):
+    """Local ranks were to be forked from a process that is a member of a process group.
+
+    Fix: close the world (`World.close`, or leave its `with` block) before `launch`, or start the ranks with torchrun.
+    """
+
+    code = "HP605"

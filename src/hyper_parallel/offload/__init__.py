@@ -12,7 +12,8 @@ from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.offload._order import order_peak, refine_order
 from hyper_parallel.offload._plan import plan_memory
 from hyper_parallel.offload._policies import simple_policy
-from hyper_parallel.offload._simulate import Clock, simulate
+from hyper_parallel.offload._profile import peak_by_kind, predicted_timeline, summarise
+from hyper_parallel.offload._simulate import Clock, Copied, simulate
 from hyper_parallel.offload._usedef import (
     UseDef,
     dependencies,
@@ -24,6 +25,7 @@ from hyper_parallel.offload._usedef import (
 __all__ = [
     "Channel",
     "Clock",
+    "Copied",
     "MemoryMachine",
     "Roofline",
     "UseDef",
@@ -34,12 +36,15 @@ __all__ = [
     "least_peak_bound",
     "least_time_bound",
     "order_peak",
+    "peak_by_kind",
     "plan_memory",
     "plan_memory_cached",
+    "predicted_timeline",
     "refine_order",
     "reload_bound",
     "simple_policy",
     "simulate",
+    "summarise",
     "use_definitions",
     "working_set_bytes",
 ]

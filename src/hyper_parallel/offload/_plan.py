@@ -70,10 +70,17 @@ class _Search:
     def __post_init__(self) -> None:
         self.rules = [(name, s, rank) for name, s in self.selectors for rank in _RANKS]
 
-    def portfolio(self, target: int, limit_s: float = float("inf")) -> list[_Emitted]:
+    def portfolio(
+        self, target: int, limit_s: float = float("inf"), budget: int | None = None
+    ) -> list[_Emitted]:
         """Every emitted program for a target that respects the other tiers.
 
         Once a target is met within the time limit, only the rules that met it go on to the next, lower one.
+
+        Args:
+            target: Device bytes that are aimed at.
+            limit_s: Programs that take longer are given up on the way.
+            budget: Only the fastest program under it is wanted: what is found becomes the time limit.
         """
         found: list[_Emitted] = []
         met: list[int] = []
@@ -87,10 +94,13 @@ class _Search:
                 if not _overfull(self.machine, emitted):
                     self.best_seen = min(self.best_seen, emitted, key=lambda e: e.peak)
                     found.append(emitted)
+                    if budget is not None and emitted.peak <= budget:
+                        limit_s = min(limit_s, emitted.seconds)
                 aim -= emitted.peak - target
                 if emitted.peak <= target or aim <= 0:
                     break
-            if last is not None and last.peak <= target and last.seconds <= limit_s:
+            kept = last is not None and not _overfull(self.machine, last)
+            if kept and last is not None and last.peak <= target and last.seconds <= limit_s:
                 met.append(index)
         if met:
             self.rules = [self.rules[i] for i in met]
@@ -289,27 +299,31 @@ def _recompute_sets(
 
 
 def _least_time(search: _Search, budget: int) -> _Emitted:
-    fitting = [e for e in search.portfolio(budget) if e.peak <= budget]
+    fitting = [e for e in search.portfolio(budget, budget=budget) if e.peak <= budget]
     if fitting:
         return min(fitting, key=lambda e: (e.seconds, e.peak))
     floor = working_set_bytes(search.program)
-    for target in (floor, (floor + budget) // 2):
-        fitting += [e for e in search.portfolio(target) if e.peak <= budget]
+    lowest = search.portfolio(floor, budget=budget)
+    for found in (lowest, search.portfolio((floor + budget) // 2, budget=budget)):
+        fitting += [e for e in found if e.peak <= budget]
     if fitting:
         return min(fitting, key=lambda e: (e.seconds, e.peak))
-    least = search.best_seen.peak
+    # Programs that aim at the floor are made for every budget, so their least peak is one that planning finds again.
+    least = min((e.peak for e in lowest), default=search.best_seen.peak)
     if _no_room_elsewhere(search):
         raise TierFull(
             "the device budget needs more bytes in DRAM or flash than the machine allows",
             got=f"budget {budget}, dram {search.machine.dram_bytes}, flash {search.machine.flash_bytes}",
             hint=f"set a device budget of {least} bytes, or allow more DRAM",
         )
-    raise BudgetImpossible(
+    error = BudgetImpossible(
         f"no memory plan fits {format_bytes(budget)}",
         got=f"{budget} bytes",
         allowed=f"at least {least} bytes (the largest operator alone takes {floor})",
         hint=f"set `offload.budget={least}`",
     )
+    error.least_bytes = least
+    raise error
 
 
 def _no_room_elsewhere(search: _Search) -> bool:

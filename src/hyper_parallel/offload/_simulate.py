@@ -8,10 +8,25 @@ emitter saw is what the simulator says.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram
 from hyper_parallel.ir.timeline import Span, Timeline
 from hyper_parallel.offload._machine import MemoryMachine
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Copies of one kind: their number, their bytes, and the seconds their lane was busy."""
+
+    count: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def bytes_s(self, latency_s: float) -> float | None:
+        """Bytes per second after the latency of every copy; None when that cannot be told."""
+        moving = self.seconds - self.count * latency_s
+        return self.num_bytes / moving if self.num_bytes and moving > 0 else None
 
 
 class Clock:
@@ -20,6 +35,7 @@ class Clock:
     Attributes:
         now_s: Time on the compute lane.
         wait_s: Seconds the compute lane stood still.
+        copied: What moved so far, by kind of copy.
         spans: Intervals of work, recorded when asked for.
     """
 
@@ -30,6 +46,7 @@ class Clock:
         self.machine = machine
         self.now_s = 0.0
         self.wait_s = 0.0
+        self.copied = dict.fromkeys(COPIES, Copied())
         self.spans: list[Span] | None = [] if record else None
         self._lane_free = dict.fromkeys(COPIES, 0.0)
         self._arrival: dict[tuple[int, str], float] = {}
@@ -64,6 +81,10 @@ class Clock:
         )
         seconds = self.machine.channel(action.kind).seconds(storage.num_bytes)
         self._lane_free[action.kind] = self._arrival[action.target, dst] = start + seconds
+        before = self.copied[action.kind]
+        self.copied[action.kind] = Copied(
+            before.count + 1, before.num_bytes + storage.num_bytes, before.seconds + seconds
+        )
         self._span(action.kind, storage.name, start, seconds, "copy")
 
     def _span(self, lane: str, name: str, start_s: float, seconds: float, category: str) -> None:

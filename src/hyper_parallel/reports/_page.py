@@ -8,6 +8,7 @@ from importlib.resources import files
 
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.reports._mesh import draw_layout, draw_mesh, layout_text
+from hyper_parallel.reports._offload import offload_section
 from hyper_parallel.reports._run import Run
 from hyper_parallel.reports._svg import (
     FULL,
@@ -45,6 +46,7 @@ def render(run: Run) -> str:
         _two(("Step time by term", _step_terms(run)), ("Step time", _step_time(run))),
         _two(("Memory by tier", _memory(run)), ("Gradient norm", _grad_norm(run))),
         _section("One step on the executors", _lanes(run)),
+        offload_section(run),
         _two(("Mesh", _mesh(plan)), ("Communication", _collectives(plan))),
         _section("Layouts", _layouts(plan)),
         _section("Why this plan", _runners_up(plan)),
@@ -202,6 +204,9 @@ def _memory(run: Run) -> str:
             bars.append(
                 ("measured", [Part("measured peak", float(run.peak_memory_bytes), PALETTE[-1])])
             )
+        if run.offload is not None and tier in ("dram", "flash"):
+            sizes = [m["offload"][f"{tier}_bytes"] for m in run.metrics if "offload" in m]
+            bars.append(("measured", [Part("measured peak", float(max(sizes)), PALETTE[-1])]))
         limit = (
             ("capacity of one rank", float(plan.memory_capacity_bytes)) if tier == "hbm" else None
         )

@@ -29,6 +29,7 @@ class Run:
         config: Text of the resolved recipe.
         sample: Text the model wrote after training, or "".
         run_info: Facts the trainer wrote about machine and versions.
+        offload: Predicted and measured timeline of one planned step; None without offload.
     """
 
     directory: Path
@@ -40,6 +41,7 @@ class Run:
     config: str
     sample: str
     run_info: dict[str, Any]
+    offload: tuple[Timeline, Timeline] | None = None
 
     def steady(self, key: str) -> float | None:
         """Median of a metric after the warm-up steps; None when no step has it."""
@@ -75,6 +77,8 @@ def load_run(directory: str | Path) -> Run:
         )
     if not (root / "plan.json").is_file():
         raise RunUnreadable("the run directory has no plan.json", where=str(root))
+    predicted = _timeline(root / "offload_predicted.json")
+    measured = _timeline(root / "offload_measured.json")
     return Run(
         directory=root,
         plan=Plan.load(root / "plan.json"),
@@ -85,6 +89,7 @@ def load_run(directory: str | Path) -> Run:
         config=_text(root / "config.yaml"),
         sample=_text(root / "sample.txt"),
         run_info=json.loads(_text(root / "run.json") or "{}"),
+        offload=(predicted, measured) if predicted and measured else None,
     )
 
 

@@ -73,8 +73,10 @@ def line_chart(
     from_zero: bool = False,
     width: int = HALF,
     height: int = 240,
+    x_format: Format | None = None,
+    x_label: str = "step",
 ) -> str:
-    """Lines over training steps."""
+    """Lines over training steps, or with `x_format` over another quantity."""
     left, right, top, bottom = 58, 14, 12, 34
     points = [p for s in series for p in s.points if math.isfinite(p[1])]
     if not points:
@@ -84,6 +86,7 @@ def line_chart(
     y0 = 0.0 if from_zero else y0 - 0.05 * (y1 - y0)
     y1 = y1 + 0.05 * (y1 - y0) if y1 > y0 else y0 + 1.0
     x1 = x1 if x1 > x0 else x0 + 1
+    x_text: Format = x_format or (lambda x: f"{x:g}")
 
     def sx(x: float) -> float:
         return left + (x - x0) / (x1 - x0) * (width - left - right)
@@ -92,7 +95,7 @@ def line_chart(
         return height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom)
 
     out = [
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(y_label)} by step">'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(y_label)} by {escape(x_label)}">'
     ]
     for y in ticks(y0, y1):
         out.append(
@@ -102,12 +105,13 @@ def line_chart(
             f'<text class="tick" x="{left - 6}" y="{sy(y) + 3.5:.1f}" text-anchor="end">{y_format(y)}</text>'
         )
     out += [
-        f'<text class="tick" x="{sx(x):.1f}" y="{height - bottom + 16}" text-anchor="middle">{int(x)}</text>'
+        f'<text class="tick" x="{sx(x):.1f}" y="{height - bottom + 16}" text-anchor="middle">'
+        f"{x_format(x) if x_format else int(x)}</text>"
         for x in ticks(x0, x1, width // 90)
-        if x == int(x)
+        if x_format or x == int(x)
     ]
     out.append(
-        f'<text class="tick" x="{width - right}" y="{height - 4}" text-anchor="end">step</text>'
+        f'<text class="tick" x="{width - right}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>'
     )
     for s in series:
         drawn = [(sx(x), sy(y), x, y) for x, y in s.points if math.isfinite(y)]
@@ -119,11 +123,11 @@ def line_chart(
             out.append(
                 f'<path d="{path}" fill="none" stroke="{s.color}" stroke-width="1.8"{dash}/>'
             )
-        if s.dots or len(drawn) <= 60:
+        if s.dots or (len(drawn) <= 60 and x_format is None):
             radius = 4 if s.dots else 2
             out += [
                 f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{radius}" fill="{s.color}">'
-                f"<title>{escape(s.label)}, step {x:g}: {y_format(y)}</title></circle>"
+                f"<title>{escape(s.label)}, {escape(x_label)} {x_text(x)}: {y_format(y)}</title></circle>"
                 for a, b, x, y in drawn
             ]
     out.append("</svg>")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.errors import HyperParallelError, RankFailed
+from hyper_parallel.errors import ForkUnsafe, HyperParallelError, RankFailed
 
 INIT_METHOD = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable that tells a forked rank how to meet the others."""
@@ -69,10 +70,12 @@ def launch(
         echo_rank: Rank that keeps the parent's standard output and error instead of a log file.
 
     Raises:
+        ForkUnsafe: HP605 when this process is a member of a process group.
         RankFailed: HP601 with the first failure in full and one line for each other rank. A coded error raised in
             a rank is raised again as it is.
     """
     preload()
+    _check_fork()
     with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as scratch:
         logs = Path(log_dir) if log_dir else Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
@@ -92,6 +95,25 @@ def launch(
         ]
 
 
+def _check_fork() -> None:
+    """Refuse a process group of this process, and end the threads of those that were closed.
+
+    A rank inherits the groups but not their threads: it would hang as soon as it used or dropped one. Meshes are in
+    reference cycles, so a closed group lives on until the next collection.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise ForkUnsafe(
+            "local ranks cannot be forked from a member of a process group",
+            got=f"rank {dist.get_rank()} of {dist.get_world_size()}",
+            hint="leave the world before: with World.join() as world: ...",
+        )
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir() or len(list(tasks.iterdir())) > 1:
+        gc.collect()
+
+
 def _child(
     fn: Callable[[int], Any],
     rank: int,
@@ -104,6 +126,7 @@ def _child(
     """Body of a rank; never returns."""
     status = 1
     try:
+        gc.freeze()  # what the parent left behind is not ours to destroy
         _die_with_parent()
         if not echo:
             log = os.open(logs / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -187,6 +210,10 @@ def _wait(pids: dict[int, int], timeout_s: float | None) -> list[_Failure]:
                 failures += [_Failure(rank, time.monotonic(), how) for rank in running.values()]
                 break
             time.sleep(_POLL_S)
+    except BaseException as stop:
+        if not isinstance(stop, KeyboardInterrupt | SystemExit):  # a time limit of the caller
+            _ask_for_stacks(running)
+        raise
     finally:
         for pid in running:
             os.kill(pid, signal.SIGKILL)

@@ -147,12 +147,20 @@ class World:
         return self._groups[tuple(mesh.mesh.flatten().tolist())]
 
     def close(self) -> None:
-        """Leave the world; groups this value opened are destroyed."""
+        """Wait for the other ranks and leave the world; groups this value opened are destroyed.
+
+        A rank that left earlier would close connections that a slower one is still opening.
+        """
+        if self._owns_group and dist.is_initialized():
+            dist.barrier()
+        self._leave()
+
+    def _leave(self) -> None:
         self._meshes.clear()
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-            _forget_redistributions(simulated=self.backend == "fake")
+            forget_meshes()
         self._owns_group = False
 
     def __enter__(self) -> Self:
@@ -164,23 +172,26 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:  # the others may be waiting elsewhere
+            self._leave()
 
 
-def _forget_redistributions(simulated: bool) -> None:
-    """Drop what torch remembers of redistributions.
+def forget_meshes() -> None:
+    """Drop what torch remembers of device meshes, and with it the process groups of worlds that are closed.
 
-    It finds them by mesh, and the mesh of a later world may be equal while its groups are others. After a simulated
-    world, whose process goes on to other meshes, the remembered shardings go too; where ranks really ran they stay,
-    because clearing them can hang ranks that are forked later.
+    It finds shardings and redistributions by mesh, and the mesh of a later world may be equal while its groups are
+    others. A rank forked later would inherit the remembered groups without their threads, and hang when it drops one.
     """
-    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
-    if simulated:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
 
 
 def _fitting_shard(strategy: Strategy, ranks: int) -> int:

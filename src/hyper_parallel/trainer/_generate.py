@@ -2,7 +2,7 @@
 
 The prompt passes through the model once (prefill) and leaves the keys and values of every layer in the cache; each
 further step feeds one token. Greedy decoding with the cache gives the tokens that recomputing everything would give.
-Runs on one device.
+Runs on one device; with a `DeviceMemory`, on a simulated one that is smaller than the model.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hyper_parallel.backends.torch._forward import float64_experts
+from hyper_parallel.backends.torch._static_cache import (
+    GrowingSteps,
+    StaticSteps,
+    why_no_static_cache,
+)
+from hyper_parallel.backends.torch.offload import MemoryUse, PlannedSteps
 from hyper_parallel.errors import BadValue, DeviceUnavailable, RunUnreadable, WeightsUnreadable
+from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, render, stop_ids
 
 _REPLACEMENT = "\ufffd"
@@ -61,6 +68,7 @@ class Generation:
         num_prompt_tokens: Tokens of the prompt.
         stopped: Whether a stop token ended it, not the limit.
         seconds: Wall time of prefill and decoding.
+        memory: What was predicted and measured under a device budget; None without one.
     """
 
     prompt: str
@@ -69,6 +77,7 @@ class Generation:
     num_prompt_tokens: int
     stopped: bool
     seconds: float
+    memory: MemoryUse | None = None
 
 
 def find_export(directory: str | Path) -> Path:
@@ -168,9 +177,32 @@ def load(
     return model.to(where).eval(), tokenizer
 
 
-@torch.no_grad()
+class Steps(Protocol):
+    """The two steps of generation, however they run."""
+
+    def prompt(self, ids: list[int]) -> torch.Tensor:
+        """Logits [V] after the prompt."""
+
+    def next(self, token: int) -> torch.Tensor:
+        """Logits [V] after one more token."""
+
+
+def steps_of(model: Any, length: int) -> Steps:
+    """Steps of fixed shape, the same that run under a device budget, where the model allows them.
+
+    Args:
+        model: A Hugging Face causal language model.
+        length: Tokens of prompt and continuation.
+    """
+    return GrowingSteps(model) if why_no_static_cache(model) else StaticSteps(model, length)
+
+
 def decode_tokens(
-    model: Any, prompt_ids: list[int], sampling: Sampling, stops: Collection[int] = ()
+    model: Any,
+    prompt_ids: list[int],
+    sampling: Sampling,
+    stops: Collection[int] = (),
+    steps: Steps | None = None,
 ) -> Iterator[int]:
     """Yield new tokens one by one, up to the limit or to one of `stops`, which is not yielded.
 
@@ -179,20 +211,19 @@ def decode_tokens(
         prompt_ids: Tokens of the prompt, at least one.
         sampling: How tokens are chosen.
         stops: Tokens that end the text.
+        steps: What computes the logits; None: the model as it is.
     """
-    from transformers import DynamicCache
-
     generator = torch.Generator().manual_seed(sampling.seed)
-    cache = DynamicCache(config=model.config)
-    ids = torch.tensor([prompt_ids], device=model.device)
-    for _ in range(sampling.max_new_tokens):
-        # Only the last position is needed: [1, 1, V] and not [1, S, V].
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        token = choose(out.logits[0, -1], sampling, generator)
+    # The last token is not fed back, so the cache needs no slot for it.
+    steps = steps or steps_of(model, len(prompt_ids) + sampling.max_new_tokens - 1)
+    logits = steps.prompt(prompt_ids)
+    for count in range(1, sampling.max_new_tokens + 1):
+        token = choose(logits, sampling, generator)
         if token in stops:
             return
         yield token
-        ids = torch.tensor([[token]], device=model.device)
+        if count < sampling.max_new_tokens:
+            logits = steps.next(token)
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -230,12 +261,22 @@ class Generator:
         directory: RUN_DIR or Hugging Face directory.
         device: `auto`, `cpu`, `cuda`, ...
         dtype: Format of the weights; None: as stored.
+        memory: A budget for a simulated device; weights and cache then live where its plans put them.
     """
 
     def __init__(
-        self, directory: str | Path, *, device: str = "auto", dtype: str | None = None
+        self,
+        directory: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
+        if memory is not None and device == "auto":
+            device = "cpu"  # the device with the budget is simulated there
         self.model, self.tokenizer = load(directory, device=device, dtype=dtype)
+        self.memory = memory
+        self.memory_use: MemoryUse | None = None
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
         """Tokens of a prompt; with `chat`, wrapped as a user's turn. An empty prompt is a document's beginning.
@@ -286,6 +327,7 @@ class Generator:
             num_prompt_tokens=len(prompt_ids),
             stopped=len(tokens) < sampling.max_new_tokens,
             seconds=time.perf_counter() - start,
+            memory=self.memory_use,
         )
 
     def _start(
@@ -300,7 +342,21 @@ class Generator:
                 allowed=f"{context} tokens in all",
                 hint=f"--max-new-tokens {max(1, context - len(prompt_ids))}",
             )
-        return prompt_ids, decode_tokens(self.model, prompt_ids, sampling, self._stops(chat))
+        stops = self._stops(chat)
+        if self.memory is None:
+            return prompt_ids, decode_tokens(self.model, prompt_ids, sampling, stops)
+        length = len(prompt_ids) + sampling.max_new_tokens - 1
+        limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
+        steps = PlannedSteps(self.model, len(prompt_ids), length, limits)
+        self.memory_use = steps.use
+
+        def planned() -> Iterator[int]:
+            try:
+                yield from decode_tokens(self.model, prompt_ids, sampling, stops, steps)
+            finally:
+                steps.close()
+
+        return prompt_ids, planned()
 
     def _stops(self, chat: bool) -> set[int]:
         """Tokens that end a text: the tokenizer's, the model's own list, in a chat the template's."""

@@ -100,6 +100,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     from hyper_parallel.backends.torch import check_routing
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer._model import build_model, routing_of, weights_directory
+    from hyper_parallel.trainer._offload_machine import check_offload
     from hyper_parallel.trainer.data import prepare
 
     recipe = loaded.recipe
@@ -114,6 +115,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
         )
     _check_resume(loaded)
     plan = plan_recipe(recipe, started_ranks(), loaded.where)
+    check_offload(recipe, plan, loaded.where)
     weights_directory(recipe)
     model = build_model(recipe)
     check_routing(model, routing_of(recipe), loaded.where("moe"))
@@ -202,7 +204,8 @@ def clear_run(job: Job) -> list[str]:
         Names of the removed files and directories.
     """
     names = ("checkpoints", "export", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
-             "sample.txt", "run.json", "report.html", "trace.json")  # fmt: skip
+             "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html",
+             "trace.json")  # fmt: skip
     removed = []
     for name in names:
         path = job.output_dir / name

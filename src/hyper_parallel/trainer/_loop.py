@@ -27,6 +27,8 @@ from hyper_parallel.backends.torch import (
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._memory import MemoryGauge
+from hyper_parallel.trainer._offload import PlannedSteps
+from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs, over_ranks
 from hyper_parallel.trainer._optimizer import set_lr
 from hyper_parallel.trainer._spans import SpanRecorder
 
@@ -46,6 +48,7 @@ class StepResult:
         seconds: Time of the step on this rank.
         memory_bytes: Peak memory of the step on the fullest rank.
         routing: Routing of the experts; None for other models.
+        offload: What offload predicted and measured; None when it is off.
     """
 
     loss: float
@@ -54,6 +57,7 @@ class StepResult:
     seconds: float
     memory_bytes: int
     routing: RoutingStatistics | None = None
+    offload: OffloadRecord | None = None
 
 
 class Loop:
@@ -66,6 +70,9 @@ class Loop:
         world: The ranks.
         recorder: Where spans go.
         gauge: Reads peak memory.
+
+    Attributes:
+        planned: Runs the steps by a memory plan; None: as PyTorch does.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class Loop:
         self._world = world
         self._recorder = recorder
         self._gauge = gauge
+        self.planned: PlannedSteps | None = None
         coordinate = plan.mesh.coordinate(world.rank)
         strategy = plan.strategy
         self._dp_rank = coordinate["dp_replicate"] * strategy.dp_shard + coordinate["dp_shard"]
@@ -94,35 +102,57 @@ class Loop:
         """Run one optimizer step.
 
         Raises:
-            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite; no parameter was changed.
+            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite; no parameter was changed,
+                except by a planned step, whose updates may run before the norm is known.
         """
         start = time.perf_counter()
         span = self._recorder.span
         self._recorder.begin_step(step)
         self._gauge.start()
         with span("data", "data"):
-            parts = self._fetch(batches, step - 1)
-            # Every rank counts the whole step from the index, without communication.
-            valid_tokens = max(batches.num_valid(step - 1), 1)
-            inputs = [self._inputs(batch) for batch in parts]
-        loss_sum, grad_norm = self.gradients(inputs, valid_tokens, max_grad_norm)
+            inputs = self.inputs(batches, step, lr)
+        measured = None
+        if self.planned is None:
+            loss_sum, grad_norm = self.gradients(
+                inputs.microbatches, inputs.valid_tokens, max_grad_norm
+            )
+        else:
+            with span("planned step", "compute"):
+                loss_sum, grad_norm, measured = self.planned.step(inputs)
+        memory = measured.peak_bytes["device"] if measured else self._gauge.peak_bytes()
         with span("loss", "communication"):
-            mean, peaks = _read(self.share(loss_sum))
+            mean, peaks = _read(self.share(loss_sum, memory))
             norm = grad_norm.item()
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise LossNotFinite(
-                "the loss or its gradient is not finite; the step was not applied",
+                "the loss or its gradient is not finite; "
+                + ("the step was not applied" if measured is None else "the run ends here"),
                 where=f"step {step}",
                 got=f"loss={mean}, grad_norm={norm}",
                 hint="training.lr=<a smaller value> training.max_grad_norm=1.0",
             )
-        self.update(lr)
+        if measured is None:
+            self.update(lr)
         routing = self._end_routing()
-        self._recorder.memory(self._gauge.peak_bytes())
-        return StepResult(mean, norm, valid_tokens, time.perf_counter() - start, peaks, routing)
+        self._recorder.memory(memory if measured else self._gauge.peak_bytes())
+        offload = None
+        if self.planned is not None and measured is not None:
+            offload = over_ranks(self.planned.record(measured))
+        seconds = time.perf_counter() - start
+        return StepResult(mean, norm, inputs.valid_tokens, seconds, peaks, routing, offload)
+
+    def inputs(self, batches: Batches, step: int, lr: float) -> StepInputs:
+        """What this rank reads in a step, counted from 1."""
+        parts = self._fetch(batches, step - 1)
+        # Every rank counts the whole step from the index, without communication.
+        valid_tokens = max(batches.num_valid(step - 1), 1)
+        return StepInputs([self._inputs(batch) for batch in parts], valid_tokens, lr)
 
     def gradients(
-        self, inputs: list[dict[str, Tensor]], valid_tokens: int, max_grad_norm: float | None
+        self,
+        inputs: list[dict[str, Tensor]],
+        valid_tokens: int | Tensor,
+        max_grad_norm: float | None,
     ) -> tuple[Tensor, Tensor]:
         """Forward, backward and clipping of one step; reads no value, so that it can also be traced.
 
@@ -133,7 +163,7 @@ class Loop:
         with self._recorder.span("gradient norm", "communication"):
             return loss_sum, clip_grad_norm_(self._model, max_grad_norm)
 
-    def update(self, lr: float) -> None:
+    def update(self, lr: float | Tensor) -> None:
         """The optimizer's step; gradients are gone afterwards."""
         with self._recorder.span("optimizer", "optimizer"):
             set_lr(self._optimizer, lr)
@@ -155,7 +185,7 @@ class Loop:
             valid_tokens = max(batches.num_valid(0), 1)
             inputs = [self._inputs(batch) for batch in self._fetch(batches, 0)]
             loss_sum = forward_loss(self._model, inputs, valid_tokens)
-            mean, _ = _read(self.share(loss_sum))
+            mean, _ = _read(self.share(loss_sum, self._gauge.peak_bytes()))
         self._model.train()
         return mean, valid_tokens
 
@@ -170,12 +200,12 @@ class Loop:
             "shift_labels": batch.shift_labels.to(device, non_blocking=True),
         }
 
-    def share(self, loss_sum: Tensor) -> Tensor:
+    def share(self, loss_sum: Tensor, memory_bytes: int) -> Tensor:
         """Every rank's memory peak, then the sum of the ranks' losses, in one all-reduce."""
         size = self._world.world_size
         values = torch.zeros(size + 1, dtype=torch.float64, device=self._world.device)
         values[size] = loss_sum
-        values[self._world.rank] = float(self._gauge.peak_bytes())
+        values[self._world.rank] = float(memory_bytes)
         if size > 1:
             dist.all_reduce(values)
         return values

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from hyper_parallel.backends.torch import RoutingStatistics
 from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._offload_record import OffloadRecord
 from hyper_parallel.units import format_bytes
 
 
@@ -33,9 +34,10 @@ class StepRecord:
         tps: Tokens per second and device.
         tflops: Model TFLOP/s per device, recomputation not counted.
         mfu: Model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
-        memory_bytes: Peak memory of the step on the fullest rank.
+        memory_bytes: Peak memory of the step on the fullest rank; with offload that of the counted device.
         pred_step_s: Step time the plan predicts.
         routing: Routing of the experts; left out of the line for other models.
+        offload: What offload predicted and measured; left out when it is off.
     """
 
     step: int
@@ -52,6 +54,7 @@ class StepRecord:
     memory_bytes: int
     pred_step_s: float
     routing: RoutingStatistics | None = None
+    offload: OffloadRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class MetricsLog:
         self._append("metrics", record)
         for name in ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s"):
             self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
+        for name, value in asdict(record.offload).items() if record.offload else ():
+            self._board.add_scalar(f"offload/{name}", value, record.step)
         for name, value in asdict(record.routing).items() if record.routing else ():
             if value is not None:
                 self._board.add_scalar(f"routing/{name}", value, record.step)

@@ -37,7 +37,7 @@ def build_optimizer(model: nn.Module, training: Training) -> torch.optim.AdamW:
     )
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float | torch.Tensor) -> None:
     """Give every group the learning rate of the coming step."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -8,7 +8,8 @@ import os
 import platform
 import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from hyper_parallel.trainer._model import (
     routing_of,
     weights_directory,
 )
+from hyper_parallel.trainer._offload import PlannedSteps, lent
+from hyper_parallel.trainer._offload_machine import Assumed
+from hyper_parallel.trainer._offload_record import offload_line, with_memory, write_timelines
 from hyper_parallel.trainer._optimizer import build_optimizer
 from hyper_parallel.trainer._schedule import Schedule
 from hyper_parallel.trainer._spans import SpanRecorder
@@ -101,6 +105,10 @@ class _Run:
             self._display = Display(training.steps, self._main)
             self._display.start()
             stack.callback(self._display.stop)
+            if recipe.offload.on and done < training.steps:
+                loop.planned = stack.enter_context(
+                    self._plan_memory(loop, recorder, schedule, done)
+                )
             first = last = self._evaluate(loop, done)
             result = None
             for step in range(done + 1, training.steps + 1):
@@ -112,7 +120,7 @@ class _Run:
                 every = recipe.checkpoint.every
                 if final or (every and step % every == 0):
                     recorder.begin_step(None)
-                    with recorder.span("checkpoint", "checkpoint"):
+                    with recorder.span("checkpoint", "checkpoint"), lent(loop):
                         checkpointer.save(
                             step,
                             self._model,
@@ -131,6 +139,55 @@ class _Run:
         write_text(job.output_dir / "run.json", json.dumps(self._facts(seconds), indent=1) + "\n")
         loss = result.loss if result else math.nan
         return Summary(training.steps, first, last, loss, seconds)
+
+    @contextmanager
+    def _plan_memory(
+        self, loop: Loop, recorder: SpanRecorder, schedule: Schedule, done: int
+    ) -> Iterator[PlannedSteps]:
+        """Rehearse and plan the memory of a step; the state is the device's until the end of the context."""
+        job, world = self._job, self._world
+        most = self._recipe.training.max_grad_norm
+
+        def whole(
+            spans: Any, parts: list[dict[str, torch.Tensor]], valid: Any, lr: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            one = loop
+            if spans is not None:
+                one = Loop(self._model, self._optimizer, job.plan, world, spans, self._gauge)
+            result = one.gradients(parts, valid, most)
+            one.update(lr)
+            return result
+
+        folder = self._recipe.offload.flash_dir
+        planned = PlannedSteps(
+            self._model,
+            self._optimizer,
+            whole,
+            Assumed.of(self._recipe, job.plan),
+            Path(folder) / f"{job.output_dir.name}-rank{world.rank}" if folder else None,
+            self._display.line,
+        )
+        recorder.begin_step(0)  # no step of the run: nothing is recorded
+        steps = (
+            loop.inputs(self._train, step, schedule.lr(min(step, self._recipe.training.steps)))
+            for step in (done + 1, done + 2)
+        )
+        planned.prepare(*steps)
+        self._write_plan(planned)
+        self._display.line(offload_line(planned.plan))
+        try:
+            yield planned
+        finally:
+            planned.close()
+        self._write_plan(planned)  # a step may have been planned again
+        if self._main and planned.timelines is not None:
+            write_timelines(planned.timelines, job.output_dir)
+
+    def _write_plan(self, planned: PlannedSteps) -> None:
+        """plan.json with the memory of the fullest rank's memory plan in place of the cost model's."""
+        plan = with_memory(self._job.plan, planned.memory_terms(), planned.plan)
+        if self._main:
+            write_text(self._job.output_dir / "plan.json", plan.to_json() + "\n")
 
     def _make_model(self) -> nn.Module:
         recipe = self._recipe
@@ -176,7 +233,8 @@ class _Run:
         if self._holdout is None:
             return math.nan
         start = time.perf_counter()
-        loss, tokens = loop.evaluate(self._holdout)
+        with lent(loop):
+            loss, tokens = loop.evaluate(self._holdout)
         if self._log:
             self._log.evaluation(EvalRecord(step, loss, tokens, time.perf_counter() - start))
             self._display.line(
@@ -206,6 +264,7 @@ class _Run:
             memory_bytes=result.memory_bytes,
             pred_step_s=plan.step_s,
             routing=result.routing,
+            offload=result.offload,
         )
         self._log.step(record)
         self._display.advance(step)

@@ -255,7 +255,7 @@ def _step(loop: Loop, counter: MemoryCounter, plan: Plan, training: Training) ->
         inputs.append(batch)
     loss, _ = loop.gradients(inputs, work.tokens_per_step or 1, training.max_grad_norm)
     counter.enter("loss")
-    loop.share(loss)
+    loop.share(loss, 0)
     loop.update(training.lr)
 
 

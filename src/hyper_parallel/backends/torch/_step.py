@@ -25,7 +25,7 @@ Span = Callable[[str, str], AbstractContextManager[Any]]
 def forward_backward(
     model: nn.Module,
     microbatches: Sequence[Microbatch],
-    num_tokens: int,
+    num_tokens: int | Tensor,
     span: Span = lambda name, kind: nullcontext(),
 ) -> Tensor:
     """Gradients of one step; call the optimizer and `clip_grad_norm_` afterwards.
@@ -33,7 +33,8 @@ def forward_backward(
     Args:
         model: A model that passed through `parallelize`.
         microbatches: This data-parallel rank's microbatches, equal on the ranks that share its data.
-        num_tokens: Valid tokens of the whole step, over all ranks and microbatches.
+        num_tokens: Valid tokens of the whole step, over all ranks and microbatches; a tensor where the step is
+            captured, so that the number is no constant of it.
         span: Context per piece of work, for a timeline: name and kind.
 
     Returns:
@@ -71,7 +72,7 @@ def forward_loss(model: nn.Module, microbatches: Sequence[Microbatch], num_token
     return total if _reports(found) else torch.zeros_like(total)
 
 
-def _loss(model: nn.Module, microbatch: Microbatch, num_tokens: int) -> Tensor:
+def _loss(model: nn.Module, microbatch: Microbatch, num_tokens: int | Tensor) -> Tensor:
     labels = microbatch["shift_labels"]
     output = model(
         **{"labels": labels, **microbatch}, num_items_in_batch=num_tokens, use_cache=False

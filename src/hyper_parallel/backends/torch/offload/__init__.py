@@ -1,9 +1,16 @@
 """Offload on torch: capture a step as a program over storages, run a memory plan on a counted simulated device."""
 
 from hyper_parallel.backends.torch.offload._calls import Call, View
+from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDevice
-from hyper_parallel.backends.torch.offload._record import Captured, Recorder, record
+from hyper_parallel.backends.torch.offload._generation import (
+    MemoryLimits,
+    MemoryUse,
+    PlannedSteps,
+)
+from hyper_parallel.backends.torch.offload._record import Recorder, record
+from hyper_parallel.backends.torch.offload._resized import ResizeWatch
 from hyper_parallel.backends.torch.offload._steps import (
     cache_state,
     capture_inference,
@@ -12,6 +19,7 @@ from hyper_parallel.backends.torch.offload._steps import (
     optimizer_state,
     training_step,
 )
+from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
 from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter
 
 __all__ = [
@@ -19,9 +27,14 @@ __all__ = [
     "Captured",
     "FileTier",
     "Measured",
+    "MemoryLimits",
+    "MemoryUse",
     "Meter",
+    "PlannedSteps",
     "Recorder",
+    "ResizeWatch",
     "SimulatedDevice",
+    "SuccessorDevice",
     "View",
     "cache_state",
     "capture_inference",

@@ -1,15 +1,33 @@
-"""Captured operator calls: a torch operator with tensors replaced by views of numbered storages."""
+"""Captured operator calls: a torch operator with tensors replaced by views of numbered storages.
+
+Collectives are operators like any other: they run when the program says, on the group they were captured with, and are
+done when their call returns. All of them are ordered, so every rank issues them as it did when it was captured.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
+
+COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of operators that wait for other ranks."""
+MESSAGES = ("send", "recv_", "recv_any_source_")
+"""Operators of c10d that exchange with one other rank; neighbours in the program may depend on each other."""
+_LET_GO_S = 1.0
+_UNMARKED = {
+    ("fsdp", "all_gather_copy_in", "all_gather_output"),
+    ("_c10d_functional", "wait_tensor", "tensor"),
+}
+"""Arguments (namespace, operator, name) that are written although their schema does not say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +72,95 @@ class Call:
     sizes: tuple[tuple[int, ...], ...] = ()
     guards: tuple[tuple[int, Any], ...] = ()
 
+    @property
+    def talks(self) -> bool:
+        """It waits for other ranks."""
+        return isinstance(self.func, Messages) or self.func.namespace in COMMUNICATION
+
     def run(self, base: Callable[[int], torch.UntypedStorage]) -> list[Any]:
         """Run on the storages that `base` gives; the outputs, flat."""
         args, kwargs = tree_map_only(
             View, lambda v: v.on(base(v.storage)), (self.args, self.kwargs)
         )
-        return tree_flatten(self.func(*args, **kwargs))[0]
+        return finished(self.func(*args, **kwargs))
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages to and from single ranks that were issued together: all are sent before one is waited for."""
+
+    funcs: tuple[Any, ...]
+
+    def __call__(self, *calls: tuple[Any, ...]) -> None:
+        issued = [func(*args) for func, args in zip(self.funcs, calls, strict=True)]
+        for out in issued:
+            finished(out)
+
+
+def without_work(out: Any) -> Any:
+    """The outputs of a collective once it has ended, with work that is done in place of its own.
+
+    Gloo copies some results when its work is waited for; a caller's later wait would be recorded as operators.
+    """
+    finished(out)
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result([])
+    done = _create_work_from_future(future).boxed()
+    return tree_map_only(torch.ScriptObject, lambda v: done if _is_work(v) else v, out)
+
+
+def _is_work(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) and "Work" in str(value._type())
+
+
+def finished(out: Any) -> list[Any]:
+    """The flat outputs of an operator, once the communication it began has ended."""
+    flat = tree_flatten(out)[0]
+    for value in flat:
+        if _is_work(value):
+            dist.Work.unbox(value).wait()
+    return flat
+
+
+def let_go(bases: list[torch.UntypedStorage], held: list[int]) -> None:
+    """Wait until the collective library has dropped its own references, which it does on a thread after the work.
+
+    Until then a buffer that the program frees would still take bytes.
+
+    Args:
+        bases: Storages that took part.
+        held: What `references` said before.
+    """
+    until = time.monotonic() + _LET_GO_S
+    while any(now > then for now, then in zip(references(bases), held, strict=True)) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0)
+
+
+def references(bases: list[torch.UntypedStorage]) -> list[int]:
+    """How many owners each storage has."""
+    return [torch._C._storage_Use_Count(base._cdata) for base in bases]
 
 
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Tensors behind arguments that the operator's schema marks as written."""
+    """Tensors behind arguments that the operator writes."""
     found: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        if not _is_written(func, argument):
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         found += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
     return found
+
+
+def _is_written(func: Any, argument: Any) -> bool:
+    if argument.alias_info is not None and argument.alias_info.is_write:
+        return True
+    if func.namespace == "c10d":
+        # Schemas of c10d mark nothing; what is not called an input is filled in.
+        return func._opname != "send" and not argument.name.startswith("input")
+    return (func.namespace, func._opname, argument.name) in _UNMARKED
 
 
 def is_repeatable(func: Any, writes: bool) -> bool:
@@ -81,7 +171,8 @@ def is_repeatable(func: Any, writes: bool) -> bool:
         torch.Tag.data_dependent_output,
     }
     uninitialised = "empty" in func._opname
-    return not writes and not uninitialised and tags.isdisjoint(func.tags)
+    talks = func.namespace in COMMUNICATION
+    return not writes and not uninitialised and not talks and tags.isdisjoint(func.tags)
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
@@ -127,27 +218,32 @@ def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: 
 
 
 def split_lists(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_made: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Cut an in-place operator over lists into one call per list position.
+    """Cut an operator over lists into one call per list position.
 
-    Tensors are already views here. `_fused_adamw_` and `_foreach_*_` treat every position by itself, so the parts give
-    the same bits, and each can run
-    as soon as its own gradient exists.
+    Tensors are already views here. `_fused_adamw_` and `_foreach_*` treat every position by itself, so the parts give
+    the same bits, and each can run as soon as its own gradient exists.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        num_made: Fresh storages among its outputs: none, or one per position.
     """
     name = func._opname
     fused = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
-    foreach = name.startswith("_foreach_") and name.endswith("_")
+    foreach = name.startswith("_foreach_")
     lists = [a for a in (*args, *kwargs.values()) if _is_view_list(a)]
     length = len(lists[0]) if lists else 0
-    same = all(len(a) == length for a in lists)
-    if not (fused or foreach) or out is not None or length < 2 or not same:
+    same = all(len(a) == length for a in lists) and num_made in (0, length)
+    if not (fused or foreach) or length < 2 or not same:
         return [(args, kwargs)]
 
     def part(value: Any, at: int) -> Any:
         if _is_view_list(value):
             return [value[at]]
-        # `_foreach_*_` also takes one plain number per position.
+        # `_foreach_*` also takes one plain number per position.
         if isinstance(value, (list, tuple)) and len(value) == length:
             return [value[at]]
         return value

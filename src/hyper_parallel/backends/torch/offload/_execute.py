@@ -6,24 +6,23 @@ names of the tiers (all of them are host memory or files here) and the time, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.backends.torch.offload._calls import View
-from hyper_parallel.backends.torch.offload._record import Captured
+from hyper_parallel.backends.torch.offload._calls import View, let_go, references
+from hyper_parallel.backends.torch.offload._captured import Captured
+from hyper_parallel.backends.torch.offload._copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter, new_buffer
-from hyper_parallel.errors import HyperParallelError, MemoryPlanInvalid, StepChanged, TransferFailed
-from hyper_parallel.ir import COPIES, MemoryAction, MemoryPlan
-from hyper_parallel.offload import Clock, MemoryMachine
-
-Copies = Literal["at_issue", "at_wait", "threads"]
+from hyper_parallel.errors import MemoryPlanInvalid, StepChanged
+from hyper_parallel.ir import COPIES, Counter, MemoryAction, MemoryPlan, Timeline
+from hyper_parallel.offload import Clock, Copied, MemoryMachine
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,15 @@ class Measured:
         peak_bytes: Highest counted bytes per tier.
         seconds: Virtual time, on the machine the executor was given.
         wait_s: Virtual seconds the compute lane waited for copies.
+        copied: Per kind of copy how many there were, their bytes, and the seconds their lane was busy.
+        timeline: Spans of the lanes and counters of the tiers, when they were asked for.
     """
 
     peak_bytes: dict[str, int]
     seconds: float
     wait_s: float
+    copied: dict[str, Copied]
+    timeline: Timeline | None = None
 
 
 class SimulatedDevice:
@@ -84,12 +87,7 @@ class SimulatedDevice:
             )
         self._files = FileTier(flash or Path(), self.flash)
         self._on: dict[str, dict[int, torch.UntypedStorage]] = {"device": {}, "dram": {}}
-        self._running: dict[tuple[int, str], Callable[[], None] | Future[None]] = {}
-        self._lanes = (
-            {kind: ThreadPoolExecutor(1, f"hyper-{kind}") for kind in COPIES}
-            if copies == "threads"
-            else {}
-        )
+        self._lanes = CopyLanes(copies)
         self._failed = False
         self._closed = False
         self._take_state()
@@ -116,6 +114,37 @@ class SimulatedDevice:
                 # stay with the caller, who may pass the very same tensors again.
                 base.resize_(0)
 
+    def _give_state(self) -> None:
+        """Give the state's bytes back to the tensors that owned them."""
+        given = {view.storage for view in self.captured.inputs.values()}
+        for s, tensor in self.captured.state.items():
+            home = self.plan.homes[s]
+            if s not in given:
+                base = tensor.untyped_storage()
+                base.resize_(self.captured.program.storages[s].num_bytes)
+                if self._failed:
+                    base.fill_(0xFF)
+                elif home == "flash":
+                    self._files.read(s, base)
+                else:
+                    base.copy_(self._on[home][s])
+        self._files.clear()
+        self._on = {"device": {}, "dram": {}}
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Between two steps, give the state back to the model and the optimizer for the time of this context.
+
+        Whatever reads or changes their tensors here (an evaluation, a checkpoint) sees and sets the real ones. What it
+        takes is not counted.
+        """
+        self._check_usable()
+        self._give_state()
+        try:
+            yield
+        finally:
+            self._take_state()
+
     def close(self) -> None:
         """Give the state's bytes back to the tensors that owned them.
 
@@ -125,23 +154,8 @@ class SimulatedDevice:
         if self._closed:
             return
         self._closed = True
-        for lane in self._lanes.values():
-            lane.shutdown()
-        given = {view.storage for view in self.captured.inputs.values()}
-        for s, tensor in self.captured.state.items():
-            if s in given:
-                continue
-            home = self.plan.homes[s]
-            base = tensor.untyped_storage()
-            base.resize_(self.captured.program.storages[s].num_bytes)
-            if self._failed:
-                base.fill_(0xFF)
-            elif home == "flash":
-                self._files.read(s, base)
-                self._files.drop(s)
-            else:
-                base.copy_(self._on[home][s])
-        self._on = {"device": {}, "dram": {}}
+        self._lanes.close()
+        self._give_state()
 
     def __enter__(self) -> SimulatedDevice:
         return self
@@ -156,8 +170,14 @@ class SimulatedDevice:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, Measured]:
+    def step(
+        self, inputs: Mapping[str, torch.Tensor], *, trace: bool = False
+    ) -> tuple[Any, Measured]:
         """Run the planned step on new inputs.
+
+        Args:
+            inputs: New values of the captured inputs.
+            trace: Also measure the timeline.
 
         Returns:
             What the recorded step returned, and what was measured.
@@ -167,12 +187,10 @@ class SimulatedDevice:
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """
-        if self._closed or self._failed:
-            raise StepChanged(
-                "the device was closed or a step on it failed; capture and plan again"
-            )
+        self._check_usable()
         self._write_inputs(inputs)
-        clock = Clock(self.plan.program, self.machine)
+        clock = Clock(self.plan.program, self.machine, record=trace)
+        samples: list[Counter] = []
         for meter in (self.device, self.dram, self.flash):
             meter.reset_peak()
         try:
@@ -180,6 +198,11 @@ class SimulatedDevice:
                 for action in self.plan.actions:
                     self._apply(action)
                     clock.apply(action)
+                    if trace:
+                        samples += [
+                            Counter(meter.name, clock.now_s, meter.live_bytes)
+                            for meter in (self.device, self.dram, self.flash)
+                        ]
                 outputs = tree_map_only(
                     View, lambda v: v.on(self._base(v.storage)).clone(), self.captured.outputs
                 )
@@ -194,7 +217,14 @@ class SimulatedDevice:
             "dram": self.dram.peak_bytes,
             "flash": self.flash.peak_bytes,
         }
-        return outputs, Measured(peaks, clock.now_s, clock.wait_s)
+        timeline = Timeline("measured", tuple(clock.spans or ()), tuple(samples)) if trace else None
+        return outputs, Measured(peaks, clock.now_s, clock.wait_s, clock.copied, timeline)
+
+    def _check_usable(self) -> None:
+        if self._closed or self._failed:
+            raise StepChanged(
+                "the device was closed or a step on it failed; capture and plan again"
+            )
 
     def read_state(self, name: str) -> torch.Tensor:
         """A copy of a named persistent tensor, wherever it lives between steps."""
@@ -259,7 +289,7 @@ class SimulatedDevice:
         elif action.kind in COPIES:
             self._copy(action)
         elif action.kind == "wait":
-            self._wait(s, action.tier)
+            self._lanes.wait(s, action.tier)
         elif action.kind == "detach":
             self._drop(s, action.tier)
         else:
@@ -277,7 +307,12 @@ class SimulatedDevice:
 
     def _run(self, index: int) -> None:
         call = self.captured.calls[index]
+        shared = [self._base(s) for s in self._touched(index)] if call.talks else []
+        held = references(shared)
         out = call.run(self._base)
+        if call.talks:
+            out = out if call.made else []  # the work, and the arguments again
+            let_go(shared, held)
         for value in out:
             if isinstance(value, torch.Tensor):
                 self.device.adopt(value.untyped_storage())
@@ -299,6 +334,10 @@ class SimulatedDevice:
                     where=f"operator {index}",
                     hint="capture again; for an optimizer keep the step count in tensors with `fused=True`",
                 )
+
+    def _touched(self, index: int) -> tuple[int, ...]:
+        operator = self.plan.program.operators[index]
+        return tuple(s for s in operator.touched if s not in operator.allocs)
 
     def _copy(self, action: MemoryAction) -> None:
         s = action.target
@@ -329,50 +368,4 @@ class SimulatedDevice:
                 def move() -> None:
                     into.copy_(source)
 
-        self._start(s, src, dst, action.kind, move)
-
-    def _start(self, s: int, src: str, dst: str, lane: str, move: Callable[[], None]) -> None:
-        before = self._running.get((s, src))  # a copy that fills the source must be done first
-        if self.copies == "at_issue":
-            _finish(before)
-            move()
-            self._running[s, dst] = _nothing
-        elif self.copies == "at_wait":
-
-            def late() -> None:
-                # What fills the source has not moved yet either; its own wait then finds nothing left to do.
-                if (s, src) in self._running:
-                    _finish(self._running[s, src])
-                    self._running[s, src] = _nothing
-                move()
-
-            self._running[s, dst] = late
-        else:
-
-            def threaded() -> None:
-                _finish(before)
-                move()
-
-            self._running[s, dst] = self._lanes[lane].submit(threaded)
-
-    def _wait(self, s: int, tier: str) -> None:
-        _finish(self._running.pop((s, tier)))
-
-
-def _nothing() -> None:
-    """A copy that is done."""
-
-
-def _finish(copy: Callable[[], None] | Future[None] | None) -> None:
-    """Complete a running copy, whatever carries it."""
-    try:
-        if isinstance(copy, Future):
-            copy.result()
-        elif copy is not None:
-            copy()
-    except HyperParallelError:
-        raise
-    except Exception as error:
-        raise TransferFailed(
-            "a copy between memory tiers failed", got=f"{type(error).__name__}: {error}"
-        ) from error
+        self._lanes.start(s, action.kind, move)

@@ -1,52 +1,49 @@
 """The dispatch-mode front end: record every operator of a step at storage level.
 
 Works on real and on fake tensors, with graph breaks, autograd and the optimizer included, because it sits below all of
-them. A view is recorded as an address; only operators that make or change bytes become part of the program.
+them. A view is recorded as an address; only operators that make or change bytes become part of the program. Of a
+DTensor the operators on its local part are recorded. A storage that its owner resizes (FSDP frees and refills gathered
+parameters that way) ends there and comes back as a fresh allocation.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from hyper_parallel.backends.torch._known import fake_mode
 from hyper_parallel.backends.torch.offload._calls import (
+    COMMUNICATION,
+    MESSAGES,
     Call,
+    Messages,
     View,
     count_flops,
     is_repeatable,
     split_lists,
+    without_work,
     written_leaves,
+)
+from hyper_parallel.backends.torch.offload._captured import (
+    Captured,
+    as_view,
+    refuse_layouts,
+    storages_in,
+    views_in,
 )
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, Storage, StorageKind
 
-
-@dataclass
-class Captured:
-    """A recorded step.
-
-    Attributes:
-        program: What planning needs; no tensor in it.
-        calls: The torch operator behind each of the program's operators.
-        state: Tensor that owns each storage which exists from the start, by storage index.
-        inputs: Views of the named inputs.
-        outputs: What the step returned, tensors replaced by views.
-        eager_peak_bytes: Device peak of the recorded run itself, with the lifetimes that Python gave the storages.
-    """
-
-    program: MemoryProgram
-    calls: tuple[Call, ...]
-    state: dict[int, torch.Tensor]
-    inputs: dict[str, View]
-    outputs: Any
-    eager_peak_bytes: int = 0
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+Named = Mapping[str, tuple[torch.Tensor, StorageKind]]
+"""Tensors that exist before a step: name to (tensor, what it holds)."""
 
 
 @dataclass
@@ -73,17 +70,27 @@ class Recorder(TorchDispatchMode):
         named: Tensors that exist before the step, with what they hold.
         training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
         alignment_bytes: Rounding of every allocation.
+        empty: Storages that are empty now and that the step refills; see `ResizeWatch`.
+
+    Attributes:
+        part: Phase of what runs now, for a step that knows it; None: as autograd shows.
     """
 
     def __init__(
         self,
-        named: Mapping[str, tuple[torch.Tensor, StorageKind]],
+        named: Named,
         *,
         training: bool,
         alignment_bytes: int,
+        empty: Sequence[weakref.ref[Any]] = (),
     ) -> None:
         super().__init__()
         self.tables = _Tables()
+        self.part: Phase | None = None
+        self._named = named
+        self._empty = {base._cdata: ref for ref in empty if (base := ref()) is not None}
+        self._messages: list[tuple[Any, Any, tuple[int, ...]]] = []
+        self._fake: Any = None
         self._training = training
         self._alignment = alignment_bytes
         self._seen_backward = False
@@ -100,14 +107,43 @@ class Recorder(TorchDispatchMode):
     ) -> View:
         """The tensor as a view; an unknown storage is taken in as state of the step."""
         known = self._find(tensor)
+        base = tensor.untyped_storage()
+        empty = self._empty.get(base._cdata)
+        if (known is not None and self.tables.entries[known].num_bytes != base.nbytes()) or (
+            known is None and empty is not None and empty() is base
+        ):
+            known = self._refilled(tensor, known)
         if known is None:
             known = self._add(tensor, _Entry(name, 0, kind, True, True))
             # Holding the tensor keeps the bytes (and their identity) for the program's whole life.
             self.tables.state[known] = tensor.detach()
-        return _as_view(tensor, known)
+        return as_view(tensor, known)
+
+    def _refilled(self, tensor: torch.Tensor, before: int | None) -> int:
+        """A storage that its owner has resized: the old one has ended, an allocation makes the new one."""
+        if before is not None and self.tables.entries[before].at_start:
+            raise CaptureUnsupported(
+                f"the step resizes `{self.tables.entries[before].name}`; a static memory plan needs fixed sizes",
+                hint="allocate the final size before the step",
+            )
+        num_bytes = tensor.untyped_storage().nbytes()
+        if before is not None:
+            self._live -= self._rounded(self.tables.entries[before].num_bytes)
+        index = self._add(tensor, _Entry("refilled", 0, "scratch"))
+        self._keep(
+            Operator("empty", allocs=(index,), phase=self.phase),
+            Call(
+                torch.ops.aten.empty.memory_format,
+                ([num_bytes],),
+                {"dtype": torch.uint8, "device": tensor.device},
+                ((0, index),),
+                ((num_bytes,),),
+            ),
+        )
+        return index
 
     def _find(self, tensor: torch.Tensor) -> int | None:
-        _refuse_layouts(tensor)
+        refuse_layouts(tensor)
         return self._index.get(tensor.untyped_storage()._cdata)
 
     def _add(self, tensor: torch.Tensor, entry: _Entry) -> int:
@@ -115,18 +151,22 @@ class Recorder(TorchDispatchMode):
         entry.num_bytes = base.nbytes()
         index = len(self.tables.entries)
         self.tables.entries.append(entry)
-        key, rounded = base._cdata, -(-entry.num_bytes // self._alignment) * self._alignment
+        key, rounded = base._cdata, self._rounded(entry.num_bytes)
 
         def gone(_: Any) -> None:
-            self._index.pop(key, None)
             self._watch.pop(key, None)
-            self._live -= rounded
+            last = self._index.pop(key)
+            self._live -= self._rounded(self.tables.entries[last].num_bytes)
 
         self._index[key] = index
-        self._watch[key] = weakref.ref(base, gone)
+        if key not in self._watch:
+            self._watch[key] = weakref.ref(base, gone)
         self._live += rounded
         self.eager_peak = max(self.eager_peak, self._live)
         return index
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._alignment) * self._alignment
 
     def mark(self, tensor: torch.Tensor, kind: StorageKind) -> None:
         """Say what a storage made inside the step holds."""
@@ -141,6 +181,8 @@ class Recorder(TorchDispatchMode):
         """Part of the step that is running now."""
         if not self._training:
             return "inference"
+        if self.part is not None:
+            return self.part
         if torch._C._current_graph_task_id() != -1:
             self._seen_backward = True
             return "backward"
@@ -153,9 +195,14 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a DTensor: its local operators come here next
         kwargs = kwargs or {}
-        if func.namespace == "profiler":
-            return func(*args, **kwargs)
+        if func.namespace == "profiler" or fake_mode() is not self._fake:
+            return func(*args, **kwargs)  # the latter: DTensor asks for the shape of a result
+        exchanges = func.namespace == "c10d" and func._opname in MESSAGES
+        if not exchanges:
+            self._end_messages()
         leaves = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         views = tree_map_only(torch.Tensor, self.view, (args, kwargs))
         written = written_leaves(func, args, kwargs)
@@ -167,6 +214,12 @@ class Recorder(TorchDispatchMode):
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
                 hint="record on real tensors: the value becomes a guard of the program",
             ) from error
+        if func.namespace == "c10d" and not exchanges:
+            out = without_work(out)
+        if exchanges:
+            writes = tuple(self._find(t) for t in written)
+            self._messages.append((func, views[0], tuple(s for s in writes if s is not None)))
+            return out
         if [t.untyped_storage().nbytes() for t in written] != before:
             raise CaptureUnsupported(
                 f"`{func}` resizes a storage; a static memory plan needs fixed sizes",
@@ -201,17 +254,21 @@ class Recorder(TorchDispatchMode):
         if not made and not written and not guards:
             return  # a view, or an alias: an address, not work
         flops = count_flops(func, args, kwargs, out)
-        parts = split_lists(func, views[0], views[1], out) if not made else [(views[0], views[1])]
-        for part_args, part_kwargs in parts:
-            reads = _storages((part_args, part_kwargs))
+        parts = split_lists(func, views[0], views[1], len(made))
+        for number, (part_args, part_kwargs) in enumerate(parts):
+            mine, shapes = made, sizes
+            if made and len(parts) > 1:
+                mine, shapes = [(0, made[number][1])], [sizes[number]]
+            reads = storages_in((part_args, part_kwargs))
             writes = [s for s in _storages_of(written, self) if s in reads]
-            allocs = tuple(s for _, s in made)
-            moved = sum(v.num_bytes for v in _views((part_args, part_kwargs)))
+            allocs = tuple(s for _, s in mine)
+            moved = sum(v.num_bytes for v in views_in((part_args, part_kwargs)))
             moved += sum(self.tables.entries[s].num_bytes for s in allocs)
             moved += sum(
-                v.num_bytes for v in _views((part_args, part_kwargs)) if v.storage in writes
+                v.num_bytes for v in views_in((part_args, part_kwargs)) if v.storage in writes
             )
-            self.tables.operators.append(
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            self._keep(
                 Operator(
                     name,
                     reads,
@@ -221,18 +278,67 @@ class Recorder(TorchDispatchMode):
                     access_bytes=moved,
                     phase=phase,
                     repeatable=is_repeatable(func, bool(writes)) and not guards,
-                    ordered=bool(guards) or torch.Tag.nondeterministic_seeded in func.tags,
-                )
+                    ordered=bool(guards) or draws or func.namespace in COMMUNICATION,
+                ),
+                Call(func, part_args, part_kwargs, tuple(mine), tuple(shapes), guards),
             )
-            self.tables.calls.append(
-                Call(func, part_args, part_kwargs, tuple(made), tuple(sizes), guards)
-            )
+
+    def _keep(self, operator: Operator, call: Call) -> None:
+        self.tables.operators.append(operator)
+        self.tables.calls.append(call)
+
+    def _end_messages(self) -> None:
+        """Messages that were issued one after another become one operator, done when all of them are."""
+        if not self._messages:
+            return
+        messages, self._messages = self._messages, []
+        calls = tuple(args for _, args, _ in messages)
+        reads = storages_in(calls)
+        moved = sum(v.num_bytes for v in views_in(calls))
+        writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
+        self._keep(
+            Operator("c10d.messages", reads, writes, (), 0.0, 0.0, moved, self.phase, False, True),
+            Call(Messages(tuple(func for func, *_ in messages)), calls, {}),
+        )
+
+    # -- the whole step ------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        self._fake = fake_mode()
+        return super().__enter__()
+
+    def captured(self, result: Any, inputs: Mapping[str, torch.Tensor], name: str) -> Captured:
+        """What was recorded, after the step has returned `result` from `inputs`, which are among the named tensors.
+
+        Raises:
+            CaptureUnsupported: HP511 for what cannot be repeated faithfully.
+        """
+        self._end_messages()
+        outputs = tree_map_only(torch.Tensor, self.view, result)
+        del result
+        for view in views_in(outputs):
+            entry = self.tables.entries[view.storage]
+            entry.at_end = True
+            if not entry.at_start:
+                entry.kind = "output"
+        tables = self.tables
+        _refuse_leaks(self, self._named)
+        program = MemoryProgram(
+            name,
+            tuple(
+                Storage(e.name, e.num_bytes, e.kind, e.at_start, e.at_end) for e in tables.entries
+            ),
+            tuple(tables.operators),
+            self._alignment,
+        )
+        views = {k: self.view(t) for k, t in inputs.items()}
+        return Captured(program, tuple(tables.calls), tables.state, views, outputs, self.eager_peak)
 
 
 def record(
     step: Callable[..., Any],
     inputs: Mapping[str, torch.Tensor],
-    named: Mapping[str, tuple[torch.Tensor, StorageKind]],
+    named: Named,
     *,
     name: str,
     training: bool,
@@ -272,28 +378,10 @@ def record(
     finally:
         for hook in hooks:
             hook.remove()
-    outputs = tree_map_only(torch.Tensor, recorder.view, result)
-    del result
-    for view in _views(outputs):
-        entry = recorder.tables.entries[view.storage]
-        entry.at_end = True
-        if not entry.at_start:
-            entry.kind = "output"
-    tables = recorder.tables
-    _refuse_leaks(recorder, everything)
-    program = MemoryProgram(
-        name,
-        tuple(Storage(e.name, e.num_bytes, e.kind, e.at_start, e.at_end) for e in tables.entries),
-        tuple(tables.operators),
-        alignment_bytes,
-    )
-    views = {k: recorder.view(t) for k, t in inputs.items()}
-    return Captured(program, tuple(tables.calls), tables.state, views, outputs, recorder.eager_peak)
+    return recorder.captured(result, inputs, name)
 
 
-def _refuse_leaks(
-    recorder: Recorder, named: Mapping[str, tuple[torch.Tensor, StorageKind]]
-) -> None:
+def _refuse_leaks(recorder: Recorder, named: Named) -> None:
     """A tensor that outlives the step, or state that was replaced instead of changed, would not be seen again."""
     entries = recorder.tables.entries
     for name, (tensor, _) in named.items():
@@ -310,37 +398,5 @@ def _refuse_leaks(
             )
 
 
-def _as_view(tensor: torch.Tensor, storage: int) -> View:
-    return View(
-        storage,
-        tensor.dtype,
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        int(tensor.storage_offset()),
-    )
-
-
-def _views(tree: Any) -> list[View]:
-    return [v for v in tree_flatten(tree)[0] if isinstance(v, View)]
-
-
-def _storages(tree: Any) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(v.storage for v in _views(tree)))
-
-
 def _storages_of(tensors: list[torch.Tensor], recorder: Recorder) -> tuple[int, ...]:
     return tuple(dict.fromkeys(recorder.view(t).storage for t in tensors))
-
-
-def _refuse_layouts(tensor: torch.Tensor) -> None:
-    if (
-        tensor.layout is not torch.strided
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or tensor.is_quantized
-    ):
-        raise CaptureUnsupported(
-            "only plain strided tensors have an address in a storage",
-            got=f"layout {tensor.layout}, conjugate {tensor.is_conj()}, negative {tensor.is_neg()}",
-            hint="materialise the tensor with `.contiguous()`, `.resolve_conj()` or `.resolve_neg()`",
-        )

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.backends.torch._state import local
+from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
-from hyper_parallel.backends.torch.offload._record import Captured, record
+from hyper_parallel.backends.torch.offload._record import record
 from hyper_parallel.ir import StorageKind
 
 Named = dict[str, tuple[torch.Tensor, StorageKind]]
@@ -93,10 +95,10 @@ def capture_inference(
 
 
 def model_state(model: torch.nn.Module) -> Named:
-    """Parameters and buffers; a tied parameter appears once."""
+    """Parameters (of a DTensor this rank's part) and buffers; a tied parameter appears once."""
     state: Named = {}
     for name, parameter in model.named_parameters():
-        state[name] = (parameter, "expert" if ".experts." in name else "weight")
+        state[name] = (local(parameter), "expert" if ".experts." in name else "weight")
     for name, buffer in model.named_buffers():
         state[name] = (buffer, "input")
     return state
@@ -106,7 +108,7 @@ def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     """Every tensor of the optimizer's state, named after its parameter."""
     names = {p: n for n, p in model.named_parameters()}
     return {
-        f"{names.get(p, 'parameter')}.{key}": (value, "optimizer")
+        f"{names.get(p, 'parameter')}.{key}": (local(value), "optimizer")
         for p, slots in optimizer.state.items()
         for key, value in slots.items()
         if isinstance(value, torch.Tensor)

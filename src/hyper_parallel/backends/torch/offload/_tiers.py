@@ -140,6 +140,11 @@ class FileTier:
         self.path(storage).unlink(missing_ok=True)
         self._meter.add(-self._sizes.pop(storage))
 
+    def clear(self) -> None:
+        """Delete all files."""
+        for storage in list(self._sizes):
+            self.drop(storage)
+
     def path(self, storage: int) -> Path:
         """File of a storage."""
         return self._folder / f"{storage}.bin"

@@ -1,0 +1,222 @@
+"""Generation steps of fixed shape: a prompt step that fills a KV cache of fixed length, a decode step that extends it.
+
+Both are pure functions of their inputs and the cache's tensors: no Python counter decides anything, so a step can be
+recorded once and run at every position. The prompt step attends to its own keys (as with a growing cache), the decode
+step to the whole cache under a mask that is an input.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, StaticCache
+from transformers.cache_utils import StaticLayer
+
+_PLAIN = {"full_attention", "sliding_attention"}
+
+
+class _Layer(StaticLayer):
+    """Keys and values of one layer, [B, H, N, K] each.
+
+    While `position` is None a prompt is written from slot 0 on; else one token is written to slot `position` [1].
+    """
+
+    is_compileable = (
+        False  # transformers may leave out the mask of a prompt, as with a growing cache
+    )
+    _layer_type = None
+
+    def __init__(self, length: int) -> None:
+        super().__init__(max_cache_len=length)
+        del self.cumulative_length
+        self.position: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+
+        def zeros(like: Tensor) -> Tensor:
+            shape = (*like.shape[:2], self.max_cache_len, like.shape[-1])
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+        self.keys, self.values = zeros(key_states), zeros(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.position is None:
+            count = key_states.shape[-2]
+            self.keys[:, :, :count].copy_(key_states)
+            self.values[:, :, :count].copy_(value_states)
+            return key_states, value_states
+        self.keys.index_copy_(2, self.position, key_states)
+        self.values.index_copy_(2, self.position, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (query_length if self.position is None else self.max_cache_len), 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+def why_no_static_cache(model: Any) -> str | None:
+    """Why a model's generation steps cannot have fixed shapes; None: they can."""
+    config = model.config.get_text_config(decoder=True)
+    other = set(getattr(config, "layer_types", None) or ()) - _PLAIN
+    if other:
+        return f"layers of kind {', '.join(sorted(other))}"
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return "attention in chunks"
+    if not getattr(model, "_can_compile_fullgraph", False):
+        return "transformers has no cache of fixed length for it"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "its forward takes no position_ids"
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        return f"attention implementation {model.config._attn_implementation}"
+    return None
+
+
+def new_cache(model: Any, length: int) -> Any:
+    """A cache of `length` slots; its tensors appear with the first step."""
+    layers = StaticCache(config=model.config, max_cache_len=length).layers
+    return Cache(layers=[_Layer(length) for _ in layers])
+
+
+def cache_tensors(cache: Any) -> dict[str, Tensor]:
+    """Keys and values by name, layer by layer."""
+    return {
+        f"cache.{index}.{name}": getattr(layer, name)
+        for index, layer in enumerate(cache.layers)
+        for name in ("keys", "values")
+    }
+
+
+def bind_cache(cache: Any, tensors: dict[str, Tensor]) -> None:
+    """Let a cache use these tensors, named as by `cache_tensors`."""
+    for index, layer in enumerate(cache.layers):
+        layer.lazy_initialization(tensors[f"cache.{index}.keys"], tensors[f"cache.{index}.values"])
+        layer.keys, layer.values = tensors[f"cache.{index}.keys"], tensors[f"cache.{index}.values"]
+
+
+def prompt_inputs(model: Any, ids: list[int]) -> dict[str, Tensor]:
+    """Inputs of the prompt step: token ids and positions [1, S]."""
+    tokens = torch.tensor([ids], device=model.device)
+    return {"input_ids": tokens, "position_ids": torch.arange(len(ids)).to(tokens).unsqueeze(0)}
+
+
+def prompt_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Pass a prompt through the model, fill the cache; logits [V] of the last position."""
+    return _logits(model, cache, None, inputs, None)
+
+
+def decode_inputs(model: Any, token: int, position: int, length: int) -> dict[str, Tensor]:
+    """Inputs of the decode step: one token, its position, and per kind of layer the mask [1, 1, 1, N]."""
+    device = model.device
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+    slots = torch.arange(length, device=device)
+    seen = slots <= position
+    near = seen if window is None else seen & (slots > position - window)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:  # one mask for all layers
+        kinds = {"sliding_attention" if window is not None else "full_attention"}
+    masks = {"full_attention": seen, "sliding_attention": near}
+    return {
+        "input_ids": torch.tensor([[token]], device=device),
+        "position_ids": torch.tensor([[position]], device=device),
+        **{f"mask.{kind}": _as_mask(masks[kind], model) for kind in sorted(kinds)},
+    }
+
+
+def decode_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """One token more; logits [V]."""
+    masks: Any = {k.removeprefix("mask."): v for k, v in inputs.items() if k.startswith("mask.")}
+    if not getattr(model.config.get_text_config(decoder=True), "layer_types", None):
+        (masks,) = masks.values()
+    return _logits(model, cache, inputs["position_ids"][0], inputs, masks)
+
+
+def _as_mask(seen: Tensor, model: Any) -> Tensor:
+    """Boolean for torch's attention, added numbers for the model's own."""
+    mask = seen.view(1, 1, 1, -1)
+    if model.config._attn_implementation == "sdpa":
+        return mask
+    zero = torch.zeros((), dtype=model.dtype, device=seen.device)
+    return torch.where(mask, zero, torch.finfo(model.dtype).min)
+
+
+def _logits(
+    model: Any, cache: Any, position: Tensor | None, inputs: dict[str, Tensor], mask: Any
+) -> Tensor:
+    for layer in cache.layers:
+        layer.position = position
+    with torch.no_grad():
+        # Only the last position is needed: [1, 1, V] and not [1, S, V].
+        out = model(
+            input_ids=inputs["input_ids"],
+            position_ids=inputs["position_ids"],
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    logits: Tensor = out.logits[0, -1]
+    return logits
+
+
+class StaticSteps:
+    """Prompt and decode steps of a model, run as they are.
+
+    Args:
+        model: A model without a reason in `why_no_static_cache`.
+        length: Slots of the cache: prompt and continuation.
+    """
+
+    def __init__(self, model: Any, length: int) -> None:
+        self.model, self.length, self.position = model, length, 0
+        self.cache = new_cache(model, length)
+
+    def prompt(self, ids: list[int]) -> Tensor:
+        """Logits [V] after the prompt."""
+        self.position = len(ids)
+        return prompt_step(self.model, self.cache, prompt_inputs(self.model, ids))
+
+    def next(self, token: int) -> Tensor:
+        """Logits [V] after one more token."""
+        inputs = decode_inputs(self.model, token, self.position, self.length)
+        self.position += 1
+        return decode_step(self.model, self.cache, inputs)
+
+
+class GrowingSteps:
+    """The same for every other model: the cache grows with the text.
+
+    Args:
+        model: Any Hugging Face causal language model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers import DynamicCache
+
+        self.model = model
+        self.cache = DynamicCache(config=model.config)
+
+    def prompt(self, ids: list[int]) -> Tensor:
+        """Logits [V] after the prompt."""
+        tokens = torch.tensor([ids], device=self.model.device)
+        with torch.no_grad():
+            out = self.model(
+                input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+            )
+        logits: Tensor = out.logits[0, -1]
+        return logits
+
+    def next(self, token: int) -> Tensor:
+        """Logits [V] after one more token."""
+        return self.prompt([token])

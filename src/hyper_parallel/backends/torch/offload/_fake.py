@@ -1,0 +1,64 @@
+"""A model without its bytes, for recording a step that nobody could run in one piece."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_parallel.errors import CaptureUnsupported
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Shapes of `_grouped_mm` for every format.
+
+    torch's own shape rule knows bfloat16 only, as on a GPU; the CPU kernel also takes float32 and float16.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        left = args[0] if args else None
+        if func is not torch.ops.aten._grouped_mm.default or left.dtype == torch.bfloat16:
+            return func(*args, **kwargs)
+        half = [a.to(torch.bfloat16) if torch.is_tensor(a) else a for a in args[:2]]
+        shape = func(*half, *args[2:], **kwargs).shape
+        # Rows begin at multiples of 16 bytes, as in the kernels.
+        unit = 16 // left.element_size()
+        row = -(-shape[-1] // unit) * unit
+        strides = (row, 1) if len(shape) == 2 else (shape[-2] * row, row, 1)
+        return torch.empty_strided(shape, strides, dtype=left.dtype, device=left.device)
+
+
+@contextmanager
+def fake_copy(model: torch.nn.Module) -> Iterator[Any]:
+    """Inside, a copy of the model whose tensors have shapes and no bytes; its steps can be recorded.
+
+    Raises:
+        CaptureUnsupported: HP511 when the model's code needs a value or a size that depends on the data.
+    """
+    mode = FakeTensorMode()
+    with FakeCopyMode(mode):
+        fake = copy.deepcopy(model)
+    try:
+        with mode, GroupedProducts():
+            yield fake
+    except DynamicOutputShapeException as error:
+        raise CaptureUnsupported(
+            f"`{error.func}` makes a result whose size depends on the data",
+            hint="for experts use float32 or bfloat16, which transformers runs as grouped products",
+        ) from error

@@ -1,0 +1,259 @@
+"""Generation under a device budget: prompt and decode step captured without bytes, planned, run on a simulated device.
+
+Weights and KV cache have their homes where the plans put them and are streamed. The steps are those that run without a
+budget, operator by operator, so every token is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.backends.torch._static_cache import (
+    bind_cache,
+    cache_tensors,
+    decode_inputs,
+    decode_step,
+    new_cache,
+    prompt_inputs,
+    prompt_step,
+    why_no_static_cache,
+)
+from hyper_parallel.backends.torch.offload._captured import Captured
+from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDevice
+from hyper_parallel.backends.torch.offload._fake import fake_copy
+from hyper_parallel.backends.torch.offload._record import record
+from hyper_parallel.backends.torch.offload._steps import Named, model_state
+from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
+from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
+from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
+from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory_cached
+from hyper_parallel.units import format_bytes
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """What a generation may take.
+
+    Attributes:
+        device_bytes: Device budget.
+        machine: Channels, DRAM and flash capacities.
+        roofline: Seconds of operators on the virtual clock.
+        flash: Folder of the file tier; needed when the machine has one.
+    """
+
+    device_bytes: int
+    machine: MemoryMachine
+    roofline: Roofline
+    flash: Path | None = None
+
+
+@dataclass
+class MemoryUse:
+    """What was predicted and what was measured.
+
+    Attributes:
+        predicted_bytes: Peak per tier of the two plans.
+        measured_bytes: Peak per tier of everything that ran, the move from one plan to the other included.
+        state_bytes: Weights, buffers and KV cache.
+        seconds: Virtual seconds of all steps.
+        wait_s: Those of them in which the device waited for copies.
+        steps: Steps that ran.
+    """
+
+    predicted_bytes: dict[str, int] = field(default_factory=dict)
+    measured_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
+    state_bytes: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+    steps: int = 0
+
+
+class PlannedSteps:
+    """Prompt and decode steps under a device budget.
+
+    Args:
+        model: On the CPU, in eval mode; its tensors are empty until `close`.
+        prompt_tokens: Length of the prompt.
+        length: Slots of the cache: prompt and continuation.
+        limits: Budget and machine.
+
+    Raises:
+        CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
+        BudgetImpossible: HP402 with the least device bytes that prompt and decode step get by with.
+        TierFull: HP403 when DRAM and flash cannot hold what the device does not.
+    """
+
+    def __init__(self, model: Any, prompt_tokens: int, length: int, limits: MemoryLimits) -> None:
+        self.model, self.length, self.limits, self.position = model, length, limits, 0
+        self.use = MemoryUse()
+        self._device: SimulatedDevice | None = None
+        if model.device.type != "cpu":
+            raise CaptureUnsupported(
+                "a device budget is simulated on the CPU; the model is on another device",
+                got=str(model.device),
+                hint="--device cpu",
+            )
+        if why := why_no_static_cache(model):
+            raise CaptureUnsupported(
+                f"generation under a device budget needs steps of fixed shape: {why}",
+                got=type(model).__name__,
+                hint="leave out --device-memory",
+            )
+        self._captured = self._capture(prompt_tokens)
+        self._plans = self._plan()
+        self.use.predicted_bytes = {
+            tier: max(plan.peak_bytes[tier] for plan in self._plans) for tier in MEMORY_TIERS
+        }
+
+    def _capture(self, prompt_tokens: int) -> list[Captured]:
+        """Prompt step and, when it is needed, decode step, recorded on tensors without bytes."""
+        model, length = self.model, self.length
+        with fake_copy(model) as fake:
+            cache = new_cache(fake, length)
+            first = prompt_inputs(fake, [0] * prompt_tokens)
+            prompt_step(fake, cache, {k: v[:, :1] for k, v in first.items()})  # makes the cache
+            shapes = cache_tensors(cache)
+            named: Named = {**model_state(fake), **{k: (t, "kv") for k, t in shapes.items()}}
+            found = [_record(prompt_step, fake, cache, first, named, "prompt")]
+            if length > prompt_tokens:
+                inputs = decode_inputs(fake, 0, prompt_tokens, length)
+                found.append(_record(decode_step, fake, cache, inputs, named, "decode"))
+        self.cache = new_cache(model, length)
+        tensors = {k: torch.zeros(t.shape, dtype=t.dtype) for k, t in shapes.items()}
+        bind_cache(self.cache, tensors)
+        real = {**{k: t for k, (t, _) in model_state(model).items()}, **tensors}
+        return [
+            _bind(captured, real, self._inputs(at, captured)) for at, captured in enumerate(found)
+        ]
+
+    def _inputs(self, at: int, captured: Captured) -> Mapping[str, Tensor]:
+        """Real tensors for the inputs of a step."""
+        if at == 0:
+            return prompt_inputs(self.model, [0] * captured.inputs["input_ids"].size[1])
+        return decode_inputs(self.model, 0, 0, self.length)
+
+    def _plan(self) -> list[MemoryPlan]:
+        limits, plans, least = self.limits, [], 0
+        for captured in self._captured:
+            program = limits.roofline.annotate(captured.program)
+            try:
+                plans.append(
+                    plan_memory_cached(program, limits.machine, budget_bytes=limits.device_bytes)
+                )
+            except BudgetImpossible as error:
+                least = max(least, error.least_bytes)
+            except TierFull as error:
+                raise TierFull(
+                    "DRAM and flash cannot hold what the device does not",
+                    got=error.got,
+                    hint="raise --dram or --device-memory, or add --flash-dir",
+                ) from error
+        if least:
+            raise BudgetImpossible(
+                f"no memory plan of this generation fits {format_bytes(limits.device_bytes)}",
+                got=f"{limits.device_bytes} bytes",
+                allowed=f"at least {least} bytes ({format_bytes(least)})",
+                hint=f"--device-memory {least}",
+            )
+        state = plans[0].program
+        self.use.state_bytes = sum(
+            size
+            for size, storage in zip(state.sizes, state.storages, strict=True)
+            if storage.persistent
+        )
+        return plans
+
+    def prompt(self, ids: list[int]) -> Tensor:
+        """Logits [V] after the prompt."""
+        flash = self._folder("prompt")
+        self._device = SimulatedDevice(
+            self._captured[0], self._plans[0], self.limits.machine, flash=flash
+        )
+        self.position = len(ids)
+        return self._run(prompt_inputs(self.model, ids))
+
+    def next(self, token: int) -> Tensor:
+        """Logits [V] after one more token."""
+        assert self._device is not None
+        if len(self._plans) > 1 and self._device.plan is self._plans[0]:
+            self._device.device.reset_peak()
+            self._device = SuccessorDevice(
+                self._device,
+                self._captured[1],
+                self._plans[1],
+                self.limits.machine,
+                device_bytes=self.use.predicted_bytes["device"],
+                flash=self._folder("decode"),
+            )
+            self._count({"device": self._device.device.peak_bytes})
+        inputs = decode_inputs(self.model, token, self.position, self.length)
+        self.position += 1
+        return self._run(inputs)
+
+    def close(self) -> None:
+        """Give the weights' bytes back to the model."""
+        if self._device is not None:
+            self._device.close()
+        if self.limits.flash is not None:
+            for name in ("prompt", "decode"):
+                folder = self.limits.flash / name
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+
+    def _folder(self, name: str) -> Path | None:
+        if self.limits.flash is None:
+            return None
+        folder = self.limits.flash / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _run(self, inputs: dict[str, Tensor]) -> Tensor:
+        assert self._device is not None
+        measured: Measured
+        logits, measured = self._device.step(inputs)
+        self._count(measured.peak_bytes)
+        self.use.seconds += measured.seconds
+        self.use.wait_s += measured.wait_s
+        self.use.steps += 1
+        result: Tensor = logits
+        return result
+
+    def _count(self, peaks: Mapping[str, int]) -> None:
+        for tier, peak in peaks.items():
+            self.use.measured_bytes[tier] = max(self.use.measured_bytes[tier], peak)
+
+
+def _record(
+    step: Callable[[Any, Any, dict[str, Tensor]], Tensor],
+    model: Any,
+    cache: Any,
+    inputs: dict[str, Tensor],
+    named: Named,
+    name: str,
+) -> Captured:
+    def run(**batch: Tensor) -> Tensor:
+        return step(model, cache, batch)
+
+    return record(run, inputs, named, name=f"{type(model).__name__} {name}", training=False)
+
+
+def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Captured:
+    """The recorded step with real tensors behind the names of its state."""
+    owners = {**real, **inputs}
+    state = {}
+    for s in captured.state:
+        name = captured.program.storages[s].name
+        if name not in owners:
+            raise CaptureUnsupported(
+                "the model keeps a tensor that is neither parameter nor buffer",
+                got=name,
+                hint="register it with `register_buffer`",
+            )
+        state[s] = owners[name]
+    return replace(captured, state=state)

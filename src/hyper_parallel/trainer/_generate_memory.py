@@ -1,0 +1,101 @@
+"""The budget of a generation: device, DRAM and flash bytes, and the machine whose clock the simulated device keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hyper_parallel.backends.torch.offload import MemoryLimits, MemoryUse
+from hyper_parallel.errors import BadValue
+from hyper_parallel.offload import Channel, MemoryMachine, Roofline
+from hyper_parallel.topology import Supernode, detect_local, load_topology
+from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
+
+FLASH_BYTES_S: Final = 1e9
+"""One NVMe drive, a general figure, where the topology names no flash."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a generation may take.
+
+    Attributes:
+        device_bytes: Bytes of the simulated device.
+        dram_bytes: Bytes in DRAM; None: unlimited.
+        flash: Folder for what DRAM does not hold; None: no flash tier.
+        topology: Preset or file that gives the clock; `local`: this machine.
+    """
+
+    device_bytes: int
+    dram_bytes: int | None = None
+    flash: Path | None = None
+    topology: str = "local"
+
+    @classmethod
+    def parse(
+        cls, device: str, dram: str | None, flash: Path | None, topology: str
+    ) -> DeviceMemory:
+        """Read sizes such as `4GiB`.
+
+        Raises:
+            BadValue: HP102 for what is no size.
+        """
+        return cls(
+            _size("--device-memory", device),
+            None if dram is None else _size("--dram", dram),
+            flash,
+            topology,
+        )
+
+    def limits(self, dtype: str) -> MemoryLimits:
+        """Budget and machine for a model of a format.
+
+        Raises:
+            UnknownPeak: HP310 when the topology has no rate for the format.
+        """
+        node = detect_local(1) if self.topology == "local" else load_topology(self.topology)
+        rates = {pool.kind: pool.bytes_s.value for pool in reversed(node.pools)}
+        host = Channel(_host_bytes_s(node, rates))
+        drive = None
+        if self.flash is not None:
+            drive = Channel(rates.get("flash", FLASH_BYTES_S))
+        machine = MemoryMachine(host, host, drive, drive, dram_bytes=self.dram_bytes)
+        roofline = Roofline(node.peak_flops(dtype), node.device.memory_bytes_s.value)
+        return MemoryLimits(self.device_bytes, machine, roofline, self.flash)
+
+
+def _host_bytes_s(node: Supernode, rates: dict[str, float]) -> float:
+    for kind in ("dram", "pool"):
+        if kind in rates:
+            return rates[kind]
+    # A machine whose ranks compute in host memory: a copy reads and writes it, so it moves half the bytes per second.
+    return node.device.memory_bytes_s.value / 2
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise BadValue(f"{name} is not a size", got=text, hint=f"{name} 4GiB") from error
+    if size <= 0:
+        raise BadValue(f"{name} must be above 0", got=text, hint=f"{name} 4GiB")
+    return size
+
+
+def describe_use(use: MemoryUse, topology: str) -> list[str]:
+    """Lines for people: predicted beside measured, and the time that copies cost."""
+    lines = [f"weights and cache {format_bytes(use.state_bytes)}"]
+    for tier, predicted in use.predicted_bytes.items():
+        measured = use.measured_bytes[tier]
+        if predicted or measured:
+            lines.append(
+                f"{tier} peak: predicted {predicted} bytes, measured {measured} bytes "
+                f"({format_bytes(measured)}), {measured - predicted:+d}"
+            )
+    share = use.wait_s / use.seconds if use.seconds else 0.0
+    lines.append(
+        f"simulated on `{topology}`: {format_seconds(use.seconds)} for {use.steps} steps, "
+        f"{format_seconds(use.wait_s)} ({share:.0%}) of it waiting for copies"
+    )
+    return lines

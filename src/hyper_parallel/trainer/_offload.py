@@ -1,0 +1,355 @@
+"""Training steps by a memory plan: rehearse one step, capture it, plan it, then run the plan.
+
+Before the first step two steps are rehearsed on a copy of the state and undone: a plain one, whose results the first
+planned step must repeat bit for bit, and a recorded one on other data, with another learning rate and another number
+of tokens, so that a value that should have been a tensor cannot pass unnoticed. Nothing is lost when no plan fits.
+
+From then on the simulated device owns parameters and optimizer state. Evaluation, checkpoints and export borrow them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch import handle, local
+from hyper_parallel.backends.torch.offload import (
+    Captured,
+    Measured,
+    Recorder,
+    ResizeWatch,
+    SimulatedDevice,
+    model_state,
+    optimizer_state,
+)
+from hyper_parallel.errors import CaptureUnsupported, HyperParallelError, StepChanged
+from hyper_parallel.ir import MemoryPlan, MemoryTerm, Timeline
+from hyper_parallel.offload import peak_by_kind, plan_memory, predicted_timeline, summarise
+from hyper_parallel.trainer._offload_machine import Assumed, measured_machine
+from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs
+from hyper_parallel.trainer._optimizer import set_lr
+
+DRIFT = 0.02
+"""Share of a step that waits may take beyond the plan before it is planned again."""
+
+
+Step = Callable[[Any, list[dict[str, Tensor]], Any, Any], tuple[Tensor, Tensor]]
+"""(spans, microbatches, valid tokens, learning rate) to this rank's loss and the gradient norm."""
+
+
+class PlannedSteps:
+    """Runs the steps of one rank by a memory plan.
+
+    Args:
+        model: Model that passed through `parallelize` and holds its weights.
+        optimizer: Its optimizer.
+        step: One whole step, optimizer included.
+        assumed: Machine and goal.
+        flash: Directory of this rank's files, or None.
+        say: Prints a line on rank 0.
+
+    Raises:
+        CaptureUnsupported: HP511 on an accelerator.
+
+    Attributes:
+        plan: The memory plan that runs now.
+        timelines: Predicted and measured timeline of the first planned step, then of the first after a new plan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step: Step,
+        assumed: Assumed,
+        flash: Path | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._model, self._optimizer, self._step = model, optimizer, step
+        self._assumed, self._flash, self._say = assumed, flash, say
+        self._machine = assumed.planned
+        device = handle(model).device
+        if device.type != "cpu":
+            raise CaptureUnsupported(
+                "memory plans run on the simulated device of a CPU only",
+                got=device.type,
+                hint="offload.budget=null offload.max_slowdown=null",
+            )
+        self.timelines: tuple[Timeline, Timeline] | None = None
+        self._traced = False
+        self._expected: dict[str, Any] | None = None
+
+    # -- before the first step -----------------------------------------------------------------
+
+    def prepare(self, first: StepInputs, second: StepInputs) -> None:
+        """Rehearse the first step, capture one on the second's data, plan it, and hand the state to the device.
+
+        Args:
+            first: The step that comes next; its plain results are kept to be compared with.
+            second: Any other step of the same shape.
+
+        Raises:
+            CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
+            BudgetImpossible: HP402 with the least budget that every rank could keep.
+            TierFull: HP403.
+        """
+        if self._flash is not None:
+            self._flash.mkdir(parents=True, exist_ok=True)
+        with self._undone():
+            watch = ResizeWatch()
+            with watch:
+                loss, norm = self._step(None, first.microbatches, first.valid_tokens, first.lr)
+            self._expected = {"loss": loss.clone(), "grad_norm": norm.clone(), **self._digests()}
+        with self._undone():
+            self._captured = self._capture(second, watch.empty)
+        self._program = self._assumed.annotate(self._captured.program)
+        self.plan = _agreed(lambda: self._planned(self._machine))
+        self._open()
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Put everything that a step changes back where it was."""
+        self._reshard()
+        named = {**model_state(self._model), **optimizer_state(self._model, self._optimizer)}
+        before = [(tensor, tensor.detach().clone()) for tensor, _ in named.values()]
+        fresh = not self._optimizer.state
+        random = torch.get_rng_state()
+        yield
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+            if fresh:  # AdamW begins with zeros in every slot
+                for tensor, _ in optimizer_state(self._model, self._optimizer).values():
+                    tensor.zero_()
+        torch.set_rng_state(random)
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for module in handle(self._model).fsdp:
+            module.reshard()
+
+    def _capture(self, inputs: StepInputs, empty: list[Any]) -> Captured:
+        # Other values than any step will have: one that was taken for a constant shows in the first planned step.
+        other = StepInputs(inputs.microbatches, inputs.valid_tokens + 1, inputs.lr / 2)
+        tensors = other.tensors()
+        named: dict[str, Any] = {
+            **{name: (tensor, "input") for name, tensor in tensors.items()},
+            **model_state(self._model),
+            **optimizer_state(self._model, self._optimizer),
+        }
+        recorder = Recorder(named, training=True, alignment_bytes=512, empty=empty)
+        parts = [
+            {name: tensors[f"{name}.{i}"] for name in part}
+            for i, part in enumerate(inputs.microbatches)
+        ]
+        spans = _Phases(recorder, self._model)
+        with recorder:
+            result = self._step(spans, parts, tensors["valid_tokens"], tensors["lr"])
+        set_lr(self._optimizer, inputs.lr)
+        captured = recorder.captured(result, tensors, f"{type(self._model).__name__} train")
+        _refuse_hidden_state(captured, set(named))
+        return captured
+
+    def _planned(self, machine: Any) -> MemoryPlan:
+        choice = self._assumed.choice
+        return plan_memory(
+            self._program,
+            machine,
+            budget_bytes=self._assumed.budget_bytes,
+            max_slowdown=choice.max_slowdown,
+            recompute=choice.recompute,
+            reorder=choice.reorder,
+        )
+
+    def _open(self) -> None:
+        self._device = SimulatedDevice(
+            self._captured, self.plan, self._assumed.actual, copies="threads", flash=self._flash
+        )
+        self._traced = False
+
+    def _digests(self) -> dict[str, int]:
+        state = {**model_state(self._model), **optimizer_state(self._model, self._optimizer)}
+        return {name: _digest(tensor) for name, (tensor, _) in state.items()}
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Measured]:
+        """One planned step.
+
+        Returns:
+            This rank's share of the loss, the gradient norm, and what was measured.
+
+        Raises:
+            StepChanged: HP512 when the plan does not repeat the plain step.
+            TransferFailed: HP513. TierFull: HP403.
+        """
+        set_lr(self._optimizer, inputs.lr)  # not used by the program, but saved in checkpoints
+        (loss, norm), measured = self._device.step(inputs.tensors(), trace=not self._traced)
+        if measured.timeline is not None:
+            both = (predicted_timeline(self.plan, self._machine), measured.timeline)
+            self.timelines = (summarise(both[0], self.plan), summarise(both[1], self.plan))
+            self._traced = True
+        if self._expected is not None:
+            self._compare(loss, norm, self._expected)
+            self._expected = None
+        return loss, norm, measured
+
+    def _compare(self, loss: Tensor, norm: Tensor, expected: dict[str, Any]) -> None:
+        """The first planned step must be the rehearsed plain one, bit for bit."""
+        got: dict[str, Any] = {"loss": loss, "grad_norm": norm}
+        with self._device.lent():
+            got.update(self._digests())
+        for name, value in expected.items():
+            same = (
+                torch.equal(got[name], value) if isinstance(value, Tensor) else got[name] == value
+            )
+            if not same:
+                raise StepChanged(
+                    "the planned step does not give the bits of the plain one",
+                    where=name,
+                    got=got[name].item() if isinstance(value, Tensor) else "other bytes",
+                    allowed=value.item() if isinstance(value, Tensor) else None,
+                    hint="something changes from step to step without being a tensor; train with `offload.budget=null`",
+                )
+
+    def record(self, measured: Measured) -> OffloadRecord:
+        """What this rank predicted and measured; plans again when the waits are not as planned."""
+        predicted, plan = self.plan.peak_bytes, self.plan
+        again = self._watch(measured)
+        wait_s = plan.seconds - sum(
+            plan.program.operators[a.target].seconds
+            for a in plan.actions
+            if a.kind in ("run", "recompute")
+        )
+        return OffloadRecord(
+            predicted["device"],
+            max(abs(measured.peak_bytes[tier] - predicted[tier]) for tier in predicted),
+            measured.peak_bytes["dram"],
+            measured.peak_bytes["flash"],
+            measured.seconds,
+            plan.seconds,
+            measured.wait_s,
+            max(wait_s, 0.0),
+            again,
+        )
+
+    def _watch(self, measured: Measured) -> bool:
+        """Plan again with the measured bandwidth when the step waits longer than planned."""
+        late = measured.seconds - self.plan.seconds
+        if late <= DRIFT * self.plan.seconds:
+            return False
+        machine = measured_machine(self._machine, measured)
+        if machine == self._machine:
+            return False
+        before, self._machine = self._machine, machine
+        try:
+            plan = self._planned(machine)
+        except HyperParallelError as error:
+            self._say(
+                f"offload: waits are longer than planned, and no other plan fits: {error.what}"
+            )
+            return False
+        self._device.close()
+        self.plan = plan
+        self._open()
+        self._say(
+            f"offload: the step took {late:.3g} s longer than planned "
+            f"(copies at {machine.prefetch.bytes_s:.3g} B/s, planned {before.prefetch.bytes_s:.3g}); planned again: "
+            f"device peak {plan.peak_bytes['device']} bytes, {plan.seconds:.3g} s"
+        )
+        return True
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Between steps: model and optimizer hold their real values for the time of this context."""
+        with self._device.lent():
+            yield
+            self._reshard()  # what an evaluation has gathered
+
+    def close(self) -> None:
+        """Give everything back for good, and remove the files."""
+        self._device.close()
+        if self._flash is not None and self._flash.is_dir() and not any(self._flash.iterdir()):
+            self._flash.rmdir()
+
+    def memory_terms(self) -> tuple[MemoryTerm, ...]:
+        """The predicted peak of this rank as terms of a plan."""
+        at_peak = "memory plan: bytes of this kind at the device peak"
+        kinds = [(kind, "hbm", size, at_peak) for kind, size in peak_by_kind(self.plan).items()]
+        tiers = [
+            (f"offloaded to {tier}", tier, size, "memory plan: peak of the tier")
+            for tier, size in self.plan.peak_bytes.items()
+            if size and tier != "device"
+        ]
+        return tuple(MemoryTerm(*term) for term in (*kinds, *tiers))
+
+
+class _Phases:
+    """Spans of the loop, told to the recorder as phases of the program."""
+
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        self._recorder, self._model = recorder, model
+
+    @contextmanager
+    def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
+        phase: Any = name if name in ("forward", "backward") else "optimizer"
+        if phase == "optimizer":
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    self._recorder.mark(local(parameter.grad), "gradient")
+        self._recorder.part = phase
+        yield
+
+
+def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
+    """State that nobody named would not be undone after the rehearsal, nor saved in a checkpoint."""
+    storages = captured.program.storages
+    for call in captured.program.operators:
+        for s in call.writes:
+            if storages[s].at_start and storages[s].name not in named:
+                raise CaptureUnsupported(
+                    f"`{call.name}` changes a tensor that is no parameter, buffer or optimizer state",
+                    hint="train this model with `offload.budget=null offload.max_slowdown=null`",
+                )
+
+
+def _digest(tensor: Tensor) -> int:
+    # A copy: what NumPy has looked at can no longer be resized.
+    flat = tensor.detach().reshape(-1).clone().view(torch.uint8)
+    return zlib.crc32(memoryview(flat.numpy()))
+
+
+def _agreed(make: Callable[[], MemoryPlan]) -> MemoryPlan:
+    """This rank's plan; when any rank has none, every rank raises the error that asks for most."""
+    plan: MemoryPlan | None = None
+    error: HyperParallelError | None = None
+    try:
+        plan = make()
+    except HyperParallelError as raised:
+        error = raised
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        errors: list[HyperParallelError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        error = max((e for e in errors if e is not None), key=_needs, default=None)
+    if error is not None:
+        raise error
+    assert plan is not None
+    return plan
+
+
+def _needs(error: HyperParallelError) -> int:
+    """Bytes that an error's hint asks for."""
+    digits = "".join(c if c.isdigit() else " " for c in error.hint or "").split()
+    return max((int(d) for d in digits), default=0)
+
+
+def lent(loop: Any) -> AbstractContextManager[None]:
+    """Context between steps in which a loop's model and optimizer hold their real values."""
+    return nullcontext() if loop.planned is None else loop.planned.lent()

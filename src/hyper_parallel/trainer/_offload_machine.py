@@ -1,0 +1,134 @@
+"""The machine that a memory plan assumes and the one that the simulated device is, from recipe and topology."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hyper_parallel.backends.torch.offload import Measured
+from hyper_parallel.config import Offload, Recipe
+from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.ir import MemoryProgram, Plan
+from hyper_parallel.offload import Channel, MemoryMachine, Roofline
+from hyper_parallel.topology import Supernode, detect_local, load_topology
+
+FLASH_BYTES_S: Final = 1e9
+"""One NVMe drive, a general figure, where the topology names no flash."""
+_COMMUNICATION: Final = ("c10d.", "_c10d_functional.")
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What offload plans with.
+
+    Attributes:
+        choice: The recipe's section.
+        budget_bytes: Device budget of a rank; None when the goal is another one.
+        planned: Machine as planning sees it.
+        actual: Machine whose time the virtual clock keeps.
+        roofline: Seconds of operators.
+        link: Latency and bytes/s between ranks, for collectives.
+    """
+
+    choice: Offload
+    budget_bytes: int | None
+    planned: MemoryMachine
+    actual: MemoryMachine
+    roofline: Roofline
+    link: Channel
+
+    @classmethod
+    def of(cls, recipe: Recipe, plan: Plan) -> Assumed:
+        """Read recipe and topology; `recipe.offload` must be on."""
+        ranks = plan.strategy.world_size
+        node = detect_local(ranks) if recipe.topology == "local" else load_topology(recipe.topology)
+        choice = recipe.offload
+        budget = int(plan.memory_capacity_bytes) if choice.budget == "auto" else choice.budget
+        host = _host_bytes_s(node)
+        actual = _machine(node, choice, host)
+        planned = actual
+        if choice.bandwidth is not None:
+            channel = Channel(float(choice.bandwidth))
+            planned = replace(actual, store=channel, prefetch=channel)
+        flops = node.peak_flops(plan.workload.compute_dtype)
+        tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
+        return cls(
+            choice,
+            budget,
+            planned,
+            actual,
+            Roofline(flops, node.device.memory_bytes_s.value),
+            Channel(tier.bytes_s.value, tier.latency_s.value),
+        )
+
+    def annotate(self, program: MemoryProgram) -> MemoryProgram:
+        """The program with seconds: a roofline for what the device computes, the link for collectives."""
+        timed = self.roofline.annotate(program)
+        return replace(
+            timed,
+            operators=tuple(
+                replace(op, seconds=self.link.seconds(op.access_bytes))
+                if op.name.startswith(_COMMUNICATION)
+                else op
+                for op in timed.operators
+            ),
+        )
+
+
+def check_offload(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> None:
+    """Refuse what offload cannot run, before any rank starts.
+
+    Raises:
+        CaptureUnsupported: HP511 for pipeline stages and expert parallelism.
+    """
+    strategy = plan.strategy
+    if not recipe.offload.on:
+        return
+    if strategy.pp > 1:
+        raise CaptureUnsupported(
+            "offload does not run pipeline stages: a stage's messages are sent while it computes on",
+            where=where("parallel.pp"),
+            got=f"pp={strategy.pp}",
+            hint=f"parallel.auto=false parallel.pp=1 parallel.dp_shard={strategy.dp_shard * strategy.pp}",
+        )
+    if strategy.ep > 1:
+        raise CaptureUnsupported(
+            "offload does not run expert parallelism: how many rows an expert gets depends on the data",
+            where=where("parallel.ep"),
+            got=f"ep={strategy.ep}",
+            hint="parallel.auto=false parallel.ep=1",
+        )
+
+
+def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachine:
+    """The machine with the bandwidths that a step has measured."""
+    changed = {}
+    for kind in ("store", "prefetch", "copy_out", "copy_in"):
+        channel: Channel | None = getattr(machine, kind)
+        rate = None if channel is None else measured.copied[kind].bytes_s(channel.latency_s)
+        if channel is not None and rate is not None and abs(rate / channel.bytes_s - 1) > 1e-6:
+            changed[kind] = replace(channel, bytes_s=rate)
+    return replace(machine, **changed)
+
+
+def _host_bytes_s(node: Supernode) -> float:
+    for pool in node.pools:
+        if pool.kind in ("dram", "pool"):
+            return pool.bytes_s.value
+    # A machine whose ranks compute in host memory: a copy reads and writes it, so it moves half the bytes per second.
+    return node.device.memory_bytes_s.value / 2
+
+
+def _machine(node: Supernode, choice: Offload, host_bytes_s: float) -> MemoryMachine:
+    pools = {pool.kind: pool for pool in node.pools}
+    dram = choice.dram
+    host = pools.get("dram") or pools.get("pool")
+    if dram is None and host is not None:
+        dram = int(host.bytes.value / host.shared_by)
+    channel = Channel(host_bytes_s)
+    flash = None
+    if choice.flash_dir is not None:
+        drive = pools.get("flash")
+        flash = Channel(drive.bytes_s.value if drive is not None else FLASH_BYTES_S)
+    return MemoryMachine(channel, channel, flash, flash, dram_bytes=dram, flash_bytes=choice.flash)

@@ -1,0 +1,108 @@
+"""What a planned step reads and what it reports: records, one line for people, timelines for the report."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
+from hyper_parallel.offload import order_peak
+from hyper_parallel.trainer._files import write_timeline
+from hyper_parallel.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one step reads: its microbatches, its number of valid tokens over all ranks, its learning rate."""
+
+    microbatches: list[dict[str, Tensor]]
+    valid_tokens: int
+    lr: float
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as tensors: whatever changes from step to step must be one."""
+        found = {
+            f"{name}.{i}": value.clone()
+            for i, part in enumerate(self.microbatches)
+            for name, value in part.items()
+        }
+        found["valid_tokens"] = torch.tensor(self.valid_tokens)
+        found["lr"] = torch.tensor(self.lr, dtype=torch.float64)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadRecord:
+    """What offload predicted and measured in one step, over all ranks.
+
+    Attributes:
+        pred_memory_bytes: Predicted device peak of the fullest rank; measured: `memory_bytes` of the step.
+        difference_bytes: Largest distance between predicted and measured peak of any tier on any rank.
+        dram_bytes: Measured host-memory peak of the fullest rank.
+        flash_bytes: Measured peak of the files of the fullest rank.
+        sim_step_s: Time of the step on the virtual clock, slowest rank.
+        pred_sim_step_s: What the plan predicts for it.
+        wait_s: Of it, seconds the compute lane stood still for copies.
+        pred_wait_s: What the plan predicts for that.
+        replanned: A rank made a new plan after this step.
+    """
+
+    pred_memory_bytes: int
+    difference_bytes: int
+    dram_bytes: int
+    flash_bytes: int
+    sim_step_s: float
+    pred_sim_step_s: float
+    wait_s: float
+    pred_wait_s: float
+    replanned: bool
+
+
+def over_ranks(mine: OffloadRecord) -> OffloadRecord:
+    """The largest of every number over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    values = torch.tensor(astuple(mine), dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return OffloadRecord(
+        *(type(old)(new) for old, new in zip(astuple(mine), values.tolist(), strict=True))
+    )
+
+
+def with_memory(plan: Plan, terms: tuple[MemoryTerm, ...], memory: MemoryPlan) -> Plan:
+    """The plan with the memory that offload predicts for the fullest rank, and what the memory plan has to say.
+
+    Args:
+        plan: The plan of the run.
+        terms: This rank's terms, as `PlannedSteps.memory_terms` gives them; every rank must call.
+        memory: This rank's memory plan.
+    """
+    every: list[tuple[MemoryTerm, ...]] = [terms]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        every = every * dist.get_world_size()
+        dist.all_gather_object(every, terms)
+    fullest = max(every, key=lambda ts: sum(t.bytes for t in ts if t.tier == "hbm"))
+    lines = tuple(f"offload: {line}" for line in memory.statement)
+    return replace(plan, memory=fullest, notes=(*plan.notes, *lines))
+
+
+def offload_line(plan: MemoryPlan) -> str:
+    """What a memory plan promises, in one line."""
+    before = order_peak(plan.program, range(len(plan.program.operators)))
+    tiers = ", ".join(
+        f"{tier} {format_bytes(size)}" for tier, size in plan.peak_bytes.items() if size
+    )
+    return (
+        f"offload: predicted peak {tiers} (without: {format_bytes(before)}); simulated step "
+        f"{format_seconds(plan.seconds)} (without: {format_seconds(plan.program.seconds)})"
+    )
+
+
+def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> None:
+    """Predicted and measured timeline of one planned step, for the report."""
+    for timeline, name in zip(timelines, ("predicted", "measured"), strict=True):
+        write_timeline(timeline, directory / f"offload_{name}.json")

@@ -1,0 +1,290 @@
+"""Training by a memory plan gives the bits of training without one, and takes exactly the predicted bytes."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
+
+from hyper_parallel.backends.torch.offload import FileTier
+from hyper_parallel.cli import application
+from hyper_parallel.errors import (
+    BudgetImpossible,
+    CaptureUnsupported,
+    Contradiction,
+    TierFull,
+    TransferFailed,
+)
+from hyper_parallel.ir import Plan
+
+pytestmark = pytest.mark.e2e
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+EXPERTS = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [],
+}  # fmt: skip
+FREE = "training.max_grad_norm=null"  # without clipping, updates may run inside the backward pass
+FOUR = ("parallel.dp_shard=2", "parallel.tp_x=2", "training.accumulation_steps=2")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("offload")
+    (root / "model.json").write_text(json.dumps(CONFIG))
+    (root / "experts.json").write_text(json.dumps(EXPERTS))
+    (root / "text.txt").write_text(
+        "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(4000))
+    )
+    (root / "recipe.yaml").write_text(
+        f"""
+model: {{path: {root}/model.json}}
+data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384, cache_dir: {root}/cache}}
+training:
+  steps: 20
+  dtype: float32
+  tokens_per_step: 256
+  lr: 1.0e-2
+  warmup_steps: 2
+  eval_every: 10
+  eval_tokens: 1000
+parallel: {{dp_shard: 1}}
+checkpoint: {{every: 10, export: false}}
+"""
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def train(place):
+    """Run a recipe once per name; the run directory."""
+    done = {}
+
+    def run(name, *overrides):
+        if name not in done:
+            out = place / name
+            arguments = ["train", str(place / "recipe.yaml"), f"output_dir={out}", *overrides]
+            result = CliRunner().invoke(application(), arguments)
+            if result.exception is not None and not isinstance(result.exception, SystemExit):
+                raise result.exception
+            assert result.exit_code == 0, result.output
+            done[name] = out
+        return done[name]
+
+    return run
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def state(out, step=20):
+    """Every tensor and number of a checkpoint."""
+    (metadata,) = out.glob(f"checkpoints/*{step}*/**/.metadata")
+    target = out / "state.pt"
+    dcp_to_torch_save(metadata.parent, target)
+    flat = {}
+
+    def walk(tree, prefix):
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{key}/")
+            else:
+                flat[prefix + str(key)] = value
+
+    walk(torch.load(target, weights_only=False), "")
+    return flat
+
+
+def assert_same_run(mine, reference):
+    """Bitwise the same losses, norms, evaluations, parameters and optimizer states; peaks exactly as predicted."""
+    for file in ("metrics.jsonl", "eval.jsonl"):
+        for a, b in zip(rows(mine / file), rows(reference / file), strict=True):
+            for key in ("step", "loss", "grad_norm", "lr", "valid_tokens"):
+                assert a.get(key) == b.get(key), (file, key, a["step"])
+    a, b = state(mine), state(reference)
+    assert a.keys() == b.keys()
+    assert any("exp_avg_sq" in key for key in a)
+    for key, value in a.items():
+        same = torch.equal(value, b[key]) if isinstance(value, torch.Tensor) else value == b[key]
+        assert same, key
+    for row in rows(mine / "metrics.jsonl"):
+        assert row["offload"]["difference_bytes"] == 0
+        assert row["memory_bytes"] == row["offload"]["pred_memory_bytes"]
+        assert not row["offload"]["replanned"]
+    assert Plan.load(mine / "plan.json").memory_bytes == row["memory_bytes"]
+    assert not any("offload" in row for row in rows(reference / "metrics.jsonl"))
+    return row["memory_bytes"]
+
+
+def test_one_rank_through_three_tiers(place, train):
+    flash = place / "flash"
+    mine = train(
+        "one-off", FREE, "offload.budget=600KiB", "offload.dram=100KiB", f"offload.flash_dir={flash}"
+    )  # fmt: skip
+    assert assert_same_run(mine, train("one", FREE)) <= 600 * 1024
+    assert rows(mine / "metrics.jsonl")[-1]["offload"]["flash_bytes"] > 0
+    assert not list(flash.iterdir())
+    page = (mine / "report.html").read_text()
+    assert "host to device" in page
+    assert "host memory: predicted peak" in page
+
+
+@pytest.mark.parametrize("reorder", ["true", "false"])
+def test_two_ranks_of_fsdp(train, reorder):
+    given = ("parallel.dp_shard=2", FREE)
+    mine = train(
+        f"two-{reorder}", *given, "offload.max_slowdown=0.05", f"offload.reorder={reorder}"
+    )
+    assert_same_run(mine, train("two", *given))
+
+
+def test_four_ranks_of_fsdp_and_tensor_parallelism_with_accumulation(train):
+    mine = train("four-off", *FOUR, "offload.max_slowdown=0.05")
+    assert_same_run(mine, train("four", *FOUR))
+
+
+def test_ring_attention_of_two_ranks(train):
+    given = ("parallel.cp=2", "training.dtype=bfloat16", "training.steps=12")
+    mine = train("ring-off", *given, "offload.max_slowdown=0.05")
+    reference = train("ring", *given)
+    for a, b in zip(rows(mine / "metrics.jsonl"), rows(reference / "metrics.jsonl"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+        assert a["offload"]["difference_bytes"] == 0
+
+
+def test_a_checkpoint_of_a_plain_run_is_continued_by_plan(place, train):
+    """And the first planned step is then not the first step of all."""
+    plain = train("two", "parallel.dp_shard=2", FREE)
+    mine = train(
+        "resumed", "parallel.dp_shard=2", FREE, "offload.max_slowdown=0.05",
+        f"checkpoint.from_dir={_until(place, plain, 10)}",
+    )  # fmt: skip
+    tail = rows(plain / "metrics.jsonl")[10:]
+    assert [(r["loss"], r["grad_norm"]) for r in rows(mine / "metrics.jsonl")] == [
+        (r["loss"], r["grad_norm"]) for r in tail
+    ]
+
+
+def _until(place, run, step):
+    """A copy of a run directory whose newest checkpoint is `step`."""
+    copy = place / f"{run.name}-until-{step}"
+    (copy / "checkpoints").mkdir(parents=True)
+    (found,) = run.glob(f"checkpoints/*{step}*")
+    (copy / "checkpoints" / found.name).symlink_to(found)
+    return copy
+
+
+MACHINE = """
+name: slow-link
+description: One rank whose host memory is far away.
+num_devices: 1
+device:
+  name: cpu
+  kind: cpu
+  peak_tflops: {{float32: {number}}}
+  memory_gib: {number}
+  memory_gb_s: {number}
+tiers:
+  - {{name: node, size: 0, kind: host, gb_s: {number}, latency_us: {number}}}
+pools:
+  - {{kind: dram, shared_by: 1, capacity_gb: {number}, gb_s: {link}}}
+"""
+
+
+def _quantity(value):
+    return f"{{value: {value}, source: test, certainty: general}}"
+
+
+def test_a_slower_link_than_planned_is_noticed_and_planned_again(place, train):
+    """The link really has 70 % of the bandwidth that the plan was made for."""
+    machine = place / "machine.yaml"
+    machine.write_text(MACHINE.format(number=_quantity(1), link=_quantity(0.2)))
+    mine = train(
+        "drift", f"topology={machine}", "offload.budget=450KiB", "offload.bandwidth=286MB", "training.steps=6"
+    )  # fmt: skip
+    found = [row["offload"] for row in rows(mine / "metrics.jsonl")]
+    assert found[0]["sim_step_s"] > 1.02 * found[0]["pred_sim_step_s"]
+    assert [r["replanned"] for r in found] == [True, False, False, False, False, False]
+    assert found[1]["sim_step_s"] == pytest.approx(found[1]["pred_sim_step_s"], rel=1e-9)
+    assert found[1]["sim_step_s"] <= found[0]["sim_step_s"]
+    assert all(r["difference_bytes"] == 0 for r in found)
+    reference = train("one-clipped", "training.steps=6")
+    for a, b in zip(rows(mine / "metrics.jsonl"), rows(reference / "metrics.jsonl"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
+def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
+    with pytest.raises(BudgetImpossible, match=r"offload\.budget=") as caught:
+        train("impossible", "parallel.dp_shard=2", "offload.budget=20KiB")
+    assert not (place / "impossible" / "metrics.jsonl").read_text()
+    assert "HP402" in str(caught.value)
+    with pytest.raises(TierFull):
+        train("no-dram", "offload.budget=400KiB", "offload.dram=10KiB")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "text"),
+    [
+        (["offload.max_slowdown=0.02", "parallel.pp=2"], CaptureUnsupported, "pipeline"),
+        (["offload.budget=1MiB", "offload.max_slowdown=0.02"], Contradiction, "two goals"),
+        (["offload.dram=1GiB"], Contradiction, "no effect"),
+        (["offload.budget=1MiB", "offload.flash=1GiB"], Contradiction, "directory"),
+        (["offload.budget=1MiB", "training.compile=true"], Contradiction, "compiled"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(place, train, overrides, error, text):
+    with pytest.raises(error, match=text):
+        train("refused", *overrides)
+    assert not (place / "refused").exists()
+
+
+def test_expert_parallelism_is_refused_by_name(place, train):
+    with pytest.raises(CaptureUnsupported, match="expert"):
+        train(
+            "refused", f"model.path={place}/experts.json", "offload.max_slowdown=0.02",
+            "parallel.dp_shard=2", "parallel.ep=2",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["truncated", "full", "dies"])
+def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, fault):
+    """In the third step a file is cut short, the disk is full, or the copy thread dies."""
+    read, write, calls = FileTier.read, FileTier.write, []
+
+    def reading(self, storage, target):
+        calls.append(storage)
+        if len(calls) > 80 and target.nbytes() > 64:
+            if fault == "dies":
+                raise RuntimeError("the thread died")
+            if fault == "truncated":
+                self.path(storage).write_bytes(b"short")
+        read(self, storage, target)
+
+    def writing(self, storage, source):
+        if fault == "full" and len(calls) > 80:
+            monkeypatch.setattr(os, "fsync", _no_space)
+        write(self, storage, source)
+
+    monkeypatch.setattr(FileTier, "read", reading)
+    monkeypatch.setattr(FileTier, "write", writing)
+    said = {"truncated": "wrong size", "full": "No space left", "dies": "the thread died"}[fault]
+    with pytest.raises(TransferFailed, match=said):
+        train(
+            f"fault-{fault}", FREE, "offload.budget=600KiB", "offload.dram=100KiB",
+            f"offload.flash_dir={place}/flash-{fault}",
+        )  # fmt: skip
+    done = rows(place / f"fault-{fault}" / "metrics.jsonl")
+    assert 1 <= len(done) < 20
+    assert not (place / f"fault-{fault}" / "checkpoints").exists() or len(done) >= 10
+
+
+def _no_space(_):
+    raise OSError(28, "No space left on device")
