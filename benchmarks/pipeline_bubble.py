@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -41,6 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _machine import machine
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -347,9 +347,7 @@ def main() -> None:
             "steps": chosen.steps,
             "warm_up": WARM_UP,
             "layer_waits_ms": [[s * 1e3 for s in layer] for layer in (waits[0], waits[-1])],
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
+            "machine": machine(),
         }
         print(json.dumps({**facts, "runs": runs}, indent=1))
         return
