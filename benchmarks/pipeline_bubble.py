@@ -25,8 +25,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -40,6 +40,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _machine import machine
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -278,7 +279,7 @@ def measure(case: Case, schedule: str) -> dict[str, Any]:
         own_s = sum(rank.own_cpu_s for rank in found)
         others = max(0.0, busy - own_s) / (found[0].wall_s * (os.cpu_count() or 1))
     measured = statistics.median(bubbles)
-    return {
+    result = {
         "measured": measured,
         "simulated": simulated,
         "measured_over_simulated": measured / simulated,
@@ -289,6 +290,8 @@ def measure(case: Case, schedule: str) -> dict[str, Any]:
         "other_processes": others,
         "action_ms": {f"{stage}{kind}": s * 1e3 for (stage, kind), s in medians.items()},
     }
+    sys.stderr.write(f"{case.ranks} ranks, {schedule}: {measured:.2%} / {simulated:.2%}\n")
+    return result
 
 
 def _waits(action_ms: dict[str, float], layers: int) -> tuple[Layer, ...]:
@@ -321,7 +324,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512, help="width of the computing model")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of its microbatch")
     parser.add_argument("--microbatches", type=int, default=4, help="on two ranks; twice on four")
-    parser.add_argument("--steps", type=int, default=5, help=f"measured, after {WARM_UP} that are not")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=3, help=f"measured, after {WARM_UP} that are not")  # fmt: skip
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
@@ -344,9 +347,7 @@ def main() -> None:
             "steps": chosen.steps,
             "warm_up": WARM_UP,
             "layer_waits_ms": [[s * 1e3 for s in layer] for layer in (waits[0], waits[-1])],
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
+            "machine": machine(),
         }
         print(json.dumps({**facts, "runs": runs}, indent=1))
         return

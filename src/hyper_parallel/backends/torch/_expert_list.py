@@ -164,10 +164,10 @@ class ListBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = _Calls(self.name)
         source = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        before = source._version, _random_states(source)
+        before = _version(source), _random_states(source)
         with _remembered(self.beside):
             self._run(calls, args, kwargs)
-            after = source._version, _random_states(source)
+            after = _version(source), _random_states(source)
             if before[0] != after[0] or not all(map(torch.equal, before[1], after[1])):
                 raise calls.refusal(
                     "belongs to a block that draws random numbers or changes its input"
@@ -234,24 +234,30 @@ def _remembered(modules: Sequence[nn.Module]) -> Iterator[None]:
 class _Remembered:
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
-        self.seen: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+        self.seen: list[tuple[dict[Any, tuple[Any, int]], Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for old, old_named, out in self.seen:
-            same = len(old) == len(args) and old_named.keys() == kwargs.keys()
-            if same and all(map(_same, (*old, *old_named.values()), (*args, *kwargs.values()))):
+        given = {k: (v, _version(v)) for k, v in (*enumerate(args), *kwargs.items())}
+        for before, out in self.seen:
+            if before.keys() == given.keys() and all(_same(before[k], given[k]) for k in given):
                 return out
         out = self.inner(*args, **kwargs)
-        self.seen.append((args, kwargs, out))
+        self.seen.append((given, out))
         return out
 
 
-def _same(a: Any, b: Any) -> bool:
-    """Whether two arguments are one: for tensors, views of the same elements, which the first keeps alive."""
+def _version(value: Any) -> int:
+    """How often a tensor was changed in place."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    """Whether two arguments are one: for tensors, views of the same elements, kept alive and not changed since."""
+    (a, _), (b, _) = before, now
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return a is b
     return (
         a.data_ptr() == b.data_ptr()
         and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-        and a.requires_grad == b.requires_grad
+        and (a.requires_grad, before[1]) == (b.requires_grad, now[1])
     )

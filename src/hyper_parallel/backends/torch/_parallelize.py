@@ -26,7 +26,7 @@ from hyper_parallel.backends.torch._forward import float64_experts, keep_float64
 from hyper_parallel.backends.torch._gradients import TpGradients
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch._pipeline import Pipeline, cut_model
-from hyper_parallel.backends.torch._resolve import decoder_of, resolve_layouts
+from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
 from hyper_parallel.backends.torch._routing import Routing, check_routing
 from hyper_parallel.backends.torch._stages import Stages
 from hyper_parallel.backends.torch._state import FLAT, Handle, TpState, attach
@@ -97,9 +97,9 @@ def apply_plan(
         found.context = _context_parallel(model, decoder, stages, strategy, mesh)
     elif decoder is not None:
         mask_documents(decoder[0], getattr(torch, plan.workload.compute_dtype))
-    if decoder is not None and strategy.recompute == "full":
+    if strategy.recompute == "full":
         # Before tensor parallelism: the tokens are cut outside of what is made again.
-        for layer in layers:
+        for layer in layers if decoder is not None else layers_of(model):
             recompute(layer, found.tp, exact, found.context)
     if exact:
         keep_float64(model)
