@@ -22,6 +22,7 @@ CASES = (
     ("llama-3-405b", "cloudmatrix384", 65536), ("mixtral-8x22b", "cloudmatrix384", 2048),
     ("deepseek-v3", "cloudmatrix384", 384), ("deepseek-v3", "cloudmatrix384", 2048),
     ("deepseek-v3", "cloudmatrix384", 8192), ("deepseek-v3", "cloudmatrix384", 65536),
+    ("deepseek-v3", "dgx-h100", 2048),
 )  # fmt: skip
 
 

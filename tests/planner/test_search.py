@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit
 from hyper_parallel.ir import Workload, simulate
 from hyper_parallel.model import spec_from_config
-from hyper_parallel.planner import plan, plan_tasks, simulate_plan
+from hyper_parallel.planner import _solve, plan, plan_tasks, simulate_plan
 from hyper_parallel.planner._context import resolve
 from hyper_parallel.planner._limits import Limits, check_pins
 from hyper_parallel.planner._plan import find
@@ -75,20 +75,22 @@ def random_case(seed):
 
 
 @pytest.mark.parametrize("seed", range(18))
-def test_search_equals_brute_force(seed):
+def test_search_equals_brute_force(seed, monkeypatch):
     model, supernode, workload, devices = random_case(seed)
     context = resolve(model, supernode, workload, devices)
     limits = Limits(devices, {}, (), executable=False)
     best = least(context, limits)
-    outcome = find(context, limits)
-    if not np.isfinite(best):
-        assert not outcome.fits
-        return
-    found = outcome.found
-    assert found.leaves.per_token_s[found.best[0]] == pytest.approx(best, rel=1e-9)
-    assert outcome.ranked[0].memory_bytes <= context.machine.memory_bytes * (1 + 1e-6)
-    # Nothing was left open.
-    assert found.bound >= best * (1 - 1e-9)
+    for hard_rows in (_solve.HARD_ROWS, 0):  # also with the bounds of large searches
+        monkeypatch.setattr(_solve, "HARD_ROWS", hard_rows)
+        outcome = find(context, limits)
+        if not np.isfinite(best):
+            assert not outcome.fits
+            continue
+        found = outcome.found
+        assert found.leaves.per_token_s[found.best[0]] == pytest.approx(best, rel=1e-9)
+        assert outcome.ranked[0].memory_bytes <= context.machine.memory_bytes * (1 + 1e-6)
+        # Nothing was left open.
+        assert found.bound >= best * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,13 @@ def test_runners_up_are_the_next_best_degrees():
     outcome = find(context, limits, keep=6)
     got = [outcome.found.leaves.per_token_s[i] for i in outcome.found.best]
     assert got == pytest.approx(wanted, rel=1e-9)
+
+
+def test_small_nodes_are_proved():
+    # Nodes of 8 under a model whose states need hundreds of devices: many orders, many ways to shard.
+    found = plan("deepseek-v3", "dgx-h100", num_devices=2048).certificate
+    assert found.gap == 0.0
+    assert found.bound == pytest.approx(found.value, rel=1e-9)
 
 
 def test_two_searches_give_the_same_plan():

@@ -65,15 +65,29 @@ def _eager_bytes(n: ModelNumbers, width: float) -> float:
     return 8.0 * n.hidden + 6.0 * n.normed_width + width * (n.v_width + gate + experts)
 
 
-def kept_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
-    """Bytes that one mean layer and microbatch keeps from forward to backward, recomputation counted."""
+def kept_bytes(
+    n: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    c: Candidates,
+    one_layer: Array | None = None,
+) -> Array:
+    """Bytes that one mean layer and microbatch keeps from forward to backward, recomputation counted.
+
+    Args:
+        n: The model.
+        machine: The machine.
+        workload: Sequence length and number formats.
+        c: Candidates.
+        one_layer: The same without recomputation, when it is known.
+    """
+    if one_layer is None:
+        one_layer = activation_bytes(n, machine, workload, c)
     stack = machine.stack
     boundary = n.hidden * machine.width * tokens_of(workload, c)
     boundary = boundary / (c.tp if stack.sequence_parallel else 1.0)
     selective = np.where(c.recompute == 1, stack.selective_kept, 1.0)
-    return np.where(
-        c.recompute > 1, boundary, selective * activation_bytes(n, machine, workload, c)
-    )
+    return np.where(c.recompute > 1, boundary, selective * one_layer)
 
 
 def memory_terms(
@@ -104,39 +118,52 @@ def memory_terms(
 
 def peak_bytes(numbers: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
     """The sum of `memory_terms` without the terms."""
-    found = _held(numbers, machine, workload, c)
-    total, fullest = _fullest(found, machine, c)
-    moving = np.broadcast_to(found[0].moving, fullest.shape)
-    for index, parts in enumerate(found[1:], 1):
-        moving = np.where(fullest == index, parts.moving, moving)
-    return total + machine.card.fragmentation * moving
+    return _fullest(_held(numbers, machine, workload, c), machine, c)[0]
 
 
 def _fullest(
     found: Sequence[Parts], machine: Machine, c: Candidates
 ) -> tuple[Array, NDArray[np.intp]]:
-    """Bytes without fragmentation, and which of the parts they are: the first one where states are not sharded."""
-    totals = [parts.moving + parts.staying + machine.card.context_bytes for parts in found]
-    shape = np.broadcast_shapes(*(t.shape for t in totals), shape_of(c))
-    best, fullest = np.broadcast_to(totals[0], shape), np.zeros(shape, dtype=np.intp)
-    if len(totals) > 1:
-        sharded = np.broadcast_to(c.zero > 1, shape)
-        best = np.where(sharded, 0.0, best)
-        for index, total in enumerate(totals[1:], 1):
-            better = sharded & (total > best)
-            best, fullest = np.where(better, total, best), np.where(better, index, fullest)
+    """Bytes, and which of the parts they are: the first one where states are not sharded."""
+    card = machine.card
+
+    def total(parts: Parts) -> Array:
+        return parts.moving * (1.0 + card.fragmentation) + parts.staying + card.context_bytes
+
+    first = total(found[0])
+    shape = np.broadcast_shapes(first.shape, shape_of(c))
+    best, fullest = np.broadcast_to(first, shape), np.zeros(shape, dtype=np.intp)
+    if len(found) > 1:
+        sharded = (c.zero > 1) & (machine.stack.phased > 0.0)
+        if not sharded.all():
+            best = np.where(sharded, 0.0, best)
+        for index, parts in enumerate(found[1:], 1):
+            other = total(parts)
+            better = sharded & (other > best)
+            best, fullest = np.where(better, other, best), np.where(better, index, fullest)
     return best, fullest
 
 
 def _held(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> list[Parts]:
-    """Everything at once, and the phases of the first and the last stage where the stack is `phased`."""
+    """Everything at once, and the phases of the first and the last stage where the stack is `phased`.
+
+    The first of them stands for everything at once; where all candidates have phases it is one of these.
+    """
     stack, width = machine.stack, machine.width
     tokens, layers = tokens_of(workload, c), np.ceil(n.layers / c.pp)
     one_layer = activation_bytes(n, machine, workload, c)
-    kept = kept_bytes(n, machine, workload, c)
+    kept = kept_bytes(n, machine, workload, c, one_layer)
     worked = np.where(c.recompute > 1, one_layer, 0.0)
     routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * width * stack.imbalance
     exchange = np.where(c.ep > 1, 2.0 * tokens / c.tp * routed, 0.0) if n.experts else np.zeros(1)
+    found: list[Parts] = []
+    if stack.phased and bool((c.zero > 1).any()):
+        stages = _stages(n, machine, workload, c, kept, worked, exchange)
+        # Without a pipeline the last stage is the first.
+        for stage in stages[: 2 if bool((c.pp > 1).any()) else 1]:
+            found += phases(n, workload, c, stage)
+        if bool((c.zero > 1).all()):
+            return found
     saved = layers * in_flight(c) * kept
     logits = tokens * n.vocab / c.tp * stack.logit_bytes * max(width, 2.0) / 2.0
     # With a pipeline the first stage holds most activations and the last one the logits: the fuller of the two.
@@ -144,11 +171,7 @@ def _held(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) 
     head_fuller = (c.pp > 1) & (last_saved + logits > saved)
     saved = np.where(head_fuller, last_saved, saved)
     logits = np.where((c.pp > 1) & ~head_fuller, 0.0, logits)
-    found = [_at_once(n, machine, workload, c, saved + worked, exchange, logits)]
-    if stack.phased and bool((c.zero > 1).any()):
-        for stage in _stages(n, machine, workload, c, kept, worked, exchange):
-            found += phases(n, workload, c, stage)
-    return found
+    return [_at_once(n, machine, workload, c, saved + worked, exchange, logits), *found]
 
 
 def _stages(

@@ -92,7 +92,8 @@ def price(
         context.machine,
         workload,
         strategy,
-        accumulate_s=terms.get("gradient accumulation", 0.0) / (workload.accumulation_steps or 1),
+        accumulate_s=sum(terms.get(n, 0.0) for n in ("gradient accumulation", "host work of axes"))
+        / (workload.accumulation_steps or 1),
         reduce_s=terms.get("data-parallel reduction", 0.0),
         update_s=sum(
             terms.get(n, 0.0) for n in (*ONCE, "stragglers") if n != "data-parallel reduction"

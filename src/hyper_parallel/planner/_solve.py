@@ -234,11 +234,14 @@ class _Search(Completion):
 
         def lean_bytes(rows: Columns, kind: int) -> Array:
             fixed = {"recompute": float(kind), "offload": offload}
-            # An open grid: only what depends on the stage of ZeRO is computed for each of them.
-            grid = {n: c[None, :] for n, c in rows.items()}
-            zeros = np.array(self.space.zeros(), dtype=np.float64)[:, None]
-            found = self.price({**grid, "zero": zeros}, self.relaxed, "peak", **fixed)
-            least: Array = found.memory_bytes.min(axis=0)
+            # Parameters and gradients sharded hold less than gradients alone.
+            wanted = self.space.zeros()
+            each = [
+                self.price(rows, self.relaxed, "peak", zero=float(z), **fixed).memory_bytes
+                for z in wanted
+                if z != 2 or 3 not in wanted
+            ]
+            least: Array = np.min(each, axis=0)
             return least
 
         leaves, lost = self.complete(grown, seconds, lean_bytes)

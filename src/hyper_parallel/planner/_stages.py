@@ -57,7 +57,7 @@ def make_stages(
         machine: The machine.
         workload: Resolved batch numbers.
         strategy: Degrees and choices; its `stage_layers`, when given, are kept.
-        accumulate_s: Seconds of adding the gradients of one microbatch to the sum on a rank.
+        accumulate_s: Seconds of adding the gradients of one microbatch to the sum on a rank, and of host work.
         reduce_s: Seconds of the data-parallel reduction of a rank at the end of the step.
         update_s: Seconds of norm and optimizer of a rank.
         send_s: Seconds on the link between two stages, one way.
