@@ -3,8 +3,8 @@
     python benchmarks/offload_small.py --json
 
 All seconds are simulated. `best_of_moves` tries every set of at most three candidates, each emitted with three rules
-for early reloads. What the planner takes longer than that, its selection loses. What lies between that and the bound is the
-bound's own looseness (fractions of storages move, copies are cut) and what the emission rules lose, together.
+for early reloads. What the planner takes longer than that, its selection loses. What lies between that and the bound is
+the bound's own looseness (fractions of storages move, copies are cut) and what the emission rules lose, together.
 """
 
 from __future__ import annotations
