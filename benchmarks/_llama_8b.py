@@ -6,6 +6,7 @@ makes under tracing does not exist there.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from hyper_parallel.backends.torch.offload import (
     record,
     training_step,
 )
-from hyper_parallel.ir import MemoryProgram
+from hyper_parallel.ir import MemoryProgram, Operator
 
 SHAPES = {
     "hidden_size": 4096,
@@ -121,6 +122,25 @@ def _sharded(model: Any, batch: Any, loss_chunks: int | None, shards: int) -> Me
     return record(step, batch, named, name="LlamaForCausalLM train", training=True).program
 
 
+def as_kernels(program: MemoryProgram) -> MemoryProgram:
+    """Access bytes of operators that touch a few rows of a large table: what a kernel reads and writes.
+
+    The capture counts all operands of an operator, the whole embedding table and the whole cache for one row of them.
+    """
+    sizes = [s.num_bytes for s in program.storages]
+
+    def bytes_of(op: Operator) -> int:
+        if op.name == "embedding":
+            return 2 * sum(sizes[s] for s in op.allocs)
+        if op.name == "index_copy_":  # cache, positions, rows
+            return 2 * sizes[op.reads[-1]]
+        return op.access_bytes
+
+    return replace(
+        program, operators=tuple(replace(op, access_bytes=bytes_of(op)) for op in program.operators)
+    )
+
+
 def inference(tokens: int, context: int, layers: int = 32, batch: int = 1) -> MemoryProgram:
     """One forward pass of `tokens` tokens with a static cache of `context` tokens: prefill, or decode with one."""
     with FakeTensorMode():
@@ -131,4 +151,5 @@ def inference(tokens: int, context: int, layers: int = 32, batch: int = 1) -> Me
             model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.reset()
         position = torch.arange(tokens).unsqueeze(0)
-        return capture_inference(model, {"input_ids": ids, "position_ids": position}, cache).program
+        inputs = {"input_ids": ids, "position_ids": position}
+        return as_kernels(capture_inference(model, inputs, cache).program)

@@ -110,7 +110,9 @@ def rows_of(
     order = refine_order(program)[0]
     limit_s = program.seconds * (1 + SLOWDOWN)
     wanted: dict[str, Any] = (
-        {"max_slowdown": SLOWDOWN} if goal == "peak" else {"budget_bytes": budget}
+        {"max_slowdown": SLOWDOWN, "bandwidth_margin": 0.0}
+        if goal == "peak"
+        else {"budget_bytes": budget}
     )
     rows = []
     for policy in policies:
@@ -160,7 +162,7 @@ def bandwidth_error(program: MemoryProgram, gb_s: float, budget: int) -> list[di
     """Seconds lost by running a plan made for a wrong bandwidth until it is made again, for both goals."""
     rows = []
     goals: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("peak", {"max_slowdown": SLOWDOWN}),
+        ("peak", {"max_slowdown": SLOWDOWN, "bandwidth_margin": 0.0}),
         ("time", {"budget_bytes": budget}),
     )
     for goal, wanted in goals:

@@ -182,3 +182,35 @@ def test_addresses_never_overlap_and_the_arena_is_tight():
                 low, high = sorted((a, b), key=lambda e: e.offset_bytes)
                 assert low.offset_bytes + program.sizes[low.storage] <= high.offset_bytes
     assert plan.arena_bytes <= 1.02 * plan.peak_bytes["device"]
+
+
+@pytest.mark.parametrize("bytes_s", [300.0, 1000.0, 3000.0])
+def test_a_link_that_is_slower_than_said_keeps_the_time_limit(bytes_s):
+    program = training_chain()
+    limit_s = program.seconds * 1.02 * (1 + 1e-9)
+    plan = plan_memory(program, machine(bytes_s), max_slowdown=0.02)
+    assert simulate(program, plan.actions, machine(bytes_s / 1.3)).end_s <= limit_s
+    assert plan.seconds == simulate(program, plan.actions, machine(bytes_s)).end_s <= limit_s
+    bare = plan_memory(program, machine(bytes_s), max_slowdown=0.02, bandwidth_margin=0.0)
+    assert bare.peak_bytes["device"] <= plan.peak_bytes["device"]
+    with pytest.raises(BadValue, match="bandwidth_margin"):
+        plan_memory(program, machine(), max_slowdown=0.02, bandwidth_margin=-0.1)
+
+
+def decode(layers=40, weight=1000):
+    """A step that reads every weight once: nothing is idle but for the time between two uses."""
+    storages = [Storage("x", 8, "input", True, True)]
+    storages += [Storage(f"w{i}", weight, "weight", True, True) for i in range(layers)]
+    storages.append(Storage("y", 8, "output", False, True))
+    ops = [Operator("mm", (0, i + 1), (), (), 1.0) for i in range(layers - 1)]
+    ops.append(Operator("head", (0, layers), (), (layers + 1,), 1.0))
+    return MemoryProgram("decode", tuple(storages), tuple(ops), 1)
+
+
+def test_weights_of_a_decode_step_stream_in_a_ring():
+    """What the link carries in the step, less the two weights that are on their way or in use."""
+    program, rate = decode(layers=100), 250.0
+    carried = 1.02 * program.seconds * rate
+    plan = plan_memory(program, machine(rate), max_slowdown=0.02, bandwidth_margin=0.0)
+    saved = order_peak(program, range(len(program.operators))) - plan.peak_bytes["device"]
+    assert 0.8 * carried <= saved <= carried

@@ -36,7 +36,7 @@ from hyper_parallel.offload._plan import plan_memory
 from hyper_parallel.offload._simulate import Clock
 from hyper_parallel.topology import cache_dir
 
-PLANNER = 2
+PLANNER = 3
 """Number of the planner's rules and of the file's form: raised with every change, so that old files are not met."""
 
 _KINDS: tuple[MemoryActionKind, ...] = get_args(MemoryActionKind)
@@ -53,6 +53,7 @@ class _Goal:
     move: tuple[StorageKind, ...] | None
     recompute: bool
     reorder: bool
+    bandwidth_margin: float | None
 
 
 class _Unusable(ValueError):
@@ -69,6 +70,7 @@ def plan_memory_cached(
     move: Collection[StorageKind] | None = None,
     recompute: bool = True,
     reorder: bool = True,
+    bandwidth_margin: float | None = None,
 ) -> MemoryPlan:
     """`plan_memory`, or its result from an earlier call with equal arguments.
 
@@ -81,12 +83,13 @@ def plan_memory_cached(
         move: See `plan_memory`.
         recompute: See `plan_memory`.
         reorder: See `plan_memory`.
+        bandwidth_margin: See `plan_memory`.
 
     Raises:
         What `plan_memory` raises. A cache that cannot be read or written is logged and costs only time.
     """
     kinds = None if move is None else tuple(sorted(set(move)))
-    goal = _Goal(budget_bytes, max_slowdown, kinds, recompute, reorder)
+    goal = _Goal(budget_bytes, max_slowdown, kinds, recompute, reorder, bandwidth_margin)
     key = fingerprint(program, machine, goal)
     path = (cache or cache_dir() / "plans") / f"{key[:32]}.json"
     if path.exists():
@@ -102,6 +105,7 @@ def plan_memory_cached(
         move=move,
         recompute=recompute,
         reorder=reorder,
+        bandwidth_margin=bandwidth_margin,
     )
     try:
         _write(path, key, plan)

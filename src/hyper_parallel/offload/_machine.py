@@ -70,6 +70,20 @@ class MemoryMachine:
     dram_bytes: int | None = None
     flash_bytes: int | None = None
 
+    def derated(self, margin: float) -> MemoryMachine:
+        """The machine when every channel is slower by the factor 1 + margin than was said."""
+
+        def slower(channel: Channel | None) -> Channel | None:
+            return channel and replace(channel, bytes_s=channel.bytes_s / (1 + margin))
+
+        return replace(
+            self,
+            store=replace(self.store, bytes_s=self.store.bytes_s / (1 + margin)),
+            prefetch=replace(self.prefetch, bytes_s=self.prefetch.bytes_s / (1 + margin)),
+            copy_out=slower(self.copy_out),
+            copy_in=slower(self.copy_in),
+        )
+
     def channel(self, kind: str) -> Channel:
         """The channel of a copying action."""
         channel = {

@@ -8,13 +8,12 @@ strength of an estimate.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import replace
 
 from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
 from hyper_parallel.ir import (
     MEMORY_TIERS,
     Choice,
-    MemoryAction,
     MemoryPlan,
     MemoryProgram,
     MemoryTier,
@@ -22,12 +21,12 @@ from hyper_parallel.ir import (
     replay,
 )
 from hyper_parallel.offload._address import assign_addresses
-from hyper_parallel.offload._emit import Emitter
-from hyper_parallel.offload._issue import Gap
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._order import order_peak, refine_order
-from hyper_parallel.offload._recompute import Recomputes, choose_recomputes, recompute_density
-from hyper_parallel.offload._select import Rank, Selector, assign_tiers
+from hyper_parallel.offload._portfolio import Emitted, Search, overfull
+from hyper_parallel.offload._recompute import choose_recomputes, recompute_density
+from hyper_parallel.offload._select import Selector
+from hyper_parallel.offload._simulate import Clock
 from hyper_parallel.offload._usedef import (
     UseDef,
     identity_actions,
@@ -36,121 +35,8 @@ from hyper_parallel.offload._usedef import (
 )
 from hyper_parallel.units import format_bytes
 
-_RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap")
 _LARGE = 1500  # operators; below, trying everything takes a few seconds
-_DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
-_WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
-
-
-@dataclass(frozen=True)
-class _Emitted:
-    """One emitted program with the emitter's own account of it; the chosen one is replayed."""
-
-    actions: tuple[MemoryAction, ...]
-    homes: tuple[MemoryTier, ...]
-    seconds: float
-    peaks: dict[MemoryTier, int]
-    gaps: tuple[Gap, ...]
-    again: Recomputes | None
-    rule: str
-
-    @property
-    def peak(self) -> int:
-        return self.peaks["device"]
-
-
-@dataclass
-class _Search:
-    program: MemoryProgram
-    machine: MemoryMachine
-    order: tuple[int, ...]
-    selectors: list[tuple[str, Selector]]
-    best_seen: _Emitted
-
-    def __post_init__(self) -> None:
-        self.rules = [(name, s, rank) for name, s in self.selectors for rank in _RANKS]
-
-    def portfolio(
-        self, target: int, limit_s: float = float("inf"), budget: int | None = None
-    ) -> list[_Emitted]:
-        """Every emitted program for a target that respects the other tiers.
-
-        Once a target is met within the time limit, only the rules that met it go on to the next, lower one.
-
-        Args:
-            target: Device bytes that are aimed at.
-            limit_s: Programs that take longer are given up on the way.
-            budget: Only the fastest program under it is wanted: what is found becomes the time limit.
-        """
-        found: list[_Emitted] = []
-        met: list[int] = []
-        for index, (name, selector, rank) in enumerate(self.rules):
-            aim = target
-            last = None
-            for _ in range(2):
-                last = emitted = self._emit(selector, aim, target, rank, name, limit_s)
-                if emitted is None:
-                    break
-                if not _overfull(self.machine, emitted):
-                    self.best_seen = min(self.best_seen, emitted, key=lambda e: e.peak)
-                    found.append(emitted)
-                    if budget is not None and emitted.peak <= budget:
-                        limit_s = min(limit_s, emitted.seconds)
-                aim -= emitted.peak - target
-                if emitted.peak <= target or aim <= 0:
-                    break
-            kept = last is not None and not _overfull(self.machine, last)
-            if kept and last is not None and last.peak <= target and last.seconds <= limit_s:
-                met.append(index)
-        if met:
-            self.rules = [self.rules[i] for i in met]
-        return found
-
-    def _emit(
-        self,
-        selector: Selector,
-        aim: int,
-        target: int,
-        rank: Rank,
-        name: str,
-        limit_s: float = float("inf"),
-    ) -> _Emitted | None:
-        chosen, planned = selector.select(aim, rank)
-        # The first span of a candidate ends where its bytes are counted again before the gap's end.
-        back = {
-            (g.storage, g.last): high
-            for c in chosen
-            for g, (_, high) in zip(c.gaps, c.spans, strict=False)
-            if g.last < selector.n
-        }
-        for share in _DRAM_SHARES:
-            gaps = assign_tiers(self.program, self.machine, chosen, share)
-            emitter = Emitter(
-                self.program,
-                self.machine,
-                self.order,
-                gaps,
-                selector.again,
-                target,
-                planned.copy(),
-                back,
-                window=_WINDOW if selector.stall else None,
-            )
-            actions = emitter.emit(limit_s * (1 + 1e-9))
-            if actions is None:
-                return None
-            emitted = _Emitted(
-                actions,
-                tuple(emitter.homes),
-                emitter.clock.now_s,
-                emitter.peaks,
-                tuple(gaps),
-                selector.again,
-                f"{name}, {rank}",
-            )
-            if self.machine.copy_out is None or not _overfull(self.machine, emitted):
-                break
-        return emitted
+_MARGIN = 0.3  # of the bandwidth, for the least peak: a link that was said 30 % too fast still keeps the time limit
 
 
 def plan_memory(
@@ -162,6 +48,7 @@ def plan_memory(
     move: Collection[StorageKind] | None = None,
     recompute: bool = True,
     reorder: bool = True,
+    bandwidth_margin: float | None = None,
 ) -> MemoryPlan:
     """Plan the memory of one step.
 
@@ -173,6 +60,9 @@ def plan_memory(
         move: Kinds of storages that may leave the device; None: all but inputs and outputs.
         recompute: Results may be dropped and computed again.
         reorder: Operators may change their order (never what they compute).
+        bandwidth_margin: The plan keeps its time limit even when every channel is slower than the machine says by the
+            factor 1 + margin. None: 0.3 for the least peak, where a plan that fills the channels has no reserve; 0
+            under a byte budget. `seconds` are always those of the machine as given.
 
     Returns:
         A plan whose replay passed; the identity program, with the reason, when nothing pays.
@@ -188,13 +78,19 @@ def plan_memory(
             got=f"budget_bytes={budget_bytes}, max_slowdown={max_slowdown}",
             hint="give budget_bytes=... for the least time, or max_slowdown=0.02 for the least peak",
         )
+    margin = bandwidth_margin
+    if margin is None:
+        margin = _MARGIN if budget_bytes is None else 0.0
+    if margin < 0:
+        raise BadValue("bandwidth_margin is a share of at least 0", got=margin, allowed="0 or more")
+    true_machine, machine = machine, machine.derated(margin)
     order, said = refine_order(program) if reorder else (tuple(range(len(program.operators))), ())
     identity = _identity(program, order)
     if budget_bytes is not None and identity.peak <= budget_bytes:
         reason = (
             f"identity: the step takes {identity.peak} bytes and fits the budget; nothing moves"
         )
-        return _finish(program, identity, (*said, reason))
+        return _finish(program, true_machine, identity, (*said, reason))
     slack_s = None if max_slowdown is None else max_slowdown * identity.seconds
     search = _search(program, machine, order, identity, move, recompute, slack_s)
     if budget_bytes is not None:
@@ -208,31 +104,32 @@ def plan_memory(
             f"identity: no plan lowers the peak of {identity.peak} bytes within {max_slowdown:.1%} more time; "
             "nothing moves",
         )
-    else:
-        said = (
-            *said,
-            f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {best.seconds:.6g} "
-            f"({best.rule})",
-        )
-    return _finish(program, best, said)
+        return _finish(program, true_machine, best, said)
+    plan = _finish(program, true_machine, best, said)
+    reserve = f", with links {margin:.0%} slower {best.seconds:.6g}" if margin else ""
+    told = (
+        f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {plan.seconds:.6g}{reserve} "
+        f"({best.rule})"
+    )
+    return replace(plan, statement=(*said, told))
 
 
-def _identity(program: MemoryProgram, order: tuple[int, ...]) -> _Emitted:
+def _identity(program: MemoryProgram, order: tuple[int, ...]) -> Emitted:
     actions = identity_actions(program, order)
     peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
     peaks["device"] = order_peak(program, order)
-    return _Emitted(actions, program.on_device, program.seconds, peaks, (), None, "identity")
+    return Emitted(actions, program.on_device, program.seconds, peaks, (), None, "identity")
 
 
 def _search(
     program: MemoryProgram,
     machine: MemoryMachine,
     order: tuple[int, ...],
-    identity: _Emitted,
+    identity: Emitted,
     move: Collection[StorageKind] | None,
     recompute: bool,
     slack_s: float | None,
-) -> _Search:
+) -> Search:
     chains = use_definitions(program, order)
     movable = [
         s
@@ -254,7 +151,7 @@ def _search(
                 program, machine, order, again, movable, stall=stall, stretch=factor
             )
             selectors.append((name + label, selector))
-    return _Search(program, machine, order, selectors, identity)
+    return Search(program, machine, order, selectors, identity)
 
 
 def _recompute_sets(
@@ -298,7 +195,7 @@ def _recompute_sets(
     return distinct
 
 
-def _least_time(search: _Search, budget: int) -> _Emitted:
+def _least_time(search: Search, budget: int) -> Emitted:
     fitting = [e for e in search.portfolio(budget, budget=budget) if e.peak <= budget]
     if fitting:
         return min(fitting, key=lambda e: (e.seconds, e.peak))
@@ -326,18 +223,18 @@ def _least_time(search: _Search, budget: int) -> _Emitted:
     raise error
 
 
-def _no_room_elsewhere(search: _Search) -> bool:
+def _no_room_elsewhere(search: Search) -> bool:
     """Would the budget be met if the other tiers were unlimited?"""
     machine = search.machine
     if machine.dram_bytes is None and machine.flash_bytes is None:
         return False
     name, selector = search.selectors[0]
     floor = working_set_bytes(search.program)
-    emitted = search._emit(selector, floor, floor, "longest_gap", name)
-    return emitted is not None and _overfull(machine, emitted)
+    emitted = search.emit(selector, floor, floor, "longest_gap", name)
+    return emitted is not None and overfull(machine, emitted)
 
 
-def _least_peak(search: _Search, identity: _Emitted, limit_s: float) -> _Emitted:
+def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
     """Bisect the target; every success is judged by its real peak, so the answer never depends on monotony."""
     low, high = working_set_bytes(search.program), identity.peak
     best = identity
@@ -360,15 +257,15 @@ def _least_peak(search: _Search, identity: _Emitted, limit_s: float) -> _Emitted
     return best
 
 
-def _overfull(machine: MemoryMachine, emitted: _Emitted) -> bool:
-    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-    return any(cap is not None and emitted.peaks[t] > cap for t, cap in caps.items())
-
-
-def _finish(program: MemoryProgram, emitted: _Emitted, said: tuple[str, ...]) -> MemoryPlan:
+def _finish(
+    program: MemoryProgram, machine: MemoryMachine, emitted: Emitted, said: tuple[str, ...]
+) -> MemoryPlan:
     judged = replay(program, emitted.homes, emitted.actions)
     assert judged.peak_bytes == emitted.peaks, "the emitter and the replay count differently"
     addresses, arena = assign_addresses(judged.residency, program.sizes)
+    clock = Clock(program, machine)
+    for action in emitted.actions:
+        clock.apply(action)
     choices = [
         Choice(
             g.storage,
@@ -389,7 +286,7 @@ def _finish(program: MemoryProgram, emitted: _Emitted, said: tuple[str, ...]) ->
         program,
         emitted.homes,
         emitted.actions,
-        emitted.seconds,
+        clock.now_s,
         tuple(choices),
         said,
         addresses,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,9 @@ from hyper_parallel.offload._lanes import Lane
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 
-Rank = Literal["idle_per_transfer", "longest_gap", "largest"]
+Rank = Literal["idle_per_transfer", "longest_gap", "largest", "ring"]
+
+_CLOSE = 3.0  # a ring fetches nothing earlier than this many durations before its use
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,12 @@ class Candidate:
     transfer_s: float
     exposed_s: float = 0.0
 
-    def value(self, rank: Rank) -> float:
+    def value(self, rank: Rank, ring_bytes: float = 1.0) -> float:
         """How early a ranking rule takes it; higher is earlier."""
         if rank == "idle_per_transfer":
             return self.idle_s / self.transfer_s
+        if rank == "ring":
+            return -abs(math.log(self.num_bytes / ring_bytes))
         return self.idle_s if rank == "longest_gap" else float(self.num_bytes)
 
 
@@ -181,12 +186,15 @@ class Selector:
         if not items:
             return [], profile
         # What would surely prolong the step comes last, whatever its rank.
-        items = sorted(items, key=lambda c: (-c.exposed_s, c.value(rank)), reverse=True)
+        ring = self._ring_bytes()
+        items = sorted(items, key=lambda c: (-c.exposed_s, c.value(rank, ring)), reverse=True)
         most = max(len(c.spans) for c in items)
         padded = np.array([(*c.spans, *((0, 0),) * (most - len(c.spans))) for c in items])
         low, high = padded[:, :, 0], padded[:, :, 1]
         free = np.ones(len(items), bool)
         lanes = None if self.stretch is None else _Lanes(self, self.stretch)
+        later = np.zeros(len(items), bool)  # what a ring leaves for when nothing closer is left
+        close = rank == "ring" and lanes is not None
         chosen: list[Candidate] = []
         while True:
             at = int(np.argmax(profile))
@@ -195,17 +203,31 @@ class Selector:
             covers = free & ((low <= at) & (at < high)).any(axis=1)
             pick = int(np.argmax(covers))
             if not covers[pick]:
-                break
+                if not close:
+                    break
+                close, free, later = False, free | later, np.zeros(len(items), bool)
+                continue
             free[pick] = False
             taken: Candidate | None = items[pick]
             if lanes is not None:
-                taken = lanes.take(items[pick], at)
+                taken = lanes.take(items[pick], at, _CLOSE if close else None)
             if taken is None:
+                later[pick] = close
                 continue
             chosen.append(taken)
             for begin, end in taken.spans:
                 profile[begin:end] -= taken.num_bytes
         return chosen, profile
+
+    def _ring_bytes(self) -> float:
+        """Size of a copy that streams most: two are on the device at any time, and each pays its latency.
+
+        Of B T bytes per step s / (s + l B) arrive, and 2 s are taken; the difference is largest at this s.
+        """
+        channel = self.machine.prefetch
+        step_s = max(float(self.ends_s[-1]), 1e-12) if self.n else 1e-12
+        latency_bytes = max(channel.latency_s * channel.bytes_s, 1.0)
+        return math.sqrt(channel.bytes_s * step_s * latency_bytes / 2)
 
     def _clean(self, gap: Gap) -> bool:
         """The storage still has the content it started the step with."""
@@ -222,8 +244,14 @@ class _Lanes:
         self.store, self.prefetch = Lane(end_s, stretch), Lane(end_s, stretch)
         self.taken: dict[int, set[int]] = {}  # storage -> starts of its chosen gaps
 
-    def take(self, candidate: Candidate, at: int) -> Candidate | None:
-        """The candidate with the spans that the channels can still give; None when `at` would not be freed."""
+    def take(self, candidate: Candidate, at: int, close: float | None = None) -> Candidate | None:
+        """The candidate with the spans that the channels can still give; None when `at` would not be freed.
+
+        Args:
+            candidate: One of the selector's.
+            at: Position whose bytes are wanted.
+            close: Refuse reloads that begin earlier than so many of their durations before their use.
+        """
         selector, s = self.selector, candidate.gaps[0].storage
         taken = self.taken.get(s, set())
         if any(g.first in taken for g in candidate.gaps):
@@ -247,7 +275,7 @@ class _Lanes:
             if gap.last < selector.n:
                 due = float(selector.starts_s[gap.last])
                 begin = self.prefetch.last(due, back_s)
-                if begin is None:
+                if begin is None or (close is not None and begin < due - close * back_s):
                     return None
                 high = max(int(np.searchsorted(selector.starts_s, begin, "right")) - 1, 0)
                 reloads.append(due)

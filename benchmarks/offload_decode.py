@@ -1,0 +1,167 @@
+"""Decode steps under memory plans, and what a wrong bandwidth costs; every number is simulated.
+
+    python benchmarks/offload_decode.py --json                 # all parts
+    python benchmarks/offload_decode.py --parts llama,mla
+
+* llama: one token, Llama-8B shapes, 8192 tokens of context, bf16, captured.
+* mla: a decode step with DeepSeek-V3 shapes, by hand: attention of all 61 layers with one latent cache per
+  sequence (512 + 64 values a token, bf16, absorbed projections), one shared and one routed expert per layer as with one
+  expert per device, two tokens per sequence (one predicted ahead). Without head, embedding and communication.
+* error: Llama-8B training of 8192 tokens, planned for a link that is 30 % faster or slower than it is, with and without
+  the planner's bandwidth margin.
+
+The bound of a decode step, which uses every byte once: what the link carries in the allowed time. No plan can keep
+more than that off the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from _llama_8b import inference, training
+from offload_policies import ROOFLINE, SLOWDOWN, machine
+
+from hyper_parallel.ir import MemoryProgram, Operator, Storage
+from hyper_parallel.offload import order_peak, plan_memory, simulate
+
+LAYERS, HEADS, LATENT, ROPE, WIDTH = 61, 128, 512, 64, 7168
+MATRICES = {
+    "q_a": WIDTH * 1536,
+    "q_b": 1536 * HEADS * 192,
+    "kv_a": WIDTH * (LATENT + ROPE),
+    "kv_b": LATENT * HEADS * 256,
+    "o": HEADS * 128 * WIDTH,
+}
+EXPERT = 3 * WIDTH * 2048
+
+
+def mla_decode(batch: int, context: int, ahead: int = 2) -> MemoryProgram:
+    """One decode step of `batch` sequences; the filled part of a cache is read only."""
+    storages = [Storage("tokens", 8 * batch * ahead, "input", True, True)]
+    operators: list[Operator] = []
+
+    def add(name: str, num_bytes: int, kind: Any) -> int:
+        storages.append(Storage(name, num_bytes, kind, True, True))
+        return len(storages) - 1
+
+    rows = batch * ahead
+    for layer in range(LAYERS):
+        for name, numbers in MATRICES.items():
+            if name == "o":
+                for sequence in range(batch):
+                    cache_bytes = context * (LATENT + ROPE) * 2
+                    cache = add(f"{layer}.cache.{sequence}", cache_bytes, "kv")
+                    flops = 2.0 * HEADS * ahead * context * (2 * LATENT + ROPE)
+                    operators.append(
+                        Operator("attention", (0, cache), flops=flops, access_bytes=cache_bytes)
+                    )
+            weight = add(f"{layer}.{name}", 2 * numbers, "weight")
+            operators.append(
+                Operator("mm", (0, weight), flops=2.0 * rows * numbers, access_bytes=2 * numbers)
+            )
+        for name in ("shared", "routed"):
+            weight = add(f"{layer}.{name}", 2 * EXPERT, "expert")
+            operators.append(
+                Operator("expert", (0, weight), flops=2.0 * rows * EXPERT, access_bytes=2 * EXPERT)
+            )
+    return MemoryProgram("mla decode", tuple(storages), tuple(operators))
+
+
+def decode_rows(
+    name: str, program: MemoryProgram, links: list[float], slowdown: float
+) -> list[dict[str, Any]]:
+    """Least peak per link, beside the bound."""
+    program = ROOFLINE.annotate(program)
+    start = order_peak(program, range(len(program.operators)))
+    rows = []
+    for gb_s in links:
+        begin = time.process_time()
+        plan = plan_memory(program, machine(gb_s), max_slowdown=slowdown, bandwidth_margin=0.0)
+        saved = start - plan.peak_bytes["device"]
+        bound = gb_s * 1e9 * program.seconds * (1 + slowdown)
+        rows.append(
+            {
+                "what": name,
+                "bandwidth_gb_s": gb_s,
+                "step_without_plan_s": program.seconds,
+                "simulated_step_s": plan.seconds,
+                "slowdown": plan.seconds / program.seconds - 1,
+                "start_peak_bytes": start,
+                "simulated_peak_bytes": plan.peak_bytes["device"],
+                "against_start": -saved / start,
+                "no_plan_saves_more_than": min(bound / start, 1.0),
+                "share_of_bound": saved / min(bound, start),
+                "arena_over_peak": plan.arena_bytes / plan.peak_bytes["device"] - 1,
+                "planning_cpu_s": time.process_time() - begin,
+            }
+        )
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def error_rows(gb_s: float) -> list[dict[str, Any]]:
+    """Plan for a wrong link, run on the true one."""
+    program = ROOFLINE.annotate(training(8192, 32, 8, 8))
+    limit_s = program.seconds * (1 + SLOWDOWN)
+    rows = []
+    for margin in (0.3, 0.0):
+        for factor in (1.0, 1.3, 0.7):
+            begin = time.process_time()
+            plan = plan_memory(
+                program,
+                machine(gb_s * factor),
+                max_slowdown=SLOWDOWN,
+                bandwidth_margin=margin,
+            )
+            seconds = simulate(program, plan.actions, machine(gb_s)).end_s
+            rows.append(
+                {
+                    "bandwidth_margin": margin,
+                    "true_gb_s": gb_s,
+                    "planned_gb_s": gb_s * factor,
+                    "simulated_step_s": seconds,
+                    "over_the_limit": seconds / limit_s - 1,
+                    "against_keep_s": seconds / program.seconds - 1,
+                    "simulated_peak_bytes": plan.peak_bytes["device"],
+                    "arena_over_peak": plan.arena_bytes / plan.peak_bytes["device"] - 1,
+                    "planning_cpu_s": time.process_time() - begin,
+                }
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Plan and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="JSON; the default as well")
+    parser.add_argument("--parts", default="llama,mla,error")
+    parser.add_argument("--bandwidths", default="25,50,100,200,400")
+    args = parser.parse_args()
+    links = [float(b) for b in args.bandwidths.split(",")]
+    parts, rows = args.parts.split(","), []
+    if "llama" in parts:
+        rows += decode_rows("llama-8b decode", inference(1, 8192 + 128), links, SLOWDOWN)
+    if "mla" in parts:
+        for batch in (4, 8):
+            name = f"deepseek-v3 decode, {batch} sequences of 128k"
+            rows += decode_rows(
+                name, mla_decode(batch, 131072), [g for g in links if g >= 100], SLOWDOWN
+            )
+    result = {
+        "what": "simulated, not run on an accelerator",
+        "command": sys.argv[1:],
+        "roofline": asdict(ROOFLINE),
+        "decode": rows,
+        "bandwidth_error": error_rows(50.0) if "error" in parts else [],
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
