@@ -374,10 +374,9 @@ def record(
     Args:
         step: The step; everything it changes must be in `named`.
         inputs: Tensors that differ from call to call.
-        named: Parameters, buffers, optimizer state, KV cache: name to (tensor, kind).
+        named: Parameters, buffers, optimizer state, KV cache.
         name: Name of the program.
-        training: See `Recorder`.
-        alignment_bytes: See `MemoryProgram`.
+        training, alignment_bytes: See `Recorder`.
 
     Raises:
         CaptureUnsupported: HP511 for what cannot be repeated faithfully.
