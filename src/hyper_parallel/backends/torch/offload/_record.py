@@ -92,8 +92,6 @@ class Recorder(TorchDispatchMode):
         for name, (tensor, kind) in named.items():
             self.view(tensor, name, kind)
 
-    # -- storages ------------------------------------------------------------------------------
-
     def view(
         self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
     ) -> View:
@@ -176,8 +174,6 @@ class Recorder(TorchDispatchMode):
         if index is not None:
             self.tables.entries[index].kind = kind
 
-    # -- operators -----------------------------------------------------------------------------
-
     @property
     def phase(self) -> Phase:
         """Part of the step that is running now."""
@@ -250,8 +246,7 @@ class Recorder(TorchDispatchMode):
         sizes: list[tuple[int, ...]] = []
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
-                kind: StorageKind = "activation"
-                made.append((position, self._add(tensor, Entry(name, 0, kind))))
+                made.append((position, self._add(tensor, Entry(name, 0, "activation"))))
                 sizes.append(tuple(tensor.shape))
         guards = tuple(
             (i, v) for i, v in enumerate(flat) if isinstance(v, (bool, int, float)) and leaves
@@ -322,8 +317,6 @@ class Recorder(TorchDispatchMode):
         self._keep(
             Operator("c10d.sent", reads, phase=self.phase, ordered=True), Call(Arrived(), (), {})
         )
-
-    # -- the whole step ------------------------------------------------------------------------
 
     def __enter__(self) -> Recorder:
         self._fake = fake_mode()
