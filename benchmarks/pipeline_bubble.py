@@ -1,17 +1,23 @@
-"""Measured bubble of every pipeline schedule against the simulated one.
+"""Measured bubble of every pipeline schedule against the simulated one, in two runs.
 
-Four gloo ranks train a Llama through `parallelize` and `forward_backward`. With fewer cores than ranks computing stages
-would disturb each other and the measurement would be of the cores. So the work of a stage is a wait: every layer
-sleeps a fixed time in forward, another for the gradient of its input and another for the gradient of its weights, and
-its real products are tiny. What is measured is the order of the schedule and the cost of the runtime around it:
-messages over gloo, graph walks of the split backward, Python.
+`compute`: two gloo ranks, one per core, train a small Llama through `parallelize` and `forward_backward`. Everything is
+real: products, messages, the executor. Operators take tens of milliseconds, so that it is the schedule that is
+measured and not the time a message needs to wake a process.
 
-The bubble is 1 - busy / (ranks * step), busy being the actions' spans and the step the time from the first action of
-any rank to the last. It is compared with `ir.simulate` of the same schedule and step, in which every action takes as
-long as it was measured to take and transfers take no time.
+`waits`: four ranks, which are more than the cores of a small machine; stages that compute would disturb each other and
+the measurement would be of the cores. So a layer does not compute but *waits*, for as long as a layer of the first run
+was measured to take in F, I and W (the last one with head and loss). Executor, schedule, messages and the graph walks
+of the split backward are real, the products are tiny.
 
-    python benchmarks/pipeline_bubble.py                 # a table
-    python benchmarks/pipeline_bubble.py --json          # the same as JSON
+The bubble of a step is 1 - busy / (ranks * step): busy are the spans of the actions, the step runs from the first
+action of any rank to the last. FSDP, optimizer and gradient reduction are outside. It is compared with `ir.simulate` of
+the same schedule, in which every action of a stage takes the median of what actions of its stage and kind (F, B, I, W)
+took in the same run, and a message between ranks takes the median of round trips between neighbours, halved, measured
+after the steps in the same processes with messages of the same size. `replayed` gives every action its own duration
+instead: what is left of the difference is the executor's.
+
+    python benchmarks/pipeline_bubble.py                 # tables
+    python benchmarks/pipeline_bubble.py --json          # the same as JSON, with durations
 """
 
 from __future__ import annotations
@@ -20,29 +26,69 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from _machine import machine
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.ir import ModelRef, Plan, Strategy, TaskGraph, Workload, simulate
+from hyper_parallel.ir import Action, ModelRef, Plan, Strategy, TaskGraph, Workload, simulate
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.mpmd import StageCost, bubble_fraction, schedule_tasks, step_schedule
-from hyper_parallel.runtime import World, forward_backward, launch, parallelize
+from hyper_parallel.runtime import World, forward_backward, handle, launch, parallelize
 from hyper_parallel.shard import family_rules, plan_layouts
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "dualpipev": 2}
-SEQ_LEN = 8
+WARM_UP = 2
+"""Steps before those that count: memory is taken, kernels are chosen, connections are made."""
 Marks = list[tuple[str, float, float]]
 """Action, begin and end in seconds of the machine's clock, which all ranks read."""
+Layer = tuple[float, float, float]
+"""Seconds of F, I and W."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of the two runs.
+
+    Attributes:
+        ranks: Pipeline ranks.
+        microbatches: Of one step.
+        config: The model; its layers are the same for every schedule.
+        seq_len: Tokens of a microbatch.
+        steps: Steps that count.
+        waits: Seconds of every layer; empty: layers compute.
+    """
+
+    ranks: int
+    microbatches: int
+    config: LlamaConfig
+    seq_len: int
+    steps: int
+    waits: tuple[Layer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank measured: marks of every step, seconds of a message, share of the cores that others used."""
+
+    steps: list[Marks]
+    message_s: float
+    own_cpu_s: float
+    busy_cpu_s: float | None
+    wall_s: float
 
 
 class _Trunk(torch.autograd.Function):
@@ -74,50 +120,62 @@ class _Branch(torch.autograd.Function):
         return grad, None
 
 
-def _wait_in(layer: nn.Module, seconds: float) -> None:
-    """Let a layer take `seconds` for each of forward, input gradient and weight gradient."""
+def _wait_in(layer: nn.Module, seconds: Layer) -> None:
+    """Let a layer take `seconds` in forward, for the gradient of its input and for those of its weights."""
     linear = layer.mlp.down_proj
+    f, i, w = seconds
 
     def forward(x: Tensor) -> Tensor:
-        return _Trunk.apply(F.linear(x, _Branch.apply(linear.weight, seconds)), seconds, seconds)
+        return _Trunk.apply(F.linear(x, _Branch.apply(linear.weight, w)), f, i)
 
     linear.forward = forward
 
 
-def _config(layers: int) -> LlamaConfig:
+def _llama(layers: int, hidden: int, vocab: int, seq_len: int) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=layers,
-        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=SEQ_LEN,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 64),
+        max_position_embeddings=seq_len,
     )  # fmt: skip
 
 
-def _plan(config: LlamaConfig, strategy: Strategy, microbatches: int) -> Plan:
-    spec = spec_from_config(config.to_dict(), name="waiting")
+def _plan(case: Case, strategy: Strategy) -> Plan:
+    config = case.config
+    spec = spec_from_config(config.to_dict(), name="bubble")
     params = [(p.name, p.shape, p.dims) for b in spec.blocks for p in b.params]
+    heads = config.num_attention_heads
     layouts = plan_layouts(
-        params, family_rules(spec.family), strategy, num_heads=1, num_kv_heads=1, head_dim=8,
-        vocab_size=16,
+        params, family_rules(spec.family), strategy, num_heads=heads, num_kv_heads=heads,
+        head_dim=config.hidden_size // heads, vocab_size=config.vocab_size,
     ).layouts  # fmt: skip
     workload = Workload(
-        SEQ_LEN, microbatch=1, accumulation_steps=microbatches, compute_dtype="float32"
+        case.seq_len, microbatch=1, accumulation_steps=case.microbatches, compute_dtype="float32"
     )
-    model = ModelRef("waiting", spec.family, spec.num_params, spec.num_params, 0.0, "")
+    model = ModelRef("bubble", spec.family, spec.num_params, spec.num_params, 0.0, "")
     return Plan(model, "local", 0.0, workload.resolve(1), strategy, layouts, 0.0, (), (), 0)
 
 
-def _rank(strategy: Strategy, microbatches: int, seconds: float, steps: int) -> list[Marks]:
-    """The actions of every step but the first, on this rank."""
-    config = _config(strategy.stages)
+def _strategy(case: Case, schedule: str) -> Strategy:
+    """Every stage has as many layers as the others, whatever the head costs: the schedules are to be compared."""
+    stages = case.ranks * SCHEDULES[schedule]
+    per_stage = case.config.num_hidden_layers // stages
+    return Strategy(
+        pp=case.ranks, schedule=schedule, virtual_stages=SCHEDULES[schedule], stage_layers=(per_stage,) * stages
+    )  # fmt: skip
+
+
+def _rank(case: Case, strategy: Strategy) -> Found:
+    """The actions of every step that counts, on this rank."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    for layer in model.model.layers:
-        _wait_in(layer, seconds / strategy.virtual_stages)
-    ids = torch.randint(0, 16, (1, SEQ_LEN))
-    parts = [{"input_ids": ids, "shift_labels": ids}] * microbatches
-    found = []
+    model = LlamaForCausalLM(case.config)
+    for layer, seconds in zip(model.model.layers, case.waits, strict=False):
+        _wait_in(layer, seconds)
+    ids = torch.randint(0, case.config.vocab_size, (1, case.seq_len))
+    parts = [{"input_ids": ids, "shift_labels": ids}] * case.microbatches
+    steps: list[Marks] = []
     with World.join("cpu") as world:
-        parallelize(model, _plan(config, strategy, microbatches), world)
-        for _ in range(steps + 1):
+        parallelize(model, _plan(case, strategy), world)
+        for number in range(WARM_UP + case.steps):
             marks: Marks = []
 
             @contextmanager
@@ -127,10 +185,41 @@ def _rank(strategy: Strategy, microbatches: int, seconds: float, steps: int) -> 
                 if kind == "compute":
                     marks.append((name, begin, time.perf_counter()))
 
-            torch.distributed.barrier()
-            forward_backward(model, parts, microbatches * SEQ_LEN, span)
-            found.append(marks)
-    return found[1:]
+            dist.barrier()
+            if number == WARM_UP:
+                begun = time.perf_counter(), time.process_time(), _busy_cpu_s()
+            forward_backward(model, parts, case.microbatches * case.seq_len, span)
+            steps.append(marks)
+        wall, own, busy = time.perf_counter(), time.process_time(), _busy_cpu_s()
+        message_s = _message_s(handle(model).pipeline, parts[0])
+    everyone = busy - begun[2] if busy is not None and begun[2] is not None else None
+    return Found(steps[WARM_UP:], message_s, own - begun[1], everyone, wall - begun[0])
+
+
+def _busy_cpu_s() -> float | None:
+    """Seconds in which the cores of this machine were not idle; None where Linux's counters are missing."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _message_s(pipeline: Any, batch: dict[str, Tensor], rounds: int = 40) -> float:
+    """Half a round trip of one microbatch's activations with a neighbour, median; every rank takes part once."""
+    group, rank = pipeline.group, pipeline.rank
+    peer = rank ^ 1
+    mine, other = pipeline.message(batch).zero_(), pipeline.message(batch)
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for turn in (0, 1):
+            if rank % 2 == turn:
+                dist.isend(mine, group=group, group_dst=peer).wait()
+            else:
+                dist.irecv(other, group=group, group_src=peer).wait()
+        times.append((time.perf_counter() - begin) / 2)
+    return statistics.median(times)
 
 
 def _measured(ranks: list[Marks]) -> float:
@@ -141,70 +230,128 @@ def _measured(ranks: list[Marks]) -> float:
     return 1.0 - busy / (len(ranks) * (end - begin))
 
 
-def _simulated(strategy: Strategy, microbatches: int, ranks: list[Marks]) -> float:
-    """Bubble of the schedule when every action takes as long as it did in this step."""
-    seconds = {name: e - b for marks in ranks for name, b, e in marks}
+def _simulated(
+    strategy: Strategy, microbatches: int, seconds: Callable[[str], float], message_s: float
+) -> float:
+    """Bubble of the schedule with the given seconds per action and per message."""
     schedule = step_schedule(strategy, microbatches).compute_only()
-    costs = [StageCost(1.0, 1.0, 1.0)] * strategy.stages
+    costs = [StageCost(1.0, 1.0, 1.0, message_s, message_s)] * strategy.stages
+    graph = schedule_tasks(schedule, costs)
     tasks = tuple(
-        replace(task, duration_ns=round(seconds[task.name] * 1e9))
-        for task in schedule_tasks(schedule, costs).tasks
-    )
-    return bubble_fraction(simulate(TaskGraph(tasks)))
+        replace(task, duration_ns=round(seconds(task.name) * 1e9)) if task.kind == "compute" else task
+        for task in graph.tasks
+    )  # fmt: skip
+    return bubble_fraction(simulate(TaskGraph(tasks, graph.policies)))
 
 
-def measure(
-    schedule: str, ranks: int, microbatches: int, seconds: float, steps: int
-) -> dict[str, float]:
-    """Measured and simulated bubble of one schedule, medians over the steps."""
-    strategy = Strategy(pp=ranks, schedule=schedule, virtual_stages=SCHEDULES[schedule])
-    found = launch(lambda _: _rank(strategy, microbatches, seconds, steps), ranks, timeout_s=300)
-    by_step = [[rank[step] for rank in found] for step in range(steps)]
+def _medians(found: list[Found]) -> dict[tuple[int, str], float]:
+    """Seconds of an action by stage and kind, over microbatches and steps."""
+    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for rank in found:
+        for marks in rank.steps:
+            for name, begin, end in marks:
+                action = Action.parse(name)
+                seconds[action.stage, action.kind].append(end - begin)
+    return {key: statistics.median(values) for key, values in sorted(seconds.items())}
+
+
+def measure(case: Case, schedule: str) -> dict[str, Any]:
+    """Measured and simulated bubble of one schedule; medians over the steps."""
+    strategy = _strategy(case, schedule)
+    found = launch(lambda _: _rank(case, strategy), case.ranks, timeout_s=300)
+    by_step = [[rank.steps[step] for rank in found] for step in range(case.steps)]
     bubbles = [_measured(step) for step in by_step]
+    medians = _medians(found)
+    message_s = statistics.median(rank.message_s for rank in found)
+
+    def usual(name: str) -> float:
+        action = Action.parse(name)
+        return medians[action.stage, action.kind]
+
+    simulated = _simulated(strategy, case.microbatches, usual, message_s)
+    replayed = []
+    for step in by_step:
+        own = {name: end - begin for marks in step for name, begin, end in marks}
+        replayed.append(_simulated(strategy, case.microbatches, own.__getitem__, message_s))
+    busy = found[0].busy_cpu_s
+    others = None
+    if busy is not None:
+        own_s = sum(rank.own_cpu_s for rank in found)
+        others = max(0.0, busy - own_s) / (found[0].wall_s * (os.cpu_count() or 1))
     measured = statistics.median(bubbles)
-    simulated = statistics.median(_simulated(strategy, microbatches, s) for s in by_step)
-    return {
+    result = {
         "measured": measured,
         "simulated": simulated,
-        "measured_over_simulated": measured / simulated if simulated else 0.0,
+        "measured_over_simulated": measured / simulated,
         "smallest": min(bubbles),
         "largest": max(bubbles),
+        "replayed": statistics.median(replayed),
+        "message_ms": message_s * 1e3,
+        "other_processes": others,
+        "action_ms": {f"{stage}{kind}": s * 1e3 for (stage, kind), s in medians.items()},
     }
+    sys.stderr.write(f"{case.ranks} ranks, {schedule}: {measured:.2%} / {simulated:.2%}\n")
+    return result
+
+
+def _waits(action_ms: dict[str, float], layers: int) -> tuple[Layer, ...]:
+    """Seconds of the layers of the second run, from the stages of one layer each of zbv in the first.
+
+    Stage 0 makes no gradient of an input, so a layer is the mean of the stages in the middle; the last has the head.
+    """
+    last = max(int(name[:-1]) for name in action_ms)
+    middle = range(1, last)
+    layer = tuple(statistics.mean(action_ms[f"{s}{kind}"] for s in middle) / 1e3 for kind in "FIW")
+    end = tuple(action_ms[f"{last}{kind}"] / 1e3 for kind in "FIW")
+    return (*(layer,) * (layers - 1), end)  # type: ignore[return-value]
+
+
+def _table(title: str, results: dict[str, dict[str, Any]]) -> str:
+    head = ("measured", "simulated", "ratio", "replayed", "others")
+    lines = [title, f"{'schedule':12}" + "".join(f"{name:>11}" for name in head)]
+    for name, r in results.items():
+        others = "-" if r["other_processes"] is None else f"{r['other_processes']:.0%}"
+        lines.append(
+            f"{name:12}{r['measured']:>11.2%}{r['simulated']:>11.2%}{r['measured_over_simulated']:>11.3f}"
+            f"{r['replayed']:>11.2%}{others:>11}"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Measure every schedule and print."""
+    """Measure every schedule in both runs and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument(
-        "--wait-ms", type=float, default=30.0, help="of each of F, I and W of a rank"
-    )
-    parser.add_argument("--steps", type=int, default=5, help="measured, after one that is not")
+    parser.add_argument("--hidden", type=int, default=512, help="width of the computing model")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens of its microbatch")
+    parser.add_argument("--microbatches", type=int, default=4, help="on two ranks; twice on four")
+    parser.add_argument("--steps", type=int, default=3, help=f"measured, after {WARM_UP} that are not")  # fmt: skip
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    results = {
-        name: measure(name, chosen.ranks, chosen.microbatches, chosen.wait_ms / 1e3, chosen.steps)
-        for name in chosen.schedules
-    }
-    facts = {
-        "ranks": chosen.ranks,
-        "microbatches": chosen.microbatches,
-        "wait_ms": chosen.wait_ms,
-        "steps": chosen.steps,
-        "stage_work": "waits, not computation: the bubble of the schedule and the runtime, not of shared cores",
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-    }
+    config = _llama(4, chosen.hidden, 1024, chosen.seq_len)
+    compute = Case(2, chosen.microbatches, config, chosen.seq_len, chosen.steps)
+    computed = {name: measure(compute, name) for name in {**dict.fromkeys(chosen.schedules), "zbv": None}}  # fmt: skip
+    waits = _waits(computed["zbv"]["action_ms"], 8)
+    waiting = Case(4, 2 * chosen.microbatches, _llama(8, 8, 16, 8), 8, chosen.steps, waits)
+    waited = {name: measure(waiting, name) for name in chosen.schedules}
+    computed = {name: computed[name] for name in chosen.schedules}
+    cores = f"{os.cpu_count()} cores"
+    runs = {
+        f"compute: 2 ranks compute on {cores}, {compute.microbatches} microbatches": computed,
+        f"waits: 4 ranks wait as long as layers took, {waiting.microbatches} microbatches": waited,
+    }  # fmt: skip
     if chosen.json:
-        print(json.dumps({**facts, "schedules": results}, indent=1))
+        facts = {
+            "hidden": chosen.hidden,
+            "seq_len": chosen.seq_len,
+            "steps": chosen.steps,
+            "warm_up": WARM_UP,
+            "layer_waits_ms": [[s * 1e3 for s in layer] for layer in (waits[0], waits[-1])],
+            "machine": machine(),
+        }
+        print(json.dumps({**facts, "runs": runs}, indent=1))
         return
-    print(f"{facts['stage_work']}; {chosen.ranks} ranks, {chosen.microbatches} microbatches")
-    print(f"{'schedule':12} {'measured':>9} {'simulated':>10} {'ratio':>6}")
-    for name, r in results.items():
-        ratio = r["measured_over_simulated"]
-        print(f"{name:12} {r['measured']:>9.1%} {r['simulated']:>10.1%} {ratio:>6.3f}")
+    print("\n\n".join(_table(title, results) for title, results in runs.items()))
 
 
 if __name__ == "__main__":

@@ -1,108 +1,185 @@
-"""Short training runs of a small model on this machine, one for each strategy: predicted and measured time.
+"""Short training steps of a small model on this machine, many strategies in one start: predicted and measured time.
 
-Used by `simulator_accuracy.py` and `strategy_ranking.py`. Every run is `hyper-parallel train` with gloo ranks, so the
-trainer, the data and the runtime are the real ones; the first steps are left out.
+Used by `simulator_accuracy.py` and `strategy_ranking.py`. The ranks are forked once and hold all models; then every
+strategy takes some steps in turn, round after round, so that what else the machine does meets all of them alike. A
+step is what the trainer does: forward and backward of all microbatches, clipping, the loss, the optimizer.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import statistics
-import subprocess
-import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.backends.torch import clip_grad_norm_, forward_backward, materialize
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import Plan
-from hyper_parallel.planner import plan_recipe, simulate_plan
+from hyper_parallel.planner import plan_recipe
+from hyper_parallel.runtime import World, launch, parallelize
+from hyper_parallel.trainer import build_optimizer
 
 MODEL = Path(__file__).parent.parent / "recipes/models/quickstart.json"
-WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run.
+    """One strategy.
 
     Attributes:
         plan: The plan it ran.
-        step_s: Median seconds per step.
-        simulated_s: End of the simulated step.
+        step_s: Seconds per step of the fastest round: what else the machine does only makes rounds slower.
+        spread: Largest over smallest round.
     """
 
     plan: Plan
     step_s: float
-    simulated_s: float
+    spread: float
 
 
-def recipe(
-    parallel: dict[str, object], training: dict[str, object], steps: int
-) -> dict[str, object]:
-    """The recipe of one run."""
-    return {
-        "model": {"path": str(MODEL)},
-        "data": {"source": "python-stdlib", "seq_len": 256, "vocab_size": 1024},
-        "training": {"steps": steps, "dtype": "float32", "tokens_per_step": 4096, **training},
-        "parallel": parallel,
-        "checkpoint": {"export": False},
-    }
+def recipe(parallel: dict[str, object], training: dict[str, object], model: Path = MODEL) -> Recipe:
+    """The recipe of one strategy."""
+    return Recipe.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"source": "python-stdlib", "seq_len": 256, "vocab_size": 1024},
+            "training": {"dtype": "float32", "tokens_per_step": 2048, **training},
+            "parallel": parallel,
+        }
+    )
 
 
-def run(values: dict[str, object], folder: Path) -> Measured:
-    """Train a recipe in a folder of its own and read what it wrote."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "recipe.yaml"
-    # JSON is YAML.
-    file.write_text(json.dumps({**values, "output_dir": str(folder / "run")}), encoding="utf-8")
-    command = [sys.executable, "-m", "hyper_parallel", "--quiet", "train", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{values['parallel']}: {done.stderr[-2000:]}")
-    lines = (folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    seconds = [float(json.loads(line)["step_s"]) for line in lines][WARM_UP:]
-    made = Plan.load(folder / "run/plan.json")
-    return Measured(made, statistics.median(seconds), simulate_plan(made).end_s)
+def with_experts(folder: Path) -> Path:
+    """Config of the same model with 8 experts, 2 of which a token visits, written to a folder."""
+    config = json.loads(MODEL.read_text(encoding="utf-8"))
+    config |= {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 224, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    file = folder / "config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return file
 
 
-def legal(ranks: int, number: int, steps: int, seed: int = 0) -> list[dict[str, object]]:
+def measure(recipes: list[Recipe], ranks: int, rounds: int = 4, steps: int = 2) -> list[Measured]:
+    """Train every recipe on forked ranks, in turn, and time its steps.
+
+    Args:
+        recipes: Recipes whose degrees multiply to the ranks.
+        ranks: Ranks.
+        rounds: How often every strategy has its turn; one more comes first and does not count.
+        steps: Steps of a turn.
+    """
+    # Imported once, before the ranks are forked.
+    import transformers.models.qwen3.modeling_qwen3
+    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+
+    plans = [plan_recipe(one) for one in recipes]
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
+    jobs = list(zip(recipes, plans, strict=True))
+    seconds = launch(lambda rank: _on_rank(jobs, rounds, steps), ranks, threads=threads)[0]
+    return [
+        Measured(plan, min(turns), max(turns) / min(turns))
+        for plan, turns in zip(plans, seconds, strict=True)
+    ]
+
+
+def _on_rank(jobs: list[tuple[Recipe, Plan]], rounds: int, steps: int) -> list[list[float]]:
+    with World.join() as world:
+        runs = [_Run(one, plan, world) for one, plan in jobs]
+        seconds = [[run.turn(steps) for run in runs] for _ in range(rounds + 1)]
+        return [list(turns) for turns in zip(*seconds[1:], strict=True)]
+
+
+class _Run:
+    """One strategy on this rank."""
+
+    def __init__(self, one: Recipe, plan: Plan, world: World) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        path = Path(one.model.path)
+        path = path / "config.json" if path.is_dir() else path
+        config = AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        self._model = parallelize(model, plan, world)
+        materialize(self._model, seed=0, device=world.device)
+        self._optimizer = build_optimizer(self._model, one.training)
+        w = plan.workload
+        shape = (w.microbatch or 1, w.seq_len)
+        tokens = torch.randint(1024, shape, generator=torch.Generator().manual_seed(0))
+        batch = {"input_ids": tokens, "shift_labels": tokens}
+        self._batches = [batch] * (w.accumulation_steps or 1)
+        self._tokens = w.tokens_per_step or 1
+        self._world = world
+
+    def turn(self, steps: int) -> float:
+        """Mean seconds of some steps after a barrier."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._step()
+        return (time.perf_counter() - start) / steps
+
+    def _step(self) -> None:
+        loss = forward_backward(self._model, self._batches, self._tokens)
+        clip_grad_norm_(self._model, 1.0)
+        if self._world.world_size > 1:
+            dist.all_reduce(loss)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def legal(ranks: int, number: int, seed: int = 0) -> list[Recipe]:
     """Recipes of random legal strategies on a number of ranks, all with the same tokens per step.
+
+    Every axis of a dense model is drawn, with every kind of context parallelism, recomputation, resharding and the
+    microbatch. A mesh is taken once more only after all meshes had their turn.
 
     Args:
         ranks: Ranks; the degrees multiply to it.
         number: How many.
-        steps: Steps of each run.
         seed: Of the random choice.
     """
     degrees = [d for d in range(1, ranks + 1) if ranks % d == 0]
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x")
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
     meshes = [m for m in itertools.product(degrees, repeat=len(axes)) if _product(m) == ranks]
-    choices = list(itertools.product(meshes, ("none", "full"), (True, False), (1, 2, 4)))
-    random.Random(seed).shuffle(choices)
-    found: list[dict[str, object]] = []
+    rng = random.Random(seed)
+    found: list[Recipe] = []
     seen = set()
-    for mesh, recompute, reshard, micro in choices:
-        named: dict[str, object] = dict(zip(axes, mesh, strict=True))
-        if mesh[2] * mesh[3] == 1 and not reshard:
-            continue
-        values = recipe(
-            {**named, "reshard_after_forward": reshard},
-            {"recompute": recompute, "microbatch": micro},
-            steps,
-        )
-        try:
-            plan_recipe(Recipe.model_validate(values))
-        except HyperParallelError:
-            continue
-        key = (mesh, recompute, reshard, micro)
-        if key not in seen:
+    tries = 0
+    while len(found) < number and tries < 200:
+        tries += 1
+        rng.shuffle(meshes)
+        for mesh in meshes:
+            named: dict[str, object] = dict(zip(axes, mesh, strict=True))
+            named["reshard_after_forward"] = mesh[2] * mesh[3] == 1 or rng.random() < 0.5
+            if mesh[3] > 1:
+                named["cp_kind"] = rng.choice(("ring", "ulysses", "all_gather"))
+            training = {
+                "recompute": rng.choice(("none", "full")),
+                "microbatch": rng.choice((1, 2, 4)),
+            }
+            key = json.dumps([named, training])
+            if key in seen:
+                continue
+            one = recipe(named, training)
+            try:
+                plan_recipe(one)
+            except HyperParallelError:
+                continue
             seen.add(key)
-            found.append(values)
-        if len(found) == number:
-            break
+            found.append(one)
+            if len(found) == number:
+                break
     return found
 
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import torch  # noqa: E402
+from tests.parity.listed import Listed  # noqa: E402
 from tests.parity.plain import Plain  # noqa: E402
 from tests.parity.universal import FAMILIES, Reference, Setup, run  # noqa: E402
 
@@ -29,8 +30,10 @@ from hyper_parallel.runtime import World, launch  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
 PLAIN = "plain nn.Module"
+LISTED = "list of experts"
 NUMBER = re.compile(r"\d(\.\d+)?e[+-]\d+")
-ROWS = (*FAMILIES, PLAIN)
+ROWS = (*FAMILIES, LISTED, PLAIN)
+OWN: dict[str, type[Setup]] = {LISTED: Listed, PLAIN: Plain}
 COLUMNS: dict[str, Strategy] = {
     "dp_replicate": Strategy(dp_replicate=4),
     "dp_shard": Strategy(dp_shard=4),
@@ -60,13 +63,14 @@ Degrees of the columns, on 4 ranks:
 
 {columns}
 
-`plain nn.Module` is `tests/parity/plain.py`, split by rules of its user.
+`list of experts` is a Llama whose MLPs are lists of expert modules, `tests/parity/listed.py`; `plain nn.Module` is
+`tests/parity/plain.py`, split by rules of its user.
 """
 
 
 def setup_of(row: str) -> Setup:
     """Model and batch of a row: two microbatches, so that a pipeline has something to overlap."""
-    return Plain(accumulation=2) if row == PLAIN else Setup(row, accumulation=2)
+    return OWN[row](accumulation=2) if row in OWN else Setup(row, accumulation=2)
 
 
 def cell(reference: Reference, strategy: Strategy) -> str:

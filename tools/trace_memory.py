@@ -39,8 +39,16 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (DENSE, ("parallel.dp_shard=2", "parallel.cp=4", "parallel.cp_kind=ulysses")),
     (DENSE, ("parallel.tp_x=4", "parallel.tp_y=2")),
     (DENSE, ("parallel.pp=4", "parallel.dp_shard=2", "training.accumulation_steps=8")),
+    (DENSE, ("parallel.dp_shard=8", "training.microbatch=2")),
+    (DENSE, ("parallel.dp_shard=2", "parallel.cp=2", "parallel.tp=2", "training.recompute=full")),
+    (DENSE, ("parallel.pp=2", "parallel.dp_shard=4", "training.accumulation_steps=4")),
+    (DENSE, ("parallel.pp=2", "parallel.dp_shard=4", "training.accumulation_steps=4", "training.recompute=full")),
+    (DENSE, ("parallel.pp=2", "parallel.dp_shard=4", "training.accumulation_steps=4", "parallel.schedule=gpipe")),
+    (DENSE, ("parallel.dp_shard=4", "parallel.tp=2", "parallel.reshard_after_forward=false")),
     (EXPERTS, ("parallel.dp_shard=8",)),
     (EXPERTS, ("parallel.dp_shard=8", "parallel.ep=8")),
+    (EXPERTS, ("parallel.dp_shard=8", "parallel.ep=4", "training.accumulation_steps=2")),
+    (EXPERTS, ("parallel.dp_shard=4", "parallel.tp=2", "parallel.ep=8", "training.recompute=full")),
 )  # fmt: skip
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hyper_parallel.config import load_recipe
 from hyper_parallel.cost import Candidates, Machine, ModelNumbers, score, stack_card
 from hyper_parallel.ir import Workload
-from hyper_parallel.model import load_model, spec_from_config
+from hyper_parallel.model import load_model, read_preset, spec_from_config
+from hyper_parallel.planner import plan_recipe
 from hyper_parallel.topology import load_topology
 from hyper_parallel.units import GiB
 
@@ -90,7 +94,8 @@ def test_published_states_of_the_layers(name, gib):
 def test_zero_stages_shard_more_and_more():
     machine = Machine.of(load_topology("dgx-h100"), "bfloat16")
     numbers = ModelNumbers.of(load_model("llama-3-8b"))
-    c = Candidates.of_columns(dp_shard=8, zero=[0, 1, 2, 3])
+    # Several microbatches: sharded gradients are there in every phase of a step.
+    c = Candidates.of_columns(dp_shard=8, accumulation=2, zero=[0, 1, 2, 3])
     found = {t.name: t.bytes for t in score(numbers, machine, Workload(4096), c).memory}
     n = load_model("llama-3-8b").num_params
     assert found["parameters"] == pytest.approx([2 * n, 2 * n, 4 * n / 8, 4 * n / 8])
@@ -100,3 +105,23 @@ def test_zero_stages_shard_more_and_more():
     offloaded = Candidates.of_columns(dp_shard=8, offload=1)
     again = score(numbers, machine, Workload(4096), offloaded)
     assert {t.name: t.bytes[0] for t in again.memory}["optimizer states"] == 0
+
+
+TRACED = json.loads((Path(__file__).parent / "traced_memory.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "case", TRACED["cases"], ids=lambda c: f"{c['model']} {' '.join(c['overrides'])}"
+)
+def test_predicted_peak_is_that_of_the_traced_program(case, tmp_path):
+    """The exact peak of the program that trains, tensors only (`tools/trace_memory.py`)."""
+    config = {**read_preset(case["model"]), "num_hidden_layers": case["layers"]}
+    (tmp_path / "model.json").write_text(json.dumps(config))
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {{path: {tmp_path}/model.json}}\ndata: {{seq_len: {case.get('seq_len', 4096)}}}\nparallel: {{}}\n"
+        f"topology: {TRACED['topology']}\ntraining: {{dtype: bfloat16, microbatch: 1}}\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml", tuple(case["overrides"])).recipe
+    kept_free = ("device context", "fragmentation")
+    predicted = sum(t.bytes for t in plan_recipe(recipe).memory if t.name not in kept_free)
+    assert 0.97 < predicted / case["peak_bytes"] < 1.05

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,6 +131,19 @@ def test_parts_are_cut_apart():
     with pytest.raises(LayoutError, match="does not move parts"):
         redistribute(layout, Layout(((), ())), mesh, (8, 6), 4)
     assert decode(Layout, json.loads(json.dumps(encode(layout)))) == layout
+
+
+def test_a_tensor_may_lie_on_one_rank_of_an_axis():
+    mesh = Mesh((("edp", 2), ("ep", 4)))
+    layout = replace(Layout.replicated(2).split(0, "edp"), one_of=("ep",))
+    assert str(layout) == "[d0:edp, d1] @ hbm, one of ep"
+    assert layout.sharding_axes == ("edp", "ep")
+    assert layout.max_local_shape((6, 5), mesh) == (3, 5)
+    assert decode(Layout, json.loads(json.dumps(encode(layout)))) == layout
+    with pytest.raises(LayoutError, match="an axis twice"):
+        replace(layout, one_of=("edp",))
+    with pytest.raises(LayoutError, match="does not move whole tensors"):
+        redistribute(layout, Layout(((), ())), mesh, (6, 5), 4)
 
 
 def test_parts_of_a_whole_dim_make_no_difference():

@@ -15,6 +15,7 @@ from hyper_parallel.mpmd import (
     legal_microbatches,
     lower,
     make_schedule,
+    one_by_one,
     schedule_tasks,
     verify,
 )
@@ -142,3 +143,25 @@ def test_other_refusals():
         lower(lowered)
     with pytest.raises(ScheduleError, match="two gathered stages"):
         lower(make_schedule("1f1b", 2, 2), unshard=True, max_unsharded=1)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 9)])
+def test_parts_of_an_overlap_send_at_once_when_run_one_by_one(p, m):
+    lowered = lower(make_schedule("dualpipev", p, m))
+    apart = one_by_one(lowered)
+    verify(apart, max_in_flight=in_flight_limit("dualpipev", p, m, 2))
+    order = [
+        [str(leaf) for a in rank for leaf in a.leaves] for rank in lowered.compute_only().ranks
+    ]
+    assert [[str(a) for a in rank] for rank in apart.compute_only().ranks] == order
+    place = apart.placement()
+    for rank in apart.ranks:
+        computed = None
+        for action in rank:
+            if action.kind.startswith("SEND"):
+                # Between a computation and the send of its result only messages lie.
+                assert (action.stage, action.microbatch) == (computed.stage, computed.microbatch)
+                assert place[action.stage] == place[computed.stage]
+            elif action.kind in ("F", "B", "I"):
+                computed = action
+    assert one_by_one(apart) is apart

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +103,7 @@ class Plain(Setup):
     """The plain transformer in place of a family; it has no ModelSpec, so its bytes are not predicted."""
 
     family: str = "plain nn.Module"
+    predicted: ClassVar[bool] = False
 
     def build(self) -> nn.Module:
         """The model in float64."""

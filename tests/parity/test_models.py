@@ -74,10 +74,32 @@ def test_a_plain_module_repeats_one_device_under_rules_of_its_user() -> None:
 
     def rank(_: int) -> None:
         with World.join("cpu") as world:
-            for strategy in (TP, FSDP, Strategy(dp_replicate=2, dp_shard=2)):
+            again = {"recompute": "full"}
+            for strategy in (TP, FSDP, Strategy(dp_replicate=2, dp_shard=2, **again)):
                 check(reference, strategy, world, bytes_too=False)
+            check(reference, Strategy(tp_x=2, dp_shard=2, **again), world, bytes_too=False)
 
     launch(rank, 4, timeout_s=100)
+
+
+def test_recompute_makes_the_layers_of_a_plain_module_again() -> None:
+    setup = Plain()
+    runs = {}
+    with World.join("cpu") as world:
+        for strategy in (Strategy(), Strategy(recompute="full")):
+            model, calls = setup.build(), []
+            for block in model.blocks:
+                block.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+            parallelize(model, setup.plan(strategy), world)(
+                **setup.batch(), num_items_in_batch=1
+            ).loss.backward()
+            runs[strategy.recompute] = len(calls) / len(model.blocks)
+        assert runs == {"none": 1, "full": 2}
+        plan = dataclasses.replace(
+            setup.plan(Strategy(recompute="full")), strategy=Strategy(recompute="full"), layouts={}
+        )
+        with pytest.raises(UnsupportedSharding, match="a list of layers of one class"):
+            parallelize(nn.Sequential(), plan, world)
 
 
 def test_styles_that_need_a_config_are_refused_for_a_plain_module() -> None:

@@ -30,6 +30,7 @@ PACKED = Setup("phi3", sequences=2, seq_len=13)
 NORMED_HEADS = Setup("olmo2", sequences=2, seq_len=13, config=(("num_key_value_heads", 2),))
 SINKS = Setup("gpt_oss", sequences=2, config=(("experts_implementation", "eager"),))
 MOE = Setup("qwen3_moe", sequences=4, seq_len=13)
+LATENT = Setup("deepseek_v3", sequences=4, seq_len=13)
 SIXTEEN = Setup(
     "llama", sequences=2, seq_len=11, tied=True, config=(("num_attention_heads", 16), ("num_hidden_layers", 1))
 )  # fmt: skip
@@ -74,6 +75,8 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
         (MOE, two(2, 2, ep=4)),
         (MOE, two(2, 2, "weight", "weight", ep=2)),
         (MOE, two(2, 2, "1d", "1d", **FULL)),
+        (LATENT, two(2, 2, "1d", "2d", ep=2)),
+        (LATENT, two(2, 2, "1d", "weight", **FULL)),
         (SINKS, two(2, 2)),
         (SINKS, two(2, 2, "2d", "1d", **TOKEN)),
     ]),

@@ -18,8 +18,8 @@ from hyper_parallel.ir import Workload
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.planner._context import resolve
+from hyper_parallel.planner._limits import Limits, check_pins
 from hyper_parallel.planner._plan import find, search
-from hyper_parallel.planner._space import Limits, check_pins
 from tests.cost.machines import machine, small_model
 from tests.planner.exhaustive import every_strategy, least
 from tests.planner.test_search import moe_model

@@ -16,8 +16,8 @@ from hyper_parallel.ir import Workload, simulate
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import plan, plan_tasks, simulate_plan
 from hyper_parallel.planner._context import resolve
+from hyper_parallel.planner._limits import Limits, check_pins
 from hyper_parallel.planner._plan import find
-from hyper_parallel.planner._space import Limits, check_pins
 from hyper_parallel.planner._stages import partition
 from hyper_parallel.topology import MemoryPool
 from tests.cost.machines import machine, quantity, small_model

@@ -95,14 +95,21 @@ def test_a_dense_model_has_nothing_for_ep() -> None:
         plan_layouts(decoder(), family_rules("llama"), Strategy(dp_shard=2, ep=2), **sizes())
 
 
-def test_separate_expert_modules_are_refused_for_ep_only() -> None:
-    params = [*decoder(), (f"{BLOCK}.experts.0.w1.weight", (16, EMBED), ())]
-    rules = family_rules("mixtral")
-    rules = (*rules, *family_rules("llama"))
-    with pytest.raises(UnsupportedSharding, match="separate modules"):
-        plan_layouts(params, rules, Strategy(dp_shard=2, ep=2), **sizes())
-    plan = plan_layouts(params, rules, Strategy(dp_shard=2, tp_x=2), **sizes())
-    assert plan.layouts[f"{BLOCK}.experts.0.w1.weight"].axes == (("dp_shard",), ())
+def test_experts_in_a_list_are_dealt_out() -> None:
+    rules = (*family_rules("mixtral"), *family_rules("llama"))
+
+    def first(strategy: Strategy, *indices: object) -> str:
+        listed = [(f"{BLOCK}.experts.{i}.w1.weight", (15, EMBED), ()) for i in indices]
+        found = plan_layouts([*decoder(), *listed], rules, strategy, **sizes())
+        return str(found.layouts[listed[0][0]])
+
+    assert first(Strategy(dp_shard=2, tp_x=2), *range(4)) == "[d0:dp_shard, d1] @ hbm"
+    assert first(Strategy(dp_shard=2, ep=2), *range(4)) == "[d0, d1] @ hbm, one of ep"
+    assert first(Strategy(dp_shard=4, ep=2), "*") == "[d0, d1:edp] @ hbm, one of ep"
+    with pytest.raises(NotDivisible, match="ep=2 does not divide the 3 experts"):
+        first(Strategy(dp_shard=2, ep=2), *range(3))
+    with pytest.raises(UnsupportedSharding, match="in a form that ep cannot divide"):
+        first(Strategy(dp_shard=2, ep=2), "left", "right")
 
 
 def test_ranks_of_the_expert_mesh() -> None:

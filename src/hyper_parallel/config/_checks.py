@@ -20,7 +20,6 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
         *_conversations(recipe, where),
         *_schedule(recipe, where),
         *_degrees(recipe, where),
-        *_routing(recipe, where),
         *_offload(recipe, where),
         *_resume(recipe, where),
     ]
@@ -110,19 +109,6 @@ def _degrees(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelE
             where=where("parallel.world_size"),
             got=f"degrees multiply to {ranks}, world_size={p.world_size}",
             hint=f"set `parallel.world_size={ranks}`, or `parallel.auto=true` to let the planner fill the rest",
-        )
-    ]
-
-
-def _routing(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
-    if recipe.parallel.pp == 1 or not recipe.moe.aux_loss_coef:
-        return []
-    return [
-        Contradiction(
-            "the load-balancing loss is made of the routing of all layers, and pipeline stages hold some of them",
-            where=where("moe.aux_loss_coef"),
-            got=f"moe.aux_loss_coef={recipe.moe.aux_loss_coef}, parallel.pp={recipe.parallel.pp}",
-            hint="set `moe.aux_loss_coef=0`, or `parallel.pp=1`",
         )
     ]
 

@@ -18,6 +18,7 @@ from hyper_parallel.cost._context_bytes import Exchange, context_bytes
 from hyper_parallel.cost._expert_bytes import Rows
 from hyper_parallel.cost._fit import CONSTANTS, Constant, Fit, fit_runs, write_cards
 from hyper_parallel.cost._local import (
+    LOCAL_CARD,
     LocalRates,
     MeasuredStep,
     fit_device,
@@ -25,6 +26,7 @@ from hyper_parallel.cost._local import (
     mean_rates,
 )
 from hyper_parallel.cost._machine import Machine
+from hyper_parallel.cost._memory import kept_bytes
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._place import Places
 from hyper_parallel.cost._predict import (
@@ -36,6 +38,7 @@ from hyper_parallel.cost._predict import (
     read_runs,
     shipped_cards,
 )
+from hyper_parallel.cost._probes import fit_probes, nonnegative
 from hyper_parallel.cost._ring import ring_bytes
 from hyper_parallel.cost._runs import RowError, Run, read_run
 from hyper_parallel.cost._score import Scores, layer_prices, peak_memory, score, step_cost
@@ -45,6 +48,7 @@ from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_ele
 __all__ = [
     "CONSTANTS",
     "LINEAR_ENTRY",
+    "LOCAL_CARD",
     "ORDERS",
     "RECOMPUTE",
     "SCHEDULES",
@@ -74,11 +78,14 @@ __all__ = [
     "cut_layers",
     "device_card",
     "fit_device",
+    "fit_probes",
     "fit_runs",
     "fit_stack",
+    "kept_bytes",
     "layer_prices",
     "load_card",
     "mean_rates",
+    "nonnegative",
     "own_cards",
     "own_path",
     "peak_memory",

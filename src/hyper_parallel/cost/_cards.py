@@ -118,10 +118,14 @@ class StackCard:
         imbalance: Tokens of the busiest expert rank against the mean.
         kernels_forward: Operators of a layer's forward.
         kernels_backward: Operators of a layer's backward.
+        host_s: Core seconds of the host work of an axis, by axis: per layer and microbatch; dp_replicate per layer and
+            step, pp per microbatch.
         step_s: Seconds of every step that no term explains: data, logging, host.
         straggle: Slowdown per doubling of the devices.
         logit_bytes: Bytes per logit at the peak of the loss.
         kept: Activations kept for backward against the formula.
+        eager: 1 where operators are not fused, so that norms, gates and attention keep copies for backward.
+        phased: 1 where sharded training holds the terms of its fullest phase; 0 where all of them are added.
         gradient_copy_bytes: Bytes per parameter of a second copy of the gradients.
         vocabulary_groups: 2 where embedding and head are gathered apart from each other, 1 where together.
         interval: Half width of the interval of a prediction in log ratio, by kind of model (dense, moe).
@@ -158,10 +162,13 @@ class StackCard:
     imbalance: float = 1.0
     kernels_forward: float = 30.0
     kernels_backward: float = 55.0
+    host_s: Mapping[str, float] = field(default_factory=dict)
     step_s: float = 0.0
     straggle: float = 0.0
     logit_bytes: float = 10.0
     kept: float = 1.0
+    eager: float = 0.0
+    phased: float = 0.0
     gradient_copy_bytes: float = 0.0
     vocabulary_groups: float = 1.0
     interval: Mapping[str, float] = field(default_factory=dict)

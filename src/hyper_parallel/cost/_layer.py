@@ -118,7 +118,7 @@ def layer_compute(n: ModelNumbers, machine: Machine, workload: Workload, c: Cand
     recompute = np.where(full, forward, np.where(selective, part, 0.0))
 
     def waiting(seconds: Array, kernels: float) -> Array:
-        launches = np.full_like(seconds, kernels * card.kernel_s)
+        launches = np.full_like(seconds, kernels * card.kernel_s * machine.crowd)
         return np.maximum(0.0, launches - seconds) if card.launch_hidden else launches
 
     backward = 2.0 * matmul + attention_backward + elementwise_backward + quantize_backward

@@ -31,6 +31,7 @@ class Machine:
         tiers: Interconnect levels, inner to outer.
         card: What the device's kernels reach.
         stack: How the training framework uses it.
+        crowd: Ranks that take turns on a core: where one waits another works.
     """
 
     peak_flops: float
@@ -43,6 +44,7 @@ class Machine:
     tiers: tuple[Tier, ...]
     card: DeviceCard
     stack: StackCard
+    crowd: float = 1.0
 
     @classmethod
     def of(
@@ -83,6 +85,7 @@ class Machine:
             supernode.tiers,
             card or device_card(device.name, device.kind),
             stack or stack_card("cpu" if device.kind == "cpu" else "hyper-parallel"),
+            device.ranks_per_core,
         )
 
     @property

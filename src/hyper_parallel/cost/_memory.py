@@ -1,14 +1,13 @@
 """Peak memory of the fullest device: one term per cause, each an array over candidates.
 
-ZeRO 2 and 3 as FSDP2 does it: parameters, gradients and optimizer states are shards in the parameter format, matmuls
-read a gathered copy in the compute format that lives for one layer (ZeRO-2: for the whole pass). ZeRO 0 and 1 as
-Megatron does it: parameters in the compute format, float32 gradients, and a float32 copy and two moments in the
-optimizer. The peak lies at the end of forward of the last microbatch in flight, plus one layer being worked on.
+Matmuls read a copy of the parameters in the compute format, which ZeRO 3 gathers for one layer (ZeRO 2: for the whole
+pass). Where the stack's card says `phased` the peak is that of the fullest phase of a step, see `_phases`; else it lies
+at the end of forward of the last microbatch in flight, plus one layer being worked on, and everything is added.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,88 +16,13 @@ from hyper_parallel.cost._candidates import Candidates, shape_of
 from hyper_parallel.cost._layer import saved_elements, tokens_of
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._pipeline import in_flight
-from hyper_parallel.ir import MemoryTerm, Workload
+from hyper_parallel.cost._phases import Parts, SpaceTerm, Stage, Weights, phases
+from hyper_parallel.cost._pipeline import in_flight, lay_out
+from hyper_parallel.cost._states import stage_elements, state_bytes, widths
+from hyper_parallel.ir import Workload
 from hyper_parallel.units import DTYPE_BYTES
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class SpaceTerm:
-    """One cause of memory over all candidates."""
-
-    name: str
-    bytes: Array
-    formula: str
-
-    def at(self, index: int) -> MemoryTerm:
-        """The term of one candidate."""
-        return MemoryTerm(self.name, "hbm", int(np.ceil(self.bytes[index])), self.formula)
-
-
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """Parameter elements on the fullest rank.
-
-    Attributes:
-        whole: After pp, tp and ep, before data sharding.
-        sharded: The share of one data-parallel rank under full sharding.
-    """
-
-    whole: Array
-    sharded: Array
-
-
-@dataclass(frozen=True, slots=True)
-class States:
-    """Bytes of what lives through the whole step, and what the optimizer moves."""
-
-    parameters: Array
-    gradients: Array
-    optimizer: Array
-    optimizer_moved: Array
-
-
-def outside_elements(numbers: ModelNumbers, c: Candidates) -> Array:
-    """Elements of embedding and head in the stage that holds more of them, before tp and data sharding."""
-    n = numbers
-    largest = max(n.embedding_weights, n.head_weights)
-    return np.where(c.pp > 1, largest, n.embedding_weights + n.head_params) * 1.0
-
-
-def stage_elements(numbers: ModelNumbers, c: Candidates) -> Elements:
-    """Parameter elements of the fullest rank: ceil(L / p) layers and the larger of embedding and head."""
-    n, group, layers = numbers, c.dp_shard * c.cp, np.ceil(numbers.layers / c.pp)
-    dense = layers * ((n.attention_weights + n.mlp_weights) / c.tp + n.vector_weights)
-    dense = dense + outside_elements(n, c) / c.tp
-    experts = layers * n.expert_weights / (c.ep * c.etp)
-    # The ranks that hold the same experts: what ep and the cut of an expert leave of dp_shard x cp x tp.
-    share = np.maximum(1.0, group * c.tp / (c.ep * c.etp))
-    return Elements(dense + experts, dense / group + experts / share)
-
-
-def state_bytes(numbers: ModelNumbers, workload: Workload, c: Candidates) -> States:
-    """Parameters, gradients and optimizer states of the fullest rank.
-
-    Source: Rajbhandari et al. 2020 (ZeRO), section 3.
-    """
-    param, compute = _widths(workload)
-    e = stage_elements(numbers, c)
-    master = param if param != compute else 0.0
-    mine = np.where(c.zero > 0, e.sharded, e.whole)
-    fully = c.zero > 1
-    parameters = np.where(fully, e.sharded * param, e.whole * compute)
-    gradients = np.where(fully, e.sharded, e.whole) * param
-    states = mine * (2.0 * param + np.where(fully, 0.0, master))
-    # AdamW reads gradient, parameter and two moments and writes three of them; a copy in the compute format is written.
-    moved = mine * (7.0 * param + np.where(fully, 0.0, compute))
-    resident = np.where(c.offload > 0, 0.0, states)
-    return States(parameters, gradients, resident, moved)
-
-
-def _widths(workload: Workload) -> tuple[float, float]:
-    return float(DTYPE_BYTES[workload.param_dtype]), float(DTYPE_BYTES[workload.compute_dtype])
 
 
 def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
@@ -120,7 +44,7 @@ def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: C
     experts = (n.expert_saved_width - n.experts_per_token * n.hidden) * width * stack.imbalance
     gathered = 2.0 * n.hidden * width * (1.0 - 1.0 / c.tp)
     extra = stack.keep_gathered * stack.sequence_parallel * gathered
-    total = (dense - whole + experts) / c.tp + whole + extra
+    total = (dense - whole + experts + stack.eager * _eager_bytes(n, width)) / c.tp + whole + extra
     if not stack.flash:
         # Selective recomputation drops the scores.
         scores = (2.0 * width + 1.0) * n.num_heads * workload.seq_len / c.tp
@@ -130,76 +54,165 @@ def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: C
     return tokens * stack.kept * (total + statistics)
 
 
+def _eager_bytes(n: ModelNumbers, width: float) -> float:
+    """What operators keep per token and layer when nothing fuses them, beyond `saved_elements`.
+
+    A norm its float32 input and the normalised one; attention a copy of its output in the order of tokens; a gated
+    part the activation of its gate; experts also their dispatched inputs and outputs.
+    """
+    experts = n.experts_per_token * (n.expert_width + n.hidden)
+    gate = max(0.0, n.mlp_saved_width - 2.0 * n.mlp_width)
+    return 8.0 * n.hidden + 6.0 * n.normed_width + width * (n.v_width + gate + experts)
+
+
+def kept_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
+    """Bytes that one mean layer and microbatch keeps from forward to backward, recomputation counted."""
+    stack = machine.stack
+    boundary = n.hidden * machine.width * tokens_of(workload, c)
+    boundary = boundary / (c.tp if stack.sequence_parallel else 1.0)
+    selective = np.where(c.recompute == 1, stack.selective_kept, 1.0)
+    return np.where(
+        c.recompute > 1, boundary, selective * activation_bytes(n, machine, workload, c)
+    )
+
+
 def memory_terms(
     numbers: ModelNumbers, machine: Machine, workload: Workload, c: Candidates
 ) -> tuple[SpaceTerm, ...]:
-    """All terms of the peak memory of the fullest device; their sum is the prediction."""
-    n, card, stack = numbers, machine.card, machine.stack
-    param, width = _widths(workload)
-    reduce_width = float(DTYPE_BYTES[workload.reduce_dtype])
-    tokens, layers = tokens_of(workload, c), np.ceil(n.layers / c.pp)
-    states = state_bytes(n, workload, c)
-    dense = (n.attention_weights + n.mlp_weights) / c.tp + n.vector_weights
-    layer = dense + n.expert_weights / (c.ep * c.etp)
-    vocabulary = outside_elements(n, c) / c.tp
-    if stack.vocabulary_groups > 1:
-        vocabulary = np.minimum(vocabulary, max(n.embedding_weights, n.head_weights) / c.tp)
-    sharded = (c.dp_shard * c.cp > 1) & (c.zero > 1)
-    # A copy exists where parameters are gathered or where the compute format differs from the stored one.
-    copies = (c.zero > 1) & (sharded | (width != param))
-    gathered_layers = np.where(c.zero > 2, np.minimum(2.0, layers), layers)
-    gathered = np.where(copies, (gathered_layers * layer + vocabulary) * width, 0.0)
-    buffers = np.where(
-        copies, np.maximum(layer, vocabulary) * np.where(sharded, reduce_width + width, width), 0.0
-    )
+    """All terms of the peak memory of the fullest device; their sum is the prediction.
 
-    copy = stack.gradient_copy_bytes * np.where(c.zero < 2, stage_elements(n, c).whole, 0.0)
-    flight = in_flight(c)
+    Of a stack whose card says `phased` and that shards parameters the terms are those of the fullest phase of a step;
+    of the others everything is taken to be there at once, which their constants were found with.
+    """
+    card = machine.card
+    found = _held(numbers, machine, workload, c)
+    _, fullest = _fullest(found, machine, c)
+    each = [parts.terms(card.context_bytes) for parts in found]
+    terms = []
+    for column in zip(*each, strict=True):
+        chosen = np.broadcast_to(column[0].bytes, fullest.shape)
+        for index, term in enumerate(column[1:], 1):
+            chosen = np.where(fullest == index, term.bytes, chosen)
+        terms.append(SpaceTerm(column[0].name, chosen, column[0].formula))
+    moving = sum((t.bytes for t in terms[3:-1]), np.zeros(fullest.shape))
+    lost = SpaceTerm(
+        "fragmentation", card.fragmentation * moving,
+        f"{card.fragmentation:.0%} of what comes and goes: all but states and context",
+    )  # fmt: skip
+    return (*terms, lost)
+
+
+def peak_bytes(numbers: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
+    """The sum of `memory_terms` without the terms."""
+    found = _held(numbers, machine, workload, c)
+    total, fullest = _fullest(found, machine, c)
+    moving = np.broadcast_to(found[0].moving, fullest.shape)
+    for index, parts in enumerate(found[1:], 1):
+        moving = np.where(fullest == index, parts.moving, moving)
+    return total + machine.card.fragmentation * moving
+
+
+def _fullest(
+    found: Sequence[Parts], machine: Machine, c: Candidates
+) -> tuple[Array, NDArray[np.intp]]:
+    """Bytes without fragmentation, and which of the parts they are: the first one where states are not sharded."""
+    totals = [parts.moving + parts.staying + machine.card.context_bytes for parts in found]
+    shape = np.broadcast_shapes(*(t.shape for t in totals), shape_of(c))
+    best, fullest = np.broadcast_to(totals[0], shape), np.zeros(shape, dtype=np.intp)
+    if len(totals) > 1:
+        sharded = np.broadcast_to(c.zero > 1, shape)
+        best = np.where(sharded, 0.0, best)
+        for index, total in enumerate(totals[1:], 1):
+            better = sharded & (total > best)
+            best, fullest = np.where(better, total, best), np.where(better, index, fullest)
+    return best, fullest
+
+
+def _held(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> list[Parts]:
+    """Everything at once, and the phases of the first and the last stage where the stack is `phased`."""
+    stack, width = machine.stack, machine.width
+    tokens, layers = tokens_of(workload, c), np.ceil(n.layers / c.pp)
     one_layer = activation_bytes(n, machine, workload, c)
-    boundary = n.hidden * width * tokens / (c.tp if stack.sequence_parallel else 1.0)
-    kept = np.where(
-        c.recompute > 1, boundary, np.where(c.recompute == 1, stack.selective_kept, 1.0) * one_layer
-    )
+    kept = kept_bytes(n, machine, workload, c)
     worked = np.where(c.recompute > 1, one_layer, 0.0)
-    saved = layers * flight * kept + worked
-    # The backward of one layer holds the gradient of a gathered input.
-    working = np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
     routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * width * stack.imbalance
     exchange = np.where(c.ep > 1, 2.0 * tokens / c.tp * routed, 0.0) if n.experts else np.zeros(1)
+    saved = layers * in_flight(c) * kept
     logits = tokens * n.vocab / c.tp * stack.logit_bytes * max(width, 2.0) / 2.0
     # With a pipeline the first stage holds most activations and the last one the logits: the fuller of the two.
-    last_saved = layers * kept * np.where(c.pp > 1, in_flight_last(c), 1.0) + worked
+    last_saved = layers * kept * np.where(c.pp > 1, in_flight_last(c), 1.0)
     head_fuller = (c.pp > 1) & (last_saved + logits > saved)
-    activations = np.where(head_fuller, last_saved, saved)
+    saved = np.where(head_fuller, last_saved, saved)
     logits = np.where((c.pp > 1) & ~head_fuller, 0.0, logits)
+    found = [_at_once(n, machine, workload, c, saved + worked, exchange, logits)]
+    if stack.phased and bool((c.zero > 1).any()):
+        for stage in _stages(n, machine, workload, c, kept, worked, exchange):
+            found += phases(n, workload, c, stage)
+    return found
 
-    terms = (
-        SpaceTerm("parameters", states.parameters,
-                  "elements of the stage / P; ZeRO 2, 3: / d, in the parameter format, else in the compute format"),
-        SpaceTerm("gradients", states.gradients + copy,
-                  "elements of the stage / P in the parameter format; ZeRO 2, 3: / d"),
-        SpaceTerm("optimizer states", states.optimizer,
-                  "two AdamW moments in the parameter format, ZeRO 0, 1: and a copy of the parameters; ZeRO > 0: / d"),
-        SpaceTerm("gathered parameters", gathered,
-                  "two layers (all, when not resharded) and the embedding or head, / P, in the compute format"),
-        SpaceTerm("gradient buffers", buffers, "unsharded gradients of the largest group before and in reduction"),
-        SpaceTerm("activations", activations,
-                  "layers * microbatches in flight * T b ((4h + 2q + 2k + 3f) / P + gathered inputs), or T b h / P"),
-        SpaceTerm("work space", working, "gradient of a gathered layer input, T h b"),
-        SpaceTerm("exchange buffers", exchange, "dispatched tokens of one expert layer, sent and received"),
-        SpaceTerm("logits", logits, "T V / P: the logits, float32 probabilities and their gradient"),
-        SpaceTerm("device context", np.full(1, card.context_bytes), "driver context, communicators and workspaces"),
-    )  # fmt: skip
-    moving = sum((t.bytes for t in terms[3:-1]), np.zeros(1))
-    shape = np.broadcast_shapes(*(t.bytes.shape for t in terms), shape_of(c))
-    every = (
-        *terms,
-        SpaceTerm(
-            "fragmentation", card.fragmentation * moving,
-            f"{card.fragmentation:.0%} of what comes and goes: all but states and context",
-        ),
-    )  # fmt: skip
-    return tuple(SpaceTerm(t.name, np.broadcast_to(t.bytes, shape), t.formula) for t in every)
+
+def _stages(
+    n: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    c: Candidates,
+    kept: Array,
+    worked: Array,
+    exchange: Array,
+) -> tuple[Stage, Stage]:
+    """The first stage, which has the embedding and most in flight, and the last one, which has the head."""
+    one = c.pp <= 1
+    layer = 6.0 * (n.attention_weights + n.mlp_weights + n.active_expert_weights)
+    layer = layer + 3.0 * n.attention_flops(workload.seq_len)
+    cut = lay_out(
+        c,
+        n.layers,
+        np.full(1, layer),
+        np.full(1, 6.0 * n.head_weights),
+        bool(machine.stack.even_stages),
+    )
+    # Every stage has a layer.
+    last_layers = np.where(one, n.layers, np.maximum(cut.last, 1.0))
+    most = np.where(one, n.layers, np.ceil((n.layers - last_layers) / np.maximum(c.pp - 1.0, 1.0)))
+    every = n.embedding_weights + n.head_params
+    width, tokens = machine.width, tokens_of(workload, c)
+    logits = tokens * n.vocab / c.tp * machine.stack.logit_bytes * max(width, 2.0) / 2.0
+    shared = (kept, worked, exchange)
+    first = np.where(one, every, n.embedding_weights) * 1.0
+    last = np.where(one, every, n.head_weights) * 1.0
+    return (
+        Stage(most, first, in_flight(c), np.where(one, logits, 0.0), *shared),
+        Stage(last_layers, last, np.where(one, 1.0, in_flight_last(c)), logits, *shared),
+    )
+
+
+def _at_once(
+    n: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    c: Candidates,
+    activations: Array,
+    exchange: Array,
+    logits: Array,
+) -> Parts:
+    """All of it at the same time."""
+    stack = machine.stack
+    width, reduce_width = widths(workload)[1], float(DTYPE_BYTES[workload.reduce_dtype])
+    layers, tokens = np.ceil(n.layers / c.pp), tokens_of(workload, c)
+    states, w = state_bytes(n, workload, c), Weights.of(n, workload, c)
+    vocabulary = w.vocabulary
+    if stack.vocabulary_groups > 1:
+        vocabulary = np.minimum(vocabulary, max(n.embedding_weights, n.head_weights) / c.tp)
+    gathered_layers = np.where(c.zero > 2, np.minimum(2.0, layers), layers)
+    gathered = np.where(w.copies, (gathered_layers * w.layer + vocabulary) * width, 0.0)
+    reduced = np.where(w.sharded, reduce_width + width, width)
+    buffers = np.where(w.copies, np.maximum(w.layer, vocabulary) * reduced, 0.0)
+    copy = stack.gradient_copy_bytes * np.where(c.zero < 2, stage_elements(n, c).whole, 0.0)
+    # The backward of one layer holds the gradient of a gathered input.
+    working = np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
+    return Parts(
+        states, states.gradients + copy, gathered, buffers, activations, working, exchange, logits
+    )
 
 
 def in_flight_last(c: Candidates) -> Array:

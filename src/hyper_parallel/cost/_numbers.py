@@ -57,6 +57,7 @@ class ModelNumbers:
         v_width: Width of all value heads of the query side: what the output projection reads.
         attentions: Number of layers and attention of each kind of layer.
         matmuls: The matmuls of a mean layer.
+        normed_width: Width of the query and key heads that a layer norms; 0 for most models.
         mlp_width: Width of the dense feed-forward part a token visits: dense MLPs and shared experts.
         mlp_saved_width: Elements per token that the backward of that part needs: 3f gated, else 2f.
         expert_width: Width of one routed expert.
@@ -84,6 +85,7 @@ class ModelNumbers:
     v_width: int
     attentions: tuple[tuple[int, AttentionSpec], ...]
     matmuls: tuple[Matmul, ...]
+    normed_width: float
     mlp_width: float
     mlp_saved_width: float
     expert_width: int
@@ -151,6 +153,7 @@ class ModelNumbers:
             v_width=first.num_heads * first.v_head_dim,
             attentions=attentions,
             matmuls=_matmuls(decoders, layers),
+            normed_width=mean([float(b.count * _normed_width(b)) for b in decoders]),
             mlp_width=mean([float(b.count * _dense_width(b)) for b in decoders]),
             mlp_saved_width=mean([float(v) for v in saved]),
             expert_width=mlp.intermediate_size if mlp else 0,
@@ -182,6 +185,14 @@ class ModelNumbers:
             for count, attention in self.attentions
         )
         return total / self.layers
+
+
+def _normed_width(block: Block) -> int:
+    a, names = block.attention, [p.name for p in block.params]
+    if a is None:
+        return 0
+    widths = {"q_norm": a.num_heads * a.qk_head_dim, "k_norm": a.num_kv_heads * a.qk_head_dim}
+    return sum(w for norm, w in widths.items() if any(f".{norm}." in name for name in names))
 
 
 def _dense_width(block: Block) -> int:

@@ -43,7 +43,9 @@ class Stages:
     slowest: Array
 
 
-def lay_out(c: Candidates, layers: int, layer_s: Array, head_s: Array, even: bool) -> Stages:
+def lay_out(
+    c: Candidates, layers: int, layer_s: Array, head_s: Array, even: bool, crowd: float = 1.0
+) -> Stages:
     """Equal layers on stages, evenly or so that the slowest stage is as fast as it can be.
 
     Args:
@@ -52,6 +54,8 @@ def lay_out(c: Candidates, layers: int, layer_s: Array, head_s: Array, even: boo
         layer_s: Seconds of one layer and microbatch.
         head_s: Seconds of the head and loss.
         even: Every stage gets as many layers; the last the fewest when they do not divide.
+        crowd: Ranks that take turns on a core. What a light stage leaves of its share the others use, so that above 1
+            the pace is that of the mean stage, or of the slowest with a core of its own.
     """
     p, one = c.pp, c.pp <= 1
     total = layers * layer_s + head_s
@@ -72,18 +76,24 @@ def lay_out(c: Candidates, layers: int, layer_s: Array, head_s: Array, even: boo
     last, most = np.where(one, layers, last), np.where(one, layers, most)
     with_head = one | (last * layer_s + head_s >= most * layer_s)
     slowest = np.where(with_head, last * layer_s + head_s, most * layer_s)
+    share = np.ones(1) if crowd == 1.0 else np.maximum(1.0 / crowd, total / p / slowest)
     return Stages(
         most,
         last,
-        np.where(with_head, last, most),
-        np.where(with_head, 1.0, 0.0),
-        np.maximum(total - slowest, 0.0),
-        slowest,
+        np.where(with_head, last, most) * share,
+        np.where(with_head, 1.0, 0.0) * share,
+        np.maximum(total - slowest * share, 0.0),
+        slowest * share,
     )
 
 
 def bubble_seconds(
-    c: Candidates, others: Array, forward: Array, backward: Array, weight: Array
+    c: Candidates,
+    others: Array,
+    forward: Array,
+    backward: Array,
+    weight: Array,
+    crowd: float = 1.0,
 ) -> Array:
     """Seconds a step waits for the pipeline to fill and drain.
 
@@ -93,6 +103,8 @@ def bubble_seconds(
         forward: F of one layer.
         backward: B + W of one layer.
         weight: W of one layer.
+        crowd: Ranks that take turns on a core. While k of p stages work the cores idle by 1/crowd - k/p of all ranks'
+            share, against 1 - k/p where every rank has its own.
 
     Sources: Narayanan et al. 2021, sections 2.2 and 2.3; Qi et al. 2023 (zero bubble), sections 2 and 6; DeepSeek-AI
     2024 (DualPipe), section 3.2.1.
@@ -107,6 +119,10 @@ def bubble_seconds(
     factor: Array = np.ones(1)
     for name, value in factors.items():
         factor = np.where(c.schedule == SCHEDULES.index(name), value, factor)
+    if crowd > 1.0:
+        busy = np.minimum(np.floor(c.pp / crowd), c.pp - 1.0)
+        idle = busy / crowd - busy * (busy + 1.0) / (2.0 * c.pp)
+        factor = factor * np.maximum(0.0, 2.0 * idle / np.maximum(c.pp - 1.0, 1.0))
     return np.where(c.pp > 1, others * factor, 0.0)
 
 

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import Candidates
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._memory import SpaceTerm, memory_terms
+from hyper_parallel.cost._memory import memory_terms, peak_bytes
 from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._phases import SpaceTerm
 from hyper_parallel.cost._place import Places
 from hyper_parallel.cost._time import LayerPrices, TimeTerm, time_terms
 from hyper_parallel.ir import CostTerm, MemoryTerm, Strategy, Workload
@@ -58,7 +59,7 @@ def score(
     machine: Machine,
     workload: Workload,
     candidates: Candidates,
-    only: Literal["time", "memory"] | None = None,
+    only: Literal["time", "memory", "peak"] | None = None,
 ) -> Scores:
     """Price candidates; nothing is checked for legality here.
 
@@ -69,8 +70,11 @@ def score(
         machine: The machine and its cards.
         workload: Sequence length and number formats.
         candidates: Strategies; columns of one length, or an open grid.
-        only: Leave the terms of the other out; its sum is then 0.
+        only: Leave the terms of the other out; its sum is then 0. `peak` is memory without its terms.
     """
+    if only == "peak":
+        peak = peak_bytes(numbers, machine, workload, candidates)
+        return Scores((), (), np.zeros(1), peak)
     time: tuple[TimeTerm, ...] = ()
     memory: tuple[SpaceTerm, ...] = ()
     if only != "memory":

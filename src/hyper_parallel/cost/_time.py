@@ -6,6 +6,7 @@ ends with the optimizer. Letters as in `_layer`, and m microbatches, p stages, l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -21,10 +22,10 @@ from hyper_parallel.cost._communication import (
 )
 from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds, tokens_of
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._memory import outside_elements, stage_elements, state_bytes
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._pipeline import bubble_seconds, lay_out
 from hyper_parallel.cost._place import Places
+from hyper_parallel.cost._states import outside_elements, stage_elements, state_bytes
 from hyper_parallel.ir import CostTerm, Workload
 
 Array = NDArray[np.float64]
@@ -110,6 +111,26 @@ def _head(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) 
     return products + LOGIT_BYTES * tokens * vocab / machine.passing_bytes_s
 
 
+def _host_work(seconds: Mapping[str, float], c: Candidates, layers: Array) -> Array:
+    """Core seconds of a step that a rank spends on starting what the axes do, beyond the time on the links."""
+    total: Array = np.zeros(1)
+    if not seconds:
+        return total
+    full = np.where(c.recompute > 1, 1.5, 1.0)
+    kinds = {
+        "dp_replicate": (c.dp_replicate > 1, layers),
+        "dp_shard": (c.dp_shard * c.cp > 1, c.accumulation * layers),
+        "cp": (c.cp - c.cp_ulysses > 0.5, c.accumulation * layers * full),
+        "cp_ulysses": (c.cp_ulysses > 1, c.accumulation * layers * full),
+        "tp_x": (c.tp > 1, c.accumulation * layers * full),
+        "tp_y": (c.tp_y > 1, c.accumulation * layers * full),
+        "pp": (c.pp > 1, c.accumulation * c.vpp),
+    }
+    for axis, (used, times) in kinds.items():
+        total = total + np.where(used, times * seconds.get(axis, 0.0), 0.0)
+    return total
+
+
 def time_terms(
     numbers: ModelNumbers,
     machine: Machine,
@@ -134,7 +155,8 @@ def time_terms(
     chunked = (c.pp > 1) & (c.vpp > 1)
     ep_hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
     ep = comm.ep * (1.0 - ep_hidden)
-    stages = lay_out(c, n.layers, prices.layer + ep, prices.head, bool(stack.even_stages))
+    even = bool(stack.even_stages)
+    stages = lay_out(c, n.layers, prices.layer + ep, prices.head, even, machine.crowd)
     layers, all_layers = stages.layers, m * stages.layers
     bubble = bubble_seconds(
         c,
@@ -142,6 +164,7 @@ def time_terms(
         work.forward + work.launch / 3.0 + (comm.tp + ep + comm.cp) / 2.0,
         work.backward + work.recompute + work.launch / 1.5 + (comm.tp + ep + comm.cp) / 2.0,
         work.weight_gradient,
+        machine.crowd,
     )
 
     boundary_bytes = tokens * n.hidden * width / c.tp
@@ -167,6 +190,7 @@ def time_terms(
         m * 8.0 * card.saturation * elements.whole / machine.stream_bytes_s,
         0.0,
     )
+    host = machine.crowd * _host_work(stack.host_s, c, layers)
     noise = stack.straggle * np.log2(np.maximum(c.world_size, 1.0))
 
     weights = n.attention_weights + n.mlp_weights + n.active_expert_weights
@@ -212,6 +236,11 @@ def time_terms(
             "m l launches * seconds each, as far as they do not hide behind the work, and host work of expert layers",
             f"{card.source('kernel_s')}; {stack.source('moe_host_s')}",
             {**of, "launches": stack.kernels_forward + stack.kernels_backward, "kernel_s": card.kernel_s},
+        ),
+        TimeTerm(
+            "host work of axes", host,
+            "m l seconds of each axis that is used; replicas: l; pipeline: m per rank",
+            stack.source("host_s.dp_shard"), of,
         ),
         TimeTerm(
             "gradient accumulation", accumulated,

@@ -8,6 +8,9 @@ Uneven sizes follow torch's chunk rule, applied axis by axis: each axis cuts wha
 of ceil(size / degree); the last slices may be shorter or empty. Order is part of the value: (tp_x, dp_shard) and
 (dp_shard, tp_x) put different rows on a rank, which a list of DTensor placements cannot say without a strided shard.
 
+A tensor may also lie whole on one rank of some axes and not at all on the others, as an expert does that is a module
+of its own: `[mlp, embed] @ hbm, one of ep`.
+
 A dim may stack equal parts that are cut apart (gate and up in one weight): with two parts, `gate_up/2:tp_x` gives a
 rank its slice of the first half and its slice of the second.
 """
@@ -34,6 +37,7 @@ class Layout:
         memory: Memory kind the local part lives in.
         dims: Logical names of the dims, for people; () when unknown.
         parts: Per dim the equal parts it stacks, each cut apart by the axes of the dim; () is one part each.
+        one_of: Axes of which one coordinate holds the tensor; ranks at the others hold nothing of it.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -41,9 +45,10 @@ class Layout:
     memory: MemoryKind = "hbm"
     dims: tuple[str, ...] = ()
     parts: tuple[int, ...] = ()
+    one_of: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        used = [a for dim in self.axes for a in dim] + list(self.partial)
+        used = [a for dim in self.axes for a in dim] + [*self.partial, *self.one_of]
         if len(set(used)) != len(used):
             twice = sorted({a for a in used if used.count(a) > 1})
             raise LayoutError("a layout uses an axis twice", got=twice)
@@ -66,8 +71,8 @@ class Layout:
 
     @property
     def sharding_axes(self) -> tuple[str, ...]:
-        """Axes that split some dim, in dim order."""
-        return tuple(a for dim in self.axes for a in dim)
+        """Axes whose ranks hold different elements: those that split some dim, in dim order, then `one_of`."""
+        return (*(a for dim in self.axes for a in dim), *self.one_of)
 
     def parts_of(self, dim: int) -> int:
         """Equal parts that a dim stacks; 1 for a dim that no axis cuts, where parts make no difference."""
@@ -162,4 +167,5 @@ class Layout:
         names = tuple(f"{n}/{p}" if p > 1 else n for n, p in zip(names, stacked, strict=True))
         parts = [f"{n}:{'.'.join(a)}" if a else n for n, a in zip(names, self.axes, strict=True)]
         partial = f" partial({', '.join(self.partial)})" if self.partial else ""
-        return f"[{', '.join(parts)}]{partial} @ {self.memory}"
+        one_of = f", one of {'.'.join(self.one_of)}" if self.one_of else ""
+        return f"[{', '.join(parts)}]{partial} @ {self.memory}{one_of}"

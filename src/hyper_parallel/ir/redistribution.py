@@ -112,6 +112,8 @@ def _check(src: Layout, dst: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
             )
         if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
             raise LayoutError("redistribution does not move parts that are cut apart", got=layout)
+        if layout.one_of:
+            raise LayoutError("redistribution does not move whole tensors of one rank", got=layout)
     if src.memory != dst.memory:
         raise LayoutError(
             "redistribution does not move a tensor between memories",

@@ -8,7 +8,7 @@ from hyper_parallel.mpmd._generate import (
     legal_microbatches,
     make_schedule,
 )
-from hyper_parallel.mpmd._lower import lower
+from hyper_parallel.mpmd._lower import lower, one_by_one
 from hyper_parallel.mpmd._makespan import makespan_s
 from hyper_parallel.mpmd._replay import replay, unit_starts
 from hyper_parallel.mpmd._strategy import (
@@ -35,6 +35,7 @@ __all__ = [
     "lower",
     "make_schedule",
     "makespan_s",
+    "one_by_one",
     "replay",
     "schedule_name",
     "schedule_tasks",

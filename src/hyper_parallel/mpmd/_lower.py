@@ -72,6 +72,24 @@ def lower(
     )
 
 
+def one_by_one(schedule: Schedule) -> Schedule:
+    """A lowered schedule for an executor that runs the parts of an OVERLAP_F_B one after the other.
+
+    In `lower` the sends of an overlap follow all of it. Run part by part, the result of the first would then wait for
+    the second, and the next rank with it; here every part is an action of its own, followed by its send.
+
+    Args:
+        schedule: Lowered schedule; the same is returned when nothing in it overlaps.
+    """
+    if not any(action.parts for rank in schedule.ranks for action in rank):
+        return schedule
+    rows = tuple(
+        tuple(leaf for action in rank for leaf in action.leaves)
+        for rank in schedule.compute_only().ranks
+    )
+    return lower(Schedule(schedule.name, schedule.stages, schedule.microbatches, rows))
+
+
 def _message(action: Action, stages: int) -> tuple[Action, Action] | None:
     """The send and the receive that carry the result of an action to the neighbouring stage."""
     s, i = action.stage, action.microbatch

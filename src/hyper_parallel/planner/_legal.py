@@ -7,7 +7,8 @@ from dataclasses import replace
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import Strategy
 from hyper_parallel.planner._context import Context
-from hyper_parallel.planner._space import CP_KINDS, Limits, Rules, Space
+from hyper_parallel.planner._limits import CP_KINDS, Limits
+from hyper_parallel.planner._space import Rules, Space
 
 
 def space_of(context: Context, limits: Limits) -> Space:

@@ -9,9 +9,11 @@ from typing import Final
 from hyper_parallel.errors import DoesNotFit, NoLegalStrategy
 from hyper_parallel.ir import Workload
 from hyper_parallel.planner._context import LOCAL, Context
+from hyper_parallel.planner._leaves import Goal
 from hyper_parallel.planner._legal import space_of
-from hyper_parallel.planner._solve import Goal, solve
-from hyper_parallel.planner._space import CHOICES, Limits, divisors
+from hyper_parallel.planner._limits import CHOICES, Limits
+from hyper_parallel.planner._solve import solve
+from hyper_parallel.planner._space import divisors
 from hyper_parallel.units import format_bytes
 
 MOST_DOUBLINGS: Final = 7

@@ -8,8 +8,9 @@ from typing import Final
 from hyper_parallel.errors import BadValue, DeadlineMissed
 from hyper_parallel.ir import Plan
 from hyper_parallel.planner._context import Context
+from hyper_parallel.planner._limits import Limits
 from hyper_parallel.planner._plan import Outcome, find, require, search, to_plan
-from hyper_parallel.planner._space import Limits, divisors
+from hyper_parallel.planner._space import divisors
 from hyper_parallel.units import format_seconds
 
 OBJECTIVES: Final = ("step-time", "tokens-per-device-second", "memory", "fewest-devices")

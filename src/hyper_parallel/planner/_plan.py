@@ -25,14 +25,16 @@ from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
 from hyper_parallel.planner._check import check_degrees, check_legal
 from hyper_parallel.planner._context import LOCAL, Context, resolve
+from hyper_parallel.planner._leaves import Found, Goal, Leaves
 from hyper_parallel.planner._legal import space_of
+from hyper_parallel.planner._limits import DEGREES, Limits, check_pins
 from hyper_parallel.planner._nearest import nothing_fits, nothing_legal
 from hyper_parallel.planner._priced import Priced, price
 from hyper_parallel.planner._reasons import not_executable, searched, slower, too_big
 from hyper_parallel.planner._repair import follow_hints
 from hyper_parallel.planner._sensitivity import sensitivity
-from hyper_parallel.planner._solve import Found, Goal, Leaves, solve
-from hyper_parallel.planner._space import DEGREES, Limits, Space, check_pins
+from hyper_parallel.planner._solve import solve
+from hyper_parallel.planner._space import Space
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from hyper_parallel.cost import Candidates, Scores, score
+from hyper_parallel.cost import Candidates, Scores, kept_bytes, score
 from hyper_parallel.ir import CostTerm, MemoryTerm, Stage, Strategy, Workload
 from hyper_parallel.mpmd import makespan_s, schedule_name
 from hyper_parallel.planner._context import Context
@@ -75,17 +75,18 @@ def price(
     whole = replace(strategy, recompute_layers=None)
     scores = _score(context, whole, workload)
     cost, memory = scores.cost_at(0), scores.memory_at(0)
+    layers = -(-context.model.num_layers // strategy.pp)
+    kept = _kept(context, whole, workload)
     if strategy.recompute != "none" and strategy.recompute_layers is not None:
-        layers = -(-context.model.num_layers // strategy.pp)
         share = strategy.recompute_layers / layers
-        plain = _score(context, replace(whole, recompute="none"), workload)
+        without = replace(whole, recompute="none")
+        plain = _score(context, without, workload)
+        kept = (1.0 - share) * _kept(context, without, workload) + share * kept
         cost = _mixed_time(plain, scores, share)
         memory = _mixed_memory(plain, scores, share)
     terms = {t.name: t.seconds for t in cost}
     sends = next((t for t in scores.time if t.name == "pipeline sends"), None)
     send_s = float(np.ravel(sends.inputs.get("send_s", 0.0))[0]) if sends is not None else 0.0
-    activations = sum(t.bytes for t in memory if t.name == "activations")
-    flight = min(workload.accumulation_steps or 1, strategy.pp)
     stages = make_stages(
         context.model,
         context.machine,
@@ -97,10 +98,10 @@ def price(
             terms.get(n, 0.0) for n in (*ONCE, "stragglers") if n != "data-parallel reduction"
         ),
         send_s=send_s if strategy.pp > 1 else 0.0,
-        activation_bytes=activations / flight,
+        activation_bytes=layers * kept,
     )
     priced = Priced(strategy, workload, cost, memory, stages)
-    longer = _longer(priced) if simulated else 0.0
+    longer = _longer(priced, context.machine.crowd) if simulated else 0.0
     if longer > WORTH * priced.step_s:
         cost = (
             *cost,
@@ -119,6 +120,12 @@ def price(
 def _score(context: Context, strategy: Strategy, workload: Workload) -> Scores:
     candidate = Candidates.of(strategy, workload)
     return score(context.numbers, context.machine, workload, candidate)
+
+
+def _kept(context: Context, strategy: Strategy, workload: Workload) -> float:
+    """Bytes that a layer and microbatch keeps for backward."""
+    candidate = Candidates.of(strategy, workload)
+    return float(np.ravel(kept_bytes(context.numbers, context.machine, workload, candidate))[0])
 
 
 def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ...]:
@@ -140,10 +147,11 @@ def _mixed_memory(plain: Scores, full: Scores, share: float) -> tuple[MemoryTerm
     return tuple(mixed)
 
 
-def _longer(priced: Priced) -> float:
+def _longer(priced: Priced, crowd: float) -> float:
     """Seconds that the simulated pipeline takes beyond the closed form; 0 without a pipeline."""
     s = priced.strategy
-    if s.pp == 1:
+    # Ranks that share cores work while others wait, which a simulation with a lane for each does not know.
+    if s.pp == 1 or crowd > 1.0:
         return 0.0
     closed = sum(t.seconds for t in priced.cost if t.name not in (*ONCE, "stragglers"))
     return max(0.0, pipeline_s(priced) - closed)

@@ -13,8 +13,8 @@ from hyper_parallel.ir import Plan, Rule, Strategy, Workload
 from hyper_parallel.mpmd import check_virtual
 from hyper_parallel.planner._check import check_degrees
 from hyper_parallel.planner._context import Context, resolve
+from hyper_parallel.planner._limits import CP_KINDS, DEGREES, Limits
 from hyper_parallel.planner._plan import evaluate, search
-from hyper_parallel.planner._space import CP_KINDS, DEGREES, Limits
 
 PIPELINE: Final = ("schedule", "schedule_file", "virtual_stages", "stage_layers")
 KEPT: Final = ("attention_scatter", "gathered_inputs")

@@ -21,151 +21,37 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import SCHEDULES, SHAPES, Candidates, Machine, ModelNumbers, Scores, score
+from hyper_parallel.cost import SCHEDULES, SHAPES, Candidates, Machine, ModelNumbers
 from hyper_parallel.ir import AXES, Workload
+from hyper_parallel.planner._completion import Completion, Pricer, unavoidable
+from hyper_parallel.planner._leaves import BLOCKS, TIE, Found, Goal, Leaves
 from hyper_parallel.planner._relax import Relaxed
 from hyper_parallel.planner._space import Columns, Space
 
 Array = NDArray[np.float64]
-_Pricer: TypeAlias = Callable[[Columns, int], Array]
-
-TIE = 1e-9
-"""Values that differ by less, relatively, are equal: the rest is rounding."""
 
 TOO_BIG_KEPT: Final = 2
 TOO_BIG_PRICED: Final = 64
 SLICES: Final = (192, 768, 1024, 1024)
 """Partial strategies of each level that are completed at once: many, since a price has a fixed part."""
-AVOIDABLE: Final = frozenset(
-    {
-        "data-parallel reduction",
-        "gradient norm",
-        "optimizer",
-        "offload",
-        "every step",
-        "stragglers",
-        "gradient accumulation",
-        "fsdp communication",
-    }
-)
-"""Terms that data parallelism decides, or that come once per step: left out of bounds before it is chosen."""
 
-MOST_ROWS: Final = 1_500_000
+HARD_ROWS: Final = 400_000
+"""Prices after which a search spends more on its bounds: what sharding the states takes at least."""
+MOST_ROWS: Final = 2_500_000
 """Prices after which a search ends with what it has; the certificate then tells the gap."""
 
-_MANY: Final = 1e12
 _PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
-_KEY: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
+
 _TUPLE: Final = ("tp_x", "tp_y", "cp", "microbatch")
-_BLOCKS: Final = ("attention_shape", "mlp_shape", "ep", "etp", "cp_ulysses")
 _STATES: Final = ("dp_replicate", "dp_shard", "zero", "offload")
 _ALL: Final = tuple(f.name for f in fields(Candidates))
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What is searched for: least seconds per token under limits.
-
-    Attributes:
-        capacity_bytes: Memory of a device.
-        at_most_s_per_token: Upper limit of the seconds per token, or None.
-        keep: How many strategies to keep, of distinct degrees.
-    """
-
-    capacity_bytes: float
-    at_most_s_per_token: float | None = None
-    keep: int = 1
-
-
-@dataclass(slots=True)
-class Leaves:
-    """Complete strategies with their prices.
-
-    Attributes:
-        columns: Columns of `cost.Candidates`.
-        per_token_s: Seconds per token, with as little recomputation as makes it fit.
-        memory_bytes: Peak memory with it.
-        layers: Layers of a rank that are recomputed, -1 for all; column `recompute` says in which way.
-        least_s: Seconds per token without recomputation, whether that fits or not.
-    """
-
-    columns: Columns
-    per_token_s: Array
-    memory_bytes: Array
-    layers: Array
-    least_s: Array
-
-    def __len__(self) -> int:
-        return len(self.per_token_s)
-
-    def take(self, which: NDArray[np.intp] | NDArray[np.bool_]) -> Leaves:
-        """Some of them."""
-        columns = {name: column[which] for name, column in self.columns.items()}
-        values = (self.per_token_s, self.memory_bytes, self.layers, self.least_s)
-        return Leaves(columns, *(v[which] for v in values))
-
-    @classmethod
-    def join(cls, parts: Sequence[Leaves]) -> Leaves:
-        """All of several."""
-        names = parts[0].columns
-        return cls(
-            {n: np.concatenate([p.columns[n] for p in parts]) for n in names},
-            np.concatenate([p.per_token_s for p in parts]),
-            np.concatenate([p.memory_bytes for p in parts]),
-            np.concatenate([p.layers for p in parts]),
-            np.concatenate([p.least_s for p in parts]),
-        )
-
-    def ranked(self) -> NDArray[np.intp]:
-        """Positions, fastest first; ties go to smaller tp, cp, pp and ep, then to less memory and plainer choices."""
-        c, value = self.columns, self.per_token_s
-        rounded = np.round(value / value.min() / TIE) if len(value) else value
-        plain = [c[n] for n in sorted(c)]
-        keys = (*plain, self.layers, self.memory_bytes, c["ep"], c["pp"], c["cp"])
-        return np.lexsort((*keys, c["tp_x"] * c["tp_y"], rounded))
-
-    def meshes(self) -> list[tuple[int, ...]]:
-        """Degrees of every strategy."""
-        return self._rows(_KEY)
-
-    def laid_out(self) -> list[tuple[int, ...]]:
-        """What layouts depend on, as arguments of `Space.refusal_of`."""
-        return self._rows(("dp_shard", "cp", "tp_x", "tp_y", *_BLOCKS))
-
-    def _rows(self, names: Sequence[str]) -> list[tuple[int, ...]]:
-        table = np.column_stack([self.columns[n] for n in names]).astype(int)
-        return [tuple(row) for row in table.tolist()]
-
-
-@dataclass(slots=True)
-class Found:
-    """The outcome of a search.
-
-    Attributes:
-        leaves: The strategies that were completed within the limits, unsorted.
-        best: Positions in `leaves` of the best of distinct degrees, best first.
-        priced: Complete strategies that were priced.
-        cut: Partial strategies that were cut, by reason.
-        too_big: Of those cut for memory, the ones that would be fastest, as lean as they get.
-        bound: Seconds per token that everything that was not completed exceeds.
-        meshes: Legal combinations of degrees and microbatch; 0: nothing is legal.
-    """
-
-    leaves: Leaves
-    best: list[int]
-    priced: int
-    cut: Counter[str]
-    too_big: Leaves
-    bound: float
-    meshes: int
 
 
 def solve(
@@ -187,7 +73,7 @@ def solve(
     return _Search(numbers, machine, workload, space, goal).run()
 
 
-class _Search:
+class _Search(Completion):
     """The state of one search: what is still open, the best so far, and counts."""
 
     def __init__(
@@ -198,17 +84,13 @@ class _Search:
         space: Space,
         goal: Goal,
     ) -> None:
-        self.numbers, self.machine, self.workload = numbers, machine, workload
-        self.space, self.goal = space, goal
+        super().__init__(numbers, machine, workload, space, goal)
         self.relaxed = Relaxed.around(machine)
         self.free = Relaxed.without_communication(machine)
-        self.kinds = space.recomputes()
         self.leaves: list[Leaves] = []
         self.too_big: list[Leaves] = []
         self.best: dict[tuple[int, ...], float] = {}
-        self.threshold = goal.at_most_s_per_token or np.inf
-        self.cut: Counter[str] = Counter()
-        self.priced = self.rows = 0
+        self.priced = 0
         self.known: dict[tuple[Any, ...], Any] = {}
         self.meshes = space.meshes()
         self.rows_of: dict[tuple[float, ...], list[int]] = {}
@@ -245,6 +127,11 @@ class _Search:
             columns, bound = levels[level](columns, bound)
             if level + 1 < len(levels):
                 push(level + 1, *self._within(columns, bound))
+        if open_[0]:
+            # What was never begun is bounded by its computation alone: its communication is told before the gap is.
+            for _, _, columns, bound in open_[0]:
+                push(1, *self._within(*self._blocks(*self._within(columns, bound))))
+            open_[0].clear()
         left = [waiting[0][0] for waiting in open_ if waiting]
         return self._found(min([self.threshold, *left]))
 
@@ -262,35 +149,6 @@ class _Search:
             return columns, bound
         self.cut["slower by its bound"] += int((~keep).sum())
         return {n: c[keep] for n, c in columns.items()}, bound[keep]
-
-    def _price(
-        self,
-        columns: Mapping[str, Array | float],
-        machine: Machine,
-        only: Literal["time", "memory"] = "time",
-        **fixed: float,
-    ) -> Scores:
-        """Prices of strategies, some columns of which are the same for all."""
-        named = {n: c for n, c in columns.items() if n != "dp" and n not in fixed}
-        candidates = Candidates.of_columns(**named, **fixed)
-        found = score(self.numbers, machine, self.workload, candidates, only)
-        self.rows += max(found.step_s.size, found.memory_bytes.size)
-        return found
-
-    def _microbatch_s(self, columns: Columns, machine: Machine) -> Array:
-        """Seconds of one microbatch over all layers on one stage, without data parallelism.
-
-        Priced as a step of very many microbatches, so that nothing is left of what comes once per step.
-        """
-        fixed = {"pp": 1.0, "dp_shard": 1.0, "dp_replicate": 1.0, "zero": 0.0, "vpp": 1.0}
-        scores = self._price(columns, machine, "time", **fixed, accumulation=_MANY, recompute=0.0)
-        return _unavoidable(scores) / _MANY * (1 - TIE)
-
-    def _share(self, columns: Columns) -> Array:
-        """Seconds per token for each second of one microbatch over all layers, when all stages are equally full."""
-        ranks = columns["tp_x"] * columns["tp_y"] * columns["cp"]
-        tokens = self.space.limits.num_devices * columns["microbatch"] * self.workload.seq_len
-        return ranks / tokens
 
     def _tuples(self) -> tuple[Columns, Array]:
         """Distinct tuples, bounded by their computation with the best blocks."""
@@ -319,8 +177,8 @@ class _Search:
             "ep": kinds[:, 2],
             "etp": np.where(kinds[:, 3] > 0, tp, 1.0),
         }
-        seconds = self._microbatch_s(asked, self.free).reshape(len(distinct), len(options))
-        return columns, seconds.min(axis=1)[which.reshape(-1)] * self._share(columns)
+        seconds = self.microbatch_s(asked, self.free).reshape(len(distinct), len(options))
+        return columns, seconds.min(axis=1)[which.reshape(-1)] * self.share(columns)
 
     def _block_kinds(self) -> list[tuple[int, ...]]:
         """Shapes of both blocks, ep and whether tp cuts experts: what computation alone depends on."""
@@ -339,11 +197,11 @@ class _Search:
             )
             options = self.space.blocks(int(x), int(y), int(cp), int(dp))
             parts += [(x, y, cp, micro, *o) for o in options]
-        table = np.array(parts, dtype=np.float64).reshape(-1, len(_TUPLE) + len(_BLOCKS))
-        grown = dict(zip((*_TUPLE, *_BLOCKS), table.T, strict=True))
+        table = np.array(parts, dtype=np.float64).reshape(-1, len(_TUPLE) + len(BLOCKS))
+        grown = dict(zip((*_TUPLE, *BLOCKS), table.T, strict=True))
         if not len(table):
             return grown, np.empty(0)
-        return grown, self._microbatch_s(grown, self.relaxed) * self._share(grown)
+        return grown, self.microbatch_s(grown, self.relaxed) * self.share(grown)
 
     def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
         """Blocks with pp and a schedule, bounded by the pipeline; what cannot fit is cut."""
@@ -371,22 +229,25 @@ class _Search:
         offload = float(self.space.rules.offload)
 
         def seconds(rows: Columns, kind: int) -> Array:
-            scores = self._price({**rows, **bare}, self.relaxed, "time", recompute=float(kind))
-            return _unavoidable(scores)
+            scores = self.price({**rows, **bare}, self.relaxed, "time", recompute=float(kind))
+            return unavoidable(scores)
 
         def lean_bytes(rows: Columns, kind: int) -> Array:
             fixed = {"recompute": float(kind), "offload": offload}
             # An open grid: only what depends on the stage of ZeRO is computed for each of them.
             grid = {n: c[None, :] for n, c in rows.items()}
             zeros = np.array(self.space.zeros(), dtype=np.float64)[:, None]
-            found = self._price({**grid, "zero": zeros}, self.relaxed, "memory", **fixed)
+            found = self.price({**grid, "zero": zeros}, self.relaxed, "peak", **fixed)
             least: Array = found.memory_bytes.min(axis=0)
             return least
 
-        leaves, lost = self._complete(grown, seconds, lean_bytes)
+        leaves, lost = self.complete(grown, seconds, lean_bytes)
         self._remember_too_big(lost, seconds, lean_bytes)
         columns = {n: c for n, c in leaves.columns.items() if n != "recompute"}
-        return columns, leaves.per_token_s * (1 - TIE)
+        least = leaves.per_token_s
+        if self.rows > HARD_ROWS:
+            least = least + self.sharding_s(columns, self.relaxed) / self.tokens(columns)
+        return columns, least * (1 - TIE)
 
     def _pipelines_of(self, *key: float) -> Array:
         """Rows (pp, dp, accumulation, schedule, vpp) of a tuple."""
@@ -397,12 +258,12 @@ class _Search:
             rows += [(pp, dp, steps, *option) for option in options]
         return np.array(rows, dtype=np.float64).reshape(-1, 5)
 
-    def _remember_too_big(self, lost: Columns, seconds: _Pricer, peak: _Pricer) -> None:
+    def _remember_too_big(self, lost: Columns, seconds: Pricer, peak: Pricer) -> None:
         """Keep a few of what does not fit even when everything is recomputed: the most promising come first."""
         first = {n: c[:TOO_BIG_PRICED] for n, c in lost.items()}
         if not len(first["pp"]):
             return
-        per_token = seconds(first, 0) / self._tokens(first)
+        per_token = seconds(first, 0) / self.tokens(first)
         which = np.argsort(per_token, kind="stable")[:TOO_BIG_KEPT]
         ones, kind = np.ones(len(which)), max(self.kinds)
         columns = {n: c[which] for n, c in first.items()}
@@ -416,11 +277,6 @@ class _Search:
         kept = per_token[which]
         self.too_big.append(Leaves(columns, kept, memory, -ones, kept))
 
-    def _tokens(self, columns: Columns) -> Array:
-        return (
-            columns["microbatch"] * columns["accumulation"] * columns["dp"] * self.workload.seq_len
-        )
-
     def _states(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
         """Pipelines with data parallelism and recomputation, complete but for the order of the axes."""
         inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
@@ -429,8 +285,8 @@ class _Search:
         grown = _grow(columns, options, _STATES)
         if not len(grown["pp"]):
             return grown, np.empty(0)
-        pricers = self._pricers(self.relaxed)
-        leaves, lost = self._complete(grown, *pricers)
+        pricers = self.pricers(self.relaxed)
+        leaves, lost = self.complete(grown, *pricers)
         if self.space.rules.offload and "offload" not in self.space.limits.pins:
             # Offload takes time and frees memory: it is of use only where something would have to be recomputed.
             again = leaves.columns["recompute"] > 0
@@ -440,7 +296,7 @@ class _Search:
                 if n in lost
             }
             some["offload"] = np.ones(len(some["pp"]))
-            leaves = Leaves.join([leaves, self._complete(some, *pricers)[0]])
+            leaves = Leaves.join([leaves, self.complete(some, *pricers)[0]])
         columns = {n: c for n, c in leaves.columns.items() if n not in ("recompute", "order")}
         return columns, leaves.per_token_s * (1 - TIE)
 
@@ -450,7 +306,7 @@ class _Search:
         keys = np.column_stack([columns[n] for n in AXES]).astype(int).tolist()
         options = [self._remembered(self.space.orders, tuple(key), sizes) for key in keys]
         grown = _grow(columns, options, ("order",))
-        leaves = self._complete(grown, *self._pricers(self.machine))[0]
+        leaves = self.complete(grown, *self.pricers(self.machine))[0]
         self.priced += len(leaves)
         leaves = leaves.take(leaves.per_token_s <= self.threshold * (1 + TIE))
         if self.space.refusal is not None:
@@ -478,85 +334,6 @@ class _Search:
             kept = heapq.nsmallest(self.goal.keep, self.best.values())
             self.threshold = min(self.threshold, kept[-1])
 
-    def _pricers(self, machine: Machine) -> tuple[_Pricer, _Pricer]:
-        """Seconds per step and peak bytes of complete strategies."""
-
-        def seconds(rows: Columns, kind: int) -> Array:
-            return self._price(rows, machine, "time", recompute=float(kind)).step_s
-
-        def peak(rows: Columns, kind: int) -> Array:
-            return self._price(rows, machine, "memory", recompute=float(kind)).memory_bytes
-
-        return seconds, peak
-
-    def _complete(
-        self, columns: Columns, seconds: _Pricer, peak: _Pricer
-    ) -> tuple[Leaves, Columns]:
-        """Prices with the best recomputation, of what can be among the best; and what does not fit at all.
-
-        Recomputation is none, or of one kind as few layers of a rank as make it fit: between nothing and everything
-        recomputed, time and memory are linear in the layers, which are equal. Memory is cheaper to price than time,
-        so what cannot fit goes first.
-
-        Args:
-            columns: Strategies.
-            seconds: Seconds per step of strategies with one kind of recomputation.
-            peak: Peak bytes of them.
-        """
-        capacity = self.goal.capacity_bytes * (1 + TIE)
-        memory = peak(columns, 0)
-        plain = (memory <= capacity) & (0 in self.kinds)
-        over = np.flatnonzero(~plain)
-        large = {n: c[over] for n, c in columns.items()}
-        kinds = [k for k in self.kinds if k]
-        with_kind = {k: peak(large, k) for k in kinds} if len(over) else {}
-        fits = plain.copy()
-        for needed_bytes in with_kind.values():
-            fits[over] |= needed_bytes <= capacity
-        lost = {n: c[~fits] for n, c in columns.items()}
-        self.cut["does not fit in memory"] += int((~fits).sum())
-
-        rows = np.flatnonzero(fits)
-        columns = {n: c[rows] for n, c in columns.items()}
-        if not len(rows):
-            empty = np.empty(0)
-            return Leaves({**columns, "recompute": empty}, empty, empty, empty, empty), lost
-        tokens = self._tokens(columns)
-        step = seconds(columns, 0)
-        fast = step <= self.threshold * (1 + TIE) * tokens
-        self.cut["slower by its bound"] += int((~fast).sum())
-        rows, step, tokens = rows[fast], step[fast], tokens[fast]
-        columns = {n: c[fast] for n, c in columns.items()}
-        used, best = memory[rows], np.where(plain[rows], step, np.inf)
-        chosen_kind, recomputed = np.zeros(len(rows)), np.full(len(rows), -1.0)
-        # Where each of `rows` stands in `over`, for those that need recomputation.
-        needy = np.flatnonzero(~plain[rows])
-        where = np.searchsorted(over, rows[needy])
-        for kind, bytes_ in with_kind.items():
-            least = bytes_[where]
-            can = least <= capacity
-            if not can.any():
-                continue
-            mine, least = needy[can], least[can]
-            some = {n: c[mine] for n, c in columns.items()}
-            layers = np.ceil(self.numbers.layers / some["pp"])
-            more, less = seconds(some, kind) - step[mine], memory[rows[mine]] - least
-            needed = layers
-            if 0 in self.kinds and not self.space.limits.executable:
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    few = np.ceil((memory[rows[mine]] - capacity) / less * layers - TIE)
-                needed = np.where((less > 0) & (few >= 1) & (few < layers), few, layers)
-            share = needed / layers
-            value = step[mine] + share * more
-            better = value < best[mine]
-            taken = mine[better]
-            best[taken] = value[better]
-            used[taken] = (memory[rows[mine]] - share * less)[better]
-            chosen_kind[taken] = kind
-            recomputed[taken] = np.where(needed < layers, needed, -1.0)[better]
-        filled = {**columns, "recompute": chosen_kind}
-        return Leaves(filled, best / tokens, used, recomputed, step / tokens), lost
-
     def _found(self, bound: float) -> Found:
         empty = Leaves({n: np.empty(0) for n in _ALL}, *(np.empty(0) for _ in range(4)))
         leaves = Leaves.join(self.leaves) if self.leaves else empty
@@ -576,12 +353,6 @@ class _Search:
             bound,
             len(self.meshes["pp"]),
         )
-
-
-def _unavoidable(scores: Scores) -> Array:
-    """Seconds per step without the terms of `AVOIDABLE`."""
-    some = (t.seconds for t in scores.time if t.name not in AVOIDABLE)
-    return sum(some, np.zeros(1))
 
 
 def _grow(

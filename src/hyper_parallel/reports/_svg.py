@@ -23,6 +23,8 @@ PALETTE = (
 
 FULL, HALF = 1080, 510
 """Widths of a chart that fills the page, and of one that shares the row; text is drawn at its CSS size."""
+LABEL_LETTER = 8
+"""Width of a letter of a label, rounded up: 12 pixels high, sans serif."""
 
 Format = Callable[[float], str]
 
@@ -181,7 +183,9 @@ def lanes(
     rows: Sequence[tuple[str, Sequence[tuple[str, float, float, str]]]], *, x_format: Format
 ) -> str:
     """Gantt chart: per lane (name, [(label, start, duration, colour), ...])."""
-    width, left, row, bottom = FULL, 130, 26, 22
+    width, row, bottom = FULL, 26, 22
+    # Names stand left of the lanes: room for the longest, at the width of a wide letter.
+    left = max(130, 16 + LABEL_LETTER * max((len(name) for name, _ in rows), default=0))
     end = max((s + d for _, spans in rows for _, s, d, _ in spans), default=1.0) or 1.0
     height = row * len(rows) + bottom
 

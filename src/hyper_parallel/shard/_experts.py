@@ -7,6 +7,11 @@ number of experts, else the first dim that divides:
     64 experts, ep=8, edp=4    [expert:ep.edp, gate_up, embed]      2 experts each
     8 experts, ep=8, edp=4     [expert:ep, gate_up:edp, embed]      a quarter of one expert each
 
+Experts in a list of modules, `experts.0.up_proj.weight`, `experts.1.up_proj.weight` and so on, are not cut but dealt
+out: a rank holds a contiguous run of modules and nothing of the others.
+
+    `experts.*.up_proj.weight`, ep=8    [mlp, embed], one of ep
+
 Tensor parallelism leaves experts, and the router beside them, whole: the layer works on each rank's tokens.
 """
 
@@ -42,7 +47,7 @@ def check_experts(found: list[Param], strategy: Strategy, where: str | None) -> 
     """Refuse a degree of `ep` that the experts of the model do not allow.
 
     Raises:
-        UnsupportedSharding: HP205 for a model without experts, or whose experts are no fused parameters.
+        UnsupportedSharding: HP205 for a model without experts, or whose experts are neither fused nor in a list.
         NotDivisible: HP203 when ep does not divide their number.
     """
     if strategy.ep == 1:
@@ -56,15 +61,15 @@ def check_experts(found: list[Param], strategy: Strategy, where: str | None) -> 
             hint="parallel.ep=1",
         )
     for param in experts:
-        if _in_list(param) or len(param.shape) < 2:
+        if not in_list(param) and (container(param) != param.module or len(param.shape) < 2):
             raise UnsupportedSharding(
-                f"`{param.pattern}` holds its experts as separate modules; ep splits fused parameters only",
+                f"`{param.pattern}` holds experts in a form that ep cannot divide",
                 where=where,
                 got=f"ep={strategy.ep}, {param.name} {param.shape}",
-                allowed="parameters [experts, ...]",
+                allowed="parameters [experts, ...], or modules experts.0, experts.1, ...",
                 hint="parallel.ep=1",
             )
-    number = math.gcd(*(p.shape[0] for p in experts))
+    number = math.gcd(*(p.shape[0] for p in experts if not in_list(p)), *_lengths(experts))
     if number % strategy.ep:
         inner = math.gcd(number, strategy.dp_shard * strategy.cp * strategy.tp)
         allowed = [e for e in range(1, inner + 1) if inner % e == 0]
@@ -77,13 +82,23 @@ def check_experts(found: list[Param], strategy: Strategy, where: str | None) -> 
         )
 
 
-def expert_layout(layout: Layout, shape: tuple[int, ...], strategy: Strategy) -> Layout:
-    """Layout of a fused expert parameter, ep above 1."""
-    layout = layout.split(0, "ep")
+def _lengths(experts: list[Param]) -> list[int]:
+    """Modules in every list of experts; names of a plan have `*` for the index, so they do not tell it."""
+    lists: dict[str, set[str]] = {}
+    for param in experts:
+        if in_list(param):
+            lists.setdefault(container(param), set()).add(_index(param))
+    return [len(indices) for indices in lists.values() if indices != {"*"}]
+
+
+def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
+    """Layout of a parameter of experts, fused or of one in a list, ep above 1."""
+    listed = in_list(param)
+    layout = replace(layout, one_of=("ep",)) if listed else layout.split(0, "ep")
     edp = strategy.expert_mesh().degree("edp")
     if edp == 1:
         return layout
-    local = (shape[0] // strategy.ep, *shape[1:])
+    local = param.shape if listed else (param.shape[0] // strategy.ep, *param.shape[1:])
     even = [dim for dim, size in enumerate(local) if size % edp == 0]
     return layout.split(even[0] if even else 0, "edp")
 
@@ -105,5 +120,12 @@ def _block(param: Param) -> str:
     return module_of(container(param))
 
 
-def _in_list(param: Param) -> bool:
-    return container(param) != param.module
+def in_list(param: Param) -> bool:
+    """Whether the parameter belongs to one of several modules in a list of experts."""
+    index = _index(param)
+    return index.isdecimal() or index == "*"
+
+
+def _index(param: Param) -> str:
+    """What follows the container in the name of the parameter."""
+    return param.name.removeprefix(f"{container(param)}.").partition(".")[0]

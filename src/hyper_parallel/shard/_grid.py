@@ -26,7 +26,6 @@ from hyper_parallel.shard._packed import packed_parts
 
 X, Y = "tp_x", "tp_y"
 _BOTH = (X, Y)
-_ONE_AXIS = {"latent": "latent attention"}
 _REGION_STYLES = ("colwise", "rowwise", "kv_replicate", "qkv", "gate_up")
 
 
@@ -64,13 +63,13 @@ def fit_grid(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
     strategy = sizes.strategy
     _check_axes(strategy, sizes.where)
     for param in found:
-        if param.style in _ONE_AXIS:
+        if param.style == "latent" and strategy.attention_shape != "1d":
             raise UnsupportedSharding(
-                f"`{param.pattern}` ({_ONE_AXIS[param.style]}) is split over one tensor-parallel axis only",
+                f"`{param.pattern}` (latent attention) is whole on every rank: on two axes its block has shape 1d",
                 where=sizes.where,
-                got=f"tp_x={strategy.tp_x}, tp_y={strategy.tp_y}",
-                allowed="tp_y=1",
-                hint=f"parallel.tp_x={strategy.tp} parallel.tp_y=1",
+                got=f"tp_x={strategy.tp_x}, tp_y={strategy.tp_y}, attention {_shown(strategy)}",
+                allowed="attention_shape 1d",
+                hint="parallel.attention_shape=1d",
             )
         if param.style in ("norm_heads", "qkv") and exchanges_rows(strategy):
             raise UnsupportedSharding(

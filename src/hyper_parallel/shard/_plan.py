@@ -168,7 +168,7 @@ def _layout(param: Param, strategy: Strategy, hidden_cut: bool) -> Layout:
     if not param.shape:
         return layout  # FSDP cannot cut a scalar
     if param.style == EXPERTS and strategy.ep > 1:
-        return expert_layout(layout, param.shape, strategy)
+        return expert_layout(layout, param, strategy)
     if strategy.tp_y > 1:
         if param.parts > 1:
             layout = layout.stack(0, param.parts)

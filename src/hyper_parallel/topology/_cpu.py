@@ -164,6 +164,7 @@ def cpu_supernode(num_ranks: int) -> Supernode:
             float(cpu.memory_bytes // num_ranks), f"memory of the machine / {num_ranks}", "measured"
         ),
         memory_bytes_s=Quantity(rates["memory"] / num_ranks, measured, "measured"),
+        ranks_per_core=max(1.0, num_ranks / cpu.cores),
     )
     host = Tier(
         name="host",

@@ -36,6 +36,7 @@ class Device:
         memory_bytes: Bytes of its own memory.
         memory_bytes_s: Bytes/s of its own memory.
         reported_as: Globs over the names that the vendor's tool reports, for detection.
+        ranks_per_core: Ranks that take turns on a core; 1 on an accelerator. Rates are those of a rank's share.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Device:
     memory_bytes: Quantity
     memory_bytes_s: Quantity
     reported_as: tuple[str, ...] = ()
+    ranks_per_core: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

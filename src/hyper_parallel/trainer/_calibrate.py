@@ -6,19 +6,13 @@ import json
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from hyper_parallel.backends.torch import (
-    clip_grad_norm_,
-    forward_backward,
-    materialize,
-    measure_rates,
-)
+from hyper_parallel.backends.torch import measure_rates
 from hyper_parallel.config import load_recipe
 from hyper_parallel.cost import (
     Candidates,
@@ -30,6 +24,7 @@ from hyper_parallel.cost import (
     StackCard,
     device_card,
     fit_device,
+    fit_probes,
     fit_stack,
     mean_rates,
     own_path,
@@ -37,16 +32,14 @@ from hyper_parallel.cost import (
     stack_card,
     write_card,
 )
-from hyper_parallel.ir import Plan, Strategy, Workload
-from hyper_parallel.model import ModelSpec, load_model, spec_from_config
-from hyper_parallel.planner import plan as make_plan
-from hyper_parallel.runtime import World, launch, parallelize
+from hyper_parallel.ir import Plan
+from hyper_parallel.model import ModelSpec, load_model
+from hyper_parallel.runtime import World, launch
 from hyper_parallel.topology import Supernode, detect_local
 from hyper_parallel.trainer._job import prepare_job
+from hyper_parallel.trainer._probe import Probe, make_probes, time_probes
 from hyper_parallel.trainer._run import run_job
 
-_LAYERS: Final = (2, 6)
-_STEPS: Final = 8
 _WARM: Final = 3
 
 
@@ -89,79 +82,33 @@ def _shipped(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
 def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     ranks, kind = supernode.num_devices, supernode.device.kind
     wanted = tuple(d for d in ("float32", "bfloat16") if d in supernode.device.peak_flops)
-    small = [_small_model(layers, kind) for layers in _LAYERS]
-    workload = Workload(
-        small[0].max_position_embeddings or 256, microbatch=1, accumulation_steps=1,
-        compute_dtype="float32" if kind == "cpu" else "bfloat16",
-    ).resolve(ranks)  # fmt: skip
-    strategy = Strategy(dp_replicate=ranks)
-    plans = [make_plan(spec, supernode, workload, strategy=strategy) for spec in small]
+    probes = make_probes(supernode)
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     found: list[tuple[LocalRates, list[float]]] = launch(
-        lambda rank: _on_rank(wanted, plans, kind), ranks, threads=_threads(ranks)
+        lambda rank: _on_rank(wanted, probes), ranks, threads=_threads(ranks)
     )
     rates = mean_rates([one for one, _ in found])
     seconds = [max(per_rank) for per_rank in zip(*(s for _, s in found), strict=True)]
     source = f"micro-benchmarks of this machine, {ranks} ranks at once, torch {torch.__version__}"
     card = fit_device(rates, supernode, source)
     measured = [
-        MeasuredStep(spec, strategy, workload, s) for spec, s in zip(small, seconds, strict=True)
+        MeasuredStep(p.plan_model, p.plan.strategy, p.plan.workload, s)
+        for p, s in zip(probes, seconds, strict=True)
     ]
-    return fit_stack(measured, card, supernode, f"small training steps on {ranks} ranks")
+    told = f"{len(probes)} small training steps on {ranks} ranks"
+    if kind == "cpu":
+        return fit_probes(measured, card, stack_card("cpu"), supernode, told)
+    return fit_stack(measured[:2], card, supernode, told)
 
 
 def _threads(ranks: int) -> int:
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
 
 
-def _config(layers: int, kind: str) -> dict[str, Any]:
-    """A small Llama: little work, so that what is not work shows."""
-    width = 128 if kind == "cpu" else 512
-    return {
-        "model_type": "llama", "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-
-
-def _small_model(layers: int, kind: str) -> ModelSpec:
-    return spec_from_config(_config(layers, kind), name=f"calibration, {layers} layers")
-
-
-def _on_rank(
-    dtypes: tuple[str, ...], plans: list[Plan], kind: str
-) -> tuple[LocalRates, list[float]]:
+def _on_rank(dtypes: tuple[str, ...], probes: Sequence[Probe]) -> tuple[LocalRates, list[float]]:
     with World.join() as world:
-        rates = measure_rates(world.device, dtypes)
-        return rates, [
-            _steps(p, layers, world, kind) for p, layers in zip(plans, _LAYERS, strict=True)
-        ]
-
-
-def _steps(plan: Plan, layers: int, world: World, kind: str) -> float:
-    """Median seconds of a training step of the small model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        config = AutoConfig.for_model(**_config(layers, kind))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    parallelize(model, plan, world)
-    materialize(model, seed=0, device=world.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    seq_len = plan.workload.seq_len
-    tokens = torch.arange(seq_len, device=world.device)[None] % 1000
-    batch = {"input_ids": tokens, "shift_labels": tokens}
-    seconds = []
-    for _ in range(_STEPS):
-        start = time.perf_counter()
-        loss = forward_backward(model, [batch], seq_len * plan.strategy.dp)
-        clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        float(loss)  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[_WARM:])
+        return measure_rates(world.device, dtypes), time_probes(probes, world)
 
 
 def _check(

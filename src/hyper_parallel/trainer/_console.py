@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hyper_parallel.cost import LOCAL_CARD
 from hyper_parallel.ir import Plan
 from hyper_parallel.units import format_bytes, format_count, format_seconds
 
@@ -72,10 +73,21 @@ def startup_panel(plan: Plan, data: str, output_dir: str) -> Panel:
         ),
         ("data", data),
         ("plan", plan.fingerprint),
-        ("predicted step", f"{format_seconds(plan.step_s)}, MFU {plan.predicted_mfu:.1%}"),
+        (
+            "predicted step",
+            f"{format_seconds(plan.step_s)}, MFU {plan.predicted_mfu:.1%}{_unmeasured(plan)}",
+        ),
         ("predicted memory", f"{format_bytes(plan.memory_bytes)} per rank ({share:.1%})"),
         ("output", output_dir),
     ]
     for key, value in rows:
         table.add_row(key, value)
     return Panel(table, title="hyper-parallel train", title_align="left", expand=False)
+
+
+def _unmeasured(plan: Plan) -> str:
+    """What would make the prediction on this machine better: its own card, where it has none yet."""
+    measured = any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost)
+    if plan.topology != "local" or measured:
+        return ""
+    return "; `hyper-parallel calibrate` measures this machine for a better one"

@@ -118,7 +118,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     check_offload(recipe, plan, loaded.where)
     weights_directory(recipe)
     model = build_model(recipe)
-    check_routing(model, routing_of(recipe), loaded.where("moe"), plan.strategy.pp)
+    check_routing(model, routing_of(recipe), loaded.where("moe"))
     packed = prepare(
         recipe.data,
         stage=recipe.stage,

@@ -55,7 +55,7 @@ _PURPOSES = {
     "_context_trade._to_heads": "attention: tokens for heads",
     "_dispatch.Dispatch.plan": "expert row counts",
     "_dispatch._exchange": "expert dispatch and combine",
-    "_pipeline._Run._send": "pipeline messages",
+    "_pipeline_run.PipelineRun._send": "pipeline messages",
     "_pipeline.Pipeline._sum_shared": "shared weight",
     "_comm_grid._gather": "width gather",
     "_comm_grid._scatter": "width scatter",

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from hyper_parallel.backends.torch._dispatch import Dispatch, place, touch
+from hyper_parallel.backends.torch._expert_list import ExpertList, ListBlock, is_list
 from hyper_parallel.backends.torch._gradients import TpGradients, to_local
 from hyper_parallel.backends.torch._routing import (
     ExpertState,
@@ -72,8 +73,8 @@ def apply_to_experts(
     tokens = Tokens(found.tp, found.context)
     for name in names:
         module = model.get_submodule(name)
-        if isinstance(module, nn.ModuleList) and type(module).forward is nn.Module.forward:
-            _wrap_list(model, name, found)
+        if isinstance(module, ExpertList) or is_list(module):
+            _apply_to_list(model, name, found, state, decoder is not None)
             continue
         signature = inspect.signature(type(module).forward)
         if len(signature.parameters) != 4 or not hasattr(module, "num_experts"):
@@ -86,11 +87,7 @@ def apply_to_experts(
                 hint="parallel.ep=1 parallel.tp=1",
             )
         if found.tp is not None and decoder is None:
-            raise UnsupportedSharding(
-                "experts under tensor parallelism need a Hugging Face model with a list of decoder layers",
-                where=name,
-                hint="parallel.tp=1",
-            )
+            raise _needs_decoder(name)
         for part in module.modules():
             if part._parameters and (state.group is not None or found.tp is not None):
                 _show_local(part, found.gradients if state.group is None else None)
@@ -131,8 +128,31 @@ def shard_experts(
         found.fsdp.append(module)
 
 
+def _apply_to_list(
+    model: nn.Module, name: str, found: Handle, state: ExpertState, in_decoder: bool
+) -> None:
+    """Experts as separate modules that their block calls one by one."""
+    if state.options.capacity_factor is not None:
+        raise UnsupportedSharding(
+            "a capacity needs experts that are called as experts(hidden_states, index, weights), not a list of modules",
+            where=name,
+            got=f"capacity_factor={state.options.capacity_factor}",
+            hint="moe.capacity_factor=null",
+        )
+    experts = model.get_submodule(name)
+    if not isinstance(experts, ExpertList):
+        _wrap_list(model, name, found)
+        return
+    if found.tp is not None and not in_decoder:
+        raise _needs_decoder(name)
+    assert state.group is not None
+    block = model.get_submodule(name.rpartition(".")[0])
+    state.layers[name] = LayerRouting()
+    block.forward = ListBlock(block, experts, name, state.group, state.layers[name])
+
+
 def _wrap_list(model: nn.Module, name: str, found: Handle) -> None:
-    """Experts as separate modules that their block calls one by one: an expert without tokens still has a gradient."""
+    """All experts are on this rank: one without tokens still has a gradient."""
     experts = model.get_submodule(name)
     for part in experts.modules():
         if part._parameters and found.tp is not None:
@@ -148,6 +168,14 @@ def _wrap_list(model: nn.Module, name: str, found: Handle) -> None:
         return touch(out, params)
 
     block.forward = forward
+
+
+def _needs_decoder(name: str) -> UnsupportedSharding:
+    return UnsupportedSharding(
+        "experts under tensor parallelism need a Hugging Face model with a list of decoder layers",
+        where=name,
+        hint="parallel.tp=1",
+    )
 
 
 class _Forward:

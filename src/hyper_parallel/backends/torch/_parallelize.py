@@ -15,17 +15,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch._audit import audit
+from hyper_parallel.backends.torch._balance_loss import aux_loss, stage_balance
 from hyper_parallel.backends.torch._comm import sum_forward
 from hyper_parallel.backends.torch._context import Context
 from hyper_parallel.backends.torch._context_attention import register
 from hyper_parallel.backends.torch._documents import mask_documents
+from hyper_parallel.backends.torch._expert_list import divide_lists
 from hyper_parallel.backends.torch._experts import apply_to_experts, shard_experts
 from hyper_parallel.backends.torch._forward import float64_experts, keep_float64, recompute
 from hyper_parallel.backends.torch._gradients import TpGradients
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch._pipeline import Pipeline, cut_model
-from hyper_parallel.backends.torch._resolve import decoder_of, resolve_layouts
-from hyper_parallel.backends.torch._routing import Routing, aux_loss, check_routing
+from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
+from hyper_parallel.backends.torch._routing import Routing, check_routing
 from hyper_parallel.backends.torch._stages import Stages
 from hyper_parallel.backends.torch._state import FLAT, Handle, TpState, attach
 from hyper_parallel.backends.torch._tensor_grid import (
@@ -70,8 +72,11 @@ def apply_plan(
     """
     shard_plan = resolve_layouts(model, plan)
     strategy = plan.strategy
-    check_routing(model, routing or Routing(), pp=strategy.pp)
+    check_routing(model, routing or Routing())
     stages = cut_model(model, plan, mesh) if mesh is not None and strategy.pp > 1 else None
+    if expert_mesh is not None and strategy.ep > 1:
+        experts = [name for name, style in shard_plan.styles.items() if style == "experts"]
+        divide_lists(model, experts, expert_mesh["ep"].get_group())
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     layouts = {name: shard_plan.layouts[name] for name in shapes}
     found = Handle(
@@ -92,9 +97,9 @@ def apply_plan(
         found.context = _context_parallel(model, decoder, stages, strategy, mesh)
     elif decoder is not None:
         mask_documents(decoder[0], getattr(torch, plan.workload.compute_dtype))
-    if decoder is not None and strategy.recompute == "full":
+    if strategy.recompute == "full":
         # Before tensor parallelism: the tokens are cut outside of what is made again.
-        for layer in layers:
+        for layer in layers if decoder is not None else layers_of(model):
             recompute(layer, found.tp, exact, found.context)
     if exact:
         keep_float64(model)
@@ -110,7 +115,7 @@ def apply_plan(
         model.loss_function = _loss_function(found)
     if stages is not None and mesh is not None:
         stages.install(model)
-        found.pipeline = Pipeline(stages, found, mesh["pp"].get_group())
+        found.pipeline = Pipeline(stages, found, mesh["pp"].get_group(), stage_balance(found, mesh))
         found.pipeline.guard(model)
     _shard_data_parallel(model, layers, found, expert_mesh)
     if found.gradients is not None and decoder is not None:
@@ -140,6 +145,7 @@ def _place(
             layout = layouts[kept]
             experts = "ep" in layout.sharding_axes and expert_mesh is not None
             on = expert_mesh["ep"] if experts else tp_mesh
+            on = None if layout.one_of else on  # whole here, and on no other rank of the axis
             replaced[id(param)] = _placed(param, layout, on, device, dtype)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = replaced[id(param)]
@@ -250,8 +256,8 @@ def _loss_function(found: Handle) -> Callable[..., Tensor]:
 def _with_aux_loss(loss: Tensor, found: Handle) -> Tensor:
     """The loss and the load-balancing loss of one microbatch, which counts by its share of the step's microbatches."""
     state, strategy = found.experts, found.plan.strategy
-    if state is None:
-        return loss
+    if state is None or strategy.pp > 1:
+        return loss  # a pipeline adds it over the stages
     aux = aux_loss(state, found.tp, found.world_group, strategy.dp * strategy.cp)
     if aux is None:
         return loss

@@ -8,8 +8,8 @@ parallelism add over ranks is added once, after the last backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,22 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from hyper_parallel.backends.torch._balance_loss import StageBalance
+from hyper_parallel.backends.torch._pipeline_run import LossOf, Microbatch, PipelineRun, Span
 from hyper_parallel.backends.torch._resolve import decoder_of
-from hyper_parallel.backends.torch._split_backward import WeightGradients, input_gradient
 from hyper_parallel.backends.torch._stages import Stages, cut_stages
 from hyper_parallel.backends.torch._state import Handle, local
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Action, Plan, Schedule
+from hyper_parallel.ir import Plan, Schedule
 from hyper_parallel.model import spec_from_config
-from hyper_parallel.mpmd import check_pipeline, forward_schedule, step_schedule
-
-Microbatch = Mapping[str, Any]
-LossOf = Callable[[Microbatch], Tensor]
-Span = Callable[[str, str], AbstractContextManager[Any]]
-_Key = tuple[int, int]
-"""Stage and microbatch."""
-_TARGETS = ("labels", "shift_labels")
+from hyper_parallel.mpmd import check_pipeline, forward_schedule, one_by_one, step_schedule
 
 
 def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Stages:
@@ -62,12 +56,20 @@ class Pipeline:
         stages: What this rank holds.
         found: What `parallelize` knows of the model.
         group: Ranks of this pipeline, one per pipeline rank.
+        balance: The auxiliary loss of experts; None without.
     """
 
-    def __init__(self, stages: Stages, found: Handle, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        found: Handle,
+        group: dist.ProcessGroup,
+        balance: StageBalance | None = None,
+    ) -> None:
         strategy = found.plan.strategy
         self.stages = stages
         self.group = group
+        self.balance = balance
         self.rank = group.rank()
         self.last = strategy.stages - 1
         self.rank_of = {s: r for r in range(strategy.pp) for s in strategy.stages_of(r)}
@@ -124,7 +126,7 @@ class Pipeline:
         key = (train, microbatches)
         if key not in self._schedules:
             make = step_schedule if train else forward_schedule
-            self._schedules[key] = make(self._found.plan.strategy, microbatches)
+            self._schedules[key] = one_by_one(make(self._found.plan.strategy, microbatches))
         return self._schedules[key]
 
     def _run(
@@ -135,7 +137,7 @@ class Pipeline:
         span: Span,
         train: bool,
     ) -> Tensor:
-        run = _Run(self, model, microbatches, loss_of, span)
+        run = PipelineRun(self, model, microbatches, loss_of, span)
         for action in self.schedule(len(microbatches), train).ranks[self.rank]:
             for leaf in action.leaves:
                 run.do(leaf)
@@ -229,134 +231,6 @@ class Pipeline:
         for grad, part in zip(grads, other.split([g.numel() for g in grads]), strict=True):
             grad.add_(part.view_as(grad))
         self._shared_summed = True
-
-
-class _Run:
-    """One pass over the microbatches: what was made and received and is still needed."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        model: nn.Module,
-        microbatches: Sequence[Microbatch],
-        loss_of: LossOf,
-        span: Span,
-    ) -> None:
-        self._pipeline = pipeline
-        self._model = model
-        self._microbatches = microbatches
-        self._loss_of = loss_of
-        self._span = span
-        self._splits = pipeline.splits(model)
-        self._total = torch.zeros((), dtype=torch.float64, device=pipeline._found.device)
-        # Activations and gradients on their way, by the stage that takes them.
-        self._activations: dict[_Key, Tensor] = {}
-        self._gradients: dict[_Key, Tensor] = {}
-        self._coming: dict[tuple[str, _Key], tuple[Tensor, Any]] = {}
-        self._sent: list[tuple[Any, Tensor]] = []
-        # Input and output of forwards whose backward is still to come.
-        self._kept: dict[_Key, tuple[Tensor | None, Tensor]] = {}
-        self._weights: dict[_Key, WeightGradients] = {}
-
-    def do(self, action: Action) -> None:
-        """Run one action."""
-        kind, stage, i = action.kind, action.stage, action.microbatch
-        if kind == "REDUCE_GRAD":
-            self._pipeline.reduce(stage)
-        if i is None:
-            return  # FSDP gathers and frees parameters by its own hooks
-        if kind.startswith("SEND"):
-            step = 1 if kind == "SEND_F" else -1
-            table = self._activations if kind == "SEND_F" else self._gradients
-            self._send(table.pop((stage + step, i)), stage + step)
-        elif kind.startswith("RECV"):
-            self._receive(kind[-1], stage, i)
-        else:
-            taken = self._arrived(kind, stage, i)
-            with self._span(str(action), "compute"):
-                {"F": self._forward, "B": self._backward, "I": self._input, "W": self._weight}[
-                    kind
-                ](stage, i, taken)
-
-    def finish(self) -> Tensor:
-        """Wait until everything is sent; the loss on the rank of the last stage."""
-        for work, _ in self._sent:
-            work.wait()
-        return self._total
-
-    def _forward(self, stage: int, i: int, received: Tensor | None) -> None:
-        batch, last = self._microbatches[i], self._pipeline.last
-        if received is not None and torch.is_grad_enabled():
-            received = received.detach().requires_grad_()
-        passing = self._pipeline.stages.passing
-        passing.stage, passing.received, passing.output = stage, received, None
-        passing.enter = self._pipeline.enter(batch)
-        try:
-            if stage == last:
-                out = self._loss_of(batch)
-                self._total += out.detach()
-            else:
-                given = {k: v for k, v in batch.items() if k not in _TARGETS}
-                self._model(**given, use_cache=False)
-                assert passing.output is not None
-                out = passing.output
-                self._activations[stage + 1, i] = out.detach()
-        finally:
-            passing.stage, passing.received, passing.output = -1, None, None
-        if torch.is_grad_enabled():
-            self._kept[stage, i] = (received, out)
-
-    def _backward(self, stage: int, i: int, grad: Tensor | None) -> None:
-        given, out = self._kept.pop((stage, i))
-        torch.autograd.backward(out, grad)
-        if given is not None:
-            assert given.grad is not None
-            self._gradients[stage - 1, i] = given.grad
-
-    def _input(self, stage: int, i: int, grad: Tensor | None) -> None:
-        if not self._splits:
-            self._backward(stage, i, grad)
-            return
-        given, out = self._kept[stage, i]
-        if given is None:
-            # The first stage has no input: all of it is weight gradients.
-            if grad is not None:
-                self._gradients[stage, i] = grad
-            return
-        self._gradients[stage - 1, i], self._weights[stage, i] = input_gradient(out, grad, given)
-        del self._kept[stage, i]
-
-    def _weight(self, stage: int, i: int, grad: Tensor | None) -> None:
-        if (stage, i) in self._weights:
-            self._weights.pop((stage, i)).run()
-        elif (stage, i) in self._kept:
-            self._backward(stage, i, self._gradients.pop((stage, i), None))
-
-    def _arrived(self, kind: str, stage: int, i: int) -> Tensor | None:
-        """What an action takes: made on this rank, or received."""
-        if kind == "W" or (kind == "F" and stage == 0):
-            return None
-        if kind != "F" and stage == self._pipeline.last:
-            return None
-        coming = self._coming.pop(("F" if kind == "F" else "B", (stage, i)), None)
-        if coming is None:
-            return (self._activations if kind == "F" else self._gradients).pop((stage, i))
-        tensor, work = coming
-        with self._span(f"{stage}RECV_{'F' if kind == 'F' else 'B'}{i}", "wait"):
-            work.wait()
-        return tensor
-
-    def _receive(self, way: str, stage: int, i: int) -> None:
-        peer = self._pipeline.rank_of[stage - 1 if way == "F" else stage + 1]
-        room = self._pipeline.message(self._microbatches[i])
-        work = dist.irecv(room, group=self._pipeline.group, group_src=peer)
-        self._coming[way, (stage, i)] = (room, work)
-
-    def _send(self, tensor: Tensor, to: int) -> None:
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        tensor = tensor.contiguous()
-        peer = self._pipeline.rank_of[to]
-        self._sent.append((dist.isend(tensor, group=self._pipeline.group, group_dst=peer), tensor))
 
 
 def _reduce(module: FSDPModule) -> None:

@@ -24,6 +24,19 @@ def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
     return base, layers
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Decoder layers of a Hugging Face model; of any other, the members of its outermost lists of one class."""
+    decoder = decoder_of(model)
+    if decoder is not None:
+        return list(decoder[1])
+    found: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and not inside and len({type(m) for m in module}) == 1:
+            found[name] = list(module)
+    return [layer for layers in found.values() for layer in layers]
+
+
 def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     """Layouts of the model's own parameters; they must be the ones the plan holds.
 
@@ -56,9 +69,9 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             where=type(model).__name__,
             hint=f"parallel.tp=1 parallel.dp_shard={plan.strategy.dp_shard * tp}",
         )
-    if decoder_of(model) is None and plan.strategy.recompute != "none":
+    if plan.strategy.recompute != "none" and not layers_of(model):
         raise UnsupportedSharding(
-            "recompute needs a Hugging Face model with a list of decoder layers",
+            "recompute needs a model with a list of layers of one class",
             where=type(model).__name__,
             got=f"recompute={plan.strategy.recompute}",
             hint="parallel.recompute=none",
@@ -122,8 +135,8 @@ def _compare(layouts: dict[str, Layout], plan: Plan) -> None:
             )
 
 
-def _cuts(layout: Layout) -> list[tuple[tuple[str, ...], int]]:
-    return [(axes, layout.parts_of(dim)) for dim, axes in enumerate(layout.axes)]
+def _cuts(layout: Layout) -> tuple[list[tuple[tuple[str, ...], int]], tuple[str, ...]]:
+    return [(axes, layout.parts_of(dim)) for dim, axes in enumerate(layout.axes)], layout.one_of
 
 
 def _is_tied(name: str, own: dict[str, Layout]) -> bool:

@@ -1,17 +1,8 @@
-"""Routing of a mixture-of-experts model: what was routed, the load-balancing loss, and the balancing of router biases.
+"""Routing of a mixture-of-experts model: what was routed, and the balancing of router biases.
 
 Load is what the router decided, counted in rows: one per token and chosen expert. It is counted in forward passes that
 keep gradients, once (not when recompute makes them again), on the tokens of this rank; `end_step` adds it up over all
 ranks, once per optimizer step.
-
-The auxiliary loss is the one Hugging Face models compute on one device (Switch Transformer, Fedus et al. 2021,
-equations 4 to 6, over all layers at once): with f_e the rows of expert e and P_e the sum of its probabilities, both
-over the tokens of all layers, divided by the number n of (layer, token) pairs,
-
-    aux = E * sum_e f_e P_e
-
-It is not a sum over tokens, so f and n are added up over all ranks before backward. f has no gradient; the gradient of
-P is a sum over tokens, hence each rank's own share of it is exact and needs no communication in backward.
 
 Biases without a loss: after each step, bias_e += rate * sign(mean load - load_e) on routers that have
 `e_score_correction_bias` (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3).
@@ -27,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._comm import piece_size
-from hyper_parallel.backends.torch._state import Handle, TpState, handle
+from hyper_parallel.backends.torch._state import Handle, handle
 from hyper_parallel.backends.torch._tokens import Tokens
 from hyper_parallel.errors import UnsupportedSharding
 
@@ -89,6 +79,7 @@ class ExpertState:
         layers: Module name to what it routed.
         aux_loss_coef: Weight of the auxiliary loss of one microbatch; 0: there is none.
         top_k: Experts per token.
+        num_experts: Experts of a layer, known when there is an auxiliary loss.
         logits: Router logits of the running pass, [rows, E] per layer, and which rows are tokens (None: all).
         mask: [tokens] weight of each token of the running pass; None: all count.
         aux_losses: Auxiliary losses of the microbatches of the step so far, before weighting, over all ranks.
@@ -101,6 +92,7 @@ class ExpertState:
     layers: dict[str, LayerRouting] = field(default_factory=dict)
     aux_loss_coef: float = 0.0
     top_k: int = 0
+    num_experts: int = 0
     logits: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     mask: Tensor | None = None
     aux_losses: list[Tensor] = field(default_factory=list)
@@ -136,27 +128,17 @@ def counts_now() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
-def check_routing(
-    model: nn.Module, routing: Routing, where: str | None = None, pp: int = 1
-) -> None:
+def check_routing(model: nn.Module, routing: Routing, where: str | None = None) -> None:
     """Refuse choices about routing that a model has nothing for.
 
     Args:
         model: On any device, meta included.
         routing: The choices.
         where: Where they were made, for errors.
-        pp: Pipeline ranks.
 
     Raises:
         UnsupportedSharding: HP205 with the first of them.
     """
-    if pp > 1 and _aux_coef(model, routing):
-        raise UnsupportedSharding(
-            "the load-balancing loss is made of the routing of all layers, and pipeline stages hold some of them",
-            where=where or type(model).__name__,
-            got=f"pp={pp}, aux_loss_coef={_aux_coef(model, routing)}",
-            hint="moe.aux_loss_coef=0",
-        )
     modules = dict(model.named_modules())
     experts = any(name.rpartition(".")[2] == "experts" for name in modules)
     biases = any(name.rpartition(".")[2] == _BIAS for name, _ in model.named_buffers())
@@ -191,6 +173,8 @@ def watch_routers(model: nn.Module, state: ExpertState, tokens: Tokens) -> None:
         _take_over(model, state)
     if state.aux_loss_coef:
         state.top_k = config.num_experts_per_tok
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        state.num_experts = next(n for k in names if (n := getattr(config, k, None)))
         for name in state.modules:
             _record_logits(_router(model, name), state, tokens)
 
@@ -251,64 +235,6 @@ def _record_logits(router: nn.Module, state: ExpertState, tokens: Tokens) -> Non
     router.forward = forward
 
 
-def aux_loss(
-    state: ExpertState, tp: TpState | None, group: dist.ProcessGroup | None, reporting: int
-) -> Tensor | None:
-    """This rank's share of the auxiliary loss of the running microbatch, unweighted; None when it is not asked for.
-
-    Its gradient is that of the tokens of this rank. Its value is 1 / reporting of the loss over all ranks.
-
-    Args:
-        state: Logits of all layers.
-        tp: Tensor-parallel state, or None.
-        group: All ranks of the model; None: one.
-        reporting: Ranks whose losses are added up for the loss of the step.
-    """
-    if not state.aux_loss_coef or not state.logits:
-        return None
-    logits = [every if kept is None else every[kept] for every, kept in state.logits]
-    num_experts = logits[0].shape[-1]
-    mask = _own_mask(state, tp, logits[0])
-    counts = logits[0].new_zeros(num_experts, dtype=torch.float64)
-    mine: Tensor | float = 0.0
-    for layer in logits:
-        probabilities = torch.softmax(layer, dim=-1)
-        chosen = torch.topk(probabilities, state.top_k, dim=-1).indices.reshape(-1)
-        wide = probabilities.to(torch.promote_types(layer.dtype, torch.float32))
-        if mask is None:
-            counts += torch.bincount(chosen, minlength=num_experts)
-            mine = mine + wide.sum(0)
-        else:
-            weights = mask.repeat_interleave(state.top_k)
-            counts += torch.bincount(chosen, weights, minlength=num_experts)
-            mine = mine + (wide * mask.unsqueeze(-1)).sum(0)
-    assert isinstance(mine, Tensor)
-    rows = len(logits) * (float(logits[0].shape[0]) if mask is None else mask.sum())
-    total = torch.cat((counts, mine.detach().double(), counts.new_zeros(1) + rows))
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    load, probability, number = total.split((num_experts, num_experts, 1))
-    load, number = load / number, number.squeeze()
-    value = num_experts * (load * probability).sum() / number
-    state.aux_losses.append(value)
-    share = num_experts * (load.to(mine.dtype) * mine).sum() / number.to(mine.dtype)
-    state.logits.clear()
-    return share + (value / reporting - share.double()).to(share.dtype).detach()
-
-
-def _own_mask(state: ExpertState, tp: TpState | None, logits: Tensor) -> Tensor | None:
-    if state.mask is None:
-        return None
-    mask = state.mask.to(logits.device, torch.float64)
-    if tp is None:
-        return mask
-    if tp.order is not None:
-        places = tp.order().to(mask.device)
-        return mask[places[places >= 0]]
-    start = tp.rank * piece_size(mask.numel(), tp.degree)
-    return mask[start : start + logits.shape[0]]
-
-
 def _biases(model: nn.Module, state: ExpertState) -> list[tuple[str, Tensor]]:
     """Module of experts and bias of the router beside it, where there is one."""
     found = []
@@ -340,6 +266,20 @@ def _summed(state: ExpertState, found: Handle) -> Tensor | None:
     return total
 
 
+def _mean_aux_loss(state: ExpertState, found: Handle) -> Tensor | None:
+    """Mean over the microbatches; of a pipeline only the last stage knows it. NaN when no rank made one."""
+    losses, state.aux_losses = state.aux_losses, []
+    staged = found.plan.strategy.pp > 1 and found.world_group is not None
+    if not state.aux_loss_coef or not (losses or staged):
+        return None
+    both = torch.zeros(2, device=found.device, dtype=torch.float64)
+    if losses:
+        both += torch.stack([torch.stack(losses).mean().double(), both.new_ones(())])
+    if staged:
+        dist.all_reduce(both, group=found.world_group)
+    return both[0] / both[1]
+
+
 @torch.no_grad()
 def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
@@ -363,9 +303,7 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
             row = total[place[name], :-1]
             bias += rate * torch.sign(row.mean() - row).to(bias.dtype)
     state.layers.update({name: LayerRouting() for name in state.layers})
-    aux = torch.stack(state.aux_losses).mean() if state.aux_losses else None
-    state.aux_losses.clear()
-    return total, aux
+    return total, _mean_aux_loss(state, found)
 
 
 def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics:
@@ -375,12 +313,13 @@ def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics:
     share = load / load.sum(1, keepdim=True)
     busiest = share.amax(1) * share.shape[1]
     entropy = torch.special.entr(share).sum(1) / math.log(max(2, share.shape[1]))
+    loss = math.nan if aux is None else float(aux)
     return RoutingStatistics(
         float(busiest.max()),
         float(busiest.mean()),
         float(entropy.mean()),
         float(1 - kept.sum() / load.sum()),
-        None if aux is None else float(aux),
+        None if math.isnan(loss) else loss,
     )
 
 

@@ -10,7 +10,7 @@ Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2 (B and W).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,28 +53,28 @@ class WeightGradients:
 
 
 def input_gradient(
-    output: Tensor, grad: Tensor | None, given: Tensor
+    roots: Sequence[Tensor], grads: Sequence[Tensor | None], given: Tensor
 ) -> tuple[Tensor, WeightGradients]:
     """Gradient of a stage's input, and what is left to do for its weights.
 
     Args:
-        output: Output of the stage, or the loss.
-        grad: Its gradient; None for a loss.
+        roots: Output of the stage, or the loss; and what else of it the loss depends on.
+        grads: Their gradients; None for a loss.
         given: Input of the stage, a leaf that requires a gradient.
     """
-    forks = _forks(output.grad_fn, given)
+    forks = _forks([root.grad_fn for root in roots], given)
     hooks = [fork.node.register_prehook(fork.keep) for fork in forks]
     try:
-        (found,) = torch.autograd.grad(output, given, grad, retain_graph=True)
+        (found,) = torch.autograd.grad(roots, given, grads, retain_graph=True)
     finally:
         for hook in hooks:
             hook.remove()
     return found, WeightGradients(_groups([f for f in forks if f.grads]))
 
 
-def _forks(root: Any, given: Tensor) -> list[_Fork]:
+def _forks(roots: list[Any], given: Tensor) -> list[_Fork]:
     """Nodes of the trunk with the weights that their branches reach."""
-    order = _children_first(root)
+    order = _children_first(roots)
     trunk = set()
     branch: dict[Any, dict[Any, None]] = {}
     forks = []
@@ -93,9 +93,9 @@ def _forks(root: Any, given: Tensor) -> list[_Fork]:
     return forks
 
 
-def _children_first(root: Any) -> list[Any]:
-    """Every node below `root`, each after the nodes it leads to."""
-    order, seen, stack = [], {root}, [(root, iter(root.next_functions))]
+def _children_first(roots: list[Any]) -> list[Any]:
+    """Every node at or below `roots`, each after the nodes it leads to."""
+    order, seen, stack = [], set(), [(None, iter([(root, 0) for root in roots]))]
     while stack:
         node, rest = stack[-1]
         for child, _ in rest:
@@ -106,7 +106,7 @@ def _children_first(root: Any) -> list[Any]:
         else:
             order.append(node)
             stack.pop()
-    return order
+    return order[:-1]
 
 
 def _groups(forks: list[_Fork]) -> list[list[_Fork]]:

@@ -1,0 +1,198 @@
+"""What a rank holds in the phases of a step in which FSDP2 is fullest, as arrays over candidates.
+
+    loss        all activations, the logits and their gradient; embedding and head gathered, and the last layer early
+    last layer  all activations, its gradients of activations; two layers gathered
+    next layer  one layer's activations fewer; the gradients of the last one are cast and reduced meanwhile
+    end         nothing of activations; embedding and head are one group whose gradients are cast and reduced together
+
+With several microbatches sharded gradients are there from the first on. A pipeline adds up unsharded gradients and
+reduces them at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.cost._candidates import Candidates
+from hyper_parallel.cost._layer import tokens_of
+from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._states import (
+    States,
+    outside_elements,
+    stage_elements,
+    state_bytes,
+    widths,
+)
+from hyper_parallel.ir import MemoryTerm, Workload
+from hyper_parallel.units import DTYPE_BYTES
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceTerm:
+    """One cause of memory over all candidates."""
+
+    name: str
+    bytes: Array
+    formula: str
+
+    def at(self, index: int) -> MemoryTerm:
+        """The term of one candidate."""
+        return MemoryTerm(self.name, "hbm", int(np.ceil(self.bytes[index])), self.formula)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a device holds at one time or another, bytes; the phases of a step add up some of it."""
+
+    states: States
+    gradients: Array
+    gathered: Array
+    buffers: Array
+    activations: Array
+    working: Array
+    exchange: Array
+    logits: Array
+
+    @property
+    def staying(self) -> Array:
+        """What lives through the step, or is added up in it."""
+        return self.states.parameters + self.gradients + self.states.optimizer
+
+    @property
+    def moving(self) -> Array:
+        """What comes and goes."""
+        return (
+            self.gathered
+            + self.buffers
+            + self.activations
+            + self.working
+            + self.exchange
+            + self.logits
+        )
+
+    def terms(self, context_bytes: float) -> tuple[SpaceTerm, ...]:
+        """One term for each, and the device's context."""
+        states = self.states
+        return (
+            SpaceTerm("parameters", states.parameters,
+                      "elements of the stage / P; ZeRO 2, 3: / d, in the parameter format, else in the compute format"),
+            SpaceTerm("gradients", self.gradients,
+                      "elements of the stage / P in the parameter format; ZeRO 2, 3: / d"),
+            SpaceTerm("optimizer states", states.optimizer,
+                      "two AdamW moments in the parameter format, ZeRO 0, 1: and a copy of the parameters; "
+                      "ZeRO > 0: / d"),
+            SpaceTerm("gathered parameters", self.gathered,
+                      "layers (all, when not resharded) and the embedding or head, / P, in the compute format"),
+            SpaceTerm("gradient buffers", self.buffers,
+                      "unsharded gradients before and in reduction; of a pipeline those of the whole stage"),
+            SpaceTerm("activations", self.activations,
+                      "layers * microbatches in flight * T b ((4h + 2q + 2k + 3f) / P + gathered inputs), T b h / P"),
+            SpaceTerm("work space", self.working, "gradients of activations of the layer or the loss being worked on"),
+            SpaceTerm("exchange buffers", self.exchange, "dispatched tokens of one expert layer, sent and received"),
+            SpaceTerm("logits", self.logits, "T V / P: the logits, float32 probabilities and their gradient"),
+            SpaceTerm("device context", np.full(1, context_bytes), "driver context, communicators and workspaces"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Elements of a rank before data sharding: one mean layer, the vocabulary of its stage, and the head."""
+
+    layer: Array
+    vocabulary: Array
+    head: Array
+    sharded: NDArray[np.bool_]
+    copies: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls, n: ModelNumbers, workload: Workload, c: Candidates, outside: Array | None = None
+    ) -> Weights:
+        """Elements of a rank; `outside` are those of embedding and head in its stage, None: the larger."""
+        param, width = widths(workload)
+        dense = (n.attention_weights + n.mlp_weights) / c.tp + n.vector_weights
+        sharded = (c.dp_shard * c.cp > 1) & (c.zero > 1)
+        # A copy exists where parameters are gathered or where the compute format differs from the stored one.
+        copies = (c.zero > 1) & (sharded | (width != param))
+        vocabulary = (outside_elements(n, c) if outside is None else outside) / c.tp
+        layer = dense + n.expert_weights / (c.ep * c.etp)
+        return cls(layer, vocabulary, n.head_params / c.tp, sharded, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of every candidate, and what its activations are made of.
+
+    Attributes:
+        layers: Layers.
+        outside: Elements of embedding and head, before tensor parallelism.
+        flight: Microbatches in flight.
+        logits: Bytes of logits and their gradient; 0 where the head is elsewhere.
+        kept: Bytes that a layer and microbatch keeps.
+        worked: Bytes that recomputation makes again of one layer.
+        exchange: Bytes of the dispatched tokens of one layer.
+    """
+
+    layers: Array
+    outside: Array
+    flight: Array
+    logits: Array
+    kept: Array
+    worked: Array
+    exchange: Array
+
+
+def phases(n: ModelNumbers, workload: Workload, c: Candidates, stage: Stage) -> tuple[Parts, ...]:
+    """The four phases of a stage."""
+    width, wide = widths(workload)[1], float(DTYPE_BYTES[workload.reduce_dtype])
+    layers, tokens, none = stage.layers, tokens_of(workload, c), np.zeros(1)
+    elements = stage_elements(n, c, layers, stage.outside)
+    states, w = (
+        state_bytes(n, workload, c, elements),
+        Weights.of(n, workload, c, stage.outside),
+    )
+    piped, several = c.pp > 1, c.accumulation > 1
+    copies = np.where(w.copies, width, 0.0)
+    root = copies * w.vocabulary
+    # A pipeline's stage gathers its first layer for the next microbatch early.
+    most = np.where(piped, layers + 1.0, layers)
+    coming = copies * np.where(c.zero > 2, np.minimum(1.0, most), layers) * w.layer
+    two = copies * np.where(c.zero > 2, np.minimum(2.0, most), layers) * w.layer
+    # Unsharded sums of a pipeline's gradients; without copies the gradients are what they are.
+    sums = np.where(piped & w.copies, wide * (w.vocabulary + layers * w.layer), 0.0)
+    mine = np.where(piped & w.copies, 0.0, states.gradients)
+    before = np.where(several, mine, 0.0)
+    shards = np.where(w.sharded, c.dp_shard * c.cp, 1.0)
+    outer = w.vocabulary / shards * wide
+    inner = np.maximum(mine - outer, 0.0)
+    # Before reduction in the compute format, in reduction wide; a group of one rank makes a wide copy of it all.
+    reduced = np.where(w.copies, np.where(w.sharded, width + wide, 2.0 * wide), 0.0)
+    single = np.where(w.copies, np.where(w.sharded, width + wide, 3.0 * wide), 0.0)
+    head = np.where(piped, 0.0, copies * w.head)
+    # The final norm keeps its input wide, and both formats of its output.
+    final = np.where(stage.logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) / c.tp, 0.0)
+    # Stages keep what they receive of every microbatch in flight, and hold a message in and one out.
+    message = np.where(piped, tokens * n.hidden * width / c.tp, 0.0)
+    held = layers * stage.flight * stage.kept
+    # Where every forward comes before the first backward, the sums come as the first microbatch goes.
+    fewer = np.maximum(held - sums, layers * (stage.flight - 1.0) * stage.kept)
+    held = np.where(piped & (stage.flight >= c.accumulation), fewer, held)
+    saved = held + message * (stage.flight + 2.0)
+    gradients = tokens * width * (2.0 * n.hidden + 2.0 * n.mlp_width) / c.tp
+    gradients = gradients + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
+    left = np.maximum(saved - stage.kept, 0.0) + stage.worked
+    return (
+        Parts(states, before, root + coming, sums, saved + final, none, none, stage.logits),
+        Parts(states, before, root + two, sums + head, saved + stage.worked, gradients, stage.exchange, none),
+        Parts(states, np.maximum(before, inner / np.maximum(layers, 1.0)), root + two,
+              np.where(piped, sums + wide * copies / width * w.layer, head + reduced * w.layer),
+              left, none, stage.exchange, none),
+        Parts(states, np.where(several, mine, inner + np.where(w.copies, 0.0, outer)), np.where(piped, root, 0.0),
+              np.where(piped, sums + np.where(w.copies, wide, 0.0) * w.vocabulary, single * w.vocabulary),
+              none, none, none, none),
+    )  # fmt: skip
