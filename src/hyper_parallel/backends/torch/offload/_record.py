@@ -369,7 +369,8 @@ def record(
         inputs: Tensors that differ from call to call.
         named: Parameters, buffers, optimizer state, KV cache.
         name: Name of the program.
-        training, alignment_bytes: See `Recorder`.
+        training: See `Recorder`.
+        alignment_bytes: See `MemoryProgram`.
 
     Raises:
         CaptureUnsupported: HP511 for what cannot be repeated faithfully.
