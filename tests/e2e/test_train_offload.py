@@ -238,7 +238,7 @@ def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
     assert "HP402" in str(caught.value)
     hint = str(caught.value.hint).split("`")[1]
     mine = train(
-        "least", "parallel.dp_shard=2", hint, "training.steps=1"
+        "least", "parallel.dp_shard=2", hint, "training.steps=2"
     )  # what it asks for is enough
     assert rows(mine / "metrics.jsonl")[0]["memory_bytes"] <= int(hint.partition("=")[2])
     with pytest.raises(TierFull):
