@@ -22,7 +22,7 @@ COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that wait for other ranks."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
 """Operators of c10d that exchange with one other rank; neighbours in the program may depend on each other."""
-_LET_GO_S = 1.0
+_LET_GO_S = 30.0
 _UNMARKED = {
     ("fsdp", "all_gather_copy_in", "all_gather_output"),
     ("_c10d_functional", "wait_tensor", "tensor"),
@@ -168,7 +168,7 @@ def let_go(bases: list[torch.UntypedStorage], held: list[int]) -> None:
     while any(now > then for now, then in zip(references(bases), held, strict=True)) and (
         time.monotonic() < until
     ):
-        time.sleep(0)
+        time.sleep(1e-5)
 
 
 def references(bases: list[torch.UntypedStorage]) -> list[int]:

@@ -91,6 +91,14 @@ def refuse_layouts(tensor: torch.Tensor) -> None:
         )
 
 
+def resizes(what: str) -> CaptureUnsupported:
+    """The error of a storage that changes its size while a step is recorded."""
+    return CaptureUnsupported(
+        f"the step resizes a storage at `{what}`; a static memory plan needs fixed sizes",
+        hint="allocate the final size before the step",
+    )
+
+
 def refuse_leaks(
     entries: list[Entry], find: Callable[[torch.Tensor], int | None], named: Named
 ) -> None:
@@ -102,6 +110,8 @@ def refuse_leaks(
                 f"`{name}` got a new storage during the step",
                 hint="change state in place, so that it keeps its storage",
             )
+        if tensor.untyped_storage().nbytes() != entries[index].num_bytes:
+            raise resizes(name)
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
             raise CaptureUnsupported(
                 f"`{name}.grad` outlives the step",

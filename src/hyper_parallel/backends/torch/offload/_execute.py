@@ -20,7 +20,12 @@ from hyper_parallel.backends.torch.offload._calls import Mail, View, is_message,
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter, new_buffer
-from hyper_parallel.errors import MemoryPlanInvalid, StepChanged
+from hyper_parallel.errors import (
+    HyperParallelError,
+    MemoryPlanInvalid,
+    StepChanged,
+    TransferFailed,
+)
 from hyper_parallel.ir import COPIES, Counter, MemoryAction, MemoryPlan, Timeline
 from hyper_parallel.offload import Clock, Copied, MemoryMachine
 
@@ -93,8 +98,6 @@ class SimulatedDevice:
         self._closed = False
         self._take_state()
 
-    # -- owning the state ----------------------------------------------------------------------
-
     def _take_state(self) -> None:
         """Move the state's bytes into buffers of the device, and empty the tensors that owned them.
 
@@ -140,11 +143,27 @@ class SimulatedDevice:
         takes is not counted.
         """
         self._check_usable()
-        self._give_state()
+        with self._moving():
+            self._give_state()
         try:
             yield
         finally:
-            self._take_state()
+            with self._moving():
+                self._take_state()
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """State that was moved in part only must not pass for good: the device can then only be closed."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = True
+            if isinstance(error, HyperParallelError) or not isinstance(error, Exception):
+                raise
+            raise TransferFailed(
+                "the state could not be moved between memory tiers",
+                got=f"{type(error).__name__}: {error}",
+            ) from error
 
     def close(self) -> None:
         """Give the state's bytes back to the tensors that owned them.
@@ -156,7 +175,8 @@ class SimulatedDevice:
             return
         self._closed = True
         self._lanes.close()
-        self._give_state()
+        with self._moving():
+            self._give_state()
 
     def __enter__(self) -> SimulatedDevice:
         return self
@@ -168,8 +188,6 @@ class SimulatedDevice:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    # -- one step ------------------------------------------------------------------------------
 
     def step(
         self, inputs: Mapping[str, torch.Tensor], *, trace: bool = False
@@ -280,8 +298,6 @@ class SimulatedDevice:
 
     def _base(self, storage: int) -> torch.UntypedStorage:
         return self._on["device"][storage]
-
-    # -- actions -------------------------------------------------------------------------------
 
     def _apply(self, action: MemoryAction) -> None:
         s = action.target

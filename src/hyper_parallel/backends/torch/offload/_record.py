@@ -41,6 +41,7 @@ from hyper_parallel.backends.torch.offload._captured import (
     as_view,
     refuse_layouts,
     refuse_leaks,
+    resizes,
     storages_in,
     views_in,
 )
@@ -76,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.part: Phase | None = None
         self._named = named
         self._empty = {base._cdata: ref for ref in empty if (base := ref()) is not None}
+        self._filled: dict[int, weakref.ref[Any]] = {}
         self._messages: list[
             tuple[Any, Any, tuple[int, ...]]
         ] = []  # issued together, not yet recorded
@@ -89,8 +91,6 @@ class Recorder(TorchDispatchMode):
         self._live = self.eager_peak = 0
         for name, (tensor, kind) in named.items():
             self.view(tensor, name, kind)
-
-    # -- storages ------------------------------------------------------------------------------
 
     def view(
         self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
@@ -109,17 +109,26 @@ class Recorder(TorchDispatchMode):
             self.tables.state[known] = tensor.detach()
         return as_view(tensor, known)
 
+    def _end_emptied(self) -> None:
+        """Forget refilled storages that their owner has emptied, before they may come back with the same size."""
+        for key, ref in list(self._filled.items()):
+            base, index = ref(), self._index.get(key)
+            if base is None or index is None:
+                del self._filled[key]
+            elif base.nbytes() != self.tables.entries[index].num_bytes:
+                del self._filled[key], self._index[key]
+                self._live -= self._rounded(self.tables.entries[index].num_bytes)
+
     def _refilled(self, tensor: torch.Tensor, before: int | None) -> int:
         """A storage that its owner has resized: the old one has ended, an allocation makes the new one."""
         if before is not None and self.tables.entries[before].at_start:
-            raise CaptureUnsupported(
-                f"the step resizes `{self.tables.entries[before].name}`; a static memory plan needs fixed sizes",
-                hint="allocate the final size before the step",
-            )
+            raise resizes(self.tables.entries[before].name)
         num_bytes = tensor.untyped_storage().nbytes()
         if before is not None:
             self._live -= self._rounded(self.tables.entries[before].num_bytes)
         index = self._add(tensor, Entry("refilled", 0, "scratch"))
+        base = tensor.untyped_storage()
+        self._empty[base._cdata] = self._filled[base._cdata] = weakref.ref(base)
         self._keep(
             Operator("empty", allocs=(index,), phase=self.phase),
             Call(
@@ -145,8 +154,9 @@ class Recorder(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             self._watch.pop(key, None)
-            last = self._index.pop(key)
-            self._live -= self._rounded(self.tables.entries[last].num_bytes)
+            last = self._index.pop(key, None)
+            if last is not None:
+                self._live -= self._rounded(self.tables.entries[last].num_bytes)
 
         self._index[key] = index
         if key not in self._watch:
@@ -163,8 +173,6 @@ class Recorder(TorchDispatchMode):
         index = self._find(tensor)
         if index is not None:
             self.tables.entries[index].kind = kind
-
-    # -- operators -----------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -190,6 +198,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler" or fake_mode() is not self._fake:
             return func(*args, **kwargs)  # the latter: DTensor asks for the shape of a result
+        self._end_emptied()
         message = is_message(func)
         together = message and called_from("batch_isend_irecv")
         if not together:
@@ -216,10 +225,7 @@ class Recorder(TorchDispatchMode):
             self._messages.append((func, views[0], tuple(s for s in writes if s is not None)))
             return out
         if [t.untyped_storage().nbytes() for t in written] != before:
-            raise CaptureUnsupported(
-                f"`{func}` resizes a storage; a static memory plan needs fixed sizes",
-                hint="allocate the final size before the step",
-            )
+            raise resizes(str(func))
         self._record(func, leaves, args, kwargs, views, written, out)
         return out
 
@@ -240,8 +246,7 @@ class Recorder(TorchDispatchMode):
         sizes: list[tuple[int, ...]] = []
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
-                kind: StorageKind = "activation"
-                made.append((position, self._add(tensor, Entry(name, 0, kind))))
+                made.append((position, self._add(tensor, Entry(name, 0, "activation"))))
                 sizes.append(tuple(tensor.shape))
         guards = tuple(
             (i, v) for i, v in enumerate(flat) if isinstance(v, (bool, int, float)) and leaves
@@ -255,7 +260,8 @@ class Recorder(TorchDispatchMode):
             if made and len(parts) > 1:
                 mine, shapes = [(0, made[number][1])], [sizes[number]]
             reads = storages_in((part_args, part_kwargs))
-            writes = [s for s in _storages_of(written, self) if s in reads]
+            changed = dict.fromkeys(self.view(t).storage for t in written)
+            writes = [s for s in changed if s in reads]
             allocs = tuple(s for _, s in mine)
             moved = sum(v.num_bytes for v in views_in((part_args, part_kwargs)))
             moved += sum(self.tables.entries[s].num_bytes for s in allocs)
@@ -312,8 +318,6 @@ class Recorder(TorchDispatchMode):
             Operator("c10d.sent", reads, phase=self.phase, ordered=True), Call(Arrived(), (), {})
         )
 
-    # -- the whole step ------------------------------------------------------------------------
-
     def __enter__(self) -> Recorder:
         self._fake = fake_mode()
         return super().__enter__()
@@ -363,7 +367,7 @@ def record(
     Args:
         step: The step; everything it changes must be in `named`.
         inputs: Tensors that differ from call to call.
-        named: Parameters, buffers, optimizer state, KV cache: name to (tensor, kind).
+        named: Parameters, buffers, optimizer state, KV cache.
         name: Name of the program.
         training: See `Recorder`.
         alignment_bytes: See `MemoryProgram`.
@@ -391,7 +395,3 @@ def record(
         for hook in hooks:
             hook.remove()
     return recorder.captured(result, inputs, name)
-
-
-def _storages_of(tensors: list[torch.Tensor], recorder: Recorder) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(recorder.view(t).storage for t in tensors))
