@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch._static_cache import GrowingSteps, StaticSteps
-from hyper_parallel.backends.torch.offload import MemoryLimits, PlannedSteps
+from hyper_parallel.backends.torch.offload import MemoryLimits, PlannedGeneration
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
 from hyper_parallel.trainer._generate import Sampling, decode_tokens
@@ -64,7 +64,7 @@ def limits(device_bytes, dram=None, flash=None):
 def planned(model, sampling, device_bytes, **tiers):
     """Tokens under a budget, and what was used."""
     length = len(PROMPT) + sampling.max_new_tokens - 1
-    steps = PlannedSteps(model, len(PROMPT), length, limits(device_bytes, **tiers))
+    steps = PlannedGeneration(model, len(PROMPT), length, limits(device_bytes, **tiers))
     tokens = list(decode_tokens(model, PROMPT, sampling, steps=steps))
     steps.close()
     return tokens, steps.use
@@ -101,13 +101,13 @@ def test_an_impossible_budget_is_refused_with_one_that_works():
     model, sampling = model_of("llama"), Sampling(4, temperature=0)
     length = len(PROMPT) + 3
     with pytest.raises(BudgetImpossible, match="HP402") as caught:
-        PlannedSteps(model, len(PROMPT), length, limits(1024))
+        PlannedGeneration(model, len(PROMPT), length, limits(1024))
     least = int(caught.value.allowed.split()[2])
     assert caught.value.hint == f"--device-memory {least}"
     _, use = planned(model, sampling, least)
     assert use.measured_bytes["device"] == use.predicted_bytes["device"] <= least
     with pytest.raises(BudgetImpossible):
-        PlannedSteps(model, len(PROMPT), length, limits(least // 2))
+        PlannedGeneration(model, len(PROMPT), length, limits(least // 2))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -115,7 +115,7 @@ def test_logits_are_bitwise_those_of_the_steps_without_a_budget(family):
     model = model_of(family)
     free, length = StaticSteps(model, 20), 20
     expected = [free.prompt(PROMPT), *(free.next(t) for t in (4, 7, 100))]
-    steps = PlannedSteps(model, len(PROMPT), length, limits(30_000))
+    steps = PlannedGeneration(model, len(PROMPT), length, limits(30_000))
     found = [steps.prompt(PROMPT), *(steps.next(t) for t in (4, 7, 100))]
     steps.close()
     for a, b in zip(found, expected, strict=True):
@@ -161,9 +161,9 @@ def test_a_model_without_steps_of_fixed_shape_is_refused():
     config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=1, n_head=4, vocab_size=128)
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(CaptureUnsupported, match="HP511") as caught:
-        PlannedSteps(model, 4, 8, limits(10**6))
+        PlannedGeneration(model, 4, 8, limits(10**6))
     assert caught.value.hint == "leave out --device-memory"
     moe = model_of("qwen3_moe", torch.float64)
     moe.set_experts_implementation("eager")
     with pytest.raises(CaptureUnsupported, match="HP511"):
-        PlannedSteps(moe, 4, 8, limits(10**6))
+        PlannedGeneration(moe, 4, 8, limits(10**6))

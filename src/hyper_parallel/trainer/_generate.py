@@ -22,7 +22,7 @@ from hyper_parallel.backends.torch._static_cache import (
     StaticSteps,
     why_no_static_cache,
 )
-from hyper_parallel.backends.torch.offload import MemoryUse, PlannedSteps
+from hyper_parallel.backends.torch.offload import MemoryUse, PlannedGeneration
 from hyper_parallel.errors import BadValue, DeviceUnavailable, RunUnreadable, WeightsUnreadable
 from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, render, stop_ids
@@ -347,7 +347,7 @@ class Generator:
             return prompt_ids, decode_tokens(self.model, prompt_ids, sampling, stops)
         length = len(prompt_ids) + sampling.max_new_tokens - 1
         limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
-        steps = PlannedSteps(self.model, len(prompt_ids), length, limits)
+        steps = PlannedGeneration(self.model, len(prompt_ids), length, limits)
         self.memory_use = steps.use
 
         def planned() -> Iterator[int]:

@@ -7,7 +7,7 @@ from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDe
 from hyper_parallel.backends.torch.offload._generation import (
     MemoryLimits,
     MemoryUse,
-    PlannedSteps,
+    PlannedGeneration,
 )
 from hyper_parallel.backends.torch.offload._record import Recorder, record
 from hyper_parallel.backends.torch.offload._resized import ResizeWatch
@@ -30,7 +30,7 @@ __all__ = [
     "MemoryLimits",
     "MemoryUse",
     "Meter",
-    "PlannedSteps",
+    "PlannedGeneration",
     "Recorder",
     "ResizeWatch",
     "SimulatedDevice",

@@ -74,7 +74,7 @@ class MemoryUse:
     steps: int = 0
 
 
-class PlannedSteps:
+class PlannedGeneration:
     """Prompt and decode steps under a device budget.
 
     Args:
