@@ -142,7 +142,7 @@ def _prepare(
     def step() -> None:
         inputs = [batch() for _ in range(plan.workload.accumulation_steps)]
         loss, _ = loop.gradients(inputs, plan.workload.tokens_per_step, training.max_grad_norm)
-        loop.share(loss)
+        loop.share(loss, 0)
         loop.update(training.lr)
 
     def state_bytes() -> int:
