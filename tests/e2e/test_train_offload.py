@@ -148,6 +148,7 @@ def test_two_ranks_of_fsdp(train, reorder):
     assert_same_run(mine, train("two", *given))
 
 
+@pytest.mark.timeout(300)
 def test_four_ranks_of_fsdp_and_tensor_parallelism_with_accumulation(train):
     mine = train("four-off", *FOUR, "offload.max_slowdown=0.05")
     assert_same_run(mine, train("four", *FOUR))
