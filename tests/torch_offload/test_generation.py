@@ -137,6 +137,18 @@ def test_through_flash(tmp_path):
         planned(model, sampling, 30_000, dram=20_000)
 
 
+def test_weights_in_the_memory_of_another_library():
+    """As those of a mapped file: torch cannot resize them."""
+    model = model_of("llama")
+    expected = list(decode_tokens(model, PROMPT, Sampling(6, temperature=0)))
+    for parameter in model.parameters():
+        parameter.data = torch.from_numpy(parameter.detach().numpy().copy())
+    assert not next(model.parameters()).untyped_storage().resizable()
+    tokens, use = planned(model, Sampling(6, temperature=0), 25_000)
+    assert tokens == expected
+    assert use.measured_bytes == use.predicted_bytes
+
+
 def test_nothing_moves_when_everything_fits():
     model = model_of("llama")
     tokens, use = planned(model, Sampling(6, temperature=0), 10**9)

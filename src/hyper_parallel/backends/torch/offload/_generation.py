@@ -105,6 +105,7 @@ class PlannedGeneration:
                 got=type(model).__name__,
                 hint="leave out --device-memory",
             )
+        _own_storages(model)
         self._captured = self._capture(prompt_tokens)
         self._plans = self._plan()
         self.use.predicted_bytes = {
@@ -257,3 +258,10 @@ def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, T
             )
         state[s] = owners[name]
     return replace(captured, state=state)
+
+
+def _own_storages(model: Any) -> None:
+    """Copy what lies in a mapped file or in another library's memory: the device cannot empty that."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
