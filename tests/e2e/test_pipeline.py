@@ -7,7 +7,7 @@ import pytest
 
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.serde import decode
-from tests.e2e.test_train import CONFIG, _assert_same_curve, _curve, _rows, _train
+from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
 
@@ -17,9 +17,7 @@ def place(tmp_path_factory):
     """A model of four layers with tied embeddings, a text and a recipe of four microbatches."""
     root = tmp_path_factory.mktemp("pipeline")
     (root / "model.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 4}))
-    (root / "text.txt").write_text(
-        "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(2000))
-    )
+    write_functions(root / "text.txt", 2000)
     (root / "recipe.yaml").write_text(
         f"""
 model: {{path: {root}/model.json}}
@@ -47,27 +45,27 @@ parallel: {{dp_shard: 1}}
 @pytest.fixture(scope="module")
 def one_rank(place):
     out = place / "one"
-    _train(place, out, "checkpoint.export=false")
+    train(place, out, "checkpoint.export=false")
     return out
 
 
 def test_a_pipeline_run_equals_one_rank_and_goes_on_on_one(place, one_rank):
     out = place / "pipeline"
     pipeline = ("parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2")
-    _train(place, out, *pipeline, "training.steps=2", "sample_prompt=def ")
+    train(place, out, *pipeline, "training.steps=2", "sample_prompt=def ")
     assert (out / "sample.txt").read_text().startswith("def ")
     assert (out / "export" / "model.safetensors").exists()
     assert Plan.load(out / "plan.json").strategy.stage_layers == (1, 1, 1, 1)
     # Saved by two pipeline ranks, continued on one.
-    _train(place, out, "checkpoint.export=false")
-    _assert_same_curve(_curve(out), _curve(one_rank))
-    mine, reference = ([r["loss"] for r in _rows(d / "eval.jsonl")] for d in (out, one_rank))
+    train(place, out, "checkpoint.export=false")
+    assert_same_curve(curve(out), curve(one_rank))
+    mine, reference = ([r["loss"] for r in rows(d / "eval.jsonl")] for d in (out, one_rank))
     assert mine == pytest.approx([reference[0], mine[1], mine[1], reference[1]], rel=1e-10)
 
 
 def test_the_timeline_shows_every_action_of_every_rank(place):
     out = place / "timeline"
-    _train(place, out, "parallel.pp=2", "checkpoint.export=false", "training.compile=false")
+    train(place, out, "parallel.pp=2", "checkpoint.export=false", "training.compile=false")
     timeline = decode(Timeline, json.loads((out / "timeline.json").read_text()))
     for rank in (0, 1):
         names = {

@@ -32,15 +32,9 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.serde import decode
+from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
-
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +42,7 @@ def place(tmp_path_factory):
     """A directory with a model config, a text file, a recipe and a data cache."""
     root = tmp_path_factory.mktemp("train")
     (root / "model.json").write_text(json.dumps(CONFIG))
-    (root / "text.txt").write_text(
-        "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(4000))
-    )
+    write_functions(root / "text.txt", 4000)
     (root / "recipe.yaml").write_text(
         f"""
 model: {{path: {root}/model.json}}
@@ -73,51 +65,27 @@ parallel: {{dp_shard: 1}}
     return root
 
 
-def _train(place, out, *overrides):
-    arguments = ["train", str(place / "recipe.yaml"), f"output_dir={out}", *overrides]
-    result = CliRunner().invoke(application(), arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def _rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _curve(out):
-    return [(r["loss"], r["grad_norm"]) for r in _rows(out / "metrics.jsonl")]
-
-
 @pytest.fixture(scope="module")
 def one_rank(place):
     out = place / "one"
-    _train(place, out, "checkpoint.export=false")
+    train(place, out, "checkpoint.export=false")
     return out
-
-
-def _assert_same_curve(mine, reference):
-    assert len(mine) == len(reference)
-    for (loss, norm), (loss_0, norm_0) in zip(mine, reference, strict=True):
-        assert loss == pytest.approx(loss_0, rel=1e-10)
-        assert norm == pytest.approx(norm_0, rel=1e-10)
 
 
 def test_two_tensor_parallel_axes_equal_one_rank(place, one_rank):
     out = place / "grid"
     shapes = ("parallel.attention_shape=2d", "parallel.mlp_shape=weight")
-    _train(place, out, "parallel.tp_x=2", "parallel.tp_y=2", *shapes, "checkpoint.export=false")
-    _assert_same_curve(_curve(out), _curve(one_rank))
+    train(place, out, "parallel.tp_x=2", "parallel.tp_y=2", *shapes, "checkpoint.export=false")
+    assert_same_curve(curve(out), curve(one_rank))
     strategy = Plan.load(out / "plan.json").strategy
     assert (strategy.tp_x, strategy.tp_y, strategy.mlp_shape) == (2, 2, "weight")
 
 
 def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     out = place / "two"
-    result = _train(place, out, "parallel.dp_shard=2", "sample_prompt=def ")
-    _assert_same_curve(_curve(out), _curve(one_rank))
-    evals, evals_0 = _rows(out / "eval.jsonl"), _rows(one_rank / "eval.jsonl")
+    result = train(place, out, "parallel.dp_shard=2", "sample_prompt=def ")
+    assert_same_curve(curve(out), curve(one_rank))
+    evals, evals_0 = rows(out / "eval.jsonl"), rows(one_rank / "eval.jsonl")
     assert [e["step"] for e in evals] == [0, 4]
     assert evals[1]["loss"] == pytest.approx(evals_0[1]["loss"], rel=1e-10)
     assert evals[0]["tokens"] == 31 * 32  # whole sequences only, the same on every layout
@@ -125,7 +93,7 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
 
     assert load_recipe(out / "config.yaml").recipe.parallel.dp_shard == 2
     plan = Plan.load(out / "plan.json")
-    row = _rows(out / "metrics.jsonl")[-1]
+    row = rows(out / "metrics.jsonl")[-1]
     assert row["tokens"] == 256
     assert row["tokens_seen"] == 4 * 256
     assert row["valid_tokens"] == 256
@@ -162,16 +130,16 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
 )
 def test_a_run_resumes_on_another_layout(place, one_rank, tmp_path, before, after):
     common = ("checkpoint.export=false",)
-    _train(place, tmp_path, *before, "training.steps=2", *common)
-    _train(place, tmp_path, *after, "checkpoint.resume=must", *common)
-    _assert_same_curve(_curve(tmp_path), _curve(one_rank))
-    assert [r["step"] for r in _rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    train(place, tmp_path, *before, "training.steps=2", *common)
+    train(place, tmp_path, *after, "checkpoint.resume=must", *common)
+    assert_same_curve(curve(tmp_path), curve(one_rank))
+    assert [r["step"] for r in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("degrees", ["parallel.dp_shard=1", "parallel.dp_shard=2", "parallel.tp=2"])
 def test_bfloat16_computes_near_float64_with_float32_parameters(place, one_rank, tmp_path, degrees):
-    _train(place, tmp_path, degrees, "training.dtype=bfloat16", "checkpoint.export=false")
-    mine, exact = _curve(tmp_path), _curve(one_rank)
+    train(place, tmp_path, degrees, "training.dtype=bfloat16", "checkpoint.export=false")
+    mine, exact = curve(tmp_path), curve(one_rank)
     for (loss, norm), (loss_0, norm_0) in zip(mine, exact, strict=True):
         # 8 bits of mantissa: near, and visibly not the float64 run.
         assert loss == pytest.approx(loss_0, rel=0.01)
@@ -182,21 +150,19 @@ def test_bfloat16_computes_near_float64_with_float32_parameters(place, one_rank,
 def test_never_resuming_starts_over(place, one_rank):
     out = place / "again"
     for _ in range(2):
-        _train(place, out, "training.steps=2", "checkpoint.resume=never", "checkpoint.export=false")
-        assert _curve(out) == _curve(one_rank)[:2]
+        train(place, out, "training.steps=2", "checkpoint.resume=never", "checkpoint.export=false")
+        assert curve(out) == curve(one_rank)[:2]
 
 
 def test_microbatches_and_recompute_change_nothing(place, one_rank):
     out = place / "accumulated"
-    _train(
-        place, out, "training.microbatch=4", "training.recompute=full", "checkpoint.export=false"
-    )
-    _assert_same_curve(_curve(out), _curve(one_rank))
+    train(place, out, "training.microbatch=4", "training.recompute=full", "checkpoint.export=false")
+    assert_same_curve(curve(out), curve(one_rank))
 
 
 def test_ranks_with_different_numbers_of_labels_share_one_mean(place):
     """Conversations: packed rows hold different numbers of assistant tokens, on ranks and in microbatches."""
-    rows = [
+    conversations = [
         {"conversations": [
             {"from": "human", "value": f"add {i}"},
             {"from": "gpt", "value": "yes " * (1 + i % 9)},
@@ -204,16 +170,16 @@ def test_ranks_with_different_numbers_of_labels_share_one_mean(place):
         for i in range(300)
     ]  # fmt: skip
     chats = place / "chats.jsonl"
-    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats.write_text("".join(json.dumps(row) + "\n" for row in conversations))
     common = (
         "stage=sft", f"data.source={chats}", "data.format=sharegpt", "training.steps=3",
         "checkpoint.export=false",
     )  # fmt: skip
     outs = [place / f"chat_{n}" for n in (1, 2)]
-    _train(place, outs[0], *common)
-    _train(place, outs[1], "parallel.dp_shard=2", *common)
-    _assert_same_curve(_curve(outs[1]), _curve(outs[0]))
-    counts = [[r["valid_tokens"] for r in _rows(out / "metrics.jsonl")] for out in outs]
+    train(place, outs[0], *common)
+    train(place, outs[1], "parallel.dp_shard=2", *common)
+    assert_same_curve(curve(outs[1]), curve(outs[0]))
+    counts = [[r["valid_tokens"] for r in rows(out / "metrics.jsonl")] for out in outs]
     assert counts[0] == counts[1]
     assert len(set(counts[0])) > 1
     assert all(0 < count < 256 for count in counts[0])
@@ -221,7 +187,7 @@ def test_ranks_with_different_numbers_of_labels_share_one_mean(place):
 
 def test_dry_run_starts_nothing_and_writes_nothing(place):
     out = place / "dry"
-    result = _train(place, out, "parallel.dp_shard=2", "--dry-run")
+    result = train(place, out, "parallel.dp_shard=2", "--dry-run")
     assert not out.exists()
     assert "torchrun --standalone --nproc-per-node=2 -m hyper_parallel train" in result.stdout
     assert "parallel.dp_shard=2" in result.stdout
@@ -230,9 +196,9 @@ def test_dry_run_starts_nothing_and_writes_nothing(place):
 def test_a_loss_that_is_not_finite_stops_before_the_step(place):
     out = place / "diverged"
     with pytest.raises(LossNotFinite) as caught:
-        _train(place, out, "training.lr=1e300", "training.dtype=float32", "training.warmup_steps=0")
+        train(place, out, "training.lr=1e300", "training.dtype=float32", "training.warmup_steps=0")
     assert "training.lr" in caught.value.hint
-    assert [row["step"] for row in _rows(out / "metrics.jsonl")] == [1]
+    assert [row["step"] for row in rows(out / "metrics.jsonl")] == [1]
     assert not list((out / "checkpoints").glob("step_*"))
 
 
@@ -258,7 +224,7 @@ def test_mistakes_are_refused_before_any_rank(place, overrides, error, says):
     (place / "strange.json").write_text('{"model_type": "no_such_model"}')
     out = place / "refused"
     with pytest.raises(error) as caught:
-        _train(place, out, *(text.format(root=place) for text in overrides))
+        train(place, out, *(text.format(root=place) for text in overrides))
     assert says in caught.value.render()
     assert not (out / "metrics.jsonl").exists()
     assert not (out / "logs").exists()
@@ -273,7 +239,7 @@ def test_degrees_that_do_not_fit_torchrun_are_refused(place, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(HyperParallelError) as caught:
-        _train(place, place / "refused", "parallel.dp_shard=2")
+        train(place, place / "refused", "parallel.dp_shard=2")
     assert caught.value.code == "HP301"
 
 
@@ -310,7 +276,7 @@ def test_when_a_rank_dies_the_run_ends_with_its_name(place):
     assert "error[HP601]: rank 1 failed (killed by SIGKILL)" in errors
     assert sum(line.startswith(("rank 0:", "rank 2:")) for line in errors.splitlines()) == 2
     assert not any(psutil.pid_exists(pid) for pid in ranks)
-    assert [r["step"] for r in _rows(out / "metrics.jsonl")][:8] == list(range(1, 9))
+    assert [r["step"] for r in rows(out / "metrics.jsonl")][:8] == list(range(1, 9))
     published = [p.name for p in (out / "checkpoints").iterdir() if p.name.startswith("step_")]
     assert published
     assert all((out / "checkpoints" / name / "manifest.json").exists() for name in published)
@@ -336,5 +302,5 @@ def test_torchrun_starts_the_same_run(place, one_rank):
     with _start(place, out, *overrides, launcher=launcher) as process:
         _, errors = process.communicate(timeout=110)
     assert process.returncode == 0, errors
-    _assert_same_curve(_curve(out), _curve(one_rank))
+    assert_same_curve(curve(out), curve(one_rank))
     assert (out / "report.html").exists()

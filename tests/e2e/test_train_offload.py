@@ -18,15 +18,10 @@ from hyper_parallel.errors import (
     TransferFailed,
 )
 from hyper_parallel.ir import Plan
+from tests.e2e.runs import CONFIG, write_functions
 
 pytestmark = pytest.mark.e2e
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-}  # fmt: skip
 EXPERTS = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [],
@@ -41,9 +36,7 @@ def place(tmp_path_factory):
     (root / "model.json").write_text(json.dumps(CONFIG))
     (root / "deep.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
     (root / "experts.json").write_text(json.dumps(EXPERTS))
-    (root / "text.txt").write_text(
-        "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(4000))
-    )
+    write_functions(root / "text.txt", 4000)
     (root / "recipe.yaml").write_text(
         f"""
 model: {{path: {root}/model.json}}

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from hyper_parallel.backends.torch.offload import MemoryLimits, MemoryUse
 from hyper_parallel.errors import BadValue
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
-from hyper_parallel.topology import Supernode, detect_local, load_topology
+from hyper_parallel.topology import detect_local, load_topology
+from hyper_parallel.trainer._offload_machine import flash_channel, host_bytes_s
 from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
-
-FLASH_BYTES_S: Final = 1e9
-"""One NVMe drive, a general figure, where the topology names no flash."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +52,13 @@ class DeviceMemory:
             UnknownPeak: HP310 when the topology has no rate for the format.
         """
         node = detect_local(1) if self.topology == "local" else load_topology(self.topology)
-        rates = {pool.kind: pool.bytes_s.value for pool in reversed(node.pools)}
-        host = Channel(_host_bytes_s(node, rates))
+        host = Channel(host_bytes_s(node))
         drive = None
         if self.flash is not None:
-            drive = Channel(rates.get("flash", FLASH_BYTES_S))
+            drive = flash_channel(node)
         machine = MemoryMachine(host, host, drive, drive, dram_bytes=self.dram_bytes)
         roofline = Roofline(node.peak_flops(dtype), node.device.memory_bytes_s.value)
         return MemoryLimits(self.device_bytes, machine, roofline, self.flash)
-
-
-def _host_bytes_s(node: Supernode, rates: dict[str, float]) -> float:
-    for kind in ("dram", "pool"):
-        if kind in rates:
-            return rates[kind]
-    # A machine whose ranks compute in host memory: a copy reads and writes it, so it moves half the bytes per second.
-    return node.device.memory_bytes_s.value / 2
 
 
 def _size(name: str, text: str) -> int:

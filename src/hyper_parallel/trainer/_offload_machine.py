@@ -45,7 +45,7 @@ class Assumed:
         node = detect_local(ranks) if recipe.topology == "local" else load_topology(recipe.topology)
         choice = recipe.offload
         budget = int(plan.memory_capacity_bytes) if choice.budget == "auto" else choice.budget
-        host = _host_bytes_s(node)
+        host = host_bytes_s(node)
         actual = _machine(node, choice, host)
         planned = actual
         if choice.bandwidth is not None:
@@ -105,12 +105,19 @@ def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachin
     return replace(machine, **changed)
 
 
-def _host_bytes_s(node: Supernode) -> float:
+def host_bytes_s(node: Supernode) -> float:
+    """Bytes/s of a copy between device and host memory, per direction."""
     for pool in node.pools:
         if pool.kind in ("dram", "pool"):
             return pool.bytes_s.value
     # A machine whose ranks compute in host memory: a copy reads and writes it, so it moves half the bytes per second.
     return node.device.memory_bytes_s.value / 2
+
+
+def flash_channel(node: Supernode) -> Channel:
+    """Copies between host memory and files, per direction."""
+    drives = [pool.bytes_s.value for pool in node.pools if pool.kind == "flash"]
+    return Channel(drives[0] if drives else FLASH_BYTES_S)
 
 
 def _machine(node: Supernode, choice: Offload, host_bytes_s: float) -> MemoryMachine:
@@ -122,6 +129,5 @@ def _machine(node: Supernode, choice: Offload, host_bytes_s: float) -> MemoryMac
     channel = Channel(host_bytes_s)
     flash = None
     if choice.flash_dir is not None:
-        drive = pools.get("flash")
-        flash = Channel(drive.bytes_s.value if drive is not None else FLASH_BYTES_S)
+        flash = flash_channel(node)
     return MemoryMachine(channel, channel, flash, flash, dram_bytes=dram, flash_bytes=choice.flash)

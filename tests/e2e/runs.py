@@ -1,0 +1,56 @@
+"""Runs of the command as a person makes them, on models of 20 thousand parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hyper_parallel.cli import application
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def write_functions(path: Path, count: int) -> None:
+    """A text of small Python functions."""
+    path.write_text(
+        "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(count))
+    )
+
+
+def train(place: Path, out: Path, *overrides: str) -> Any:
+    """Train the recipe of a directory; raises what the command raises."""
+    arguments = ["train", str(place / "recipe.yaml"), f"output_dir={out}", *overrides]
+    result = CliRunner().invoke(application(), arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Objects of a file with one per line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def curve(out: Path) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step of a run."""
+    return [(r["loss"], r["grad_norm"]) for r in rows(out / "metrics.jsonl")]
+
+
+def assert_same_curve(
+    mine: list[tuple[float, float]], reference: list[tuple[float, float]]
+) -> None:
+    """Equal to 10 digits."""
+    assert len(mine) == len(reference)
+    for (loss, norm), (loss_0, norm_0) in zip(mine, reference, strict=True):
+        assert loss == pytest.approx(loss_0, rel=1e-10)
+        assert norm == pytest.approx(norm_0, rel=1e-10)
