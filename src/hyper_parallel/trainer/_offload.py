@@ -24,9 +24,9 @@ from hyper_parallel.backends.torch import handle, local
 from hyper_parallel.backends.torch.offload import (
     Captured,
     Measured,
+    PlannedDevice,
     Recorder,
     ResizeWatch,
-    SimulatedDevice,
     model_state,
     optimizer_state,
 )
@@ -178,7 +178,7 @@ class PlannedSteps:
         )
 
     def _open(self) -> None:
-        self._device = SimulatedDevice(
+        self._device = PlannedDevice(
             self._captured, self.plan, self._assumed.actual, copies="threads", flash=self._flash
         )
         self._traced = False

@@ -3,7 +3,7 @@
 from hyper_parallel.backends.torch.offload._calls import Call, View
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
-from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDevice
+from hyper_parallel.backends.torch.offload._execute import Measured, PlannedDevice
 from hyper_parallel.backends.torch.offload._generation import (
     MemoryLimits,
     MemoryUse,
@@ -19,21 +19,23 @@ from hyper_parallel.backends.torch.offload._steps import (
     optimizer_state,
     training_step,
 )
+from hyper_parallel.backends.torch.offload._streams import DeviceApi
 from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
 from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter
 
 __all__ = [
     "Call",
     "Captured",
+    "DeviceApi",
     "FileTier",
     "Measured",
     "MemoryLimits",
     "MemoryUse",
     "Meter",
+    "PlannedDevice",
     "PlannedGeneration",
     "Recorder",
     "ResizeWatch",
-    "SimulatedDevice",
     "SuccessorDevice",
     "View",
     "cache_state",

@@ -25,7 +25,7 @@ from hyper_parallel.backends.torch._static_cache import (
     why_no_static_cache,
 )
 from hyper_parallel.backends.torch.offload._captured import Captured
-from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDevice
+from hyper_parallel.backends.torch.offload._execute import Measured, PlannedDevice
 from hyper_parallel.backends.torch.offload._fake import fake_copy
 from hyper_parallel.backends.torch.offload._record import record
 from hyper_parallel.backends.torch.offload._steps import Named, model_state
@@ -92,7 +92,7 @@ class PlannedGeneration:
     def __init__(self, model: Any, prompt_tokens: int, length: int, limits: MemoryLimits) -> None:
         self.model, self.length, self.limits, self.position = model, length, limits, 0
         self.use = MemoryUse()
-        self._device: SimulatedDevice | None = None
+        self._device: PlannedDevice | None = None
         if model.device.type != "cpu":
             raise CaptureUnsupported(
                 "a device budget is simulated on the CPU; the model is on another device",
@@ -173,7 +173,7 @@ class PlannedGeneration:
     def prompt(self, ids: list[int]) -> Tensor:
         """Logits [V] after the prompt."""
         flash = self._folder("prompt")
-        self._device = SimulatedDevice(
+        self._device = PlannedDevice(
             self._captured[0], self._plans[0], self.limits.machine, flash=flash
         )
         self.position = len(ids)
@@ -183,7 +183,7 @@ class PlannedGeneration:
         """Logits [V] after one more token."""
         assert self._device is not None
         if len(self._plans) > 1 and self._device.plan is self._plans[0]:
-            self._device.device.reset_peak()
+            self._device.hardware.reset_peaks()
             self._device = SuccessorDevice(
                 self._device,
                 self._captured[1],
@@ -192,7 +192,7 @@ class PlannedGeneration:
                 device_bytes=self.use.predicted_bytes["device"],
                 flash=self._folder("decode"),
             )
-            self._count({"device": self._device.device.peak_bytes})
+            self._count({"device": self._device.hardware.gauge.peak_bytes})
         inputs = decode_inputs(self.model, token, self.position, self.length)
         self.position += 1
         return self._run(inputs)

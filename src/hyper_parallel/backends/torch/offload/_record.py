@@ -44,6 +44,7 @@ from hyper_parallel.backends.torch.offload._captured import (
     resizes,
     storages_in,
     views_in,
+    where_it_runs,
 )
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, Storage, StorageKind
@@ -147,7 +148,7 @@ class Recorder(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor, entry: Entry) -> int:
         base = tensor.untyped_storage()
-        entry.num_bytes = base.nbytes()
+        entry.num_bytes, entry.device = base.nbytes(), tensor.device
         index = len(self.tables.entries)
         self.tables.entries.append(entry)
         key, rounded = base._cdata, self._rounded(entry.num_bytes)
@@ -338,6 +339,7 @@ class Recorder(TorchDispatchMode):
             if not entry.at_start:
                 entry.kind = "output"
         tables = self.tables
+        device, on_host = where_it_runs(tables.entries)
         refuse_leaks(tables.entries, self._find, self._named)
         program = MemoryProgram(
             name,
@@ -348,7 +350,16 @@ class Recorder(TorchDispatchMode):
             self._alignment,
         )
         views = {k: self.view(t) for k, t in inputs.items()}
-        return Captured(program, tuple(tables.calls), tables.state, views, outputs, self.eager_peak)
+        return Captured(
+            program,
+            tuple(tables.calls),
+            tables.state,
+            views,
+            outputs,
+            self.eager_peak,
+            device,
+            on_host,
+        )
 
 
 def record(
