@@ -15,6 +15,8 @@ from hyper_parallel.topology import Supernode, detect_local, load_topology
 
 FLASH_BYTES_S: Final = 1e9
 """One NVMe drive, a general figure, where the topology names no flash."""
+NOTICED: Final = 0.02
+"""Share by which a measured bandwidth must differ from the assumed one to be worth another plan."""
 _COMMUNICATION: Final = ("c10d.", "_c10d_functional.")
 
 
@@ -100,7 +102,7 @@ def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachin
     for kind in ("store", "prefetch", "copy_out", "copy_in"):
         channel: Channel | None = getattr(machine, kind)
         rate = None if channel is None else measured.copied[kind].bytes_s(channel.latency_s)
-        if channel is not None and rate is not None and abs(rate / channel.bytes_s - 1) > 1e-6:
+        if channel is not None and rate is not None and abs(rate / channel.bytes_s - 1) > NOTICED:
             changed[kind] = replace(channel, bytes_s=rate)
     return replace(machine, **changed)
 

@@ -44,7 +44,7 @@ class OffloadRecord:
         difference_bytes: Largest distance between predicted and measured peak of any tier on any rank.
         dram_bytes: Measured host-memory peak of the fullest rank.
         flash_bytes: Measured peak of the files of the fullest rank.
-        sim_step_s: Time of the step on the virtual clock, slowest rank.
+        sim_step_s: Time of the step on the virtual clock, slowest rank; on accelerators measured by events.
         pred_sim_step_s: What the plan predicts for it.
         wait_s: Of it, seconds the compute lane stood still for copies.
         pred_wait_s: What the plan predicts for that.
@@ -60,6 +60,16 @@ class OffloadRecord:
     wait_s: float
     pred_wait_s: float
     replanned: bool
+
+
+def planned_wait_s(plan: MemoryPlan) -> float:
+    """Seconds of a planned step in which the compute lane waits for copies."""
+    running = sum(
+        plan.program.operators[a.target].seconds
+        for a in plan.actions
+        if a.kind in ("run", "recompute")
+    )
+    return max(plan.seconds - running, 0.0)
 
 
 def over_ranks(mine: OffloadRecord) -> OffloadRecord:

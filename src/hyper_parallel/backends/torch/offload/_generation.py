@@ -1,4 +1,4 @@
-"""Generation under a device budget: prompt and decode step captured without bytes, planned, run on a simulated device.
+"""Generation under a device budget: prompt and decode step captured without bytes, planned, run.
 
 Weights and KV cache have their homes where the plans put them and are streamed. The steps are those that run without a
 budget, operator by operator, so every token is the same.
@@ -35,6 +35,8 @@ from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
 from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory_cached
 from hyper_parallel.units import format_bytes
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class MemoryLimits:
@@ -61,9 +63,10 @@ class MemoryUse:
         predicted_bytes: Peak per tier of the two plans.
         measured_bytes: Peak per tier of everything that ran, the move from one plan to the other included.
         state_bytes: Weights, buffers and KV cache.
-        seconds: Virtual seconds of all steps.
+        seconds: Seconds of all steps.
         wait_s: Those of them in which the device waited for copies.
         steps: Steps that ran.
+        simulated: On the simulated device of a CPU: seconds are those of a virtual clock. Else all is measured.
     """
 
     predicted_bytes: dict[str, int] = field(default_factory=dict)
@@ -72,16 +75,18 @@ class MemoryUse:
     seconds: float = 0.0
     wait_s: float = 0.0
     steps: int = 0
+    simulated: bool = True
 
 
 class PlannedGeneration:
     """Prompt and decode steps under a device budget.
 
     Args:
-        model: On the CPU, in eval mode; its tensors are empty until `close`.
+        model: In host memory, in eval mode; its tensors are empty until `close`.
         prompt_tokens: Length of the prompt.
         length: Slots of the cache: prompt and continuation.
         limits: Budget and machine.
+        device: Where the steps run; on a CPU the device is simulated.
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
@@ -89,15 +94,23 @@ class PlannedGeneration:
         TierFull: HP403 when DRAM and flash cannot hold what the device does not.
     """
 
-    def __init__(self, model: Any, prompt_tokens: int, length: int, limits: MemoryLimits) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prompt_tokens: int,
+        length: int,
+        limits: MemoryLimits,
+        device: torch.device = _CPU,
+    ) -> None:
         self.model, self.length, self.limits, self.position = model, length, limits, 0
-        self.use = MemoryUse()
+        self.use = MemoryUse(simulated=device.type == "cpu")
+        self._where = device
         self._device: PlannedDevice | None = None
         if model.device.type != "cpu":
             raise CaptureUnsupported(
-                "a device budget is simulated on the CPU; the model is on another device",
+                "under a device budget the model is given in host memory; it is on another device",
                 got=str(model.device),
-                hint="--device cpu",
+                hint="model.cpu()",
             )
         if why := why_no_static_cache(model):
             raise CaptureUnsupported(
@@ -115,7 +128,7 @@ class PlannedGeneration:
     def _capture(self, prompt_tokens: int) -> list[Captured]:
         """Prompt step and, when it is needed, decode step, recorded on tensors without bytes."""
         model, length = self.model, self.length
-        with fake_copy(model) as fake:
+        with fake_copy(model, self._where) as fake:
             cache = new_cache(fake, length)
             first = prompt_inputs(fake, [0] * prompt_tokens)
             prompt_step(fake, cache, {k: v[:, :1] for k, v in first.items()})  # makes the cache
