@@ -126,7 +126,7 @@ def save_on_cpu(case: Case) -> dict[str, Any]:
 
 
 def core(case: Case) -> dict[str, Any]:
-    """torch's own activation offloading: every saved tensor it accepts, with AOT autograd and no code generation."""
+    """Activation offloading of torch itself: every saved tensor it accepts; AOT autograd, no code generation."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config

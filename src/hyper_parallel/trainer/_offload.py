@@ -34,7 +34,7 @@ from hyper_parallel.backends.torch.offload import (
 from hyper_parallel.errors import CaptureUnsupported, HyperParallelError, StepChanged
 from hyper_parallel.ir import MemoryPlan, MemoryTerm, Timeline
 from hyper_parallel.offload import peak_by_kind, plan_memory, predicted_timeline, summarise
-from hyper_parallel.trainer._offload_machine import Assumed, measured_machine
+from hyper_parallel.trainer._offload_machine import Assumed, measured_machine, resolved_budget
 from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs, planned_wait_s
 from hyper_parallel.trainer._optimizer import set_lr
 
@@ -63,6 +63,7 @@ class PlannedSteps:
 
     Attributes:
         plan: The memory plan that runs now.
+        notes: What the plan of the run should say about it.
         timelines: Predicted and measured timeline of the first planned step, then of the first after a new plan.
     """
 
@@ -79,6 +80,8 @@ class PlannedSteps:
         self._assumed, self._flash, self._say = assumed, flash, say
         self._machine = assumed.planned
         self._where = handle(model).device
+        self._budget = assumed.budget_bytes
+        self.notes: tuple[str, ...] = ()
         self.timelines: tuple[Timeline, Timeline] | None = None
         self._traced = False
         self._expected: dict[str, Any] | None = None
@@ -100,6 +103,10 @@ class PlannedSteps:
         """
         if self._flash is not None:
             self._flash.mkdir(parents=True, exist_ok=True)
+        if self._assumed.choice.budget == "auto" and self._budget is not None:
+            self._budget, line = resolved_budget(self._budget, self._where)
+            self.notes = (line,)
+            self._say(line)
         self._expected, empty = self._rehearsed(first)
         if self._where.type != "cpu":
             self._spread = self._run_to_run(self._expected, self._rehearsed(first)[0])
@@ -187,7 +194,7 @@ class PlannedSteps:
         return plan_memory(
             self._program,
             machine,
-            budget_bytes=self._assumed.budget_bytes,
+            budget_bytes=self._budget,
             max_slowdown=choice.max_slowdown,
             recompute=choice.recompute,
             reorder=choice.reorder,

@@ -83,13 +83,16 @@ def over_ranks(mine: OffloadRecord) -> OffloadRecord:
     )
 
 
-def with_memory(plan: Plan, terms: tuple[MemoryTerm, ...], memory: MemoryPlan) -> Plan:
+def with_memory(
+    plan: Plan, terms: tuple[MemoryTerm, ...], memory: MemoryPlan, notes: tuple[str, ...]
+) -> Plan:
     """The plan with the memory that offload predicts for the fullest rank, and what the memory plan has to say.
 
     Args:
         plan: The plan of the run.
         terms: This rank's terms, as `PlannedSteps.memory_terms` gives them; every rank must call.
         memory: This rank's memory plan.
+        notes: Other sentences about it.
     """
     every: list[tuple[MemoryTerm, ...]] = [terms]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -97,7 +100,7 @@ def with_memory(plan: Plan, terms: tuple[MemoryTerm, ...], memory: MemoryPlan) -
         dist.all_gather_object(every, terms)
     fullest = max(every, key=lambda ts: sum(t.bytes for t in ts if t.tier == "hbm"))
     lines = tuple(f"offload: {line}" for line in memory.statement)
-    return replace(plan, memory=fullest, notes=(*plan.notes, *lines))
+    return replace(plan, memory=fullest, notes=(*plan.notes, *notes, *lines))
 
 
 def offload_line(plan: MemoryPlan) -> str:
