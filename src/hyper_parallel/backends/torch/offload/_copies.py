@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from hyper_parallel.errors import HyperParallelError, TransferFailed
 from hyper_parallel.ir import COPIES
+from hyper_parallel.units import KiB
 
 Copies = Literal["at_issue", "at_wait", "threads"]
 """When the bytes of a copy of the simulated device really move: when it is issued, at the last moment, or on one thread
-per direction."""
+per direction (small ones when they are issued)."""
+SMALL: Final = 256 * KiB
+"""Handing a copy between DRAM and device to a thread takes longer than moving so many bytes."""
 
 
 class CopyLanes:
@@ -30,13 +33,14 @@ class CopyLanes:
             else {}
         )
 
-    def start(self, storage: int, lane: str, move: Callable[[], None]) -> None:
+    def start(self, storage: int, lane: str, move: Callable[[], None], num_bytes: int) -> None:
         """Issue a copy; `move` moves the bytes."""
         src, dst = COPIES[lane]
         before = self._running.get(
             (storage, src)
         )  # a copy that fills the source must be done first
-        if self._when == "at_issue":
+        small = num_bytes <= SMALL and before is None and "flash" not in (src, dst)
+        if self._when == "at_issue" or (self._when == "threads" and small):
             finish(before)
             move()
             self._running[storage, dst] = _nothing

@@ -72,7 +72,7 @@ class PlannedDevice(HeldState):
         super().__init__(captured, plan, machine, copies, flash, queues)
         self._mail = Mail()
         self._ready = [
-            Prepared(call, operator)
+            Prepared(call, operator, self._resident)
             for call, operator in zip(captured.calls, plan.program.operators, strict=True)
         ]
         self._clock = Clock(plan.program, machine)
@@ -130,7 +130,7 @@ class PlannedDevice(HeldState):
             raise
         for s, storage in enumerate(self.plan.program.storages):
             if storage.at_end and not storage.at_start:
-                del self._on["device"][s]
+                self._resident.drop(s)
         timeline = None
         if trace:
             counters = [
@@ -184,31 +184,34 @@ class PlannedDevice(HeldState):
         elif kind == "detach":
             self._drop(s, action.tier)
         else:
-            for held in self._on.values():
-                held.pop(s, None)
+            if s in self._resident.bytes:
+                self._resident.drop(s)
+            self._on["dram"].pop(s, None)
             if s in self._files:
                 self._files.drop(s)
 
     def _drop(self, s: int, tier: str) -> None:
-        if tier == "flash":
-            self._files.drop(s)
-        else:
+        if tier == "device":
+            self._resident.drop(s)
+        elif tier == "dram":
             del self._on[tier][s]
+        else:
+            self._files.drop(s)
 
     def _run(self, index: int) -> None:
-        ready, held = self._ready[index], self._on["device"]
+        ready = self._ready[index]
         self._mail.arrive_all(ready.touched)
         adopt = self.hardware.gauge.adopt
         if not ready.talks:
-            out = ready.run(held)
+            out = ready.run()
         elif self.hardware.timed is not None and not ready.message:
             # The compute stream waits for the collective; its library may let go of the buffers later.
-            out = ready.run(held)
+            out = ready.run()
             out = out if ready.made else ()
         else:
-            shared = [held[s] for s in ready.touched]
+            shared = [self._base(s) for s in ready.touched]
             owners = references(shared)
-            out = ready.run(held)
+            out = ready.run()
             if ready.message:
                 self._mail.add(ready.touched[0], shared[0], owners[0], list(out))
                 return
@@ -228,7 +231,7 @@ class PlannedDevice(HeldState):
                     allowed=f"{size}, {planned} bytes",
                     hint="the size depends on the data; for experts use `experts_implementation='grouped_mm'`",
                 )
-            held[s] = base
+        ready.keep(out)
         for position, value in ready.guards:
             if out[position] != value:
                 raise StepChanged(
@@ -239,9 +242,10 @@ class PlannedDevice(HeldState):
 
     def _copy(self, s: int, kind: str) -> None:
         src, dst = COPIES[kind]
+        size = self.plan.program.storages[s].num_bytes
         move: Callable[[], None]
         if dst == "flash":
-            self._files.take(s, self.plan.program.storages[s].num_bytes)
+            self._files.take(s, size)
             source = self._on["dram"][s]
 
             def move() -> None:
@@ -250,7 +254,6 @@ class PlannedDevice(HeldState):
         else:
             into = self._on[dst].get(s)
             if into is None:
-                size = self.plan.program.storages[s].num_bytes
                 new = self._device_buffer(s) if dst == "device" else self.hardware.in_dram(size)
                 into = self._on[dst][s] = new
             target = into
@@ -265,4 +268,4 @@ class PlannedDevice(HeldState):
                 def move() -> None:
                     target.copy_(source, non_blocking=True)
 
-        self.hardware.lanes.start(s, kind, move)
+        self.hardware.lanes.start(s, kind, move, size)

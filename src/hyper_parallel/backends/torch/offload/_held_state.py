@@ -14,6 +14,7 @@ from hyper_parallel.backends.torch.offload._calls import View
 from hyper_parallel.backends.torch.offload._captured import Captured, as_view
 from hyper_parallel.backends.torch.offload._copies import Copies
 from hyper_parallel.backends.torch.offload._hardware import Hardware
+from hyper_parallel.backends.torch.offload._prepared import Held, Resident
 from hyper_parallel.backends.torch.offload._streams import DeviceApi
 from hyper_parallel.backends.torch.offload._tiers import FileTier
 from hyper_parallel.errors import (
@@ -62,7 +63,8 @@ class HeldState:
         self.hardware = self._find_hardware(queues)
         self.hardware.reserve(plan)
         self._files = FileTier(flash or Path(), self.hardware.flash)
-        self._on: dict[str, dict[int, torch.UntypedStorage]] = {"device": {}, "dram": {}}
+        self._resident = Resident()
+        self._on: dict[str, Held] = {"device": self._resident.bytes, "dram": {}}
         self._failed = False
         self._closed = False
         self._take_state()
@@ -121,7 +123,8 @@ class HeldState:
                 else:
                     base.copy_(self._bytes(s))
         self._files.clear()
-        self._on = {"device": {}, "dram": {}}
+        self._resident.clear()
+        self._on["dram"].clear()
 
     @contextmanager
     def lent(self) -> Iterator[None]:

@@ -106,7 +106,7 @@ class StreamLanes:
         self._marks, self._trace = [], trace
         self._first, self._first_host = self._mark(self._compute), _HostEvent.now()
 
-    def start(self, storage: int, lane: str, move: Callable[[], None]) -> None:
+    def start(self, storage: int, lane: str, move: Callable[[], None], num_bytes: int) -> None:
         """Issue a copy; `move` moves the bytes, on the current stream or by itself."""
         src, dst = COPIES[lane]
         before = self._running.get((storage, src))

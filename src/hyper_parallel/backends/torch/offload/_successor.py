@@ -49,12 +49,13 @@ class SuccessorDevice(PlannedDevice):
     def _take_state(self) -> None:
         before = self._before
         for view in before.captured.inputs.values():
-            before._on["device"].pop(view.storage, None)
+            before._resident.drop(view.storage)
         known = {
             before.plan.program.storages[s].name: s
             for s in before.captured.state
             if s not in {v.storage for v in before.captured.inputs.values()}
         }
+        before._resident.tensors.clear()
         waiting = []
         for s in self.captured.state:
             name = self.plan.program.storages[s].name

@@ -31,6 +31,7 @@ class Meter:
         self._alignment = alignment_bytes
         self._capacity = capacity_bytes
         self._watch: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[weakref.ref[Any], tuple[int, int]] = {}
 
     def rounded(self, num_bytes: int) -> int:
         """What an allocation of `num_bytes` takes."""
@@ -42,13 +43,14 @@ class Meter:
         if key in self._watch:
             return
         size = self.rounded(base.nbytes())
-
-        def gone(_: Any) -> None:
-            del self._watch[key]
-            self.live_bytes -= size
-
-        self._watch[key] = weakref.ref(base, gone)
+        ref = self._watch[key] = weakref.ref(base, self._gone)
+        self._known[ref] = key, size
         self.add(size)
+
+    def _gone(self, ref: weakref.ref[Any]) -> None:
+        key, size = self._known.pop(ref)
+        del self._watch[key]
+        self.live_bytes -= size
 
     def add(self, size: int) -> None:
         """Count bytes that are not a torch storage (a file), or give them back (negative).
