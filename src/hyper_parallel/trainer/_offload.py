@@ -10,8 +10,6 @@ Evaluation, checkpoints and export borrow them.
 
 from __future__ import annotations
 
-import re
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -21,25 +19,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import handle, local
+from hyper_parallel.backends.torch import handle
 from hyper_parallel.backends.torch.offload import (
     Captured,
     Measured,
     PlannedDevice,
     Recorder,
     ResizeWatch,
+    Room,
     model_state,
     optimizer_state,
 )
-from hyper_parallel.errors import CaptureUnsupported, HyperParallelError, StepChanged
+from hyper_parallel.errors import HyperParallelError, StepChanged
 from hyper_parallel.ir import MemoryPlan, MemoryTerm, Timeline
 from hyper_parallel.offload import peak_by_kind, plan_memory, predicted_timeline, summarise
-from hyper_parallel.trainer._offload_machine import Assumed, measured_machine, resolved_budget
+from hyper_parallel.trainer._offload_machine import (
+    Assumed,
+    measured_machine,
+    rehearsal_bytes,
+    resolved_budget,
+)
 from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs, planned_wait_s
+from hyper_parallel.trainer._offload_rehearsal import Phases, digest, refuse_hidden_state, same
 from hyper_parallel.trainer._optimizer import set_lr
 
-_ACTION = re.compile(r"\d+([FBIW])\d+")
-"""Name of a pipeline action: stage, what, microbatch."""
 DRIFT = 0.02
 """Share of a step that waits may take beyond the plan before it is planned again."""
 
@@ -120,7 +123,7 @@ class PlannedSteps:
         """What a plain step gives, and the storages that it leaves empty; everything is undone."""
         with self._undone():
             watch = ResizeWatch()
-            with watch:
+            with watch, self._room():
                 loss, norm, counted = self._step(
                     None, first.microbatches, first.valid_tokens, first.lr
                 )
@@ -129,12 +132,18 @@ class PlannedSteps:
                 found["routing"] = counted[0].clone()
         return found, watch.empty
 
+    def _room(self) -> AbstractContextManager[Any]:
+        """A rehearsed step has no plan yet: on an accelerator it runs within what the device has."""
+        if self._where.type == "cpu":
+            return nullcontext()
+        return Room(rehearsal_bytes(self._where), self._where)
+
     def _run_to_run(self, once: dict[str, Any], again: dict[str, Any]) -> dict[str, float]:
         """How far two plain steps are apart, for loss and gradient norm; empty when they are the same bit for bit.
 
         Kernels of an accelerator may add in another order every time.
         """
-        if all(_same(value, again[name]) for name, value in once.items()):
+        if all(same(value, again[name]) for name, value in once.items()):
             return {}
         spread = {name: float((once[name] - again[name]).abs()) for name in ("loss", "grad_norm")}
         self._say(
@@ -181,12 +190,12 @@ class PlannedSteps:
             {name: tensors[f"{name}.{i}"] for name in part}
             for i, part in enumerate(inputs.microbatches)
         ]
-        spans = _Phases(recorder, self._model)
-        with recorder:
+        spans = Phases(recorder, self._model)
+        with recorder, self._room():
             result = self._step(spans, parts, tensors["valid_tokens"], tensors["lr"])
         set_lr(self._optimizer, inputs.lr)
         captured = recorder.captured(result, tensors, f"{type(self._model).__name__} train")
-        _refuse_hidden_state(captured, set(named))
+        refuse_hidden_state(captured, set(named))
         return captured
 
     def _planned(self, machine: Any) -> MemoryPlan:
@@ -208,7 +217,7 @@ class PlannedSteps:
 
     def _digests(self) -> dict[str, int]:
         state = {**model_state(self._model), **optimizer_state(self._model, self._optimizer)}
-        return {name: _digest(tensor) for name, (tensor, _) in state.items()}
+        return {name: digest(tensor) for name, (tensor, _) in state.items()}
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -245,7 +254,7 @@ class PlannedSteps:
                 near = name in self._spread
                 if not near or float((got[name] - value).abs()) <= 10 * self._spread[name]:
                     continue
-            elif _same(got[name], value):
+            elif same(got[name], value):
                 continue
             raise StepChanged(
                 "the planned step does not give what the plain one gave",
@@ -318,49 +327,6 @@ class PlannedSteps:
             if size and tier != "device"
         ]
         return tuple(MemoryTerm(*term) for term in (*kinds, *tiers))
-
-
-class _Phases:
-    """Spans of the loop, told to the recorder as phases of the program."""
-
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
-        self._recorder, self._model = recorder, model
-
-    @contextmanager
-    def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        action = _ACTION.fullmatch(name)
-        if action is not None:
-            self._recorder.part = "forward" if action[1] == "F" else "backward"
-        elif name in ("forward", "backward"):
-            self._recorder.part = name
-        elif name in ("gradient norm", "optimizer", "routing"):
-            self._recorder.part = "optimizer"
-            for parameter in self._model.parameters():
-                if parameter.grad is not None:
-                    self._recorder.mark(local(parameter.grad), "gradient")
-        yield
-
-
-def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
-    """State that nobody named would not be undone after the rehearsal, nor saved in a checkpoint."""
-    storages = captured.program.storages
-    for call in captured.program.operators:
-        for s in call.writes:
-            if storages[s].at_start and storages[s].name not in named:
-                raise CaptureUnsupported(
-                    f"`{call.name}` changes a tensor that is no parameter, buffer or optimizer state",
-                    hint="train this model with `offload.budget=null offload.max_slowdown=null`",
-                )
-
-
-def _same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
-
-
-def _digest(tensor: Tensor) -> int:
-    # A copy: what NumPy has looked at can no longer be resized.
-    flat = tensor.detach().reshape(-1).to("cpu", copy=True).view(torch.uint8)
-    return zlib.crc32(memoryview(flat.numpy()))
 
 
 def _agreed(make: Callable[[], MemoryPlan]) -> MemoryPlan:

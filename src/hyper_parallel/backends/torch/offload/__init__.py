@@ -11,6 +11,7 @@ from hyper_parallel.backends.torch.offload._generation import (
 )
 from hyper_parallel.backends.torch.offload._record import Recorder, record
 from hyper_parallel.backends.torch.offload._resized import ResizeWatch
+from hyper_parallel.backends.torch.offload._room import Room
 from hyper_parallel.backends.torch.offload._steps import (
     cache_state,
     capture_inference,
@@ -36,6 +37,7 @@ __all__ = [
     "PlannedGeneration",
     "Recorder",
     "ResizeWatch",
+    "Room",
     "SuccessorDevice",
     "View",
     "cache_state",
