@@ -9,7 +9,7 @@ from hyper_parallel.backends.torch.offload._generation import (
     MemoryUse,
     PlannedGeneration,
 )
-from hyper_parallel.backends.torch.offload._record import Recorder, record
+from hyper_parallel.backends.torch.offload._record import Recorder
 from hyper_parallel.backends.torch.offload._resized import ResizeWatch
 from hyper_parallel.backends.torch.offload._room import Room
 from hyper_parallel.backends.torch.offload._steps import (
@@ -18,6 +18,7 @@ from hyper_parallel.backends.torch.offload._steps import (
     capture_training,
     model_state,
     optimizer_state,
+    record,
     training_step,
 )
 from hyper_parallel.backends.torch.offload._streams import DeviceApi

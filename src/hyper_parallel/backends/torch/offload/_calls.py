@@ -120,9 +120,14 @@ def is_message(func: Any) -> bool:
 
 
 class Mail:
-    """Messages that are under way, by the storage they are sent from or arrive in."""
+    """Messages that are under way, by the storage they are sent from or arrive in.
 
-    def __init__(self) -> None:
+    Args:
+        counted: Bytes must be free at once when the plan frees them, so the library's references are waited for too.
+    """
+
+    def __init__(self, counted: bool) -> None:
+        self._counted = counted
         self._works: dict[int, list[tuple[torch.UntypedStorage, int, list[Any]]]] = {}
 
     def add(self, storage: int, base: torch.UntypedStorage, held: int, out: list[Any]) -> None:
@@ -140,7 +145,8 @@ class Mail:
         for base, held, out in self._works.pop(storage, ()):
             finished(out)
             out.clear()
-            let_go([base], [held])
+            if self._counted:
+                let_go([base], [held])
 
 
 def finished(out: Any) -> list[Any]:

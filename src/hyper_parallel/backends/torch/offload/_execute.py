@@ -70,7 +70,7 @@ class PlannedDevice(HeldState):
         queues: DeviceApi | None = None,
     ) -> None:
         super().__init__(captured, plan, machine, copies, flash, queues)
-        self._mail = Mail()
+        self._mail = Mail(counted=self.hardware.timed is None)
         self._ready = [
             Prepared(call, operator, self._resident)
             for call, operator in zip(captured.calls, plan.program.operators, strict=True)

@@ -27,8 +27,7 @@ from hyper_parallel.backends.torch._static_cache import (
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._execute import Measured, PlannedDevice
 from hyper_parallel.backends.torch.offload._fake import fake_copy
-from hyper_parallel.backends.torch.offload._record import record
-from hyper_parallel.backends.torch.offload._steps import Named, model_state
+from hyper_parallel.backends.torch.offload._steps import Named, model_state, record
 from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan

@@ -9,7 +9,7 @@ parameters that way) ends there and comes back as a fresh allocation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -197,7 +197,8 @@ class Recorder(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor: its local operators come here next
         kwargs = kwargs or {}
-        if func.namespace == "profiler" or fake_mode() is not self._fake:
+        aside = func.namespace == "profiler" or func._opname == "record_stream"
+        if aside or fake_mode() is not self._fake:
             return func(*args, **kwargs)  # the latter: DTensor asks for the shape of a result
         self._end_emptied()
         message = is_message(func)
@@ -360,49 +361,3 @@ class Recorder(TorchDispatchMode):
             device,
             on_host,
         )
-
-
-def record(
-    step: Callable[..., Any],
-    inputs: Mapping[str, torch.Tensor],
-    named: Named,
-    *,
-    name: str,
-    training: bool,
-    alignment_bytes: int = 512,
-) -> Captured:
-    """Run `step(**inputs)` once and record it.
-
-    The run is a real one: parameters and state move on by one step (fake tensors: nothing is computed).
-
-    Args:
-        step: The step; everything it changes must be in `named`.
-        inputs: Tensors that differ from call to call.
-        named: Parameters, buffers, optimizer state, KV cache.
-        name: Name of the program.
-        training: See `Recorder`.
-        alignment_bytes: See `MemoryProgram`.
-
-    Raises:
-        CaptureUnsupported: HP511 for what cannot be repeated faithfully.
-    """
-    everything: dict[str, tuple[torch.Tensor, StorageKind]] = {
-        **{k: (t, "input") for k, t in inputs.items()},
-        **named,
-    }
-    recorder = Recorder(everything, training=training, alignment_bytes=alignment_bytes)
-    hooks = []
-    for tensor, _ in named.values():
-        if tensor.is_leaf and tensor.requires_grad:
-            hooks.append(
-                tensor.register_post_accumulate_grad_hook(
-                    lambda t: recorder.mark(t.grad, "gradient") if t.grad is not None else None
-                )
-            )
-    try:
-        with recorder:
-            result = step(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return recorder.captured(result, inputs, name)
