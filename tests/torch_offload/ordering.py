@@ -4,7 +4,7 @@ the timing.
 `Order` has the names of torch's device modules. Every stream and every thread is an agent with a clock; an event
 carries the clock of its stream; waiting joins clocks. An access to bytes must come after every earlier access to them
 by another agent, unless both read. Giving a buffer back counts as a write by the compute stream, because that is where
-the allocator hands it out again.
+the allocator hands it out again. A new buffer may be any that was given back before, wherever it lies here.
 """
 
 import threading
@@ -31,6 +31,7 @@ class Order:
         self.violations = []
         self.waits = {}
         self._drop, self._accesses, self._watch = drop, [], {}
+        self._last_back, self._after = 0, {}
         self._lock, self._here = threading.RLock(), threading.local()
         self._names = iter(("prefetch", "store"))  # in the order in which lanes make them
         self.compute = _Stream(self, "compute")
@@ -74,6 +75,11 @@ class Order:
             number = self.waits[agent] = self.waits.get(agent, -1) + 1
         return (agent, number) == self._drop
 
+    def allocated(self, base):
+        """A new buffer: it is used after everything that was given back until now."""
+        self._after[base._cdata] = self._last_back
+        return base
+
     def access(self, base, write, label):
         """The agent at work here touches a storage."""
         stream = getattr(self._here, "stream", None)
@@ -86,6 +92,8 @@ class Order:
             else:
                 agent, clock = threading.current_thread().name, self.host()
             clock[agent] = clock.get(agent, 0) + 1
+            if clock.get("compute", 0) < self._after.get(base._cdata, 0):
+                self.violations.append(("given back", "compute", label, agent))
             self._check(agent, clock, base.data_ptr(), base.nbytes(), write, label)
             if base._cdata not in self._watch:
                 start, size, key = base.data_ptr(), base.nbytes(), base._cdata
@@ -94,9 +102,11 @@ class Order:
     def _gone(self, key, start, size):
         with self._lock:
             self._watch.pop(key, None)
+            self._after.pop(key, None)
             clock = self.compute.clock
             _join(clock, self.host())
             clock["compute"] = clock.get("compute", 0) + 1
+            self._last_back = clock["compute"]
             self._check("compute", clock, start, size, True, "given back")
 
     def _check(self, agent, clock, start, size, write, label):
