@@ -266,8 +266,22 @@ def test_experts_and_their_routing(place, train):
         assert a["offload"]["difference_bytes"] == 0
 
 
-def test_expert_parallelism_is_refused_by_name(place, train):
-    with pytest.raises(CaptureUnsupported, match="expert"):
+def test_expert_parallelism_with_a_capacity(place, train):
+    """Every expert has as many rows in every step, whatever the router says; some tokens are dropped."""
+    given = (
+        f"model.path={place}/experts.json", "training.steps=6", "parallel.dp_shard=2", "parallel.ep=2",
+        "moe.capacity_factor=1.0",
+    )  # fmt: skip
+    mine = train("ep-off", *given, "offload.max_slowdown=0.05")
+    reference = train("ep", *given)
+    assert_same_run(mine, reference, last=6)
+    dropped = [row["routing"]["dropped"] for row in rows(mine / "metrics.jsonl")]
+    assert dropped == [row["routing"]["dropped"] for row in rows(reference / "metrics.jsonl")]
+    assert len(set(dropped)) > 1
+
+
+def test_expert_parallelism_without_a_capacity_is_refused_by_name(place, train):
+    with pytest.raises(CaptureUnsupported, match=r"moe\.capacity_factor=1\.25"):
         train(
             "refused", f"model.path={place}/experts.json", "offload.max_slowdown=0.02",
             "parallel.dp_shard=2", "parallel.ep=2",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import DegreesMismatch, NotDivisible, UnsupportedSharding
+from hyper_parallel.errors import DegreesMismatch, DoesNotFit, NotDivisible, UnsupportedSharding
 from hyper_parallel.planner import plan_recipe
 
 pytestmark = pytest.mark.unit
@@ -92,3 +92,48 @@ def test_rules_reach_the_layouts(recipe):
     chosen = plan_recipe(recipe(parallel={"auto": True, "tp": 2, "rules": rules}))
     assert "tp_x" not in chosen.layouts["model.layers.*.mlp.up_proj.weight"].sharding_axes
     assert "tp_x" in chosen.layouts["model.layers.*.self_attn.q_proj.weight"].sharding_axes
+
+
+SMALL = """
+name: small
+description: Devices too small for the model, with host memory beside them.
+num_devices: 2
+device:
+  name: cpu
+  kind: cpu
+  peak_tflops: {{float32: {one}, bfloat16: {one}}}
+  memory_gib: {device}
+  memory_gb_s: {one}
+tiers:
+  - {{name: node, size: 0, kind: host, gb_s: {one}, latency_us: {one}}}
+pools:
+  - {{kind: dram, shared_by: 2, capacity_gb: {host}, gb_s: {one}}}
+"""
+
+
+def test_with_offload_auto_counts_on_host_memory(recipe, tmp_path):
+    """Only when nothing fits the device, and the plan says so."""
+
+    def machine(device, host):
+        values = {"one": 1, "device": device, "host": host}
+        quantities = {
+            name: f"{{value: {value}, source: test, certainty: general}}"
+            for name, value in values.items()
+        }
+        path = tmp_path / "machine.yaml"
+        path.write_text(SMALL.format(**quantities))
+        return {"topology": str(path)}
+
+    offload = {"budget": "auto"}
+    with pytest.raises(DoesNotFit):
+        plan_recipe(recipe(**machine(0.01, 8)))
+    chosen = plan_recipe(recipe(**machine(0.01, 8), offload=offload))
+    assert chosen.memory_bytes > chosen.memory_capacity_bytes
+    assert chosen.strategy.world_size == 2
+    assert any("fits" in note and "without offload" in note for note in chosen.notes)
+    with pytest.raises(DoesNotFit):
+        plan_recipe(recipe(**machine(0.01, 0.01), offload=offload))
+    with pytest.raises(DoesNotFit):
+        plan_recipe(recipe(**machine(0.01, 8), offload={**offload, "dram": 10**7}))
+    fits = plan_recipe(recipe(**machine(64, 8), offload=offload))
+    assert not any("without offload" in note for note in fits.notes)

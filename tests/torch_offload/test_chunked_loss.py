@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hyper_parallel.backends.torch.offload import (
-    SimulatedDevice,
+    PlannedDevice,
     capture_training,
     chunked_loss,
     training_step,
@@ -45,7 +45,7 @@ def test_a_captured_chunked_step_is_exact():
     training_step(models[1], optimizers[1], batch, loss_chunks=4)
     machine = MemoryMachine(Channel(1e9, 0), Channel(1e9, 0))
     plan = plan_memory(Roofline(1e9, 1e9).annotate(captured.program), machine, max_slowdown=0.1)
-    with SimulatedDevice(captured, plan, machine) as device:
+    with PlannedDevice(captured, plan, machine) as device:
         loss, measured = device.step(batch)
     assert measured.peak_bytes == plan.peak_bytes
     assert torch.equal(loss, training_step(models[1], optimizers[1], batch, loss_chunks=4))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch.offload import (
-    SimulatedDevice,
+    PlannedDevice,
     capture_inference,
     capture_training,
     training_step,
@@ -84,7 +84,7 @@ def test_training(family, reorder):
         plan = plan_memory(program, MACHINE, budget_bytes=peak // 2, reorder=False)
     assert plan.peak_bytes["device"] <= peak // 2
     assert plan.arena_bytes <= 1.02 * plan.peak_bytes["device"]
-    with SimulatedDevice(captured, plan, MACHINE) as device:
+    with PlannedDevice(captured, plan, MACHINE) as device:
         for step in range(2, steps):
             loss, measured = device.step(batch(step))
             assert measured.peak_bytes == plan.peak_bytes
@@ -107,7 +107,7 @@ def test_bits_do_not_depend_on_when_copies_happen(tmp_path):
     assert plan.replayed.recompute_seconds > 0
     steps = iter(range(2, STEPS))
     for copies in ("at_issue", "at_wait", "threads"):  # the state goes from one device to the next
-        with SimulatedDevice(captured, plan, machine, copies=copies, flash=tmp_path) as device:
+        with PlannedDevice(captured, plan, machine, copies=copies, flash=tmp_path) as device:
             for step in itertools.islice(steps, 2):
                 loss, measured = device.step(batch(step))
                 assert measured.peak_bytes == plan.peak_bytes
@@ -123,7 +123,7 @@ def test_clipping_keeps_updates_after_backward_and_stays_bitwise():
     program = ROOFLINE.annotate(captured.program)
     plan = plan_memory(program, MACHINE, max_slowdown=0.05)
     assert any("needs every gradient" in line for line in plan.statement)
-    with SimulatedDevice(captured, plan, MACHINE) as device:
+    with PlannedDevice(captured, plan, MACHINE) as device:
         for step in range(2, STEPS):
             loss, measured = device.step(batch(step))
             assert measured.peak_bytes == plan.peak_bytes
@@ -140,7 +140,7 @@ def test_requested_bytes_are_exact_without_rounding():
     plan = plan_memory(program, MACHINE, max_slowdown=0.05)
     weights = sum(s.num_bytes for s in program.storages if s.kind == "weight")
     assert weights == sum(p.nbytes for p in model.parameters())
-    with SimulatedDevice(captured, plan, MACHINE) as device:
+    with PlannedDevice(captured, plan, MACHINE) as device:
         _, measured = device.step(batch(2))
     assert measured.peak_bytes == plan.peak_bytes
 
@@ -173,7 +173,7 @@ def test_prefill(family):
     plan = plan_memory(program, MACHINE, max_slowdown=0.05)
     assert plan.peak_bytes["device"] <= order_peak(program, range(len(program.operators))) // 2
     lengths = [s.name for s in program.storages if s.name.endswith("cumulative_length")]
-    with SimulatedDevice(captured, plan, MACHINE) as device:
+    with PlannedDevice(captured, plan, MACHINE) as device:
         for prompt, logits in zip(prompts, expected, strict=True):
             for name in lengths:
                 device.write_state(name, torch.zeros((), dtype=torch.int64))
@@ -198,7 +198,7 @@ def test_decode(family):
     program = ROOFLINE.annotate(captured.program)
     plan = plan_memory(program, MACHINE, max_slowdown=0.05)
     assert plan.peak_bytes["device"] <= order_peak(program, range(len(program.operators))) // 2
-    with SimulatedDevice(captured, plan, MACHINE) as device:
+    with PlannedDevice(captured, plan, MACHINE) as device:
         for ids, logits in zip(following[1:], expected[1:], strict=True):
             got, measured = device.step({"input_ids": ids})
             assert measured.peak_bytes == plan.peak_bytes

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch.offload import (
+    PlannedDevice,
     Recorder,
     ResizeWatch,
-    SimulatedDevice,
     capture_training,
     record,
     training_step,
@@ -65,7 +65,7 @@ def test_a_refilled_storage_is_a_fresh_allocation_each_time():
     assert [s.num_bytes for s in rooms] == [4000, 4000]
     assert not any(s.at_start for s in rooms)
     plan = plan_memory(ROOFLINE.annotate(captured.program), MACHINE, max_slowdown=1.0)
-    with SimulatedDevice(captured, plan, MACHINE) as device:
+    with PlannedDevice(captured, plan, MACHINE) as device:
         for seed in range(2):
             other = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
             out, measured = device.step({"x": other})
@@ -95,7 +95,7 @@ def test_operators_over_lists_that_return_lists_are_cut():
     cut = [op for op in captured.program.operators if "_foreach_norm" in op.name]
     assert [len(op.allocs) for op in cut] == [1, 1, 1]
     plan = plan_memory(ROOFLINE.annotate(captured.program), MACHINE, max_slowdown=1.0)
-    with SimulatedDevice(captured, plan, MACHINE) as device:
+    with PlannedDevice(captured, plan, MACHINE) as device:
         other = {name: torch.randn(len(x)) for name, x in parts.items()}
         out, _ = device.step(other)
     assert torch.equal(out, step(**other))
@@ -119,7 +119,7 @@ def test_state_is_real_while_it_is_lent_and_changes_stay(tmp_path):
     disk = Channel(5e8, 1e-6)
     machine = MemoryMachine(Channel(1e9), Channel(1e9), disk, disk, dram_bytes=120_000)
     plan = plan_memory(ROOFLINE.annotate(captured.program), machine, budget_bytes=500_000)
-    with SimulatedDevice(captured, plan, machine, flash=tmp_path) as device:
+    with PlannedDevice(captured, plan, machine, flash=tmp_path) as device:
         assert all(not p.untyped_storage().nbytes() for p in model.parameters())
         with device.lent():
             assert not list(tmp_path.iterdir())

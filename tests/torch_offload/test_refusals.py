@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hyper_parallel.backends.torch.offload import (
     FileTier,
     Meter,
-    SimulatedDevice,
+    PlannedDevice,
     capture_training,
     model_state,
     record,
@@ -44,7 +44,7 @@ def test_a_branch_on_a_value_is_guarded():
         return x * 2 if x.sum() > 0 else x * 3
 
     captured = captured_step(step, {"x": torch.ones(4)})
-    with SimulatedDevice(captured, planned(captured), MACHINE) as device:
+    with PlannedDevice(captured, planned(captured), MACHINE) as device:
         out, _ = device.step({"x": torch.full((4,), 5.0)})
         assert torch.equal(out, torch.full((4,), 10.0))
         with pytest.raises(StepChanged, match="HP512"):
@@ -60,7 +60,7 @@ def test_an_optimizer_that_counts_in_python_is_caught():
     training_step(model, optimizer, data)
     captured = capture_training(model, optimizer, data)
     with (
-        SimulatedDevice(captured, planned(captured), MACHINE) as device,
+        PlannedDevice(captured, planned(captured), MACHINE) as device,
         pytest.raises(StepChanged, match="fused=True"),
     ):
         device.step(data)
@@ -71,7 +71,7 @@ def test_a_size_that_depends_on_data_is_guarded():
         return x[x > 0].sum()
 
     captured = captured_step(step, {"x": torch.tensor([1.0, -1.0, 2.0])})
-    with SimulatedDevice(captured, planned(captured), MACHINE) as device:
+    with PlannedDevice(captured, planned(captured), MACHINE) as device:
         out, _ = device.step({"x": torch.tensor([-1.0, 4.0, 2.0])})
         assert out == 6
         with pytest.raises(StepChanged):
@@ -80,7 +80,7 @@ def test_a_size_that_depends_on_data_is_guarded():
 
 def test_input_names_and_shapes_are_checked():
     captured = captured_step(lambda x: x + 1, {"x": torch.ones(4)})
-    with SimulatedDevice(captured, planned(captured), MACHINE) as device:
+    with PlannedDevice(captured, planned(captured), MACHINE) as device:
         with pytest.raises(StepChanged):
             device.step({"y": torch.ones(4)})
         with pytest.raises(StepChanged):
@@ -129,7 +129,7 @@ def test_a_plan_for_another_program_is_refused():
     a = captured_step(lambda x: x + 1, {"x": torch.ones(4)})
     b = captured_step(lambda x: x + 1, {"x": torch.ones(8)})
     with pytest.raises(MemoryPlanInvalid):
-        SimulatedDevice(a, planned(b), MACHINE)
+        PlannedDevice(a, planned(b), MACHINE)
 
 
 def three_tier_device(folder, copies="at_wait", dram_bytes=120_000, machine_dram=None):
@@ -142,7 +142,7 @@ def three_tier_device(folder, copies="at_wait", dram_bytes=120_000, machine_dram
     plan = planned(captured, machine, budget_bytes=500_000)
     assert plan.peak_bytes["flash"] > 0
     run_on = MemoryMachine(FAST, FAST, FAST, FAST, dram_bytes=machine_dram)
-    return SimulatedDevice(captured, plan, run_on, copies=copies, flash=folder), data
+    return PlannedDevice(captured, plan, run_on, copies=copies, flash=folder), data
 
 
 @pytest.mark.parametrize("copies", ["at_wait", "threads"])

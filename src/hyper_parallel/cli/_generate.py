@@ -32,7 +32,7 @@ def generate(
     device_memory: Annotated[
         str | None,
         typer.Option(
-            help="Simulated device of this size, such as 4GiB; what does not fit is streamed from DRAM."
+            help="Device memory to use, such as 4GiB; the rest is streamed from DRAM. Simulated on a CPU."
         ),
     ] = None,
     dram: Annotated[
@@ -43,7 +43,7 @@ def generate(
         Path | None, typer.Option(help="With --device-memory: folder for what DRAM does not hold.")
     ] = None,
     topology: Annotated[
-        str, typer.Option(help="With --device-memory: machine whose time is simulated.")
+        str, typer.Option(help="With --device-memory: machine to plan for.")
     ] = "local",
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object with text, tokens and time.")

@@ -228,7 +228,7 @@ class Offload(Section):
     """
 
     budget: Annotated[int | Literal["auto"] | None, BeforeValidator(_bytes_or_auto)] = None
-    """Device bytes of a rank (`12GiB`); the fastest plan under it runs. auto: what the topology's device has."""
+    """Device bytes of a rank (`12GiB`); the fastest plan under it runs. auto: what the device has left."""
     max_slowdown: float | None = Field(default=None, ge=0)
     """The other goal: the least device memory for at most this share of more time (0.02: 2 %)."""
     dram: Bytes | None = None

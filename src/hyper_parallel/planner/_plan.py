@@ -220,15 +220,18 @@ def at(
     return replace(strategy, recompute_layers=layers if layers >= 0 else None), resolved
 
 
-def search(context: Context, limits: Limits, top: int = 5) -> Plan:
+def search(
+    context: Context, limits: Limits, top: int = 5, capacity_bytes: float | None = None
+) -> Plan:
     """The fastest Plan within limits; arguments as for `find`.
 
     Args:
         context: Model, machine and workload.
         limits: What may be chosen.
         top: Runners-up to keep.
+        capacity_bytes: Memory of a device; None: all of it.
     """
-    outcome = find(context, limits, top + 1)
+    outcome = find(context, limits, top + 1, capacity_bytes)
     require(context, limits, outcome)
     return to_plan(context, outcome, "step-time", top)
 

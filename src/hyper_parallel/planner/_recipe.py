@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
 from hyper_parallel.config import Recipe
 from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES
-from hyper_parallel.errors import Contradiction, DegreesMismatch
+from hyper_parallel.errors import Contradiction, DegreesMismatch, DoesNotFit
 from hyper_parallel.ir import Plan, Rule, Strategy, Workload
 from hyper_parallel.mpmd import check_virtual
 from hyper_parallel.planner._check import check_degrees
 from hyper_parallel.planner._context import Context, resolve
 from hyper_parallel.planner._limits import CP_KINDS, DEGREES, Limits
 from hyper_parallel.planner._plan import evaluate, search
+from hyper_parallel.units import format_bytes
 
 PIPELINE: Final = ("schedule", "schedule_file", "virtual_stages", "stage_layers")
 KEPT: Final = ("attention_scatter", "gathered_inputs")
@@ -74,7 +76,32 @@ def plan_recipe(
     pins = _pins(recipe, strategy, where)
     kept = {name: getattr(strategy, name) for name in (*PIPELINE, *KEPT)}
     base = Strategy(rules=strategy.rules, **kept)
-    return search(context, Limits(context.num_devices, pins, (), executable=True, base=base))
+    limits = Limits(context.num_devices, pins, (), executable=True, base=base)
+    try:
+        return search(context, limits)
+    except DoesNotFit:
+        if not recipe.offload.on:
+            raise
+    return _with_host_memory(recipe, context, limits)
+
+
+def _with_host_memory(recipe: Recipe, context: Context, limits: Limits) -> Plan:
+    """The fastest plan whose memory device and host hold together; offload decides what lies where.
+
+    Raises:
+        DoesNotFit: HP401 when that is not enough either.
+    """
+    device, host = context.machine.memory_bytes, context.supernode.host_bytes
+    if recipe.offload.dram is not None:
+        host = float(recipe.offload.dram)
+    plan = search(context, limits, capacity_bytes=device + (math.inf if host is None else host))
+    held = "host memory" if host is None else f"{format_bytes(host)} of host memory"
+    note = (
+        f"no strategy fits {format_bytes(device)} without offload: this one, with a predicted peak of "
+        f"{format_bytes(plan.memory_bytes)}, is the fastest that device and {held} hold; its time is without copies, "
+        "and the memory plan decides before the first step whether its budget can be kept"
+    )
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> dict[str, int]:

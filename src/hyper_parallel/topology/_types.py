@@ -107,6 +107,13 @@ class Supernode:
     tiers: tuple[Tier, ...]
     pools: tuple[MemoryPool, ...] = ()
 
+    @property
+    def host_bytes(self) -> float | None:
+        """Host memory of one device: its share of the `dram` pool, else of the supernode's pool; None: not said."""
+        pools = {pool.kind: pool for pool in self.pools}
+        host = pools.get("dram") or pools.get("pool")
+        return None if host is None else host.bytes.value / host.shared_by
+
     def peak_flops(self, dtype: str) -> float:
         """Dense peak FLOP/s of one device for a dtype name.
 

@@ -2,7 +2,7 @@
 
 The prompt passes through the model once (prefill) and leaves the keys and values of every layer in the cache; each
 further step feeds one token. Greedy decoding with the cache gives the tokens that recomputing everything would give.
-Runs on one device; with a `DeviceMemory`, on a simulated one that is smaller than the model.
+Runs on one device; with a `DeviceMemory`, in less memory than the model has.
 """
 
 from __future__ import annotations
@@ -261,7 +261,8 @@ class Generator:
         directory: RUN_DIR or Hugging Face directory.
         device: `auto`, `cpu`, `cuda`, ...
         dtype: Format of the weights; None: as stored.
-        memory: A budget for a simulated device; weights and cache then live where its plans put them.
+        memory: A budget of device memory; weights and cache then live where its plans put them. The model itself is
+            loaded into host memory; on a CPU the device with the budget is simulated.
     """
 
     def __init__(
@@ -272,9 +273,9 @@ class Generator:
         dtype: str | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        if memory is not None and device == "auto":
-            device = "cpu"  # the device with the budget is simulated there
-        self.model, self.tokenizer = load(directory, device=device, dtype=dtype)
+        self.device = pick_device(device)
+        place = "cpu" if memory is not None else device
+        self.model, self.tokenizer = load(directory, device=place, dtype=dtype)
         self.memory = memory
         self.memory_use: MemoryUse | None = None
 
@@ -347,7 +348,7 @@ class Generator:
             return prompt_ids, decode_tokens(self.model, prompt_ids, sampling, stops)
         length = len(prompt_ids) + sampling.max_new_tokens - 1
         limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
-        steps = PlannedGeneration(self.model, len(prompt_ids), length, limits)
+        steps = PlannedGeneration(self.model, len(prompt_ids), length, limits, self.device)
         self.memory_use = steps.use
 
         def planned() -> Iterator[int]:

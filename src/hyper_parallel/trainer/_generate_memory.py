@@ -1,4 +1,4 @@
-"""The budget of a generation: device, DRAM and flash bytes, and the machine whose clock the simulated device keeps."""
+"""The budget of a generation: device, DRAM and flash bytes, and the machine that is planned for."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class DeviceMemory:
     """What a generation may take.
 
     Attributes:
-        device_bytes: Bytes of the simulated device.
+        device_bytes: Bytes of device memory.
         dram_bytes: Bytes in DRAM; None: unlimited.
         flash: Folder for what DRAM does not hold; None: no flash tier.
-        topology: Preset or file that gives the clock; `local`: this machine.
+        topology: Preset or file that gives rates for planning, and on a CPU the clock; `local`: this machine.
     """
 
     device_bytes: int
@@ -81,9 +81,10 @@ def describe_use(use: MemoryUse, topology: str) -> list[str]:
                 f"{tier} peak: predicted {predicted} bytes, measured {measured} bytes "
                 f"({format_bytes(measured)}), {measured - predicted:+d}"
             )
+    clock = f"simulated on `{topology}`" if use.simulated else "measured by events"
     share = use.wait_s / use.seconds if use.seconds else 0.0
     lines.append(
-        f"simulated on `{topology}`: {format_seconds(use.seconds)} for {use.steps} steps, "
+        f"{clock}: {format_seconds(use.seconds)} for {use.steps} steps, "
         f"{format_seconds(use.wait_s)} ({share:.0%}) of it waiting for copies"
     )
     return lines

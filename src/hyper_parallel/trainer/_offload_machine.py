@@ -6,15 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+import torch
+
 from hyper_parallel.backends.torch.offload import Measured
 from hyper_parallel.config import Offload, Recipe
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Plan
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
 from hyper_parallel.topology import Supernode, detect_local, load_topology
+from hyper_parallel.units import format_bytes
 
 FLASH_BYTES_S: Final = 1e9
 """One NVMe drive, a general figure, where the topology names no flash."""
+MARGIN: Final = 0.04
+"""Share of a device's memory that `budget: auto` leaves to kernels and to the allocator."""
+NOTICED: Final = 0.02
+"""Share by which a measured bandwidth must differ from the assumed one to be worth another plan."""
 _COMMUNICATION: Final = ("c10d.", "_c10d_functional.")
 
 
@@ -76,21 +83,55 @@ class Assumed:
         )
 
 
+def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
+    """What `budget: auto` comes to on a device, and a line that says why.
+
+    Args:
+        budget_bytes: Memory of a rank's device, as the topology says.
+        device: The rank's device.
+
+    Returns:
+        On an accelerator what is free beside everything that no plan owns (contexts, buffers of the collective library,
+        other processes), less a margin for what kernels take for themselves and what the allocator cannot split
+        off. The simulated device of a CPU has nothing else on it.
+    """
+    if device.type == "cpu":
+        return (
+            budget_bytes,
+            f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank",
+        )
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    others = int(total - free - module.memory_reserved(device))
+    budget = int((min(budget_bytes, total) - others) * (1 - MARGIN))
+    return budget, (
+        f"offload: budget auto = {format_bytes(budget)}: {format_bytes(min(budget_bytes, total))} of the device, "
+        f"{format_bytes(others)} held beside the plan, {MARGIN:.0%} of the rest left free"
+    )
+
+
+def rehearsal_bytes(device: torch.device) -> int:
+    """Bytes that storages may take on an accelerator while a step runs without a plan: the rest is for kernels."""
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(0.8 * (free + module.memory_reserved(device)))
+
+
 def check_offload(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> None:
     """Refuse what offload cannot run, before any rank starts.
 
     Raises:
-        CaptureUnsupported: HP511 for expert parallelism.
+        CaptureUnsupported: HP511 for expert parallelism without a capacity.
     """
     strategy = plan.strategy
     if not recipe.offload.on:
         return
-    if strategy.ep > 1:
+    if strategy.ep > 1 and recipe.moe.capacity_factor is None:
         raise CaptureUnsupported(
-            "offload does not run expert parallelism: how many rows an expert gets depends on the data",
+            "a memory plan needs fixed sizes, and without a capacity the rows an expert gets depend on the data",
             where=where("parallel.ep"),
-            got=f"ep={strategy.ep}",
-            hint="parallel.auto=false parallel.ep=1",
+            got=f"ep={strategy.ep}, moe.capacity_factor=null",
+            hint="moe.capacity_factor=1.25, or parallel.auto=false parallel.ep=1",
         )
 
 
@@ -100,7 +141,7 @@ def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachin
     for kind in ("store", "prefetch", "copy_out", "copy_in"):
         channel: Channel | None = getattr(machine, kind)
         rate = None if channel is None else measured.copied[kind].bytes_s(channel.latency_s)
-        if channel is not None and rate is not None and abs(rate / channel.bytes_s - 1) > 1e-6:
+        if channel is not None and rate is not None and abs(rate / channel.bytes_s - 1) > NOTICED:
             changed[kind] = replace(channel, bytes_s=rate)
     return replace(machine, **changed)
 
@@ -121,11 +162,9 @@ def flash_channel(node: Supernode) -> Channel:
 
 
 def _machine(node: Supernode, choice: Offload, host_bytes_s: float) -> MemoryMachine:
-    pools = {pool.kind: pool for pool in node.pools}
     dram = choice.dram
-    host = pools.get("dram") or pools.get("pool")
-    if dram is None and host is not None:
-        dram = int(host.bytes.value / host.shared_by)
+    if dram is None and node.host_bytes is not None:
+        dram = int(node.host_bytes)
     channel = Channel(host_bytes_s)
     flash = None
     if choice.flash_dir is not None:

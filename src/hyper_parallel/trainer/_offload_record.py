@@ -44,7 +44,7 @@ class OffloadRecord:
         difference_bytes: Largest distance between predicted and measured peak of any tier on any rank.
         dram_bytes: Measured host-memory peak of the fullest rank.
         flash_bytes: Measured peak of the files of the fullest rank.
-        sim_step_s: Time of the step on the virtual clock, slowest rank.
+        sim_step_s: Time of the step on the virtual clock, slowest rank; on accelerators measured by events.
         pred_sim_step_s: What the plan predicts for it.
         wait_s: Of it, seconds the compute lane stood still for copies.
         pred_wait_s: What the plan predicts for that.
@@ -62,6 +62,16 @@ class OffloadRecord:
     replanned: bool
 
 
+def planned_wait_s(plan: MemoryPlan) -> float:
+    """Seconds of a planned step in which the compute lane waits for copies."""
+    running = sum(
+        plan.program.operators[a.target].seconds
+        for a in plan.actions
+        if a.kind in ("run", "recompute")
+    )
+    return max(plan.seconds - running, 0.0)
+
+
 def over_ranks(mine: OffloadRecord) -> OffloadRecord:
     """The largest of every number over all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -73,13 +83,16 @@ def over_ranks(mine: OffloadRecord) -> OffloadRecord:
     )
 
 
-def with_memory(plan: Plan, terms: tuple[MemoryTerm, ...], memory: MemoryPlan) -> Plan:
+def with_memory(
+    plan: Plan, terms: tuple[MemoryTerm, ...], memory: MemoryPlan, notes: tuple[str, ...]
+) -> Plan:
     """The plan with the memory that offload predicts for the fullest rank, and what the memory plan has to say.
 
     Args:
         plan: The plan of the run.
         terms: This rank's terms, as `PlannedSteps.memory_terms` gives them; every rank must call.
         memory: This rank's memory plan.
+        notes: Other sentences about it.
     """
     every: list[tuple[MemoryTerm, ...]] = [terms]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -87,7 +100,7 @@ def with_memory(plan: Plan, terms: tuple[MemoryTerm, ...], memory: MemoryPlan) -
         dist.all_gather_object(every, terms)
     fullest = max(every, key=lambda ts: sum(t.bytes for t in ts if t.tier == "hbm"))
     lines = tuple(f"offload: {line}" for line in memory.statement)
-    return replace(plan, memory=fullest, notes=(*plan.notes, *lines))
+    return replace(plan, memory=fullest, notes=(*plan.notes, *notes, *lines))
 
 
 def offload_line(plan: MemoryPlan) -> str:

@@ -190,7 +190,7 @@ class _Run:
 
     def _write_plan(self, planned: PlannedSteps) -> None:
         """plan.json with the memory of the fullest rank's memory plan in place of the cost model's."""
-        plan = with_memory(self._job.plan, planned.memory_terms(), planned.plan)
+        plan = with_memory(self._job.plan, planned.memory_terms(), planned.plan, planned.notes)
         if self._main:
             write_text(self._job.output_dir / "plan.json", plan.to_json() + "\n")
 

@@ -95,6 +95,13 @@ class _Touch(torch.autograd.Function):
         return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
+def all_to_all(
+    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Rows for every rank, `send` of them each, become the rows of every rank, `receive` of them each."""
+    return _AllToAll.apply(rows, send, receive, group)
+
+
 def touch(out: Tensor, params: list[Tensor]) -> Tensor:
     """`out`, and a zero gradient for each of `params`: reductions over ranks need one on every rank."""
     return _Touch.apply(out, *params)
@@ -111,8 +118,8 @@ class Dispatch:
 
     Attributes:
         size: N k.
-        order: [M] rows sorted by expert; M is below N k when some are dropped.
-        counts: [E] rows the router gave each expert, dropped ones included.
+        order: [N k] rows sorted by expert.
+        counts: [E] rows the router gave each expert.
         local_expert: [R] expert of each row this rank works on, counted from the first it holds.
         group: Expert-parallel ranks; None: every expert is here.
         send: Rows for each rank of the group.
@@ -133,7 +140,6 @@ class Dispatch:
         index: Tensor,
         num_experts: int,
         group: dist.ProcessGroup | None,
-        capacity: int | None = None,
     ) -> Dispatch:
         """Sort the rows of one pass and exchange their counts.
 
@@ -141,26 +147,18 @@ class Dispatch:
             index: [N, k] experts of each token; the ranks of the group hold equal runs of experts in order.
             num_experts: Experts over all ranks.
             group: Expert-parallel ranks; None: one rank has all experts.
-            capacity: Most rows of this rank that an expert takes, first tokens first; None: all.
         """
         flat = index.reshape(-1)
         order = torch.argsort(flat, stable=True)
         counts = torch.bincount(flat, minlength=num_experts)
-        kept = counts
-        if capacity is not None:
-            begins = torch.cumsum(counts, 0) - counts
-            expert = flat[order]
-            place = torch.arange(len(order), device=order.device) - begins[expert]
-            order = order[place < capacity]
-            kept = counts.clamp(max=capacity)
         if group is None:
             return cls(len(flat), order, counts, flat[order], None, [], [])
         degree = group.size()
         local = num_experts // degree
-        theirs = torch.empty_like(kept)
-        dist.all_to_all_single(theirs, kept, group=group)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
         # One transfer to the host for both lists of splits.
-        both = torch.stack((kept.view(degree, local).sum(1), theirs.view(degree, local).sum(1)))
+        both = torch.stack((counts.view(degree, local).sum(1), theirs.view(degree, local).sum(1)))
         send, receive = both.tolist()
         expert = torch.arange(local, device=index.device).repeat(degree)
         local_expert = expert.repeat_interleave(theirs, output_size=sum(receive))
@@ -173,13 +171,18 @@ class Dispatch:
         rows = _Take.apply(repeated, self.order)
         if self.group is None:
             return rows
-        return _AllToAll.apply(rows, self.send, self.receive, self.group)
+        return all_to_all(rows, self.send, self.receive, self.group)
 
     def gather(self, results: Tensor) -> Tensor:
-        """[N k, D] results of this rank's tokens in the order of `index`, zero for dropped rows, from [R, D]."""
+        """[N k, D] results of this rank's tokens in the order of `index`, from [R, D]."""
         if self.group is not None:
-            results = _AllToAll.apply(results, self.receive, self.send, self.group)
+            results = all_to_all(results, self.receive, self.send, self.group)
         return place(results, self.order, self.size)
+
+    @property
+    def kept(self) -> int:
+        """Rows that are worked on: all."""
+        return self.size
 
     @property
     def exchanged(self) -> tuple[int, int]:

@@ -197,7 +197,7 @@ class ListBlock:
         index = index.repeat_interleave(torch.tensor(sizes, device=hidden.device, dtype=torch.long))
         plan = Dispatch.plan(index.unsqueeze(1), len(self.experts), self.group)
         if counts_now():
-            self.routing.add(plan.counts, len(plan.order), *plan.exchanged)
+            self.routing.add(plan.counts, plan.kept, *plan.exchanged)
         received = plan.scatter(hidden)
         done = self.experts(received, plan.local_expert)
         if done.shape != received.shape:

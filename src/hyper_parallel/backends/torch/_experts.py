@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from hyper_parallel.backends.torch._capacity import CapacityDispatch
 from hyper_parallel.backends.torch._dispatch import Dispatch, place, touch
 from hyper_parallel.backends.torch._expert_list import ExpertList, ListBlock, is_list
 from hyper_parallel.backends.torch._gradients import TpGradients, to_local
@@ -214,9 +215,14 @@ class _Forward:
     def _dispatched(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         module, group = self.module, self.state.group
         num_experts: int = module.num_experts
-        plan = Dispatch.plan(index, num_experts, group, self._capacity(index, num_experts))
+        capacity = self._capacity(index, num_experts)
+        plan: Dispatch | CapacityDispatch
+        if capacity is None:
+            plan = Dispatch.plan(index, num_experts, group)
+        else:
+            plan = CapacityDispatch.plan(index, num_experts, group, capacity)
         if counts_now():
-            self.state.layers[self.name].add(plan.counts, len(plan.order), *plan.exchanged)
+            self.state.layers[self.name].add(plan.counts, plan.kept, *plan.exchanged)
         received = plan.scatter(hidden)
         if len(received):
             ones = weights.new_ones(len(received), 1)

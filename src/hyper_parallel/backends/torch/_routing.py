@@ -55,14 +55,14 @@ class LayerRouting:
     """
 
     load: Tensor | None = None
-    kept: int = 0
+    kept: int | Tensor = 0
     sent: int = 0
     received: int = 0
 
-    def add(self, load: Tensor, kept: int, sent: int = 0, received: int = 0) -> None:
+    def add(self, load: Tensor, kept: int | Tensor, sent: int = 0, received: int = 0) -> None:
         """Count one pass."""
         self.load = load if self.load is None else self.load + load
-        self.kept += kept
+        self.kept = self.kept + kept
         self.sent += sent
         self.received += received
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +77,6 @@ class Call:
         alone = isinstance(self.func, (Messages, Arrived))
         return alone or self.func.namespace in COMMUNICATION
 
-    def run(self, base: Callable[[int], torch.UntypedStorage]) -> list[Any]:
-        """Run on the storages that `base` gives; the outputs, flat."""
-        args, kwargs = tree_map_only(
-            View, lambda v: v.on(base(v.storage)), (self.args, self.kwargs)
-        )
-        out = self.func(*args, **kwargs)
-        return tree_flatten(out)[0] if is_message(self.func) else finished(out)
-
 
 @dataclass(frozen=True, slots=True)
 class Messages:
@@ -129,21 +120,33 @@ def is_message(func: Any) -> bool:
 
 
 class Mail:
-    """Messages that are under way, by the storage they are sent from or arrive in."""
+    """Messages that are under way, by the storage they are sent from or arrive in.
 
-    def __init__(self) -> None:
+    Args:
+        counted: Bytes must be free at once when the plan frees them, so the library's references are waited for too.
+    """
+
+    def __init__(self, counted: bool) -> None:
+        self._counted = counted
         self._works: dict[int, list[tuple[torch.UntypedStorage, int, list[Any]]]] = {}
 
     def add(self, storage: int, base: torch.UntypedStorage, held: int, out: list[Any]) -> None:
         """A message was issued; `held` are the owners its storage had before."""
         self._works.setdefault(storage, []).append((base, held, out))
 
+    def arrive_all(self, storages: tuple[int, ...]) -> None:
+        """Wait for the messages of several storages."""
+        if self._works:
+            for storage in storages:
+                self.arrive(storage)
+
     def arrive(self, storage: int) -> None:
         """Wait for the messages of a storage, before anything touches it."""
         for base, held, out in self._works.pop(storage, ()):
             finished(out)
             out.clear()
-            let_go([base], [held])
+            if self._counted:
+                let_go([base], [held])
 
 
 def finished(out: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from hyper_parallel.backends.torch.offload._calls import Call, View
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, StorageKind
 
+_CPU = torch.device("cpu")
 Named = Mapping[str, tuple[torch.Tensor, StorageKind]]
 """Tensors that exist before a step: name to (tensor, what it holds)."""
 
@@ -28,6 +29,9 @@ class Captured:
         inputs: Views of the named inputs.
         outputs: What the step returned, tensors replaced by views.
         eager_peak_bytes: Device peak of the recorded run itself, with the lifetimes that Python gave the storages.
+        device: Where the operators run.
+        on_host: Storages that lie in host memory although that is an accelerator: numbers that kernels are given. They
+            never move; they count as device bytes.
     """
 
     program: MemoryProgram
@@ -36,6 +40,8 @@ class Captured:
     inputs: dict[str, View]
     outputs: Any
     eager_peak_bytes: int = 0
+    device: torch.device = _CPU
+    on_host: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -47,6 +53,7 @@ class Entry:
     kind: StorageKind
     at_start: bool = False
     at_end: bool = False
+    device: torch.device = _CPU
 
 
 @dataclass
@@ -117,3 +124,24 @@ def refuse_leaks(
                 f"`{name}.grad` outlives the step",
                 hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
             )
+
+
+def where_it_runs(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
+    """The device of a recorded step, and the storages that are on the host all the same; those never move.
+
+    Raises:
+        CaptureUnsupported: HP511 for a step on several accelerators.
+    """
+    found = {entry.device for entry in entries} - {_CPU}
+    if len(found) > 1:
+        raise CaptureUnsupported(
+            "the step runs on several devices; a memory plan is for one",
+            got=", ".join(sorted(map(str, found))),
+            hint="put the model on one device per rank",
+        )
+    if not found:
+        return _CPU, frozenset()
+    on_host = frozenset(s for s, entry in enumerate(entries) if entry.device.type == "cpu")
+    for s in on_host:
+        entries[s].kind = "input" if entries[s].at_start else "output"
+    return found.pop(), on_host

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Final, Literal
 
 from hyper_parallel.errors import HyperParallelError, TransferFailed
 from hyper_parallel.ir import COPIES
+from hyper_parallel.units import KiB
 
 Copies = Literal["at_issue", "at_wait", "threads"]
-"""When the bytes of a copy really move: when it is issued, at the last moment, or on one thread per direction."""
+"""When the bytes of a copy of the simulated device really move: when it is issued, at the last moment, or on one thread
+per direction (small ones when they are issued)."""
+SMALL: Final = 256 * KiB
+"""Handing a copy between DRAM and device to a thread takes longer than moving so many bytes."""
 
 
 class CopyLanes:
@@ -29,14 +33,15 @@ class CopyLanes:
             else {}
         )
 
-    def start(self, storage: int, lane: str, move: Callable[[], None]) -> None:
+    def start(self, storage: int, lane: str, move: Callable[[], None], num_bytes: int) -> None:
         """Issue a copy; `move` moves the bytes."""
         src, dst = COPIES[lane]
         before = self._running.get(
             (storage, src)
         )  # a copy that fills the source must be done first
-        if self._when == "at_issue":
-            _finish(before)
+        small = num_bytes <= SMALL and before is None and "flash" not in (src, dst)
+        if self._when == "at_issue" or (self._when == "threads" and small):
+            finish(before)
             move()
             self._running[storage, dst] = _nothing
         elif self._when == "at_wait":
@@ -44,7 +49,7 @@ class CopyLanes:
             def late() -> None:
                 # What fills the source has not moved yet either; its own wait then finds nothing left to do.
                 if (storage, src) in self._running:
-                    _finish(self._running[storage, src])
+                    finish(self._running[storage, src])
                     self._running[storage, src] = _nothing
                 move()
 
@@ -53,7 +58,7 @@ class CopyLanes:
             todo = [move]
 
             def threaded() -> None:
-                _finish(before)
+                finish(before)
                 # Let go of the buffers before the copy counts as done: the plan may free them right then.
                 todo.pop()()
 
@@ -65,7 +70,7 @@ class CopyLanes:
         Raises:
             TransferFailed: HP513 when it could not be made.
         """
-        _finish(self._running.pop((storage, tier)))
+        finish(self._running.pop((storage, tier)))
 
     def close(self) -> None:
         """End the threads."""
@@ -77,13 +82,12 @@ def _nothing() -> None:
     """A copy that is done."""
 
 
-def _finish(copy: Callable[[], None] | Future[None] | None) -> None:
-    """Complete a running copy, whatever carries it."""
+def finish(copy: Callable[[], None] | Future[Any] | None) -> Any:
+    """Complete a running copy, whatever carries it; what its thread returns."""
     try:
         if isinstance(copy, Future):
-            copy.result()
-        elif copy is not None:
-            copy()
+            return copy.result()
+        return None if copy is None else copy()
     except HyperParallelError:
         raise
     except Exception as error:

@@ -45,8 +45,12 @@ class GroupedProducts(TorchDispatchMode):
 
 
 @contextmanager
-def fake_copy(model: torch.nn.Module) -> Iterator[Any]:
+def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
     """Inside, a copy of the model whose tensors have shapes and no bytes; its steps can be recorded.
+
+    Args:
+        model: A model in host memory.
+        device: Where its steps will run; the operators that are recorded depend on it.
 
     Raises:
         CaptureUnsupported: HP511 when the model's code needs a value or a size that depends on the data.
@@ -56,9 +60,26 @@ def fake_copy(model: torch.nn.Module) -> Iterator[Any]:
         fake = copy.deepcopy(model)
     try:
         with mode, GroupedProducts():
+            _move(fake, device)
             yield fake
     except DynamicOutputShapeException as error:
         raise CaptureUnsupported(
             f"`{error.func}` makes a result whose size depends on the data",
             hint="for experts use float32 or bfloat16, which transformers runs as grouped products",
         ) from error
+
+
+def _move(model: torch.nn.Module, device: torch.device) -> None:
+    """Put fake parameters and buffers on a device; `Module.to` cannot. What is shared stays shared."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor.device == device:
+                    continue
+                if id(tensor) not in moved:
+                    there = tensor.detach().to(device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        there = torch.nn.Parameter(there, tensor.requires_grad)
+                    moved[id(tensor)] = there
+                held[name] = moved[id(tensor)]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Generation under a device budget: prompt and decode step captured without bytes, planned, run on a simulated device.
+"""Generation under a device budget: prompt and decode step captured without bytes, planned, run.
 
 Weights and KV cache have their homes where the plans put them and are streamed. The steps are those that run without a
 budget, operator by operator, so every token is the same.
@@ -25,15 +25,16 @@ from hyper_parallel.backends.torch._static_cache import (
     why_no_static_cache,
 )
 from hyper_parallel.backends.torch.offload._captured import Captured
-from hyper_parallel.backends.torch.offload._execute import Measured, SimulatedDevice
+from hyper_parallel.backends.torch.offload._execute import Measured, PlannedDevice
 from hyper_parallel.backends.torch.offload._fake import fake_copy
-from hyper_parallel.backends.torch.offload._record import record
-from hyper_parallel.backends.torch.offload._steps import Named, model_state
+from hyper_parallel.backends.torch.offload._steps import Named, model_state, record
 from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
 from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory_cached
 from hyper_parallel.units import format_bytes
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,10 @@ class MemoryUse:
         predicted_bytes: Peak per tier of the two plans.
         measured_bytes: Peak per tier of everything that ran, the move from one plan to the other included.
         state_bytes: Weights, buffers and KV cache.
-        seconds: Virtual seconds of all steps.
+        seconds: Seconds of all steps.
         wait_s: Those of them in which the device waited for copies.
         steps: Steps that ran.
+        simulated: On the simulated device of a CPU: seconds are those of a virtual clock. Else all is measured.
     """
 
     predicted_bytes: dict[str, int] = field(default_factory=dict)
@@ -72,16 +74,18 @@ class MemoryUse:
     seconds: float = 0.0
     wait_s: float = 0.0
     steps: int = 0
+    simulated: bool = True
 
 
 class PlannedGeneration:
     """Prompt and decode steps under a device budget.
 
     Args:
-        model: On the CPU, in eval mode; its tensors are empty until `close`.
+        model: In host memory, in eval mode; its tensors are empty until `close`.
         prompt_tokens: Length of the prompt.
         length: Slots of the cache: prompt and continuation.
         limits: Budget and machine.
+        device: Where the steps run; on a CPU the device is simulated.
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
@@ -89,15 +93,23 @@ class PlannedGeneration:
         TierFull: HP403 when DRAM and flash cannot hold what the device does not.
     """
 
-    def __init__(self, model: Any, prompt_tokens: int, length: int, limits: MemoryLimits) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prompt_tokens: int,
+        length: int,
+        limits: MemoryLimits,
+        device: torch.device = _CPU,
+    ) -> None:
         self.model, self.length, self.limits, self.position = model, length, limits, 0
-        self.use = MemoryUse()
-        self._device: SimulatedDevice | None = None
+        self.use = MemoryUse(simulated=device.type == "cpu")
+        self._where = device
+        self._device: PlannedDevice | None = None
         if model.device.type != "cpu":
             raise CaptureUnsupported(
-                "a device budget is simulated on the CPU; the model is on another device",
+                "under a device budget the model is given in host memory; it is on another device",
                 got=str(model.device),
-                hint="--device cpu",
+                hint="model.cpu()",
             )
         if why := why_no_static_cache(model):
             raise CaptureUnsupported(
@@ -115,7 +127,7 @@ class PlannedGeneration:
     def _capture(self, prompt_tokens: int) -> list[Captured]:
         """Prompt step and, when it is needed, decode step, recorded on tensors without bytes."""
         model, length = self.model, self.length
-        with fake_copy(model) as fake:
+        with fake_copy(model, self._where) as fake:
             cache = new_cache(fake, length)
             first = prompt_inputs(fake, [0] * prompt_tokens)
             prompt_step(fake, cache, {k: v[:, :1] for k, v in first.items()})  # makes the cache
@@ -173,7 +185,7 @@ class PlannedGeneration:
     def prompt(self, ids: list[int]) -> Tensor:
         """Logits [V] after the prompt."""
         flash = self._folder("prompt")
-        self._device = SimulatedDevice(
+        self._device = PlannedDevice(
             self._captured[0], self._plans[0], self.limits.machine, flash=flash
         )
         self.position = len(ids)
@@ -183,7 +195,7 @@ class PlannedGeneration:
         """Logits [V] after one more token."""
         assert self._device is not None
         if len(self._plans) > 1 and self._device.plan is self._plans[0]:
-            self._device.device.reset_peak()
+            self._device.hardware.reset_peaks()
             self._device = SuccessorDevice(
                 self._device,
                 self._captured[1],
@@ -192,7 +204,7 @@ class PlannedGeneration:
                 device_bytes=self.use.predicted_bytes["device"],
                 flash=self._folder("decode"),
             )
-            self._count({"device": self._device.device.peak_bytes})
+            self._count({"device": self._device.hardware.gauge.peak_bytes})
         inputs = decode_inputs(self.model, token, self.position, self.length)
         self.position += 1
         return self._run(inputs)

@@ -9,7 +9,7 @@ parameters that way) ends there and comes back as a fresh allocation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from hyper_parallel.backends.torch.offload._captured import (
     resizes,
     storages_in,
     views_in,
+    where_it_runs,
 )
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, Storage, StorageKind
@@ -147,7 +148,7 @@ class Recorder(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor, entry: Entry) -> int:
         base = tensor.untyped_storage()
-        entry.num_bytes = base.nbytes()
+        entry.num_bytes, entry.device = base.nbytes(), tensor.device
         index = len(self.tables.entries)
         self.tables.entries.append(entry)
         key, rounded = base._cdata, self._rounded(entry.num_bytes)
@@ -196,7 +197,8 @@ class Recorder(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor: its local operators come here next
         kwargs = kwargs or {}
-        if func.namespace == "profiler" or fake_mode() is not self._fake:
+        aside = func.namespace == "profiler" or func._opname == "record_stream"
+        if aside or fake_mode() is not self._fake:
             return func(*args, **kwargs)  # the latter: DTensor asks for the shape of a result
         self._end_emptied()
         message = is_message(func)
@@ -338,6 +340,7 @@ class Recorder(TorchDispatchMode):
             if not entry.at_start:
                 entry.kind = "output"
         tables = self.tables
+        device, on_host = where_it_runs(tables.entries)
         refuse_leaks(tables.entries, self._find, self._named)
         program = MemoryProgram(
             name,
@@ -348,50 +351,13 @@ class Recorder(TorchDispatchMode):
             self._alignment,
         )
         views = {k: self.view(t) for k, t in inputs.items()}
-        return Captured(program, tuple(tables.calls), tables.state, views, outputs, self.eager_peak)
-
-
-def record(
-    step: Callable[..., Any],
-    inputs: Mapping[str, torch.Tensor],
-    named: Named,
-    *,
-    name: str,
-    training: bool,
-    alignment_bytes: int = 512,
-) -> Captured:
-    """Run `step(**inputs)` once and record it.
-
-    The run is a real one: parameters and state move on by one step (fake tensors: nothing is computed).
-
-    Args:
-        step: The step; everything it changes must be in `named`.
-        inputs: Tensors that differ from call to call.
-        named: Parameters, buffers, optimizer state, KV cache.
-        name: Name of the program.
-        training: See `Recorder`.
-        alignment_bytes: See `MemoryProgram`.
-
-    Raises:
-        CaptureUnsupported: HP511 for what cannot be repeated faithfully.
-    """
-    everything: dict[str, tuple[torch.Tensor, StorageKind]] = {
-        **{k: (t, "input") for k, t in inputs.items()},
-        **named,
-    }
-    recorder = Recorder(everything, training=training, alignment_bytes=alignment_bytes)
-    hooks = []
-    for tensor, _ in named.values():
-        if tensor.is_leaf and tensor.requires_grad:
-            hooks.append(
-                tensor.register_post_accumulate_grad_hook(
-                    lambda t: recorder.mark(t.grad, "gradient") if t.grad is not None else None
-                )
-            )
-    try:
-        with recorder:
-            result = step(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return recorder.captured(result, inputs, name)
+        return Captured(
+            program,
+            tuple(tables.calls),
+            tables.state,
+            views,
+            outputs,
+            self.eager_peak,
+            device,
+            on_host,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from hyper_parallel.backends.torch._state import local
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
-from hyper_parallel.backends.torch.offload._record import record
+from hyper_parallel.backends.torch.offload._record import Recorder
 from hyper_parallel.ir import StorageKind
 
 Named = dict[str, tuple[torch.Tensor, StorageKind]]
@@ -123,3 +123,49 @@ def cache_state(cache: Any) -> Named:
             if isinstance(value, torch.Tensor):
                 state[f"cache.{index}.{key}"] = (value, "kv" if value.dim() == 4 else "input")
     return state
+
+
+def record(
+    step: Callable[..., Any],
+    inputs: Mapping[str, torch.Tensor],
+    named: Named,
+    *,
+    name: str,
+    training: bool,
+    alignment_bytes: int = 512,
+) -> Captured:
+    """Run `step(**inputs)` once and record it.
+
+    The run is a real one: parameters and state move on by one step (fake tensors: nothing is computed).
+
+    Args:
+        step: The step; everything it changes must be in `named`.
+        inputs: Tensors that differ from call to call.
+        named: Parameters, buffers, optimizer state, KV cache.
+        name: Name of the program.
+        training: See `Recorder`.
+        alignment_bytes: See `MemoryProgram`.
+
+    Raises:
+        CaptureUnsupported: HP511 for what cannot be repeated faithfully.
+    """
+    everything: dict[str, tuple[torch.Tensor, StorageKind]] = {
+        **{k: (t, "input") for k, t in inputs.items()},
+        **named,
+    }
+    recorder = Recorder(everything, training=training, alignment_bytes=alignment_bytes)
+    hooks = []
+    for tensor, _ in named.values():
+        if tensor.is_leaf and tensor.requires_grad:
+            hooks.append(
+                tensor.register_post_accumulate_grad_hook(
+                    lambda t: recorder.mark(t.grad, "gradient") if t.grad is not None else None
+                )
+            )
+    try:
+        with recorder:
+            result = step(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return recorder.captured(result, inputs, name)

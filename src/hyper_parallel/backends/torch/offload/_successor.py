@@ -1,4 +1,4 @@
-"""A simulated device that takes over from another one: the same state, another captured step, another plan."""
+"""A device that takes over from another one: the same state, another captured step, another plan."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.backends.torch.offload._captured import Captured
-from hyper_parallel.backends.torch.offload._execute import SimulatedDevice
-from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter, new_buffer
+from hyper_parallel.backends.torch.offload._execute import PlannedDevice
+from hyper_parallel.backends.torch.offload._hardware import Hardware
+from hyper_parallel.backends.torch.offload._streams import DeviceApi
 from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryTier
 from hyper_parallel.offload import MemoryMachine
 
 
-class SuccessorDevice(SimulatedDevice):
+class SuccessorDevice(PlannedDevice):
     """Moves the state of `before` to the homes of a new plan, storage by storage, within the capacities.
 
     The meters go on counting, so what the way between two plans takes is measured like everything else. `before` is
@@ -24,14 +25,14 @@ class SuccessorDevice(SimulatedDevice):
         before: An open device between two steps; its persistent storages are known by name.
         captured: The next step.
         plan: A plan for it.
-        machine: See `SimulatedDevice`.
+        machine: See `PlannedDevice`.
         device_bytes: Device bytes the move may take, its own copies included.
         flash: Folder of the file tier, another one than that of `before`.
     """
 
     def __init__(
         self,
-        before: SimulatedDevice,
+        before: PlannedDevice,
         captured: Captured,
         plan: MemoryPlan,
         machine: MemoryMachine,
@@ -39,20 +40,22 @@ class SuccessorDevice(SimulatedDevice):
         device_bytes: int,
         flash: Path | None = None,
     ) -> None:
-        self._before, self._device_bytes, self._folder = before, device_bytes, flash
+        self._before, self._device_bytes = before, device_bytes
         super().__init__(captured, plan, machine, copies=before.copies, flash=flash)
+
+    def _find_hardware(self, queues: DeviceApi | None) -> Hardware:
+        return self._before.hardware  # its meters go on counting
 
     def _take_state(self) -> None:
         before = self._before
-        self.device, self.dram, self.flash = before.device, before.dram, before.flash
-        self._files = FileTier(self._folder or Path(), self.flash)
         for view in before.captured.inputs.values():
-            before._on["device"].pop(view.storage, None)
+            before._resident.drop(view.storage)
         known = {
             before.plan.program.storages[s].name: s
             for s in before.captured.state
             if s not in {v.storage for v in before.captured.inputs.values()}
         }
+        before._resident.tensors.clear()
         waiting = []
         for s in self.captured.state:
             name = self.plan.program.storages[s].name
@@ -66,26 +69,25 @@ class SuccessorDevice(SimulatedDevice):
                 name = self.plan.program.storages[left[0][1]].name
                 raise TierFull(
                     f"`{name}` cannot change its tier between two steps: both ends are full",
-                    got=f"{self.device.live_bytes} bytes on the device, {self.dram.live_bytes} in dram",
+                    got=", ".join(f"{live} bytes in {tier}" for tier, live in self.hardware.live),
                     hint="allow more DRAM or more device memory",
                 )
             waiting = left
         for view in self.captured.inputs.values():
-            size = self.plan.program.storages[view.storage].num_bytes
-            self._on["device"][view.storage] = new_buffer(size, self.device)
+            self._on["device"][view.storage] = self._device_buffer(view.storage)
         # The bytes are here now; closing the old device must not touch the tensors that own them.
         before._closed = True
 
-    def _move(self, old: int, new: int) -> bool:
+    def _move(self, old: int, to: int) -> bool:
         """One storage from its old home to its new one; False when there is no room for it yet."""
-        before, size = self._before, self.plan.program.storages[new].num_bytes
-        source, target = before.plan.homes[old], self.plan.homes[new]
+        before, size = self._before, self.plan.program.storages[to].num_bytes
+        source, target = before.plan.homes[old], self.plan.homes[to]
         if source == target:
             if source != "flash":
-                self._on[source][new] = before._on[source].pop(old)
+                self._on[source][to] = before._on[source].pop(old)
             else:
-                before._files.path(old).replace(self._files.path(new))
-                self._files._sizes[new] = before._files._sizes.pop(old)
+                before._files.path(old).replace(self._files.path(to))
+                self._files._sizes[to] = before._files._sizes.pop(old)
             return True
         if not self._fits(target, size) or (
             "flash" in (source, target) and source != "dram" and not self._fits("dram", size)
@@ -93,25 +95,27 @@ class SuccessorDevice(SimulatedDevice):
             return False
         base: torch.UntypedStorage
         if source == "flash":
-            base = new_buffer(size, self.dram)
+            base = self.hardware.in_dram(size)
             before._files.read(old, base)
             before._files.drop(old)
         else:
             base = before._on[source].pop(old)
         if target == "flash":
             if source == "device":
-                base = _copy(base, self.dram)
-            self._files.take(new, size)
-            self._files.write(new, base)
+                base = _filled(self.hardware.in_dram(size), base)
+            self._files.take(to, size)
+            self._files.write(to, base)
         else:
-            meter = self.device if target == "device" else self.dram
-            # A buffer read from flash is counted in DRAM already.
-            staged = source == "flash" and target == "dram"
-            self._on[target][new] = base if staged else _copy(base, meter)
+            # A buffer read from flash is in DRAM already.
+            if source != "flash" or target != "dram":
+                new = self.hardware.on_device if target == "device" else self.hardware.in_dram
+                base = _filled(new(size), base)
+            self._on[target][to] = base
         return True
 
     def _fits(self, tier: MemoryTier, size: int) -> bool:
-        meter = {"device": self.device, "dram": self.dram, "flash": self.flash}[tier]
+        hardware = self.hardware
+        meter = {"device": hardware.gauge, "dram": hardware.dram, "flash": hardware.flash}[tier]
         caps = {
             "device": self._device_bytes,
             "dram": self.machine.dram_bytes,
@@ -121,7 +125,6 @@ class SuccessorDevice(SimulatedDevice):
         return cap is None or meter.live_bytes + meter.rounded(size) <= cap
 
 
-def _copy(base: torch.UntypedStorage, meter: Meter) -> torch.UntypedStorage:
-    copy = new_buffer(base.nbytes(), meter)
-    copy.copy_(base)
-    return copy
+def _filled(new: torch.UntypedStorage, base: torch.UntypedStorage) -> torch.UntypedStorage:
+    new.copy_(base)
+    return new

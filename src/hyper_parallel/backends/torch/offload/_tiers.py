@@ -31,6 +31,7 @@ class Meter:
         self._alignment = alignment_bytes
         self._capacity = capacity_bytes
         self._watch: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[weakref.ref[Any], tuple[int, int]] = {}
 
     def rounded(self, num_bytes: int) -> int:
         """What an allocation of `num_bytes` takes."""
@@ -42,13 +43,14 @@ class Meter:
         if key in self._watch:
             return
         size = self.rounded(base.nbytes())
-
-        def gone(_: Any) -> None:
-            del self._watch[key]
-            self.live_bytes -= size
-
-        self._watch[key] = weakref.ref(base, gone)
+        ref = self._watch[key] = weakref.ref(base, self._gone)
+        self._known[ref] = key, size
         self.add(size)
+
+    def _gone(self, ref: weakref.ref[Any]) -> None:
+        key, size = self._known.pop(ref)
+        del self._watch[key]
+        self.live_bytes -= size
 
     def add(self, size: int) -> None:
         """Count bytes that are not a torch storage (a file), or give them back (negative).
@@ -71,11 +73,40 @@ class Meter:
         self.peak_bytes = self.live_bytes
 
 
-def new_buffer(num_bytes: int, meter: Meter) -> torch.UntypedStorage:
-    """A counted buffer."""
-    base = torch.UntypedStorage(num_bytes)
-    meter.adopt(base)
-    return base
+class AllocatorGauge:
+    """Bytes of an accelerator as its allocator counts them, without those that were there before.
+
+    Args:
+        module: The device's module, such as `torch.cuda`.
+        device: The device.
+        other_bytes: Bytes of the process that are in no plan: workspaces, buffers of the collective library.
+    """
+
+    name = "device"
+
+    def __init__(self, module: Any, device: torch.device, other_bytes: int) -> None:
+        self._module, self._device, self.other_bytes = module, device, other_bytes
+
+    def adopt(self, base: torch.UntypedStorage) -> None:
+        """Nothing: the allocator has counted it."""
+
+    @property
+    def live_bytes(self) -> int:
+        """Taken now."""
+        return int(self._module.memory_allocated(self._device)) - self.other_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest since `reset_peak`, with what kernels take for themselves."""
+        return int(self._module.max_memory_allocated(self._device)) - self.other_bytes
+
+    def reset_peak(self) -> None:
+        """Measure the peak from here on."""
+        self._module.reset_peak_memory_stats(self._device)
+
+    def rounded(self, num_bytes: int) -> int:
+        """What an allocation takes, where the allocator splits nothing off."""
+        return -(-num_bytes // 512) * 512
 
 
 class FileTier:
@@ -134,6 +165,10 @@ class FileTier:
         if storage not in self._sizes:
             self._sizes[storage] = self._meter.rounded(num_bytes)
             self._meter.add(self._sizes[storage])
+
+    def __contains__(self, storage: object) -> bool:
+        """Whether there is a file of a storage, or one is being written."""
+        return storage in self._sizes
 
     def drop(self, storage: int) -> None:
         """Delete a file and give its bytes back."""

@@ -1,0 +1,119 @@
+"""Where a plan runs: meters, buffers and copy lanes of one device, simulated on the CPU or with streams of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hyper_parallel.backends.torch.offload._copies import Copies, CopyLanes
+from hyper_parallel.backends.torch.offload._host_pool import HostPool, most_at_once
+from hyper_parallel.backends.torch.offload._streams import DeviceApi, StreamLanes
+from hyper_parallel.backends.torch.offload._tiers import AllocatorGauge, Meter
+from hyper_parallel.errors import TierFull
+from hyper_parallel.ir import MemoryPlan
+from hyper_parallel.offload import MemoryMachine
+
+
+class Hardware:
+    """The three tiers and the ways between them.
+
+    Args:
+        device: Where operators run.
+        machine: Capacities.
+        alignment_bytes: Rounding of every allocation.
+        copies: How copies of a simulated device move.
+        queues: Streams and events of the device; None: it is simulated.
+        owned: Tensors whose bytes the plans will own.
+
+    Attributes:
+        gauge: Bytes of the device: a meter that sees every buffer, or the allocator of an accelerator.
+        lanes: Running copies.
+        pool: DRAM buffers.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        machine: MemoryMachine,
+        alignment_bytes: int,
+        copies: Copies,
+        queues: DeviceApi | None,
+        owned: Mapping[int, torch.Tensor],
+    ) -> None:
+        self.device = device
+        self.dram = Meter("dram", alignment_bytes, machine.dram_bytes)
+        self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
+        self.gauge: Meter | AllocatorGauge = Meter("device", alignment_bytes)
+        self.lanes: CopyLanes | StreamLanes
+        self.lanes = CopyLanes(copies) if queues is None else StreamLanes(queues)
+        self.pool = HostPool(alignment_bytes, pin=device.type != "cpu")
+        self._machine = machine
+        module: Any = None if queues is None else queues.module
+        if hasattr(module, "max_memory_allocated"):
+            now = int(module.memory_allocated(device))
+            mine = {
+                base._cdata: base.nbytes()
+                for base in (tensor.untyped_storage() for tensor in owned.values())
+                if base.device == device
+            }
+            self.gauge = AllocatorGauge(
+                module, device, now - sum(-(-n // 512) * 512 for n in mine.values())
+            )
+
+    @property
+    def timed(self) -> StreamLanes | None:
+        """The lanes that measure time themselves; None: a virtual clock keeps it."""
+        return self.lanes if isinstance(self.lanes, StreamLanes) else None
+
+    def reserve(self, plan: MemoryPlan) -> None:
+        """Make the DRAM buffers that a plan needs.
+
+        Raises:
+            TierFull: HP403 when pinned buffers take more than there is.
+        """
+        self.pool.reserve(most_at_once(plan))
+        most = self._machine.dram_bytes
+        if self.device.type != "cpu" and most is not None and self.pool.held_bytes > most:
+            raise TierFull(
+                "the pinned buffers of the plan take more than the dram tier has",
+                got=f"{self.pool.held_bytes} bytes",
+                allowed=f"{most} bytes",
+                hint=f"allow at least {self.pool.held_bytes} bytes in dram",
+            )
+
+    def on_device(self, num_bytes: int, device: torch.device | None = None) -> torch.UntypedStorage:
+        """A counted buffer on the device, or on another one for what never was on it."""
+        base = torch.UntypedStorage(num_bytes, device=device or self.device)
+        self.gauge.adopt(base)
+        return base
+
+    def in_dram(self, num_bytes: int) -> torch.UntypedStorage:
+        """A counted DRAM buffer.
+
+        Raises:
+            TierFull: HP403 when the capacity is exceeded.
+        """
+        base = self.pool.take(num_bytes)
+        self.dram.adopt(base)
+        return base
+
+    def reset_peaks(self) -> None:
+        """Measure peaks from here on."""
+        for meter in (self.gauge, self.dram, self.flash):
+            meter.reset_peak()
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Highest bytes per tier since `reset_peaks`."""
+        return {
+            "device": self.gauge.peak_bytes,
+            "dram": self.dram.peak_bytes,
+            "flash": self.flash.peak_bytes,
+        }
+
+    @property
+    def live(self) -> tuple[tuple[str, int], ...]:
+        """Bytes taken now, per tier."""
+        return tuple((m.name, m.live_bytes) for m in (self.gauge, self.dram, self.flash))

@@ -1,0 +1,218 @@
+"""The state of a step in the tiers: who owns its bytes, where they lie between steps, how they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from hyper_parallel.backends.torch.offload._calls import View
+from hyper_parallel.backends.torch.offload._captured import Captured, as_view
+from hyper_parallel.backends.torch.offload._copies import Copies
+from hyper_parallel.backends.torch.offload._hardware import Hardware
+from hyper_parallel.backends.torch.offload._prepared import Held, Resident
+from hyper_parallel.backends.torch.offload._streams import DeviceApi
+from hyper_parallel.backends.torch.offload._tiers import FileTier
+from hyper_parallel.errors import (
+    HyperParallelError,
+    MemoryPlanInvalid,
+    StepChanged,
+    TransferFailed,
+)
+from hyper_parallel.ir import MemoryPlan
+from hyper_parallel.offload import MemoryMachine
+
+
+class HeldState:
+    """Owns the bytes of a step's state, each storage in the tier where the plan has its home.
+
+    Args: as those of `PlannedDevice`.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        plan: MemoryPlan,
+        machine: MemoryMachine,
+        copies: Copies,
+        flash: Path | None,
+        queues: DeviceApi | None,
+    ) -> None:
+        if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
+            captured.calls
+        ):
+            raise MemoryPlanInvalid(
+                "the plan was made for another program",
+                got=plan.program.name,
+                allowed=captured.program.name,
+                hint="plan the captured program again",
+            )
+        self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
+        _ = plan.replayed  # an illegal plan is refused before anything moves
+        if plan.peak_bytes["flash"] and flash is None:
+            raise MemoryPlanInvalid(
+                "the plan uses the flash tier, but no folder was given for it",
+                hint="pass flash=Path(...)",
+            )
+        if queues is None and captured.device.type != "cpu":
+            queues = DeviceApi.of(captured.device)
+        self.hardware = self._find_hardware(queues)
+        self.hardware.reserve(plan)
+        self._files = FileTier(flash or Path(), self.hardware.flash)
+        self._resident = Resident()
+        self._on: dict[str, Held] = {"device": self._resident.bytes, "dram": {}}
+        self._failed = False
+        self._closed = False
+        self._take_state()
+
+    def _find_hardware(self, queues: DeviceApi | None) -> Hardware:
+        return Hardware(
+            self.captured.device,
+            self.machine,
+            self.plan.program.alignment_bytes,
+            self.copies,
+            queues,
+            {s: t for s, t in self.captured.state.items() if not self._is_input(s)},
+        )
+
+    def _is_input(self, storage: int) -> bool:
+        return self.plan.program.storages[storage].kind == "input"
+
+    def _device_buffer(self, storage: int) -> torch.UntypedStorage:
+        """New bytes for a storage, on the device unless it was never there."""
+        size = self.plan.program.storages[storage].num_bytes
+        away = storage in self.captured.on_host
+        return self.hardware.on_device(size, torch.device("cpu") if away else None)
+
+    def _take_state(self) -> None:
+        """Move the state's bytes into buffers of the device, and empty the tensors that owned them.
+
+        A storage that another tensor still holds would not be free when the plan detaches it.
+        """
+        for s, tensor in self.captured.state.items():
+            home = self.plan.homes[s]
+            base = tensor.untyped_storage()
+            if home == "flash":
+                self._files.take(s, base.nbytes())
+                staged = torch.UntypedStorage(base.nbytes())
+                staged.copy_(base)
+                self._files.write(s, staged)
+            else:
+                on_device = home == "device"
+                mine = self._device_buffer(s) if on_device else self.hardware.in_dram(base.nbytes())
+                mine.copy_(base)
+                self._on[home][s] = mine
+            if not self._is_input(s):
+                # All tensors on this storage share it, so emptying it in place frees the bytes of all of them. Inputs
+                # stay with the caller, who may pass the very same tensors again.
+                base.resize_(0)
+
+    def _give_state(self) -> None:
+        """Give the state's bytes back to the tensors that owned them."""
+        given = {view.storage for view in self.captured.inputs.values()}
+        for s, tensor in self.captured.state.items():
+            if s not in given:
+                base = tensor.untyped_storage()
+                base.resize_(self.captured.program.storages[s].num_bytes)
+                if self._failed:
+                    base.fill_(0xFF)
+                else:
+                    base.copy_(self._bytes(s))
+        self._files.clear()
+        self._resident.clear()
+        self._on["dram"].clear()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Between two steps, give the state back to the model and the optimizer for the time of this context.
+
+        Whatever reads or changes their tensors here (an evaluation, a checkpoint) sees and sets the real ones. What it
+        takes is not counted.
+        """
+        self._check_usable()
+        with self._moving():
+            self._give_state()
+        try:
+            yield
+        finally:
+            with self._moving():
+                self._take_state()
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """State that was moved in part only must not pass for good: the device can then only be closed."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = True
+            if isinstance(error, HyperParallelError) or not isinstance(error, Exception):
+                raise
+            raise TransferFailed(
+                "the state could not be moved between memory tiers",
+                got=f"{type(error).__name__}: {error}",
+            ) from error
+
+    def close(self) -> None:
+        """Give the state's bytes back to the tensors that owned them.
+
+        After a failed step they are filled with ones in every bit (NaN as floating point): a half-updated state must
+        not pass for a good one.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.hardware.lanes.close()
+        with self._moving():
+            self._give_state()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if self._closed or self._failed:
+            raise StepChanged(
+                "the device was closed or a step on it failed; capture and plan again"
+            )
+
+    def read_state(self, name: str) -> torch.Tensor:
+        """A copy of a named persistent tensor, wherever it lives between steps."""
+        storage, view = self._state(name)
+        return view.on(self._bytes(storage)).clone()
+
+    def write_state(self, name: str, value: torch.Tensor) -> None:
+        """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
+        storage, view = self._state(name)
+        base = self._bytes(storage)
+        view.on(base).copy_(value)
+        if self.plan.homes[storage] == "flash":
+            self._files.write(storage, base)
+
+    def _bytes(self, storage: int) -> torch.UntypedStorage:
+        """Bytes of a persistent storage between steps; of a file, a copy."""
+        home = self.plan.homes[storage]
+        if home != "flash":
+            return self._on[home][storage]
+        base = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
+        self._files.read(storage, base)
+        return base
+
+    def _state(self, name: str) -> tuple[int, View]:
+        for s, tensor in self.captured.state.items():
+            if self.plan.program.storages[s].name == name:
+                return s, as_view(tensor, s)
+        raise StepChanged(
+            f"the captured step has no state named `{name}`",
+            allowed=[self.plan.program.storages[s].name for s in self.captured.state][:20],
+        )

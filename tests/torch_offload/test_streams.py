@@ -1,0 +1,168 @@
+"""The executor with streams: on torch's CPU streams for the code path, on logging streams for the order."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from hyper_parallel.backends.torch.offload import DeviceApi, FileTier, PlannedDevice, record
+from hyper_parallel.backends.torch.offload import _streams as streams
+from hyper_parallel.errors import TransferFailed
+from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from tests.torch_offload.ordering import Order, Watch, executor_of
+
+pytestmark = pytest.mark.torch
+
+SIZE = 32
+CPU = torch.device("cpu")
+FAST = Channel(1e9, 1e-7)
+
+
+class Net:
+    """Six square layers with momentum, trained by hand, so that a step has few operators."""
+
+    def __init__(self, layers=6):
+        generator = torch.Generator().manual_seed(0)
+        self.weights = [torch.randn(SIZE, SIZE, generator=generator) / 6 for _ in range(layers)]
+        self.momenta = [torch.zeros_like(w) for w in self.weights]
+
+    @property
+    def named(self):
+        return {
+            **{f"w{i}": (w, "weight") for i, w in enumerate(self.weights)},
+            **{f"m{i}": (m, "optimizer") for i, m in enumerate(self.momenta)},
+        }
+
+    def step(self, x):
+        kept = [x]
+        for w in self.weights:
+            kept.append(torch.tanh(kept[-1] @ w))
+        loss = kept[-1].square().sum()
+        grad = 2 * kept[-1]
+        for i in reversed(range(len(self.weights))):
+            grad = grad * (1 - kept[i + 1].square())
+            self.momenta[i].mul_(0.9).add_(kept[i].t() @ grad)
+            grad = grad @ self.weights[i].t()
+            self.weights[i].sub_(self.momenta[i], alpha=1e-3)
+        return loss
+
+
+def batch(number):
+    return {"x": torch.randn(64, SIZE, generator=torch.Generator().manual_seed(number))}
+
+
+def captured_net():
+    net = Net()
+    return net, record(net.step, batch(0), net.named, name="net", training=True)
+
+
+@functools.cache
+def planned(flash):
+    _, captured = captured_net()
+    program = Roofline(1e9, 1e9, 1e-6).annotate(captured.program)
+    disk = FAST if flash else None
+    machine = MemoryMachine(FAST, FAST, disk, disk, dram_bytes=60_000 if flash else None)
+    plan = plan_memory(program, machine, budget_bytes=60_000, recompute=False)
+    kinds = {action.kind for action in plan.actions}
+    assert {"store", "prefetch"} <= kinds
+    assert not flash or {"copy_in", "copy_out"} <= kinds
+    return plan, machine
+
+
+def made(flash):
+    """A captured net and a plan through two or three tiers."""
+    return *captured_net(), *planned(flash)
+
+
+@pytest.mark.parametrize("flash", [False, True], ids=["two tiers", "three tiers"])
+def test_streams_give_the_bits_and_the_predicted_peaks(tmp_path, flash):
+    net, captured, plan, machine = made(flash)
+    reference = Net()
+    reference.step(**batch(0))
+    queues = DeviceApi.of(CPU)
+    with PlannedDevice(captured, plan, machine, flash=tmp_path, queues=queues) as device:
+        for number in range(1, 5):
+            loss, measured = device.step(batch(number), trace=number == 1)
+            assert torch.equal(loss, reference.step(**batch(number)))
+            assert measured.peak_bytes == plan.peak_bytes
+            moved = {kind: copied.num_bytes for kind, copied in measured.copied.items()}
+            assert moved == plan.replayed.copied_bytes
+            assert measured.seconds > 0
+            if number == 1:
+                lanes = {span.lane for span in measured.timeline.spans}
+                assert {"compute", "store", "prefetch"} <= lanes
+                made_at_first = dict(device.hardware.pool.made)
+        assert dict(device.hardware.pool.made) == made_at_first  # no step allocates DRAM
+    for a, b in zip(
+        (*net.weights, *net.momenta), (*reference.weights, *reference.momenta), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def ordered(folder, monkeypatch, flash, drop=None):
+    """Two steps on logging streams; what was found unordered, and the number of waits per agent and step."""
+    order = Order(drop)
+    _, captured, plan, machine = made(flash)
+    monkeypatch.setattr(streams, "ThreadPoolExecutor", executor_of(order))
+    read, write = FileTier.read, FileTier.write
+
+    def reading(self, storage, target):
+        order.access(target, True, "file read")
+        read(self, storage, target)
+
+    def writing(self, storage, source):
+        order.access(source, False, "file write")
+        write(self, storage, source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileTier, "read", reading)
+        patch.setattr(FileTier, "write", writing)
+        with PlannedDevice(captured, plan, machine, flash=folder, queues=order.api()) as device:
+            with Watch(order):
+                device.step(batch(1))
+                first = dict(order.waits)
+                device.step(batch(2))
+            found = list(order.violations)
+    return found, first, dict(order.waits)
+
+
+@pytest.mark.parametrize("flash", [False, True], ids=["two tiers", "three tiers"])
+def test_every_copy_and_every_reuse_is_ordered(tmp_path, monkeypatch, flash):
+    found, _, waits = ordered(tmp_path, monkeypatch, flash)
+    assert not found
+    assert {"compute", "store", "prefetch"} <= set(waits)
+    assert not flash or {"hyper-copy_in", "hyper-copy_out"} <= set(waits)
+
+
+@pytest.mark.parametrize(("agent", "share"), [("compute", 1.0), ("store", 0.5), ("prefetch", 0.5)])
+def test_leaving_out_one_wait_is_found(tmp_path, monkeypatch, agent, share):
+    """In the second step, whose state was written by the copies of the first.
+
+    Every wait of the compute stream is needed. A copy's own wait is not when a wait just before it on the same stream
+    covers what it reads.
+    """
+    _, first, waits = ordered(tmp_path, monkeypatch, False)
+    numbers = range(first[agent] + 1, waits[agent] + 1)
+    assert len(numbers) > 8
+    found = [n for n in numbers if ordered(tmp_path, monkeypatch, False, (agent, n))[0]]
+    assert len(found) >= share * len(numbers)
+
+
+@pytest.mark.parametrize("agent", ["hyper-copy_in", "hyper-copy_out"])
+def test_a_file_thread_that_does_not_wait_is_found(tmp_path, monkeypatch, agent):
+    _, first, waits = ordered(tmp_path, monkeypatch, True)
+    numbers = range(first[agent] + 1, waits[agent] + 1)
+    assert any(
+        ordered(tmp_path, monkeypatch, True, (agent, n))[0] for n in itertools.islice(numbers, 8)
+    )
+
+
+def test_a_file_that_is_cut_short_stops_the_step_with_streams(tmp_path):
+    _, captured, plan, machine = made(flash=True)
+    device = PlannedDevice(captured, plan, machine, flash=tmp_path, queues=DeviceApi.of(CPU))
+    next(p for p in tmp_path.iterdir() if p.stat().st_size > 64).write_bytes(b"short")
+    with pytest.raises(TransferFailed, match="wrong size"):
+        device.step(batch(1))
+    device.close()
+    assert captured.state[0].isnan().all() or captured.state[1].isnan().all()
