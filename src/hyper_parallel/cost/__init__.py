@@ -1,6 +1,13 @@
 """Cost model: step time, memory and communication of a strategy, each as terms with a formula and a source."""
 
-from hyper_parallel.cost._candidates import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
+from hyper_parallel.cost._candidates import (
+    ORDERS,
+    RECOMPUTE,
+    SCHEDULES,
+    SHAPES,
+    Candidates,
+    kept_choices,
+)
 from hyper_parallel.cost._cards import (
     DeviceCard,
     StackCard,
@@ -82,6 +89,7 @@ __all__ = [
     "fit_runs",
     "fit_stack",
     "kept_bytes",
+    "kept_choices",
     "layer_prices",
     "load_card",
     "mean_rates",
