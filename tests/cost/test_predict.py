@@ -28,6 +28,7 @@ from hyper_parallel.cost import (
     shipped_cards,
     write_card,
 )
+from hyper_parallel.cost._interval import coverage, half_width
 from hyper_parallel.errors import CardUnreadable, RunsUnreadable
 from hyper_parallel.model import load_model
 
@@ -302,3 +303,37 @@ def test_fitting_finds_known_constants_again():
         assert math.exp(made_again.factors[name]) == pytest.approx(factor, rel=0.02), name
     assert np.abs(made_again.after).max() < 2e-3
     assert np.abs(made_again.before).max() > 0.03
+
+
+def test_intervals_hold_the_share_they_promise():
+    """Residuals of 40 models with 3 runs each: the width made without a model holds 80 % of it, not all."""
+    rng = np.random.default_rng(0)
+    folds = np.repeat([f"model {i}" for i in range(40)], 3)
+    residual, votes = rng.normal(0.0, 0.1, 120), np.full(120, 1.0 / 3.0)
+    assert half_width(residual, votes, folds) == pytest.approx(0.1 * 1.29, rel=0.2)
+    assert 0.72 < coverage(residual, votes, folds) < 0.9
+    # One fold far off is outside the interval of the others; of a single fold nothing may be left out.
+    residual[:3] = 5.0
+    assert coverage(residual, votes, folds) < 1.0 - 1.0 / 40.0 + 1e-9
+    assert half_width(residual[:6], votes[:6], folds[:1].repeat(6)) == 5.0
+
+
+def test_expert_layers_of_a_young_generation_get_faster_by_release():
+    qwen = {"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "ffn": 6144, "vocab": 151936, "experts": 128,
+            "topk": 8, "moe_ffn": 768, "tp": 1, "ep": 8, "seq": 4096, "n_dev": 8, "precision": "fp8"}  # fmt: skip
+
+    def growth(device, peak):
+        old, new = (
+            predicted(
+                {
+                    **qwen,
+                    "device": device,
+                    "peak_tflops": peak,
+                    "stack": f"Megatron-Bridge {release}",
+                }
+            ).step_s
+            for release in ("25.09", "26.06")
+        )
+        return old / new - 1.0
+
+    assert growth("B200", 2250) > 2.0 * growth("H100", 989) > 0.0

@@ -205,9 +205,10 @@ def machine_of(run: Run, cards: Cards, told: list[str]) -> Machine:
     if run.matmul_dtype == "float32":
         compute = "float32"
     release = _release(run)
+    card = cards.device_for(supernode.device.name, supernode.device.kind)
     if stack.moe_month and run.model.num_params and release is not None:
         behind = max(0.0, stack.moe_release - release)
-        factor = 1.0 + stack.moe_month * math.sqrt(behind)
+        factor = 1.0 + stack.moe_month * card.maturing * math.sqrt(behind)
         stack = replace(stack, moe=stack.moe * factor, moe_host_s=stack.moe_host_s * factor)
     if not stack.sequence_parallel and "sp" in re.split(
         r"\W", run.row.get("recompute", "").lower()
@@ -217,7 +218,6 @@ def machine_of(run: Run, cards: Cards, told: list[str]) -> Machine:
         stack = replace(stack, sequence_parallel=0.0)
     if not stack.sequence_parallel and run.degrees["tp"] > 1:
         told.append("the sequence is not sharded between tensor-parallel blocks")
-    card = cards.device_for(supernode.device.name, supernode.device.kind)
     return Machine.of(supernode, compute, matmul_dtype=run.matmul_dtype, card=card, stack=stack)
 
 

@@ -188,7 +188,7 @@ def time_terms(
     optimizer = moved / machine.stream_bytes_s
     over_host = np.where(c.offload > 0, moved / max(machine.host_bytes_s, 1.0), 0.0)
     accumulated = np.where(
-        (m > 1) & ((c.zero < 2) | (c.pp > 1)),
+        (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (c.dp_shard * c.cp > 1))),
         m * 8.0 * card.saturation * elements.whole / machine.stream_bytes_s,
         0.0,
     )
