@@ -181,7 +181,7 @@ class Fit:
         before: Log ratio of predicted over measured step time with what was believed.
         after: The same with the fitted cards.
         left_out: The same for each run by cards that were fitted without its group.
-        interval: Half width of the 80 % interval in log ratio, by kind of model: of runs whose whole model was left out.
+        interval: Half width of the 80 % interval in log ratio, by kind of model, of runs whose model was left out.
         coverage: Share of left-out runs, one vote per group, that lie in an interval made without them, by kind.
     """
 
