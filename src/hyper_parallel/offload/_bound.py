@@ -245,28 +245,3 @@ class _Model:
                         filled = True
                 if filled:
                     self.lp.at_least(row, -constant)
-
-
-def reload_bound(
-    program: MemoryProgram, machine: MemoryMachine, order: Sequence[int], limit_s: float
-) -> int:
-    """Bytes below which no plan of this order gets by copies alone within `limit_s`; for graphs of any size.
-
-    What is away while position q runs and is used after it must come back in the seconds that are left, and the channel
-    carries no more than it carries. What is never used after q may be away for nothing.
-    """
-    chains = use_definitions(program, order)
-    n = len(order)
-    live, last_use = [0] * (n + 1), [0] * (n + 1)
-    for s, storage in enumerate(program.storages):
-        uses = chains.uses[s]
-        if not uses:
-            continue  # it may live elsewhere for the whole step
-        live[0 if storage.at_start else uses[0]] += program.sizes[s]
-        last_use[uses[-1] + 1] += program.sizes[s]
-    bound, held, spent_s = 0, 0, 0.0
-    for position, index in enumerate(order):
-        held += live[position] - last_use[position]
-        spent_s += program.operators[index].seconds
-        bound = max(bound, held - int(max(limit_s - spent_s, 0.0) * machine.prefetch.bytes_s))
-    return bound

@@ -128,10 +128,11 @@ class Emitter:
             wanted.update(dict.fromkeys(self.program.operators[i].reads))
         fresh = {*op.allocs, *(s for i in rerun for s in self.program.operators[i].allocs)}
         wanted = {s: None for s in wanted if s not in fresh}
-        sizes = self.program.sizes
-        need = sum(sizes[s] for s in fresh if "device" not in self.current[s])
-        need += sum(sizes[s] for s in wanted if "device" not in self.current[s])
-        self._make_room(need, {*wanted, *fresh})
+        if self.budget is not None:
+            sizes = self.program.sizes
+            operands = {*wanted, *fresh}
+            need = sum(sizes[s] for s in operands if "device" not in self.current[s])
+            self._make_room(need, operands)
         for s in wanted:
             self._bring(s)
         for s in wanted:
@@ -153,7 +154,9 @@ class Emitter:
             for tier in self.current[s]:
                 self.current[s][tier] = tier == "device"
         self._do("run", index)
-        touched = dict.fromkeys((*op.touched, *wanted, *fresh))
+        touched = self.program.touched[index]
+        if rerun:
+            touched = tuple(dict.fromkeys((*touched, *wanted, *fresh)))
         for s in touched:
             if "device" in self.current[s]:
                 self._after(s, position)

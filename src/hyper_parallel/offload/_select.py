@@ -80,7 +80,13 @@ class Selector:
                 self.first_write[s] = min(self.first_write[s], position)
         self.profile = self._profile()
         self.sequences: dict[Rank, Greedy] = {}
-        self.candidates = [c for s in movable for c in self._of(s)]
+        # A copy that is nearly all latency takes a channel's time for next to no bytes.
+        few = (
+            0.0
+            if stretch is None
+            else min(machine.store.latency_bytes, machine.prefetch.latency_bytes) / 4
+        )
+        self.candidates = [c for s in movable if program.sizes[s] >= few for c in self._of(s)]
 
     def _profile(self) -> np.ndarray:
         """Device bytes during every position, liveness and recomputation applied, nothing moved."""
@@ -191,7 +197,7 @@ class Selector:
         """
         channel = self.machine.prefetch
         step_s = max(float(self.ends_s[-1]), 1e-12) if self.n else 1e-12
-        latency_bytes = max(channel.latency_s * channel.bytes_s, 1.0)
+        latency_bytes = max(channel.latency_bytes, 1.0)
         return math.sqrt(channel.bytes_s * step_s * latency_bytes / 2)
 
     def clean(self, gap: Gap) -> bool:
