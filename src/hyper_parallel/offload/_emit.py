@@ -7,7 +7,7 @@ them. A prefetch is issued as late as its serial channel allows, computed backwa
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,6 +85,25 @@ class Emitter:
         for position, index in enumerate(order):
             for s in program.operators[index].writes:
                 self.writes[s].append(position)
+        self.early = self._early_stores(gaps)
+        self.ahead: set[int] = set()  # stored before they leave: the copy stays until then
+
+    def _early_stores(self, gaps: Sequence[Gap]) -> list[list[Gap]]:
+        """Per position, what has its content from there on and leaves later: its copy may run before it leaves."""
+        early: list[list[Gap]] = [[] for _ in self.order]
+        # What is dropped to be made again must not be under a copy then.
+        dropped = {*self.again.gaps, *(h for hs in self.again.helpers.values() for h in hs)}
+        for g in gaps:
+            uses = self.again.uses[g.storage]
+            if g.first < 0 or not uses or g.tier != "dram" or g.storage in dropped:
+                continue
+            writes = self.writes[g.storage]
+            at = bisect_right(writes, g.first)
+            begun = 0 if self.program.storages[g.storage].at_start else uses[0]
+            since = writes[at - 1] if at else begun
+            if since < g.first:
+                early[since].append(g)
+        return early
 
     def emit(self, limit_s: float = float("inf")) -> tuple[MemoryAction, ...] | None:
         """The whole program, or None as soon as it must take longer than the limit."""
@@ -93,6 +112,7 @@ class Emitter:
                 self._release(s)
         queue = 0
         waiting: list[tuple[int, Gap, MemoryActionKind]] = []
+        ready: list[Gap] = []
         for position, index in enumerate(self.order):
             if self.clock.now_s + self.left_s[position] > limit_s:
                 return None
@@ -102,6 +122,9 @@ class Emitter:
                 queue += 1
             waiting = [event for event in waiting if not self._reload(event, position)]
             self._operator(position, index)
+            for gap in self.early[position]:
+                insort(ready, gap, key=lambda g: (g.first, -self.program.sizes[g.storage]))
+            ready = self._store_early(ready, position)
         while self.pending:
             self._finish(self.pending[0])
         self._clear()
@@ -181,6 +204,7 @@ class Emitter:
 
     def _depart(self, gap: Gap) -> None:
         s = gap.storage
+        self.ahead.discard(s)
         held = self.current[s]
         # A copy of an earlier leave may still run: it carries the same content (a write would have waited for it).
         going = {p.into: p for p in self.pending if p.storage == s}
@@ -209,6 +233,25 @@ class Emitter:
                 self._do("copy_out", s)
                 self.pending.append(_Pending(s, "flash", True))
 
+    def _store_early(self, ready: list[Gap], position: int) -> list[Gap]:
+        """Use a store lane that stands idle for what leaves next; the rest of the list."""
+        left: list[Gap] = []
+        for at, gap in enumerate(ready):
+            if not self.clock.idle("store"):
+                return [*left, *(g for g in ready[at:] if g.first > position)]
+            s = gap.storage
+            held = self.current[s]
+            if gap.first <= position or "device" not in held or held.get("dram"):
+                continue
+            if (s, "device") in self.flying or not self._dram_fits(s):
+                left.append(gap)
+                continue
+            self._set(s, "dram")
+            self._do("store", s)
+            self.pending.append(_Pending(s, "dram", False))
+            self.ahead.add(s)
+        return left
+
     def _retire(self) -> None:
         """Detach what has been copied by now."""
         for item in list(self.pending):
@@ -229,7 +272,9 @@ class Emitter:
         self._do("wait", s, item.into)
         if item.leaves:
             self._detach(s, "device" if item.into == "dram" else "dram")
-        elif item.into == "dram" and self.homes[s] != "dram" and not self._going(s, "flash"):
+        elif item.into == "dram" and not (
+            s in self.ahead or self.homes[s] == "dram" or self._going(s, "flash")
+        ):
             self._detach(s, "dram")
 
     def _going(self, s: int, into: str) -> bool:

@@ -126,11 +126,11 @@ class _Lanes:
         for gap in candidate.gaps:
             low, high = gap.first + 1, gap.last
             if gap.first >= 0 and not (home and selector.clean(gap)):
-                released = self.ends_s[gap.first]
+                released = self.ends_s[selector.since(gap)]
                 done = self.store.first(released, out_s)
                 if done is None:
                     return None
-                low = bisect_left(self.starts_s, done)
+                low = max(low, bisect_left(self.starts_s, done))
                 stores.append(released)
             if gap.last < selector.n:
                 due = self.starts_s[gap.last]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
@@ -74,10 +75,10 @@ class Selector:
         self.starts_s = self.ends_s - seconds
         self.n = len(order)
         self.written = {s for op in program.operators for s in op.writes}
-        self.first_write = dict.fromkeys(self.written, self.n)
+        self.writes: dict[int, list[int]] = {s: [] for s in self.written}
         for position, index in enumerate(order):
             for s in program.operators[index].writes:
-                self.first_write[s] = min(self.first_write[s], position)
+                self.writes[s].append(position)
         self.profile = self._profile()
         self.sequences: dict[Rank, Greedy] = {}
         # A copy that is nearly all latency takes a channel's time for next to no bytes.
@@ -125,25 +126,28 @@ class Selector:
         for a, b in pairwise(uses):
             if b - a > 1 and (a, b) != dropped:
                 idle = float(self.starts_s[b] - self.ends_s[a])
-                low = max(self._done(a, out), a + 1)
+                gap = Gap(s, a, b, "dram")
+                low = max(self._done(self.since(gap), out), a + 1)
                 high = self._begun(b, back)
                 if low < high:
-                    gap = Gap(s, a, b, "dram")
                     found.append(Candidate((gap,), ((low, high),), size, idle, moves))
         if storage.persistent and uses:
             first, last = uses[0], uses[-1]
             high = self._begun(first, back)
-            low = self._done(last, out) if s in self.written else last + 1
+            tail = Gap(s, last, self.n, "dram")
+            low = last + 1
+            if s in self.written:
+                low = max(low, self._done(self.since(tail), out))
             # One span per gap; an empty one (head used at once, tail too short to leave) frees nothing.
             spans = ((0, high), (min(low, self.n), self.n))
             idle = float(self.starts_s[first] + self.ends_s[-1] - self.ends_s[last])
             ends = Candidate(
-                (Gap(s, -1, first, "dram"), Gap(s, last, self.n, "dram")),
+                (Gap(s, -1, first, "dram"), tail),
                 spans,
                 size,
                 idle,
                 moves,
-                max(0.0, float(self.ends_s[last] + out - self.ends_s[-1]))
+                max(0.0, float(self.ends_s[self.since(tail)] + out - self.ends_s[-1]))
                 if s in self.written
                 else 0.0,
             )
@@ -203,7 +207,18 @@ class Selector:
     def clean(self, gap: Gap) -> bool:
         """The storage still has the content it started the step with."""
         s = gap.storage
-        return self.program.storages[s].at_start and gap.first < self.first_write.get(s, self.n)
+        return self.program.storages[s].at_start and gap.first < min(
+            self.writes.get(s, ()), default=self.n
+        )
+
+    def since(self, gap: Gap) -> int:
+        """Position from whose end on the storage has the content it leaves with."""
+        s = gap.storage
+        writes = self.writes.get(s, [])
+        at = bisect_right(writes, gap.first)
+        if at:
+            return writes[at - 1]
+        return 0 if self.program.storages[s].at_start else self.again.uses[s][0]
 
 
 def assign_tiers(
