@@ -23,6 +23,7 @@ from hyper_parallel.ir import (
 from hyper_parallel.offload._address import assign_addresses
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._order import order_peak, refine_order
+from hyper_parallel.offload._polish import LARGEST, polish
 from hyper_parallel.offload._portfolio import Emitted, Search, overfull
 from hyper_parallel.offload._recompute import (
     cheapest_at_peak,
@@ -256,6 +257,8 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
                 low = target
         else:
             low = target
+    if len(search.program.operators) <= LARGEST and best.again is not None:
+        best = polish(search, best, limit_s)
     return best
 
 
