@@ -61,6 +61,7 @@ class Emitter:
         self.actions: list[MemoryAction] = []
         self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.held: list[int] = []  # device bytes while each position runs
         self.homes: list[MemoryTier] = ["device"] * n
         for gap in gaps:
             if gap.first < 0:
@@ -176,6 +177,7 @@ class Emitter:
         for s in op.writes:
             for tier in self.current[s]:
                 self.current[s][tier] = tier == "device"
+        self.held.append(self.live["device"])
         self._do("run", index)
         touched = self.program.touched[index]
         if rerun:
