@@ -8,10 +8,10 @@
   sequence (512 + 64 values a token, bf16, absorbed projections), one shared and one routed expert per layer as with one
   expert per device, two tokens per sequence (one predicted ahead). Without head, embedding and communication.
 * moe: one token with the shapes of Qwen3-30B-A3B (48 layers, 128 experts of 9.4 MB each, 8 chosen per layer), 8192
-  tokens of context, one storage per expert. `any`: the plan is static, so all experts of a layer must be there when its router
-  has chosen. `known`: the chosen experts (drawn at random) are known before the step; no static plan can be that good,
-  it shows what a prediction of the choice would be worth. `on demand`: experts lie in DRAM and the chosen ones are
-  fetched when the router has chosen, which nothing overlaps: seconds are a sum.
+  tokens of context, one storage per expert. `any`: the plan is static, so all experts of a layer must be there when its
+  router has chosen. `known`: the chosen experts (drawn at random) are known before the step; no static plan can be that
+  good, it shows what a prediction of the choice would be worth. `on demand`: experts lie in DRAM and the chosen ones
+  are fetched when the router has chosen, which nothing overlaps: seconds are a sum.
 * error: Llama-8B training of 8192 tokens, planned for a link that is 30 % faster or slower than it is, with and without
   the planner's bandwidth margin.
 

@@ -2,9 +2,9 @@
 
     python benchmarks/offload_speed.py --json
 
-A training step of Llama-8B shapes (32 layers, 8192 tokens, ZeRO-1 over 8), captured under fake tensors. `cached_cpu_s` is
-the whole second call: hashing program, machine and goal, reading the file, replaying and timing every action, checking
-addresses. CPU seconds of one process with one thread; the libraries are imported before.
+A training step of Llama-8B shapes (32 layers, 8192 tokens, ZeRO-1 over 8), captured under fake tensors. `cached_cpu_s`
+is the whole second call: hashing program, machine and goal, reading the file, replaying and timing every action,
+checking addresses. CPU seconds of one process with one thread; the libraries are imported before.
 """
 
 from __future__ import annotations
