@@ -1,7 +1,7 @@
 """Emission: turn chosen gaps into an executable program.
 
-A forward walk over the order with the simulator's own clock. A store is issued right after the last use; its device
-bytes are detached at the first operator boundary at which the copy is done, earlier (by waiting) when the budget needs
+A forward walk over the order with the simulator's own clock. A store is issued right after the last use, or before it
+when its content is final and the lane stands idle; its device bytes are detached at the first operator boundary at which the copy is done, earlier (by waiting) when the budget needs
 them. A prefetch is issued as late as its serial channel allows, computed backwards from the deadlines.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,19 +19,10 @@ from hyper_parallel.ir import (
     MemoryProgram,
     MemoryTier,
 )
-from hyper_parallel.offload._issue import Gap, issue_positions
+from hyper_parallel.offload._issue import Gap, Pending, early_stores, issue_positions
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 from hyper_parallel.offload._simulate import Clock
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A running copy out of the device (or out of DRAM) that a detach waits for."""
-
-    storage: int
-    into: MemoryTier
-    leaves: bool  # False: the storage was needed again before the copy was done
 
 
 class Emitter:
@@ -52,9 +42,8 @@ class Emitter:
     ) -> None:
         n = len(program.storages)
         self.planned = planned  # bytes per position as selected
-        self.back = (
-            back or {}
-        )  # (storage, end of gap) -> position from which `planned` counts it again
+        # (storage, end of gap) -> position from which `planned` counts it again
+        self.back = back or {}
         self.program, self.order, self.again = program, order, recomputes
         self.budget = budget_bytes
         self.clock = Clock(program, machine)
@@ -66,9 +55,8 @@ class Emitter:
         for gap in gaps:
             if gap.first < 0:
                 self.homes[gap.storage] = gap.tier
-        self.current: list[dict[MemoryTier, bool]] = [
-            {} for _ in range(n)
-        ]  # tier -> content is newest
+        # Per storage: tier -> the content there is the newest.
+        self.current: list[dict[MemoryTier, bool]] = [{} for _ in range(n)]
         for s, storage in enumerate(program.storages):
             if storage.at_start:
                 self._set(s, self.homes[s])
@@ -79,32 +67,15 @@ class Emitter:
         starts = np.cumsum([0.0] + [program.operators[i].seconds for i in order])[:-1]
         self.left_s = float(starts[-1]) - starts if len(starts) else starts
         self.events = issue_positions(gaps, starts, program, machine, window)
-        self.pending: list[_Pending] = []
+        self.pending: list[Pending] = []
         self.due: set[int] = set()  # reload is due, but there is no room yet
         self.flying: dict[tuple[int, str], None] = {}  # copies towards the device not waited for
         self.writes: list[list[int]] = [[] for _ in range(n)]
         for position, index in enumerate(order):
             for s in program.operators[index].writes:
                 self.writes[s].append(position)
-        self.early = self._early_stores(gaps)
+        self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
         self.ahead: set[int] = set()  # stored before they leave: the copy stays until then
-
-    def _early_stores(self, gaps: Sequence[Gap]) -> list[list[Gap]]:
-        """Per position, what has its content from there on and leaves later: its copy may run before it leaves."""
-        early: list[list[Gap]] = [[] for _ in self.order]
-        # What is dropped to be made again must not be under a copy then.
-        dropped = {*self.again.gaps, *(h for hs in self.again.helpers.values() for h in hs)}
-        for g in gaps:
-            uses = self.again.uses[g.storage]
-            if g.first < 0 or not uses or g.tier != "dram" or g.storage in dropped:
-                continue
-            writes = self.writes[g.storage]
-            at = bisect_right(writes, g.first)
-            begun = 0 if self.program.storages[g.storage].at_start else uses[0]
-            since = writes[at - 1] if at else begun
-            if since < g.first:
-                early[since].append(g)
-        return early
 
     def emit(self, limit_s: float = float("inf")) -> tuple[MemoryAction, ...] | None:
         """The whole program, or None as soon as it must take longer than the limit."""
@@ -226,14 +197,14 @@ class Emitter:
             self._make_dram_room(s)
             self._set(s, "dram")
             self._do("store", s)
-            self.pending.append(_Pending(s, "dram", True))
+            self.pending.append(Pending(s, "dram", True))
         if gap.tier == "flash":
             if "flash" in going:
                 going["flash"].leaves = True
             else:
                 self._set(s, "flash")
                 self._do("copy_out", s)
-                self.pending.append(_Pending(s, "flash", True))
+                self.pending.append(Pending(s, "flash", True))
 
     def _store_early(self, ready: list[Gap], position: int) -> list[Gap]:
         """Use a store lane that stands idle for what leaves next; the rest of the list."""
@@ -250,7 +221,7 @@ class Emitter:
                 continue
             self._set(s, "dram")
             self._do("store", s)
-            self.pending.append(_Pending(s, "dram", False))
+            self.pending.append(Pending(s, "dram", False))
             self.ahead.add(s)
         return left
 
@@ -262,7 +233,7 @@ class Emitter:
                     item.leaves = False
                 self._finish(item)
 
-    def _finish(self, item: _Pending) -> None:
+    def _finish(self, item: Pending) -> None:
         """Wait for a copy and give its source's bytes back."""
         s = item.storage
         if item not in self.pending:
