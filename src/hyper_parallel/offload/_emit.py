@@ -1,8 +1,9 @@
 """Emission: turn chosen gaps into an executable program.
 
 A forward walk over the order with the simulator's own clock. A store is issued right after the last use, or before it
-when its content is final and the lane stands idle; its device bytes are detached at the first operator boundary at which the copy is done, earlier (by waiting) when the budget needs
-them. A prefetch is issued as late as its serial channel allows, computed backwards from the deadlines.
+when its content is final and the lane stands idle; its device bytes are detached at the first operator boundary at
+which the copy is done, earlier (by waiting) when the budget needs them. A prefetch is issued as late as its serial
+channel allows, computed backwards from the deadlines.
 """
 
 from __future__ import annotations
