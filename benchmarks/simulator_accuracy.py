@@ -1,8 +1,8 @@
 """The simulated step against real steps of a small model on gloo ranks, on every axis.
 
 For every layout: the closed form of the cost model, the event simulation of the same plan, and the measured step. The
-last column is the share of the step that pipeline ranks stand idle in the simulation, which gives every rank a core of
-its own: with more ranks than cores the closed form, which does not, is the better prediction.
+last column is the share of the step that pipeline ranks stand idle in the simulation. Ranks that take turns on cores do
+so in all three.
 
     python benchmarks/simulator_accuracy.py            # a table
     python benchmarks/simulator_accuracy.py --json     # the same as JSON

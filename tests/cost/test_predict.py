@@ -17,6 +17,7 @@ from hyper_parallel.cli import application
 from hyper_parallel.cost import (
     Cards,
     Constant,
+    RowError,
     card_names,
     fit_runs,
     load_card,
@@ -27,6 +28,7 @@ from hyper_parallel.cost import (
     shipped_cards,
     write_card,
 )
+from hyper_parallel.cost._interval import coverage, half_width
 from hyper_parallel.errors import CardUnreadable, RunsUnreadable
 from hyper_parallel.model import load_model
 
@@ -119,6 +121,83 @@ def test_file_with_gaps_bad_rows_and_measured_values(tmp_path):
     assert "is missing" in six["assumptions"]
 
 
+def predicted(changes):
+    return predict(read_run(row(**changes)))
+
+
+def test_cells_as_people_write_them():
+    """The same run told in other words has the same price, and every assumption is told."""
+    plain = predicted({"zero": 3, "gbs": 128, "precision": "bf16"})
+    for words in (
+        {"zero": "ZeRO-3", "precision": "BFloat16", "layers": "32.0", "dp": "n/a", "step_s": "NaN"},
+        {"zero": "FSDP", "precision": "bf16-mixed", "gbs": "1,048,576", "mem_gib": "OOM", "gated": "yes"},
+    ):  # fmt: skip
+        assert predicted({"zero": 3} | words).step_s == plain.step_s
+    told = predicted(
+        {"gbs": "1,048,576", "mem_gib": "OOM", "ep": 8, "vpp": 4, "recompute": "block"}
+    )
+    text = "; ".join(told.assumptions)
+    for part in ("gbs=128: 1048576 are taken to be tokens", "`OOM` is no positive number", "ep=1", "vpp=1",
+                 "recompute: `block` is not known"):  # fmt: skip
+        assert part in text
+    assert predicted({"precision": "fp8-mx"}).run.matmul_dtype == "mxfp8"
+    assert predicted({"recompute": "selective?"}).run.recompute == "selective"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layers": "nan"}, "missing: `layers`"), ({"seq": "8k"}, "`seq` is not a whole number: 8k"),
+        ({"mbs": "3,5"}, "`mbs` is not a whole number: 3,5"), ({"tp": "-2"}, "`tp` is not a whole number"),
+        ({"layers": "1e30"}, "far beyond"), ({"zero": "4"}, "it is 0 to 3"),
+        ({"pp": 64, "n_dev": 128}, "pp = 64 is more"),
+        ({"device": "XPU-9", "peak_tflops": ""}, "`peak_tflops` is blank"), ({"peak_tflops": "989e12"}, "in TFLOP/s"),
+        ({"experts": 8, "topk": 9}, "topk = 9"), ({"experts": 8, "tp": 1, "ep": 16}, "ep = 16"),
+        ({"hidden": 16, "head_dim": ""}, "hidden = 16 does not fit"),
+    ],
+)  # fmt: skip
+def test_rows_that_ask_for_the_impossible_say_so(changes, why):
+    with pytest.raises(RowError, match=why):
+        predicted(changes)
+
+
+def test_a_model_without_a_shape_is_looked_up_by_its_name():
+    shape = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+    named = read_run(row(**dict.fromkeys(shape, "")))
+    assert named.model.num_matmul_params == load_model("llama-3-8b").num_matmul_params
+    with pytest.raises(RowError, match="`layers`, `hidden`, `heads`"):
+        read_run(row(model="Nobody-9B", **dict.fromkeys(shape, "")))
+
+
+def test_files_of_other_programs(tmp_path):
+    """Byte-order mark, CRLF, semicolons, columns in another case or unknown, and rows that are too long."""
+    source, output = tmp_path / "runs.csv", tmp_path / "out.csv"
+    columns = [*LLAMA_8B, "remark"]
+    cells = ";".join([*row().values(), "hello"])
+    text = "\r\n".join([";".join(c.capitalize() for c in columns), cells, cells + ";1;2", ""])
+    source.write_text(text, encoding="utf-8-sig", newline="")
+    assert predict_file(source, output) == (1, 2)
+    one, two = read(output)
+    assert float(one["predicted_step_s"]) == pytest.approx(predicted({}).step_s, rel=1e-4)
+    assert one["Remark"] == "hello"
+    assert "more cells than the header" in two["assumptions"]
+    source.write_text("id,layers,hidden,heads,seq,device,n_dev,tp,tp\n")
+    with pytest.raises(RunsUnreadable, match="column twice"):
+        predict_file(source, output)
+
+
+def test_a_defect_stops_the_command_and_names_the_row(tmp_path):
+    """Cards with an impossible number stand for a defect: nothing is answered in the row."""
+    source = tmp_path / "runs.csv"
+    write(source, row(id=7))
+    h100 = dataclasses.replace(shipped_cards().device["h100"], saturation="fast")
+    with pytest.raises(TypeError) as failure:
+        predict_file(source, tmp_path / "out.csv", Cards({"h100": h100}, {}))
+    assert "row 1 of" in failure.value.__notes__[0]
+    assert "id 7" in failure.value.__notes__[0]
+    assert not (tmp_path / "out.csv").exists()
+
+
 def test_predicting_imports_no_framework(tmp_path):
     write(tmp_path / "runs.csv", row(id=1))
     code = (
@@ -135,6 +214,7 @@ def test_nothing_to_predict_is_an_error(tmp_path):
     write(source, row(n_dev=15))
     with pytest.raises(RunsUnreadable, match="HP314"):
         predict_file(source, tmp_path / "out.csv")
+    assert "does not divide" in read(tmp_path / "out.csv")[0]["assumptions"]
     source.write_text("id,model\n1,a\n")
     with pytest.raises(RunsUnreadable, match="lack columns"):
         predict_file(source, tmp_path / "out.csv")
@@ -223,3 +303,37 @@ def test_fitting_finds_known_constants_again():
         assert math.exp(made_again.factors[name]) == pytest.approx(factor, rel=0.02), name
     assert np.abs(made_again.after).max() < 2e-3
     assert np.abs(made_again.before).max() > 0.03
+
+
+def test_intervals_hold_the_share_they_promise():
+    """Residuals of 40 models with 3 runs each: the width made without a model holds 80 % of it, not all."""
+    rng = np.random.default_rng(0)
+    folds = np.repeat([f"model {i}" for i in range(40)], 3)
+    residual, votes = rng.normal(0.0, 0.1, 120), np.full(120, 1.0 / 3.0)
+    assert half_width(residual, votes, folds) == pytest.approx(0.1 * 1.29, rel=0.2)
+    assert 0.72 < coverage(residual, votes, folds) < 0.9
+    # One fold far off is outside the interval of the others; of a single fold nothing may be left out.
+    residual[:3] = 5.0
+    assert coverage(residual, votes, folds) < 1.0 - 1.0 / 40.0 + 1e-9
+    assert half_width(residual[:6], votes[:6], folds[:1].repeat(6)) == 5.0
+
+
+def test_expert_layers_of_a_young_generation_get_faster_by_release():
+    qwen = {"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "ffn": 6144, "vocab": 151936, "experts": 128,
+            "topk": 8, "moe_ffn": 768, "tp": 1, "ep": 8, "seq": 4096, "n_dev": 8, "precision": "fp8"}  # fmt: skip
+
+    def growth(device, peak):
+        old, new = (
+            predicted(
+                {
+                    **qwen,
+                    "device": device,
+                    "peak_tflops": peak,
+                    "stack": f"Megatron-Bridge {release}",
+                }
+            ).step_s
+            for release in ("25.09", "26.06")
+        )
+        return old / new - 1.0
+
+    assert growth("B200", 2250) > 2.0 * growth("H100", 989) > 0.0

@@ -1,8 +1,11 @@
 """The simulator against a fixed-point computation, its memory counters, and its speed."""
 
 import gc
+import itertools
 import json
 import time
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,8 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import ScheduleError, TaskGraphError
-from hyper_parallel.ir import Counter, Schedule, Task, TaskGraph, peaks, simulate
-from hyper_parallel.mpmd import StageCost, bubble_fraction, lower, make_schedule, schedule_tasks
+from hyper_parallel.ir import Cores, Counter, Schedule, Task, TaskGraph, peaks, simulate
+from hyper_parallel.mpmd import (
+    StageCost,
+    bubble_fraction,
+    lower,
+    make_schedule,
+    makespan_s,
+    on_shared_cores,
+    schedule_tasks,
+)
 from hyper_parallel.serde import decode, encode
 
 pytestmark = pytest.mark.unit
@@ -196,3 +207,55 @@ def test_json_round_trip():
     assert decode(TaskGraph, json.loads(json.dumps(encode(graph)))) == graph
     schedule = make_schedule("dualpipev", 2, 5)
     assert decode(Schedule, json.loads(json.dumps(encode(schedule)))) == schedule
+
+
+def test_tasks_on_shared_cores_slow_each_other_by_hand():
+    """Two cores and works of 2, 4 and 6: all three run at 2/3 until 3, the other two alone; a copy is not slowed."""
+    tasks = (
+        Task("a", "rank 0", 2), Task("b", "rank 1", 4), Task("c", "rank 2", 6), Task("copy", "link", 5),
+        Task("after", "rank 0", 1, deps=(3,)),
+    )  # fmt: skip
+    lanes = frozenset({"rank 0", "rank 1", "rank 2"})
+    ends = {
+        s.name: round(s.end_s * 1e9)
+        for s in simulate(TaskGraph(tasks, cores=Cores(Fraction(2), lanes))).spans
+    }
+    # From 3 on b and c have a core each: b ends at 5. Then `after` and c run, to 6 and 7.
+    assert ends == {"a": 3, "b": 5, "copy": 5, "after": 6, "c": 7}
+
+
+@settings(deadline=None)
+@given(_graphs(("order", "priority")), st.integers(1, 8))
+def test_shared_cores_are_never_idle_beside_waiting_work(graph, quarters):
+    """Work done equals what the cores give while tasks run; as many cores as executors change nothing."""
+    lanes = frozenset(t.executor for t in graph.tasks)
+    assert simulate(replace(graph, cores=Cores(Fraction(4), lanes))) == simulate(graph)
+    coarse = replace(
+        graph, tasks=tuple(replace(t, duration_ns=t.duration_ns * 1_000_000) for t in graph.tasks)
+    )
+    count = Fraction(quarters, 4)
+    timeline = simulate(replace(coarse, cores=Cores(count, lanes)))
+    assert timeline == simulate(replace(coarse, cores=Cores(count, lanes)))
+    instants = sorted({round(x * 1e9) for s in timeline.spans for x in (s.start_s, s.end_s)})
+    given_ns = Fraction(0)
+    for start, stop in itertools.pairwise(instants):
+        running = sum(
+            s.start_s * 1e9 < stop - 0.5 and s.end_s * 1e9 > start + 0.5 for s in timeline.spans
+        )
+        given_ns += min(count, running) * (stop - start)
+    assert float(given_ns) == pytest.approx(sum(t.duration_ns for t in coarse.tasks), abs=200)
+
+
+def test_ranks_that_share_cores_fill_each_others_bubbles():
+    """Equal stages: all cores are busy but while fewer ranks than cores have work, at both ends of the step."""
+    cost = StageCost(1e-3, 1e-3, 1e-3)
+    own = makespan_s("1f1b", 4, 8, 1, [cost] * 4)
+    assert own == pytest.approx((8 + 3) * 3e-3)
+    crowded = makespan_s("1f1b", 4, 8, 1, [cost] * 4, 2.0)
+    # 32 units of work and 2 cores of twice the speed each: at least 8 rounds; one rank alone first and last.
+    assert 8 * 3e-3 < crowded < own
+    alone = makespan_s("1f1b", 4, 8, 1, [cost] * 4, 4.0)
+    assert alone == pytest.approx(8 * 3e-3)
+    graph = schedule_tasks(make_schedule("1f1b", 4, 8), [cost] * 4)
+    assert simulate(on_shared_cores(graph, 4, 4.0)).end_s == pytest.approx(alone)
+    assert on_shared_cores(graph, 4, 1.0) is graph

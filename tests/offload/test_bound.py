@@ -1,5 +1,7 @@
 """Lower bounds hold for every plan, are exact where the answer is known, and say how far the planner is off."""
 
+from dataclasses import replace
+
 import pytest
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
@@ -57,6 +59,22 @@ def test_one_gap_by_hand():
     assert least_peak_bound(program, machine(100.0), order, 3.0) == pytest.approx(160, rel=1e-4)
 
 
+def test_what_must_come_back_before_its_use():
+    program, order = one_gap(1.0), (0, 1, 2)
+    # `a` has 0.4 s of slack to come back after `other` and before `end` starts: 40 bytes.
+    assert reload_bound(program, machine(100.0), order, 3.4).num_bytes == pytest.approx(120, abs=1)
+    assert reload_bound(program, machine(100.0), order, 3.0).num_bytes == 160
+    make = replace(program.operators[0], seconds=0.5, repeatable=True)
+    a, b, y = program.storages
+    storages = (a, replace(b, num_bytes=120), y)
+    again = replace(program, storages=storages, operators=(make, *program.operators[1:]))
+    # Or it is made again: 0.25 s give half of it, while 25 bytes are copied.
+    found = reload_bound(again, machine(100.0), order, 2.75, recompute=True)
+    assert found.reloaded_bytes == pytest.approx(25, abs=1)
+    assert found.recomputed_bytes == pytest.approx(50, abs=1)
+    assert (found.position, found.num_bytes) == (1, pytest.approx(145, abs=2))
+
+
 @pytest.mark.parametrize(("bytes_s", "share"), [(3000.0, 0.8), (3000.0, 0.6), (800.0, 0.8)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_plan_is_faster_than_its_bound(bytes_s, share, recompute):
@@ -79,6 +97,6 @@ def test_no_plan_is_smaller_than_its_bound(bytes_s):
     order = tuple(range(len(program.operators)))
     plan = plan_memory(program, m, max_slowdown=0.02, recompute=False, reorder=False)
     bound = least_peak_bound(program, m, order, program.seconds * 1.02, recompute=False)
-    simple = reload_bound(program, m, order, program.seconds * 1.02)
+    simple = reload_bound(program, m, order, program.seconds * 1.02).num_bytes
     assert simple <= bound * (1 + 1e-6)
     assert bound <= plan.peak_bytes["device"]

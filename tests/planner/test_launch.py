@@ -52,6 +52,28 @@ def test_other_stacks_get_what_they_can_express():
         launch_settings(chosen, "deepspeed")
 
 
+def test_uneven_stages_and_sharded_optimizer_states_are_told_to_other_stacks():
+    chosen = plan(
+        "llama-3-405b", "cloudmatrix384", num_devices=2048,
+        pins={"pp": 16, "tp": 8, "cp": 4, "schedule": "zbv", "zero": 1},
+    )  # fmt: skip
+    per_rank = [0] * 16
+    for rank in range(16):
+        per_rank[rank] = sum(chosen.stages[i].layers for i in chosen.strategy.stages_of(rank))
+    assert sum(per_rank) == 126
+    assert per_rank[0] != per_rank[1]
+    assert f"--decoder-first-pipeline-num-layers {per_rank[0]}\n" in launch_settings(
+        chosen, "megatron"
+    )
+    titan = launch_settings(chosen, "torchtitan")
+    assert 'fsdp_reshard_after_forward = "never"' in titan
+    assert "# not expressed: layers of the stages [3, 4," in titan
+    assert (
+        yaml.safe_load(launch_settings(chosen, "ours"))["parallel"]["reshard_after_forward"]
+        is False
+    )
+
+
 def test_the_chart_has_a_line_for_every_pipeline_rank():
     chosen = plan("llama-3-8b", "dgx-h100", num_devices=16, pins={"pp": 4, "schedule": "zb-h1"})
     lines = gantt(chosen, width=60).splitlines()

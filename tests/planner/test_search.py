@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit
+from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit, NoLegalStrategy
 from hyper_parallel.ir import Workload, simulate
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import _solve, plan, plan_tasks, simulate_plan
@@ -246,6 +246,15 @@ def test_a_pinned_microbatch_that_is_too_large_is_named():
             pins={"microbatch": 16, "recompute": "none", "tp": 1, "cp": 1, "pp": 1},
         )  # fmt: skip
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("pins", "why"),
+    [({"tp": 7}, "tp=7 does not divide 64 devices"), ({"ep": 8}, "ep=8, but the model has no experts")],
+)  # fmt: skip
+def test_pins_that_nothing_can_have_are_named_first(pins, why):
+    with pytest.raises(NoLegalStrategy, match=why):
+        plan("llama-3-8b", "dgx-h100", num_devices=64, pins=pins)
 
 
 def test_simulation_of_a_plan():

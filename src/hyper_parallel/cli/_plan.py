@@ -39,7 +39,7 @@ def plan(
         typer.Option(help="Fix a degree or a choice, as tp=8 or schedule=zbv. May be repeated."),
     ] = None,
     exclude: Annotated[
-        str | None, typer.Option(help="Axes that are not used, as cp,ep.", show_default=False)
+        list[str] | None, typer.Option(help="Axes that are not used, as cp,ep. May be repeated.")
     ] = None,
     objective: Annotated[
         str,
@@ -125,7 +125,7 @@ def _plan_model(
     devices: int | None,
     batch: tuple[int | None, int | None],
     pin: list[str] | None,
-    exclude: str | None,
+    exclude: list[str] | None,
     goal: tuple[str, float | None],
     top: int,
 ) -> Plan:
@@ -141,14 +141,22 @@ def _plan_model(
         workload = planner.default_workload(
             spec, supernode, devices, seq_len=seq_len, tokens_per_step=tokens_per_step
         )
-    pins = dict(_pin(text) for text in pin or ())
+    pins: dict[str, str] = {}
+    for name, value in map(_pin, pin or ()):
+        if pins.setdefault(name, value) != value:
+            raise Contradiction(
+                f"`{name}` is pinned twice",
+                where="--pin",
+                got=f"{name}={pins[name]}, {name}={value}",
+                hint=f"--pin {name}={value}",
+            )
     return planner.plan(
         spec,
         supernode,
         workload,
         num_devices=devices,
         pins=pins,
-        exclude=[axis.strip() for axis in (exclude or "").split(",") if axis.strip()],
+        exclude=[axis.strip() for axis in ",".join(exclude or ()).split(",") if axis.strip()],
         objective=goal[0],
         deadline_s=goal[1],
         top=top,

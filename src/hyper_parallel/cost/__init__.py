@@ -1,6 +1,13 @@
 """Cost model: step time, memory and communication of a strategy, each as terms with a formula and a source."""
 
-from hyper_parallel.cost._candidates import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
+from hyper_parallel.cost._candidates import (
+    ORDERS,
+    RECOMPUTE,
+    SCHEDULES,
+    SHAPES,
+    Candidates,
+    kept_choices,
+)
 from hyper_parallel.cost._cards import (
     DeviceCard,
     StackCard,
@@ -13,6 +20,7 @@ from hyper_parallel.cost._cards import (
     stack_card,
     write_card,
 )
+from hyper_parallel.cost._cells import RowError
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, step_collectives
 from hyper_parallel.cost._context_bytes import Exchange, context_bytes
 from hyper_parallel.cost._expert_bytes import Rows
@@ -33,14 +41,13 @@ from hyper_parallel.cost._predict import (
     Cards,
     Prediction,
     predict,
-    predict_file,
     read_cards,
-    read_runs,
     shipped_cards,
 )
 from hyper_parallel.cost._probes import fit_probes, nonnegative
 from hyper_parallel.cost._ring import ring_bytes
-from hyper_parallel.cost._runs import RowError, Run, read_run
+from hyper_parallel.cost._runs import Run, read_run
+from hyper_parallel.cost._runs_file import predict_file, read_runs
 from hyper_parallel.cost._score import Scores, layer_prices, peak_memory, score, step_cost
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
 from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_elements
@@ -82,6 +89,7 @@ __all__ = [
     "fit_runs",
     "fit_stack",
     "kept_bytes",
+    "kept_choices",
     "layer_prices",
     "load_card",
     "mean_rates",

@@ -46,6 +46,10 @@ The two data-parallel axes stay together, so that experts fold over ranks of one
 """
 
 
+KEPT: Final = ("regather", "attention_tokens", "cp_gather")
+"""Columns that a search takes from the strategy it starts with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Strategies with their batch numbers; every field is a column, as float64.
@@ -74,6 +78,9 @@ class Candidates:
             gathered once per microbatch and kept for backward), 3 and parameters (gathered again in backward).
         order: Index into `ORDERS`.
         offload: 1 where the optimizer states live in host memory.
+        regather: 1 where gathered inputs are gathered again in backward instead of kept.
+        attention_tokens: 1 where 2-D attention scatters tokens over y, and gathers keys and values, instead of heads.
+        cp_gather: 1 where all keys and values are gathered instead of passed around a ring.
     """
 
     pp: Array
@@ -95,6 +102,9 @@ class Candidates:
     zero: Array
     order: Array
     offload: Array
+    regather: Array
+    attention_tokens: Array
+    cp_gather: Array
 
     @classmethod
     def of_columns(cls, **columns: ArrayLike) -> Candidates:
@@ -118,7 +128,7 @@ class Candidates:
         interleaved = np.where(row["vpp"] > 1, SCHEDULES.index("interleaved"), 1.0)
         row["schedule"] = column("schedule", interleaved)
         row["etp"] = column("etp", np.where(row["ep"] > 1, 1.0, row["tp_x"] * row["tp_y"]))
-        for name in ("recompute", "order", "offload"):
+        for name in ("recompute", "order", "offload", *KEPT):
             row[name] = column(name, 0.0)
         for name in ("attention_shape", "mlp_shape"):
             row[name] = column(name, SHAPES.index("2d"))
@@ -143,7 +153,7 @@ class Candidates:
             vpp=s.virtual_stages, schedule=SCHEDULES.index(s.schedule), cp_ulysses=s.ulysses,
             attention_shape=SHAPES.index(s.attention_shape), mlp_shape=SHAPES.index(s.mlp_shape),
             recompute=RECOMPUTE.index(s.recompute), zero=s.zero_stage, etp=s.expert_tp,
-            order=ORDERS.index(s.order), offload=int(s.offload_optimizer),
+            order=ORDERS.index(s.order), offload=int(s.offload_optimizer), **kept_choices(s),
         )  # fmt: skip
 
     @property
@@ -207,6 +217,15 @@ class Candidates:
             accumulation_steps=row["accumulation"],
         ).resolve(strategy.dp)
         return strategy, resolved
+
+
+def kept_choices(strategy: Strategy) -> dict[str, float]:
+    """The columns of `KEPT` of a strategy: a search does not vary them, it takes them from where it starts."""
+    return {
+        "regather": float(strategy.gathered_inputs == "re-gather"),
+        "attention_tokens": float(strategy.attention_scatter == "token"),
+        "cp_gather": float(strategy.cp_kind == "all_gather"),
+    }
 
 
 def shape_of(c: Candidates) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ class DeviceCard:
         context_bytes: Memory of driver context, communicators and workspaces.
         fragmentation: Memory the allocator holds but cannot use, as a share of what comes and goes.
         latency: Seconds of a collective with a tiny message against the topology's.
+        maturing: How much of a stack's growth by release (`moe_month`) shows on the device: its kernels for a young
+            generation get better release by release, those of the one before hardly.
         sources: Where each number comes from, by attribute (`matmul.bfloat16`).
         priors: What was believed before a number was fitted to runs, by attribute.
     """
@@ -71,6 +73,7 @@ class DeviceCard:
     context_bytes: float
     fragmentation: float
     latency: float = 1.0
+    maturing: float = 0.25
     sources: Mapping[str, str] = field(default_factory=dict)
     priors: Mapping[str, float] = field(default_factory=dict)
 
@@ -373,7 +376,7 @@ def _device(name: str, globs: tuple[str, ...], numbers: _Numbers, path: Path) ->
         return None
     known = {f.name for f in fields(DeviceCard)} - {"name", "devices", "sources", "priors"}
     values = _values(numbers, path, known)
-    if missing := sorted(known - {"latency"} - set(values)):
+    if missing := sorted(known - {"latency", "maturing"} - set(values)):
         raise CardUnreadable(
             "a device card lacks numbers", where=str(path), got=f"without {', '.join(missing)}",
             hint="extends: accelerator",

@@ -34,6 +34,9 @@ class Communication:
         fsdp_gather: One gather of the layer's parameters.
         fsdp_scatter: One scatter of its gradients.
         outside: Embedding and head of FSDP, gathered and scattered once a microbatch; never hidden.
+
+    A pipeline's gradients are added up whole and scattered once per step, see `step_tail`: there `fsdp_scatter` and
+    `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
     """
 
     tp: Array
@@ -68,6 +71,9 @@ def layer_communication(
     exchange = _exchange(n, machine, workload, c, places)
     times = 4.0 + 2.0 * (c.recompute > 1)
     gather, scatter, outside = _sharded(n, machine, workload, c, places)
+    one = c.pp <= 1
+    gather = np.where(one | (c.zero > 2), gather, 0.0)
+    scatter, outside = np.where(one, scatter, 0.0), np.where(one, outside, 0.0)
     overlap = machine.stack.overlap_dp
     forward = exposed(gather, work.forward, overlap)
     again = np.where(c.zero > 2, gather, 0.0)
@@ -91,8 +97,9 @@ def _tensor(
 ) -> Array:
     """Seconds of tensor-parallel collectives; layers whose experts are spread by ep have none in that block.
 
-    A gathered input that is gathered again does so behind the backward matmul, so only 8 count in 1-D.
-    Full recomputation repeats the forward. Source: Korthikanti et al. 2022, section 4.2.2.
+    Stacks that gather an input again do so behind the backward matmul, so only 8 count in 1-D; where a strategy asks
+    our own runtime for it, 10. Full recomputation repeats the forward instead.
+    Source: Korthikanti et al. 2022, section 4.2.2.
     """
     tokens, width = tokens_of(workload, c), machine.width
     x, y = places.tp_x, places.tp_y
@@ -101,13 +108,17 @@ def _tensor(
     delay_x, delay_y = machine.latency(x), machine.latency(y)
     total: Array = np.zeros(1)
     full = c.recompute > 1
+    keep = np.where(full, 1.0, 1.0 - c.regather)
     for widths, shape, share in (
         (BlockWidths.attention(n), c.attention_shape, 1.0),
         (BlockWidths.mlp(n), c.mlp_shape, 1.0 - np.where(c.ep > 1, n.moe_share, 0.0)),
     ):
         flat = (shape == 0) | (c.tp_y <= 1)
         for backward, times in ((True, 1.0), (False, np.where(full, 1.0, 0.0))):
-            t = block_traffic(widths, shape, tokens, c.tp_x, c.tp_y, backward=backward)
+            t = block_traffic(
+                widths, shape, tokens, c.tp_x, c.tp_y,
+                keep=keep, keep_kv=1.0, spans=c.attention_tokens, backward=backward,
+            )  # fmt: skip
             line = t.x * width / rate + t.collectives_x * delay
             plane = t.x * width / rate_x + t.collectives_x * delay_x
             plane = plane + t.y * width / rate_y + t.collectives_y * delay_y
@@ -130,7 +141,8 @@ def _context(
     """All context-parallel traffic of a layer and what attention does not hide.
 
     The ring sends keys and values once forward and twice backward; Ulysses exchanges queries, keys, values and output
-    for heads, and the same backward, which nothing hides.
+    for heads, and the same backward, which nothing hides. Instead of the ring all keys and values may be gathered
+    before attention, and again before its backward, and their gradients scattered in float32 at least, all in full.
     Sources: Liu et al. 2023 (ring attention), section 3; Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.
     """
     tokens, width, again = (
@@ -147,8 +159,12 @@ def _context(
     local = (n.q_width + n.v_width + 2.0 * n.k_width) / c.tp * tokens * width
     heads = (2.0 + again) * machine.all_to_all_seconds(local, inner)
     heads = np.where(c.cp_ulysses > 1, heads, 0.0)
-    ring = np.where(outer[0] > 1, ring, 0.0)
-    return (3.0 + again) * ring + heads, np.where(outer[0] > 1, hidden, 0.0) + heads
+    wide = machine.ring_seconds(pairs * outer[0] * max(4.0, width) / width, outer)
+    gathered = (2.0 + again) * ring + wide
+    whole = np.where(c.cp_gather > 0, gathered, (3.0 + again) * ring)
+    hidden = np.where(c.cp_gather > 0, gathered, hidden)
+    used = outer[0] > 1
+    return np.where(used, whole, 0.0) + heads, np.where(used, hidden, 0.0) + heads
 
 
 def _exchange(
@@ -209,6 +225,23 @@ def _sharded(
     return seconds(width), seconds(reduce_width), every * outside
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Data-parallel traffic once per step, in seconds.
+
+    Attributes:
+        scatter: Reduction of gradients that the last microbatch's backward may hide.
+        gather: Gather of updated parameters.
+        first: Gather of a pipeline's layers that are not freed after forward, which the first forward may hide.
+        late: What nothing hides: reduction of a pipeline's sharded gradients, and its embedding or head.
+    """
+
+    scatter: Array
+    gather: Array
+    first: Array
+    late: Array
+
+
 def step_tail(
     n: ModelNumbers,
     machine: Machine,
@@ -217,10 +250,11 @@ def step_tail(
     places: Places,
     layers: Array,
     outside: Array,
-) -> tuple[Array, Array]:
+) -> Tail:
     """Data-parallel traffic once per step: gradient reduction, and the gather of updated parameters.
 
-    ZeRO 0 all-reduces gradients, ZeRO 1 scatters them and gathers parameters, ZeRO 2 and 3 did so per microbatch;
+    ZeRO 0 all-reduces gradients, ZeRO 1 scatters them and gathers parameters. ZeRO 2 and 3 do so per microbatch, or in
+    a pipeline scatter at the end of the step what was added up whole, and gather once what is not freed after forward;
     replicas all-reduce their shards.
 
     Args:
@@ -234,22 +268,30 @@ def step_tail(
     """
     width, reduce_width = machine.width, float(DTYPE_BYTES[workload.reduce_dtype])
     dense, expert = layer_weights(n, c)
-    dense, expert = layers * dense + outside / c.tp, layers * expert
+    whole, expert = layers * dense + outside / c.tp, layers * expert
     group = (places.dp_shard, places.cp)
     share = np.where(c.zero > 0, c.dp_shard * c.cp, 1.0)
     experts_share = np.where(c.zero > 0, c.dp_shard * c.cp * c.tp / (c.ep * c.etp), 1.0)
 
-    def once(of: float) -> Array:
-        total = group_seconds(machine, dense, of, group)
+    def seconds(elements: Array, experts: Array, of: float) -> Array:
+        total = group_seconds(machine, elements, of, group)
         if n.experts:
-            total = total + group_seconds(machine, expert, of, places.edp)
-        return np.where(c.zero < 2, total, 0.0)
+            total = total + group_seconds(machine, experts, of, places.edp)
+        return total
 
     replicas = (places.dp_replicate,)
-    reduced = dense / share + expert / experts_share
+    reduced = whole / share + expert / experts_share
     all_reduce = 2.0 * group_seconds(machine, reduced, reduce_width, replicas)
-    scatter = once(reduce_width) * np.where(c.zero == 0, 2.0, 1.0)
-    return scatter + all_reduce, np.where(c.zero == 1, once(width), 0.0)
+    scatter, gather = seconds(whole, expert, reduce_width), seconds(whole, expert, width)
+    first = seconds(layers * dense, expert, width)
+    late = scatter + group_seconds(machine, outside / c.tp, width, group)
+    piped = c.pp > 1
+    return Tail(
+        np.where(c.zero < 2, scatter, 0.0) * np.where(c.zero == 0, 2.0, 1.0) + all_reduce,
+        np.where(c.zero == 1, gather, 0.0),
+        np.where((c.zero == 2) & piped, first, 0.0),
+        np.where((c.zero > 1) & piped, late, 0.0),
+    )
 
 
 def tensor_hops(machine: Machine, c: Candidates, places: Places, layers: Array) -> Array:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost._cards import DeviceCard, StackCard, write_card
+from hyper_parallel.cost._interval import coverage, half_width
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._predict import Cards, candidate_of, machine_of, predict, workload_of
 from hyper_parallel.cost._runs import Run
@@ -180,7 +181,8 @@ class Fit:
         before: Log ratio of predicted over measured step time with what was believed.
         after: The same with the fitted cards.
         left_out: The same for each run by cards that were fitted without its group.
-        interval: Half width of the 80 % interval from runs whose whole model was left out, by kind of model.
+        interval: Half width of the 80 % interval in log ratio, by kind of model, of runs whose model was left out.
+        coverage: Share of left-out runs, one vote per group, that lie in an interval made without them, by kind.
     """
 
     cards: Cards
@@ -190,6 +192,7 @@ class Fit:
     after: Array
     left_out: Array
     interval: Mapping[str, float]
+    coverage: Mapping[str, float]
 
     def errors(self, log_ratios: Array, kind: str) -> Array:
         """Absolute relative error of every group of one kind of model: the median over its rows.
@@ -216,6 +219,10 @@ class Fit:
                 lines.append(
                     f"{kind}, {columns[0].size} groups: believed {shown[0]}, fitted {shown[1]}, left out {shown[2]}"
                 )
+        lines += [
+            f"{kind}: {share:.0%} of what was left out lies in its 80 % interval"
+            for kind, share in self.coverage.items()
+        ]
         lines.append("factors on what was believed:")
         lines += [f"  {name}: {math.exp(value):.3f}" for name, value in self.factors.items()]
         return lines
@@ -309,16 +316,26 @@ def fit_runs(
         return found
 
     left_out = without(leave_out) if leave_out else now
+    routed = np.asarray([bool(case.run.model.num_experts) for case in cases])
+    kinds = {"dense": ~routed, "moe": routed}
     # A new run is most often of a model that no run has shown: the interval is that of left-out models.
     unseen = without(_model) if leave_out else now
-    routed = np.asarray([bool(case.run.model.num_experts) for case in cases])
+    models = np.asarray([_model(case.run) for case in cases])
     interval = {
-        kind: _half_width(unseen, votes, routed == moe)
-        for kind, moe in (("dense", False), ("moe", True))
+        kind: half_width(unseen[mask], votes[mask], models[mask])
+        for kind, mask in kinds.items()
+        if mask.any()
+    }
+    folds = np.asarray([(leave_out or _group)(c.run) for c in cases])
+    covered = {
+        kind: coverage(left_out[mask], votes[mask], folds[mask])
+        for kind, mask in kinds.items()
+        if leave_out and len(set(folds[mask])) > 1
     }
     cards = _described(start, apply(start, factors, constants), constants, interval)
-    named = {c.name: float(f) for c, f in zip(constants, factors, strict=True)}
-    return Fit(cards, named, tuple(c.run for c in cases), before, now, left_out, interval)
+    found = {c.name: float(f) for c, f in zip(constants, factors, strict=True)}
+    runs = tuple(case.run for case in cases)
+    return Fit(cards, found, runs, before, now, left_out, interval, covered)
 
 
 def _case(run: Run, seconds: float, cards: Cards) -> _Case:
@@ -343,18 +360,6 @@ def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Arra
     return found
 
 
-def _half_width(
-    residual: Array, votes: Array, mask: NDArray[np.bool_], share: float = 0.8
-) -> float:
-    """Absolute residual that a share of the votes stays below."""
-    if not mask.any():
-        return 0.25
-    size, weight = np.abs(residual[mask]), votes[mask]
-    order = np.argsort(size)
-    reached = np.cumsum(weight[order]) / weight.sum()
-    return float(size[order][np.searchsorted(reached, min(share, reached[-1]))])
-
-
 def _described(
     start: Cards, found: Cards, constants: Sequence[Constant], interval: Mapping[str, float]
 ) -> Cards:
@@ -376,7 +381,7 @@ def _described(
     stack = {k: describe(start.stack[k], v) for k, v in found.stack.items()}
     fitted = {name for c in constants for name in c.cards}
     told = {
-        f"interval.{k}": "80 % of the residuals of runs whose model was left out, one vote per group"
+        f"interval.{k}": "80 % of runs whose model was left out, one vote per group"
         for k in interval
     }
     stack = {

@@ -43,7 +43,8 @@ def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: C
     # Element-wise kernels also write the experts' outputs, which backward does not need.
     experts = (n.expert_saved_width - n.experts_per_token * n.hidden) * width * stack.imbalance
     gathered = 2.0 * n.hidden * width * (1.0 - 1.0 / c.tp)
-    extra = stack.keep_gathered * stack.sequence_parallel * gathered
+    kept = stack.keep_gathered * np.where(c.recompute > 1, 1.0, 1.0 - c.regather)
+    extra = kept * stack.sequence_parallel * gathered
     total = (dense - whole + experts + stack.eager * _eager_bytes(n, width)) / c.tp + whole + extra
     if not stack.flash:
         # Selective recomputation drops the scores.

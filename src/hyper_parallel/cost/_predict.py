@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import fnmatch
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,11 +20,11 @@ from hyper_parallel.cost._cards import (
     read_card,
     stack_card,
 )
+from hyper_parallel.cost._cells import RowError, number
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._runs import RowError, Run, read_rows, read_run
+from hyper_parallel.cost._runs import Run
 from hyper_parallel.cost._score import Scores, score
-from hyper_parallel.errors import OutputNotWritable, RunsUnreadable
 from hyper_parallel.ir import Workload
 from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_names
 from hyper_parallel.units import TFLOP, GiB
@@ -38,6 +37,23 @@ _DEVICES: Final = (
 )  # fmt: skip
 """Device names of runs to topologies, the first match wins."""
 
+_NAMED: Final = (
+    "A100",
+    "H100",
+    "H200",
+    "H800",
+    "B200",
+    "B300",
+    "GB200",
+    "GB300",
+    "910B",
+    "910C",
+    "950",
+    "TPU v5p",
+)
+"""The same names as people write them."""
+_PEAKS: Final = (1, 100_000)
+"""TFLOP/s that a device may have."""
 _PEAK_RATIO: Final = {"float8_e4m3fn": 2.0, "mxfp8": 2.0, "nvfp4": 4.0, "float32": 0.5}
 """Dense peak against bfloat16 where the topology has no entry: tensor cores double with each halving of the width."""
 _FP4_RATIO: Final = {"gb300-nvl72": 6.0, "dgx-b300": 6.0}
@@ -124,10 +140,17 @@ def supernode_of(run: Run, told: list[str]) -> Supernode:
     found = next((name for pattern, name in _DEVICES if re.search(pattern, text)), None)
     if found == "dgx-h100" and re.search(r"hbm2e|96 ?gb", remarks):
         found = "h100-96gb"
-    peak = _number(run.row, "peak_tflops")
+    peak = number(run.row, "peak_tflops")
+    if peak is not None and not _PEAKS[0] <= peak <= _PEAKS[1]:
+        raise RowError(f"`peak_tflops` is {peak:g}; it is in TFLOP/s, {_PEAKS[0]} to {_PEAKS[1]}")
     if found is None:
+        if peak is None:
+            known = ", ".join(_NAMED)
+            raise RowError(
+                f"device `{run.row.get('device')}` is not known and `peak_tflops` is blank; known are {known}"
+            )
         presets = [load_topology(name) for name in preset_names() if name != "local-cpu"]
-        wanted = (peak or 989.0) * TFLOP
+        wanted = peak * TFLOP
         nearest = min(presets, key=lambda s: abs(math.log(s.peak_flops("bfloat16") / wanted)))
         told.append(
             f"device `{run.row.get('device')}` is not known: links and memory of {nearest.name}"
@@ -148,13 +171,6 @@ def supernode_of(run: Run, told: list[str]) -> Supernode:
         peaks.setdefault(dtype, Quantity(base.value * factor, f"{factor:g} x bfloat16", "derived"))
     device = replace(supernode.device, peak_flops=peaks, memory_bytes=memory)
     return replace(supernode, device=device)
-
-
-def _number(row: Mapping[str, str], name: str) -> float | None:
-    try:
-        return float(row.get(name) or "")
-    except ValueError:
-        return None
 
 
 def stack_name(run: Run, told: list[str]) -> str:
@@ -189,9 +205,10 @@ def machine_of(run: Run, cards: Cards, told: list[str]) -> Machine:
     if run.matmul_dtype == "float32":
         compute = "float32"
     release = _release(run)
+    card = cards.device_for(supernode.device.name, supernode.device.kind)
     if stack.moe_month and run.model.num_params and release is not None:
         behind = max(0.0, stack.moe_release - release)
-        factor = 1.0 + stack.moe_month * math.sqrt(behind)
+        factor = 1.0 + stack.moe_month * card.maturing * math.sqrt(behind)
         stack = replace(stack, moe=stack.moe * factor, moe_host_s=stack.moe_host_s * factor)
     if not stack.sequence_parallel and "sp" in re.split(
         r"\W", run.row.get("recompute", "").lower()
@@ -201,7 +218,6 @@ def machine_of(run: Run, cards: Cards, told: list[str]) -> Machine:
         stack = replace(stack, sequence_parallel=0.0)
     if not stack.sequence_parallel and run.degrees["tp"] > 1:
         told.append("the sequence is not sharded between tensor-parallel blocks")
-    card = cards.device_for(supernode.device.name, supernode.device.kind)
     return Machine.of(supernode, compute, matmul_dtype=run.matmul_dtype, card=card, stack=stack)
 
 
@@ -250,85 +266,6 @@ def interval_share(run: Run, machine: Machine) -> float:
     return machine.stack.interval.get(kind, 0.2)
 
 
-def predict_file(
-    source: str | Path, output: str | Path, cards: Cards | None = None
-) -> tuple[int, int]:
-    """Predict every row of a CSV and write all its columns with the predictions.
-
-    Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, one
-    `term: NAME` per cause in seconds, assumptions. Where `step_s`, `tok_s_dev` or `mem_gib` is blank it is filled with
-    the prediction; a measured value is never replaced. A row that cannot be predicted keeps its cells and says why in
-    `assumptions`.
-
-    Returns:
-        Rows predicted, and rows in the file.
-
-    Raises:
-        RunsUnreadable: HP314 when the file cannot be read or no row can be predicted.
-        OutputNotWritable: HP105 when the output cannot be written.
-    """
-    columns, rows = read_rows(source)
-    done: list[dict[str, str]] = []
-    names: dict[str, None] = {}
-    failures = 0
-    for row in rows:
-        try:
-            added = _cells(predict(read_run(row), cards))
-        except RowError as error:
-            failures += 1
-            added = {"assumptions": f"not predicted: {error}"}
-        except Exception as error:  # A bad row must never take the others with it.
-            failures += 1
-            added = {"assumptions": f"not predicted: {type(error).__name__}: {error}"}
-        names |= dict.fromkeys(added)
-        for name in ("step_s", "tok_s_dev", "mem_gib"):
-            if not row.get(name) and f"predicted_{name}" in added:
-                row[name] = added[f"predicted_{name}"]
-        done.append({**row, **added})
-    if failures == len(rows):
-        raise RunsUnreadable(
-            "no row of the runs can be predicted",
-            where=str(source),
-            got=done[0]["assumptions"] if done else "no rows",
-        )
-    filled = ["id", "step_s", "tok_s_dev", "mem_gib"]
-    header = list(dict.fromkeys([*columns, *filled, *sorted(names, key=_column_order)]))
-    try:
-        with Path(output).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, header, restval="")
-            writer.writeheader()
-            writer.writerows(done)
-    except OSError as error:
-        raise OutputNotWritable(
-            "the predictions cannot be written", where="--output", got=f"{output}: {error.strerror}"
-        ) from error
-    return len(rows) - failures, len(rows)
-
-
-def _column_order(name: str) -> tuple[int, str]:
-    first = (
-        "predicted_step_s",
-        "predicted_tok_s_dev",
-        "predicted_mem_gib",
-        "interval_low_s",
-        "interval_high_s",
-    )
-    return (first.index(name), "") if name in first else (9 + (name == "assumptions"), name)
-
-
-def _cells(p: Prediction) -> dict[str, str]:
-    terms = {f"term: {t.name}": f"{float(t.seconds[0]):.6g}" for t in p.scores.time}
-    return {
-        "predicted_step_s": f"{p.step_s:.6g}",
-        "predicted_tok_s_dev": f"{p.tokens_per_device_s:.6g}",
-        "predicted_mem_gib": f"{p.memory_gib:.4g}",
-        "interval_low_s": f"{p.low:.6g}",
-        "interval_high_s": f"{p.high:.6g}",
-        **terms,
-        "assumptions": "; ".join(p.assumptions),
-    }
-
-
 def shipped_cards() -> Cards:
     """All shipped cards by name, for fitting."""
     device: dict[str, Any] = {}
@@ -357,14 +294,3 @@ def read_cards(folder: str | Path) -> Cards:
         if other:
             stack[other.name] = other
     return Cards(device, stack)
-
-
-def read_runs(path: str | Path) -> Sequence[Run]:
-    """The rows of a CSV that can be read."""
-    found = []
-    for row in read_rows(path)[1]:
-        try:
-            found.append(read_run(row))
-        except RowError:
-            continue
-    return found

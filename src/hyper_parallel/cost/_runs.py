@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
-from hyper_parallel.errors import RunsUnreadable
-from hyper_parallel.model import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
+from hyper_parallel.cost._cells import (
+    MEASURED,
+    RowError,
+    matmul_format,
+    measured,
+    recomputation,
+    stated,
+    whole_numbers,
+)
+from hyper_parallel.model import (
+    AttentionSpec,
+    Block,
+    MlpSpec,
+    ModelSpec,
+    ParamSpec,
+    find_preset,
+    load_model,
+)
 
-REQUIRED: Final = ("layers", "hidden", "heads", "seq", "device", "n_dev")
+SHAPE: Final = ("layers", "hidden", "heads")
+"""Columns of a model's shape that cannot be left out, unless a preset has the model's name."""
+REQUIRED: Final = ("seq", "device", "n_dev")
 """Columns without which a row cannot be predicted."""
-
-_NUMBERS: Final = (
-    "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq", "gated", "experts", "topk", "moe_ffn",
-    "shared_experts", "dense_layers", "n_dev", "tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero", "mbs", "gbs",
-)  # fmt: skip
-PRECISIONS: Final = {
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp8": "float8_e4m3fn",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
-}
-"""Precisions of the CSV as formats of matmul inputs."""
-
-
-class RowError(ValueError):
-    """A row cannot be predicted; the text says why."""
+_TOO_MANY_SEQUENCES: Final = 100_000
+"""From this number on `gbs` counts tokens: no run has so many sequences in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +71,16 @@ class Run:
     @property
     def step_s(self) -> float | None:
         """Measured seconds per step, from either measured column."""
-        step = _float(self.row, "step_s")
+        step = measured(self.row, "step_s")
         if step:
             return step
-        rate = _float(self.row, "tok_s_dev")
+        rate = measured(self.row, "tok_s_dev")
         return self.sequences * self.seq_len / rate / self.devices if rate else None
 
     @property
     def memory_gib(self) -> float | None:
         """Measured peak memory."""
-        return _float(self.row, "mem_gib")
+        return measured(self.row, "mem_gib")
 
     @property
     def group(self) -> str:
@@ -89,58 +89,24 @@ class Run:
         return self.row.get("group") or "|".join(self.row.get(k, "") for k in keys)
 
 
-def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of a CSV of runs.
-
-    Raises:
-        RunsUnreadable: HP314 when the file cannot be read or lacks the columns that a prediction needs.
-    """
-    try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = [{k: (v or "").strip() for k, v in row.items() if k} for row in reader]
-            columns = list(reader.fieldnames or ())
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise RunsUnreadable("the runs cannot be read", where=str(path), got=str(error)) from error
-    if missing := [name for name in REQUIRED if name not in columns]:
-        raise RunsUnreadable(
-            "the runs lack columns",
-            where=str(path),
-            got=f"without {', '.join(missing)}",
-            allowed=", ".join(REQUIRED),
-        )
-    return columns, rows
-
-
-def _float(row: Mapping[str, str], name: str) -> float | None:
-    text = row.get(name, "")
-    try:
-        return float(text.replace(",", "")) if text else None
-    except ValueError:
-        return None
-
-
 def read_run(row: Mapping[str, str]) -> Run:
     """A row with its gaps filled.
 
     Raises:
         RowError: When a needed number is missing, no number, or the degrees do not fit the devices.
     """
-    given: dict[str, int] = {}
-    for name in _NUMBERS:
-        text = row.get(name, "")
-        if not text:
-            continue
-        value = _float(row, name)
-        if value is None or value < 0 or value != int(value):
-            raise RowError(f"`{name}` is not a whole number: {text}")
-        given[name] = int(value)
-    for name in REQUIRED:
-        if name != "device" and not given.get(name):
-            raise RowError(f"`{name}` is missing")
-    if not row.get("device"):
-        raise RowError("`device` is missing")
     told: list[str] = []
+    given = whole_numbers(row)
+    told += [
+        f"{name}: `{row[name]}` is no positive number, not used"
+        for name in MEASURED
+        if stated(row, name) and measured(row, name) is None
+    ]
+    preset = _preset(row, given, told)
+    needed = REQUIRED if preset else (*SHAPE, *REQUIRED)
+    lacking = [f"`{n}`" for n in needed if not (row.get(n) if n == "device" else given.get(n))]
+    if lacking:
+        raise RowError(f"what is missing: {', '.join(lacking)}")
 
     def fill(name: str, default: int, why: str) -> int:
         if name not in given or (given[name] == 0 and default and name != "zero"):
@@ -148,16 +114,10 @@ def read_run(row: Mapping[str, str]) -> Run:
             return default
         return given[name]
 
-    degrees = {k: max(1, given.get(k, 1)) for k in ("tp", "cp", "pp", "vpp", "ep")}
-    devices = given["n_dev"]
-    inner = degrees["tp"] * degrees["cp"] * degrees["pp"]
-    if devices % inner:
-        raise RowError(f"tp*cp*pp = {inner} does not divide n_dev = {devices}")
-    degrees["dp"] = devices // inner
-    if given.get("dp", degrees["dp"]) != degrees["dp"]:
-        told.append(f"dp={degrees['dp']}: n_dev/(tp*cp*pp), the row says {given['dp']}")
-    if not given.get("dp"):
-        told.append(f"dp={degrees['dp']}: derived, n_dev/(tp*cp*pp)")
+    degrees = _degrees(given, told)
+    if degrees["ep"] > 1 and not (preset.num_experts if preset else given.get("experts")):
+        told.append(f"ep=1: the row says {degrees['ep']}, but the model has no experts")
+        degrees["ep"] = 1
     if degrees["ep"] > 1:
         degrees["etp"] = fill("etp", 1, "not stated, an expert is not cut")
         block = degrees["tp"] * degrees["cp"] * degrees["dp"]
@@ -169,30 +129,71 @@ def read_run(row: Mapping[str, str]) -> Run:
         degrees["etp"] = degrees["tp"]
     microbatch = fill("mbs", 1, "not stated")
     sequences = fill("gbs", degrees["dp"] * microbatch, "not stated, one microbatch per rank")
+    seq_len = given["seq"]
+    if sequences >= _TOO_MANY_SEQUENCES and sequences % seq_len == 0:
+        told.append(f"gbs={sequences // seq_len}: {sequences} are taken to be tokens")
+        sequences //= seq_len
     accumulation = -(-sequences // (degrees["dp"] * microbatch))
     if sequences % (degrees["dp"] * microbatch):
         told.append(f"{accumulation} microbatches: gbs does not divide by dp*mbs, rounded up")
     sharded = any(s in _stack_text(row) for s in ("torchtitan", "fsdp"))
     zero = fill("zero", 3 if sharded else 1, "not stated, usual for the stack")
-    if zero > 3:
-        raise RowError(f"`zero` is {zero}; it is 0 to 3")
-    precision = row.get("precision", "").lower()
-    if precision not in PRECISIONS:
-        told.append(
-            f"precision=bf16: `{precision}` is not known"
-            if precision
-            else "precision=bf16: not stated"
-        )
-        precision = "bf16"
-    text = row.get("recompute", "").lower().rstrip("?")
-    recompute = next((r for r in ("none", "selective", "full") if text.startswith(r)), None)
-    if row.get("recompute", "").endswith("?"):
-        told.append(f"recompute={recompute}: inferred by the source of the row")
+    precision = matmul_format(row, told)
+    recompute = recomputation(row, told)
     plain = "no sequence parallel" in row.get("notes", "").lower()
+    model = preset or _model(row, given, told)
+    _check(model, given, degrees, seq_len)
     return Run(
-        row, _model(row, given, told), given["seq"], devices, degrees, zero, microbatch, accumulation, sequences,
-        PRECISIONS[precision], recompute, not plain, tuple(told),
+        row, model, seq_len, given["n_dev"], degrees, zero, microbatch, accumulation, sequences, precision, recompute,
+        not plain, tuple(told),
     )  # fmt: skip
+
+
+def _preset(row: Mapping[str, str], given: Mapping[str, int], told: list[str]) -> ModelSpec | None:
+    """The shipped model a row names when it gives no shape of its own."""
+    if any(given.get(name) for name in SHAPE):
+        return None
+    name = row.get("model", "")
+    preset = find_preset(name) or find_preset(re.sub(r"(?<=[a-zA-Z])(?=\d)", "-", name, count=1))
+    if preset is None:
+        return None
+    told.append(f"shape of the model: {preset}, by the model's name")
+    return load_model(preset)
+
+
+def _degrees(given: Mapping[str, int], told: list[str]) -> dict[str, int]:
+    degrees = {k: max(1, given.get(k, 1)) for k in ("tp", "cp", "pp", "vpp", "ep")}
+    devices = given["n_dev"]
+    inner = degrees["tp"] * degrees["cp"] * degrees["pp"]
+    if devices % inner:
+        raise RowError(f"tp*cp*pp = {inner} does not divide n_dev = {devices}")
+    degrees["dp"] = devices // inner
+    if given.get("dp", degrees["dp"]) != degrees["dp"]:
+        told.append(f"dp={degrees['dp']}: n_dev/(tp*cp*pp), the row says {given['dp']}")
+    if not given.get("dp"):
+        told.append(f"dp={degrees['dp']}: derived, n_dev/(tp*cp*pp)")
+    if degrees["vpp"] > 1 and degrees["pp"] == 1:
+        told.append(f"vpp=1: the row says {degrees['vpp']}, but there is one stage")
+        degrees["vpp"] = 1
+    return degrees
+
+
+def _check(
+    model: ModelSpec, given: Mapping[str, int], degrees: Mapping[str, int], seq_len: int
+) -> None:
+    """Refuse what no program can run."""
+    heads = max((b.attention.num_heads for b in model.blocks if b.attention), default=1)
+    for axis, most, what in (
+        ("pp", model.num_layers, "layers"),
+        ("tp", heads, "heads"),
+        ("cp", seq_len, "tokens of a sequence"),
+    ):
+        if degrees[axis] > most:
+            raise RowError(f"{axis} = {degrees[axis]} is more than the {most} {what}")
+    if degrees["ep"] > max(1, model.num_experts):
+        raise RowError(f"ep = {degrees['ep']} is more than the {model.num_experts} experts")
+    if given.get("topk", 0) > model.num_experts > 0:
+        raise RowError(f"topk = {given['topk']} is more than the {model.num_experts} experts")
 
 
 def _stack_text(row: Mapping[str, str]) -> str:
@@ -205,6 +206,9 @@ def _model(row: Mapping[str, str], given: Mapping[str, int], told: list[str]) ->
     hidden, heads = given["hidden"], given["heads"]
     kv_heads = given.get("kv_heads") or heads
     width = given.get("head_dim") or hidden // heads
+    if not width or kv_heads > heads:
+        wrong = f"hidden = {hidden}" if not width else f"kv_heads = {kv_heads}"
+        raise RowError(f"{wrong} does not fit heads = {heads}")
     gated = bool(given.get("gated", 1))
     experts = given.get("experts", 0)
     ffn = given.get("ffn") or (given.get("moe_ffn", 0) if experts else 4 * hidden)
@@ -246,7 +250,10 @@ def _model(row: Mapping[str, str], given: Mapping[str, int], told: list[str]) ->
     if dense_layers < given["layers"]:
         size = given.get("moe_ffn") or ffn
         shared = given.get("shared_experts", 0) * size
-        topk = given.get("topk") or 2
+        topk = given.get("topk") or min(2, experts)
+        for key, value in (("topk", topk), ("moe_ffn", size)):
+            if not given.get(key):
+                told.append(f"{key}={value}: not stated")
         both = 2 if gated else 1
         params = (
             *projections,

@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 _LAYER_COLUMNS = (
     "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp", "microbatch",
-    "recompute", "zero", "order",
+    "recompute", "zero", "order", "regather", "attention_tokens", "cp_gather",
 )  # fmt: skip
 _FACTORISE_FROM = 512
 """Rows from which pricing distinct layers once is worth finding them."""
@@ -101,8 +101,12 @@ def layer_prices(
     moved = bool((c.order > 0).any())
     columns = (*_LAYER_COLUMNS, "pp", "dp_replicate") if moved else _LAYER_COLUMNS
     code = np.zeros(len(c), dtype=np.int64)
-    for name in columns:
-        values = getattr(c, name).astype(np.int64)
+    # Of a pipeline only that it is one: its sharded gradients are reduced once per step.
+    of_layers = [getattr(c, name) for name in columns] + [np.minimum(c.pp, 2.0)]
+    for column in of_layers:
+        if column.strides == (0,):
+            continue  # one value for all
+        values = column.astype(np.int64)
         # Each value becomes its place among the few of its column, so that all columns fit one integer.
         places = np.cumsum(np.bincount(values) > 0) - 1
         code = code * (int(places[-1]) + 1) + places[values]

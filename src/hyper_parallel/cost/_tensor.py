@@ -7,8 +7,10 @@ and a row matmul (I to h). Per device, in elements; a ring over g ranks sends (g
              input is not kept
     2d       forward T/P [2h (x-1) + (O + I)(y-1)]: inputs are gathered over one axis, outputs scattered over the
              other; backward gathers dY, scatters dX, and gathers X again when it was not kept
+             attention on spans of the sequence also gathers keys and values over y, T/P 2k (y-1), and scatters
+             their gradients
     weight   x as 1d on T/y tokens; weights gathered over y in forward and backward, their gradients scattered;
-             attention also exchanges keys and values
+             attention also gathers keys and values and scatters their gradients
 
 Sources: Korthikanti et al. 2022, section 4.2.2 (1d); Xu et al. 2021 (GSPMD), section 3.2 and Pope et al. 2022, section
 3.2 (2-D weight-stationary); weight-gathered layouts Pope et al. 2022, section 3.2.3.
@@ -91,7 +93,9 @@ def block_traffic(
     x: Array,
     y: Array,
     *,
-    keep: float = 1.0,
+    keep: Array | float = 1.0,
+    keep_kv: Array | float | None = None,
+    spans: Array | float = 0.0,
     backward: bool = True,
 ) -> Traffic:
     """Traffic of one block, forward and (with `backward`) backward.
@@ -103,6 +107,8 @@ def block_traffic(
         x: Ranks on x.
         y: Ranks on y.
         keep: 1 when gathered inputs are kept for backward, 0 when they are gathered again.
+        keep_kv: The same of keys and values that are gathered over y; None: as `keep`.
+        spans: 1 when 2-D attention works on spans of the sequence (scatters tokens over y), 0 on heads.
         backward: Whether backward is included.
     """
     w, ranks, once = widths, x * y, tokens / (x * y)
@@ -116,11 +122,12 @@ def block_traffic(
     # The column matmul reads over x and writes over y, the row matmul the other way round.
     plane_x = once * one * (x - 1)
     plane_y = once * (w.outputs * of_output + w.inputs * of_input) * (y - 1)
+    of_kv = 1.0 + both * (2.0 - (keep if keep_kv is None else keep_kv))
+    gathered_kv = once * 2.0 * w.kv * (y - 1) * of_kv
     if w.kv_heads:
         doubled = np.where(np.mod(w.kv_heads, ranks) > 0, once * 2.0 * w.kv * (y - 1), 0.0)
-        plane_y = plane_y + doubled * (1.0 + both)
-    moved = w.weights * (y - 1) / ranks * (1.0 + 2.0 * both)
-    moved = moved + once * 2.0 * w.kv * (y - 1) * (1.0 + 2.0 * both)
+        plane_y = plane_y + np.where(spans > 0, gathered_kv, doubled * (1.0 + both))
+    moved = w.weights * (y - 1) / ranks * (1.0 + 2.0 * both) + gathered_kv
     is_1d, is_2d = (shape == 0) | (y <= 1), (shape == 1) & (y > 1)
     calls_x = np.where(x > 1, calls, 0.0)
     calls_y = np.where(y > 1, np.where(is_2d, of_input + of_output, 2.0 + 2.0 * both), 0.0)

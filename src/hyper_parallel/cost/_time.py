@@ -174,11 +174,13 @@ def time_terms(
     sends = 2.0 * (m * c.vpp + c.pp - 1.0) * hop * (1.0 - stack.overlap_pp)
 
     elements = stage_elements(n, c)
-    scatter, gather = step_tail(
+    once = step_tail(
         n, machine, workload, c, places, np.ceil(n.layers / c.pp), outside_elements(n, c)
     )
     last = work.backward * layers + prices.head
-    tail = exposed(scatter, last, stack.overlap_dp) + exposed(gather, last / 2.0, stack.overlap_dp)
+    tail = exposed(once.scatter, last, stack.overlap_dp) + once.late
+    tail = tail + exposed(once.gather, last / 2.0, stack.overlap_dp)
+    tail = tail + exposed(once.first, work.forward * layers, stack.overlap_dp)
     tail = tail + tensor_hops(machine, c, places, np.ceil(n.layers / c.pp))
     every = (places.pp, places.dp_replicate, places.dp_shard, places.cp, places.tp_x, places.tp_y)
     norm = 2.0 * machine.ring_seconds(np.full(1, 4.0), *every)
@@ -186,7 +188,7 @@ def time_terms(
     optimizer = moved / machine.stream_bytes_s
     over_host = np.where(c.offload > 0, moved / max(machine.host_bytes_s, 1.0), 0.0)
     accumulated = np.where(
-        (m > 1) & (c.zero < 2),
+        (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (c.dp_shard * c.cp > 1))),
         m * 8.0 * card.saturation * elements.whole / machine.stream_bytes_s,
         0.0,
     )
@@ -276,9 +278,12 @@ def time_terms(
         ),
         TimeTerm(
             "data-parallel reduction", tail,
-            "gradients summed and parameters gathered once per step, beyond the last microbatch's backward",
+            "gradients summed and parameters gathered once per step, beyond the last microbatch's backward; those that "
+            "a pipeline keeps sharded in full",
             f"ring collectives, Patarasuk and Yuan 2009; {stack.source('overlap_dp')}",
-            {"r": c.dp_replicate, "d": c.dp_shard * c.cp, "scatter_s": scatter, "gather_s": gather},
+            {"r": c.dp_replicate, "d": c.dp_shard * c.cp, "scatter_s": once.scatter, "gather_s": once.gather,
+             "first_s": once.first,
+             "late_s": once.late},
         ),
         TimeTerm(
             "pipeline bubble", bubble,

@@ -50,7 +50,7 @@ from hyper_parallel.ir.search import Alternative, Certificate, Sensitivity
 from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some, ulysses_degree
 from hyper_parallel.ir.stage import Stage, StageCost
 from hyper_parallel.ir.strategy import BLOCK_SHAPES, BlockShape, Rule, Strategy
-from hyper_parallel.ir.taskgraph import Task, TaskGraph, peaks, simulate
+from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph, peaks, simulate
 from hyper_parallel.ir.timeline import Counter, Span, Timeline
 from hyper_parallel.ir.workload import Workload
 
@@ -68,6 +68,7 @@ __all__ = [
     "Choice",
     "Collective",
     "CollectiveStep",
+    "Cores",
     "CostTerm",
     "Counter",
     "Extent",

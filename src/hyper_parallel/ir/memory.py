@@ -114,6 +114,11 @@ class MemoryProgram:
         unit = self.alignment_bytes
         return tuple(-(-s.num_bytes // unit) * unit for s in self.storages)
 
+    @cached_property
+    def touched(self) -> tuple[tuple[int, ...], ...]:
+        """`Operator.touched` of every operator."""
+        return tuple(op.touched for op in self.operators)
+
     @property
     def on_device(self) -> tuple[MemoryTier, ...]:
         """Homes that leave every storage on the device."""

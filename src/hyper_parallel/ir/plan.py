@@ -109,6 +109,7 @@ class Plan:
         collectives: Communication of one step, by formula.
         rejected: Runners-up, best first.
         stages: What one microbatch costs on every virtual stage; `planner.simulate_plan` runs them.
+        ranks_per_core: Ranks that take turns on a core of the machine; what waiting ranks leave the others use.
         certificate: Why the search found nothing better; None for a strategy that was given.
         pareto: The front of time and memory near the chosen strategy, fastest first.
         sensitivity: Constants that would change the choice, the smallest change first.
@@ -129,6 +130,7 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     stages: tuple[Stage, ...] = ()
+    ranks_per_core: float = 1.0
     certificate: Certificate | None = None
     pareto: tuple[Alternative, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()

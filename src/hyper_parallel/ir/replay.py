@@ -141,7 +141,7 @@ def _step_operator(
     if (action.kind == "recompute") != (action.target in seen):
         raise _illegal(walk, at, action, "it ran before" if action.kind == "run" else "never ran")
     fresh = set(op.allocs)
-    for s in op.touched:
+    for s in walk.program.touched[action.target]:
         if s in fresh:
             if walk.held[s].get("device") is not None:
                 raise _illegal(walk, at, action, f"its result `{_name(walk, s)}` already exists")

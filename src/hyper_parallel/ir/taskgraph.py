@@ -1,7 +1,8 @@
 """TaskGraph: work on executors with dependencies; and the one simulator that turns it into a Timeline.
 
 An executor is anything that does one task at a time: the compute stream of a rank, a copy engine, a link, a worker of
-a pool. Pipeline schedules, offload plans and programs of several models all become task graphs.
+a pool. Pipeline schedules, offload plans and programs of several models all become task graphs. Executors may share
+the cores of one device: while more of them work than there are cores, all of them are slower alike.
 
 The list of tasks is in an order that respects every dependency. So the graph has no cycle by construction, and
 executors that keep to the order of the list cannot deadlock. Times are integer nanoseconds: results are exact and do
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -27,7 +29,7 @@ class Task:
     Attributes:
         name: What it is: `2F0`, `all_gather layer 3`.
         executor: Who does it, also the lane in the timeline: `rank 0/compute`, `link 0->1`.
-        duration_ns: How long it takes once started.
+        duration_ns: How long it takes once started, with a core of its own.
         kind: Category in the timeline: compute, communication, copy, ...
         deps: Positions in the graph of the tasks that must have ended; each smaller than the task's own.
         bytes: Bytes moved, for reports.
@@ -48,6 +50,19 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Cores:
+    """Cores that executors share: while k of them work, each works at the rate min(1, count / k).
+
+    Attributes:
+        count: Cores; a fraction where one executor stands for several ranks.
+        executors: Who shares them.
+    """
+
+    count: Fraction
+    executors: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class TaskGraph:
     """Tasks in an order that respects their dependencies.
 
@@ -57,6 +72,7 @@ class TaskGraph:
             next task is not ready; `priority` takes, among the tasks that are ready, the one of smallest priority,
             then the one that has been ready longest, then the first in the list.
         initial_bytes: Bytes in memory lanes before the first task.
+        cores: Cores that some executors share; None: every executor has its own.
 
     Raises:
         TaskGraphError: HP321 when a task depends on itself or a later one, or has a negative duration.
@@ -65,6 +81,7 @@ class TaskGraph:
     tasks: tuple[Task, ...]
     policies: dict[str, Literal["order", "priority"]] = field(default_factory=dict)
     initial_bytes: dict[str, int] = field(default_factory=dict)
+    cores: Cores | None = None
 
     def __post_init__(self) -> None:
         for number, task in enumerate(self.tasks):
@@ -109,10 +126,11 @@ def simulate(graph: TaskGraph) -> Timeline:
         elif not task.deps:
             heappush(ready[lane_of[number]], (task.priority, 0, number))
 
-    spans: list[Span] = []
+    started: list[int] = []
+    begin, end = [0] * len(tasks), [0] * len(tasks)
     memory = _Memory(graph.initial_bytes)
     busy = [False] * len(lanes)
-    ends: list[tuple[int, int]] = []
+    clock = _Clock(graph.cores, tuple(lanes))
     touched = set(range(len(lanes)))
     now = 0
     while True:
@@ -130,18 +148,18 @@ def simulate(graph: TaskGraph) -> Timeline:
                 number = queue.popleft()
             task = tasks[number]
             busy[lane] = True
-            heappush(ends, (now + task.duration_ns, number))
-            spans.append(
-                Span(task.executor, task.name, now / 1e9, task.duration_ns / 1e9, task.kind)
-            )
+            clock.start(lane, number, task.duration_ns)
+            started.append(number)
+            begin[number] = now
             if task.at_start:
                 memory.change(task.at_start, now)
-        if not ends:
+        if clock.idle:
             break
-        now = ends[0][0]
+        ended = clock.advance()
+        now = clock.now
         touched.clear()
-        while ends and ends[0][0] == now:
-            number = heappop(ends)[1]
+        for number in ended:
+            end[number] = now
             lane = lane_of[number]
             busy[lane] = False
             touched.add(lane)
@@ -154,8 +172,59 @@ def simulate(graph: TaskGraph) -> Timeline:
                     touched.add(target)
                     if by_priority[target]:
                         heappush(ready[target], (tasks[follower].priority, now, follower))
-    assert len(spans) == len(tasks), "a graph in dependency order cannot get stuck"
-    return Timeline("simulated", tuple(spans), tuple(memory.samples))
+    assert len(started) == len(tasks), "a graph in dependency order cannot get stuck"
+    spans = tuple(
+        Span(t.executor, t.name, begin[n] / 1e9, (end[n] - begin[n]) / 1e9, t.kind)
+        for n, t in ((n, tasks[n]) for n in started)
+    )
+    return Timeline("simulated", spans, tuple(memory.samples))
+
+
+class _Clock:
+    """When running tasks end: at once known with a core of their own, else after so much work of the shared cores.
+
+    All tasks on shared cores progress alike, so the work that each of them has been given since the beginning is one
+    number; a task ends when that number has grown by its duration. It is kept in whole nanoseconds, rounded down at
+    every event, and times are rounded up, so a task is never given less than its duration.
+    """
+
+    def __init__(self, cores: Cores | None, lanes: tuple[str, ...]) -> None:
+        self.now = 0
+        self._shared = [cores is not None and name in cores.executors for name in lanes]
+        self._cores = cores.count.as_integer_ratio() if cores else (1, 1)
+        self._given = 0
+        self._own: list[tuple[int, int]] = []
+        self._sharing: list[tuple[int, int]] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs."""
+        return not self._own and not self._sharing
+
+    def start(self, lane: int, number: int, duration_ns: int) -> None:
+        """Start a task now."""
+        if self._shared[lane]:
+            heappush(self._sharing, (self._given + duration_ns, number))
+        else:
+            heappush(self._own, (self.now + duration_ns, number))
+
+    def advance(self) -> list[int]:
+        """Go to the next instant at which tasks end, and return them in the order of the list."""
+        instant = self._own[0][0] if self._own else None
+        if self._sharing:
+            up, down = self._cores
+            down = max(up, down * len(self._sharing))
+            shared = self.now - (self._given - self._sharing[0][0]) * down // up
+            instant = shared if instant is None else min(instant, shared)
+            self._given += (instant - self.now) * up // down
+        assert instant is not None, "something runs"
+        self.now = instant
+        ended = []
+        while self._own and self._own[0][0] == self.now:
+            ended.append(heappop(self._own)[1])
+        while self._sharing and self._sharing[0][0] <= self._given:
+            ended.append(heappop(self._sharing)[1])
+        return sorted(ended)
 
 
 class _Memory:

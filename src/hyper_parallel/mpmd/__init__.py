@@ -18,7 +18,7 @@ from hyper_parallel.mpmd._strategy import (
     schedule_name,
     step_schedule,
 )
-from hyper_parallel.mpmd._tasks import bubble_fraction, schedule_tasks
+from hyper_parallel.mpmd._tasks import bubble_fraction, on_shared_cores, schedule_tasks
 from hyper_parallel.mpmd._verify import in_flight, verify
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "lower",
     "make_schedule",
     "makespan_s",
+    "on_shared_cores",
     "one_by_one",
     "replay",
     "schedule_name",

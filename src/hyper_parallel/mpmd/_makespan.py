@@ -17,12 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Schedule, StageCost
+from hyper_parallel.ir import Schedule, StageCost, simulate
 from hyper_parallel.mpmd._generate import make_schedule
+from hyper_parallel.mpmd._tasks import on_shared_cores, schedule_tasks
 
 
 def makespan_s(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Sequence[StageCost]
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int,
+    costs: Sequence[StageCost],
+    ranks_per_core: float = 1.0,
 ) -> float:
     """Seconds from the first forward to the end of the last backward of any rank.
 
@@ -32,6 +38,7 @@ def makespan_s(
         microbatches: Microbatches of a step.
         stages_per_rank: Virtual stages of a rank.
         costs: One per stage. Gathers, reductions, offload and the update are not counted.
+        ranks_per_core: Ranks that take turns on a core; above 1 the events are simulated, see `on_shared_cores`.
 
     Raises:
         ScheduleError: HP320 for a schedule that cannot be made, or another number of costs than stages.
@@ -43,6 +50,10 @@ def makespan_s(
         raise ScheduleError(
             "every stage needs its cost", got=f"{len(costs)} costs", allowed=program.stages
         )
+    if ranks_per_core > 1.0:
+        schedule = make_schedule(name, ranks, microbatches, stages_per_rank)
+        graph = on_shared_cores(schedule_tasks(schedule, costs), ranks, ranks_per_core)
+        return max(s.end_s for s in simulate(graph).spans if not s.lane.startswith("link"))
     return program.end(costs) / 1e9
 
 

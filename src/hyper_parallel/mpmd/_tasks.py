@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any, Literal
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, Schedule, StageCost, Task, TaskGraph, Timeline
+from hyper_parallel.ir import Action, Cores, Schedule, StageCost, Task, TaskGraph, Timeline
 from hyper_parallel.mpmd._replay import replay
 
 
@@ -182,6 +184,28 @@ class _Builder:
         elif action.kind in ("OFFLOAD", "RELOAD"):
             assert i is not None
             self.copied[s, i] = task
+
+
+def on_shared_cores(graph: TaskGraph, ranks: int, ranks_per_core: float) -> TaskGraph:
+    """The same graph on a device whose ranks take turns on its cores.
+
+    Costs are those of a rank that gets its share of a core while all ranks work. With a core of its own it is faster
+    by `ranks_per_core`; so what waiting ranks leave, the others use. Links keep their time.
+
+    Args:
+        graph: Graph of a schedule, on lanes `rank r/compute`, `rank r/communication`, ...
+        ranks: Pipeline ranks; each stands for all ranks of its stage, which do the same at the same time.
+        ranks_per_core: Ranks of the device per core; not above 1: every rank has its own.
+    """
+    if ranks_per_core <= 1.0:
+        return graph
+    crowd = Fraction(ranks_per_core).limit_denominator(1 << 20)
+    lanes = frozenset(t.executor for t in graph.tasks if t.executor.startswith("rank "))
+    tasks = tuple(
+        replace(t, duration_ns=round(t.duration_ns / crowd)) if t.executor in lanes else t
+        for t in graph.tasks
+    )
+    return replace(graph, tasks=tasks, cores=Cores(ranks / crowd, lanes))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -6,13 +6,14 @@ how a back end runs the result is in `backends`.
 """
 
 from hyper_parallel.offload._address import assign_addresses
-from hyper_parallel.offload._bound import least_peak_bound, least_time_bound, reload_bound
+from hyper_parallel.offload._bound import least_peak_bound, least_time_bound
 from hyper_parallel.offload._cache import find_overlap, plan_memory_cached
 from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.offload._order import order_peak, refine_order
 from hyper_parallel.offload._plan import plan_memory
 from hyper_parallel.offload._policies import simple_policy
 from hyper_parallel.offload._profile import peak_by_kind, predicted_timeline, summarise
+from hyper_parallel.offload._reload import ReloadBound, reload_bound
 from hyper_parallel.offload._simulate import Clock, Copied, simulate
 from hyper_parallel.offload._usedef import (
     UseDef,
@@ -27,6 +28,7 @@ __all__ = [
     "Clock",
     "Copied",
     "MemoryMachine",
+    "ReloadBound",
     "Roofline",
     "UseDef",
     "assign_addresses",

@@ -12,6 +12,8 @@ import numpy as np
 
 from hyper_parallel.ir import Extent
 
+_TIGHT = 1.002  # an arena this close to the live peak is not worth another fit
+
 
 def assign_addresses(
     stays: Sequence[Extent], sizes: Sequence[int]
@@ -38,7 +40,7 @@ def assign_addresses(
     rounds = max(1, min(40, 30_000 // len(stays)))
     tried = [_squeaky_wheel(stays, sizes, sorted(range(len(stays)), key=orders[0]), floor, 1)]
     for key in orders:
-        if tried[-1][1] <= floor:
+        if tried[-1][1] <= floor * _TIGHT:
             break
         order = sorted(range(len(stays)), key=key)
         tried.append(_squeaky_wheel(stays, sizes, order, floor, rounds))
@@ -57,7 +59,7 @@ def _squeaky_wheel(
     best = _first_fit(stays, sizes, order)
     offsets = best[0]
     for _ in range(rounds - 1):
-        if best[1] <= floor:
+        if best[1] <= floor * _TIGHT:
             break
         over = offsets + size > floor
         key = {i: at * 0.5 if over[i] else float(at) for at, i in enumerate(order)}

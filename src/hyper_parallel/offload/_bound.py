@@ -59,6 +59,25 @@ def least_peak_bound(
     recompute: bool = True,
 ) -> float:
     """Bytes that every plan of this order takes which ends within `limit_s`; see `least_time_bound`."""
+    return least_peak_program(
+        program, machine, order, limit_s, move=move, recompute=recompute
+    ).lower_bound()
+
+
+def least_peak_program(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    order: Sequence[int],
+    limit_s: float,
+    *,
+    move: Collection[StorageKind] | None = None,
+    recompute: bool = True,
+) -> LinearProgram:
+    """The linear program of `least_peak_bound`; with its `whole` variables at 0 or 1, whole storages move.
+
+    Solved in whole numbers it is the least peak of any plan of this order but for two freedoms: copies may be cut, and
+    recomputation needs no inputs. So its optimum is a bound as well, a higher one.
+    """
     model = _Model(
         program, machine, tuple(order), move, recompute, max(limit_s - program.seconds, 0.0)
     )
@@ -67,7 +86,10 @@ def least_peak_bound(
     for position in range(model.n):
         lp.at_least({**model.absent_at(position), peak: 1.0}, model.base[position])
     lp.at_least(dict.fromkeys(model.waits, -1.0), program.seconds - limit_s)
-    return lp.lower_bound()
+    for gap in model.gaps:
+        decided = (gap.home, gap.dropped, *gap.away)
+        lp.whole.update(v for v in decided if v is not None)
+    return lp
 
 
 @dataclass
@@ -245,28 +267,3 @@ class _Model:
                         filled = True
                 if filled:
                     self.lp.at_least(row, -constant)
-
-
-def reload_bound(
-    program: MemoryProgram, machine: MemoryMachine, order: Sequence[int], limit_s: float
-) -> int:
-    """Bytes below which no plan of this order gets by copies alone within `limit_s`; for graphs of any size.
-
-    What is away while position q runs and is used after it must come back in the seconds that are left, and the channel
-    carries no more than it carries. What is never used after q may be away for nothing.
-    """
-    chains = use_definitions(program, order)
-    n = len(order)
-    live, last_use = [0] * (n + 1), [0] * (n + 1)
-    for s, storage in enumerate(program.storages):
-        uses = chains.uses[s]
-        if not uses:
-            continue  # it may live elsewhere for the whole step
-        live[0 if storage.at_start else uses[0]] += program.sizes[s]
-        last_use[uses[-1] + 1] += program.sizes[s]
-    bound, held, spent_s = 0, 0, 0.0
-    for position, index in enumerate(order):
-        held += live[position] - last_use[position]
-        spent_s += program.operators[index].seconds
-        bound = max(bound, held - int(max(limit_s - spent_s, 0.0) * machine.prefetch.bytes_s))
-    return bound

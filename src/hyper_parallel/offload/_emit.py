@@ -1,15 +1,15 @@
 """Emission: turn chosen gaps into an executable program.
 
-A forward walk over the order with the simulator's own clock. A store is issued right after the last use; its device
-bytes are detached at the first operator boundary at which the copy is done, earlier (by waiting) when the budget needs
-them. A prefetch is issued as late as its serial channel allows, computed backwards from the deadlines.
+A forward walk over the order with the simulator's own clock. A store is issued right after the last use, or before it
+when its content is final and the lane stands idle; its device bytes are detached at the first operator boundary at
+which the copy is done, earlier (by waiting) when the budget needs them. A prefetch is issued as late as its serial
+channel allows, computed backwards from the deadlines.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,19 +20,10 @@ from hyper_parallel.ir import (
     MemoryProgram,
     MemoryTier,
 )
-from hyper_parallel.offload._issue import Gap, issue_positions
+from hyper_parallel.offload._issue import Gap, Pending, early_stores, issue_positions
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 from hyper_parallel.offload._simulate import Clock
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A running copy out of the device (or out of DRAM) that a detach waits for."""
-
-    storage: int
-    into: MemoryTier
-    leaves: bool  # False: the storage was needed again before the copy was done
 
 
 class Emitter:
@@ -52,22 +43,21 @@ class Emitter:
     ) -> None:
         n = len(program.storages)
         self.planned = planned  # bytes per position as selected
-        self.back = (
-            back or {}
-        )  # (storage, end of gap) -> position from which `planned` counts it again
+        # (storage, end of gap) -> position from which `planned` counts it again
+        self.back = back or {}
         self.program, self.order, self.again = program, order, recomputes
         self.budget = budget_bytes
         self.clock = Clock(program, machine)
         self.actions: list[MemoryAction] = []
         self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.held: list[int] = []  # device bytes while each position runs
         self.homes: list[MemoryTier] = ["device"] * n
         for gap in gaps:
             if gap.first < 0:
                 self.homes[gap.storage] = gap.tier
-        self.current: list[dict[MemoryTier, bool]] = [
-            {} for _ in range(n)
-        ]  # tier -> content is newest
+        # Per storage: tier -> the content there is the newest.
+        self.current: list[dict[MemoryTier, bool]] = [{} for _ in range(n)]
         for s, storage in enumerate(program.storages):
             if storage.at_start:
                 self._set(s, self.homes[s])
@@ -78,13 +68,15 @@ class Emitter:
         starts = np.cumsum([0.0] + [program.operators[i].seconds for i in order])[:-1]
         self.left_s = float(starts[-1]) - starts if len(starts) else starts
         self.events = issue_positions(gaps, starts, program, machine, window)
-        self.pending: list[_Pending] = []
+        self.pending: list[Pending] = []
         self.due: set[int] = set()  # reload is due, but there is no room yet
         self.flying: dict[tuple[int, str], None] = {}  # copies towards the device not waited for
         self.writes: list[list[int]] = [[] for _ in range(n)]
         for position, index in enumerate(order):
             for s in program.operators[index].writes:
                 self.writes[s].append(position)
+        self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
+        self.ahead: set[int] = set()  # stored before they leave: the copy stays until then
 
     def emit(self, limit_s: float = float("inf")) -> tuple[MemoryAction, ...] | None:
         """The whole program, or None as soon as it must take longer than the limit."""
@@ -93,6 +85,7 @@ class Emitter:
                 self._release(s)
         queue = 0
         waiting: list[tuple[int, Gap, MemoryActionKind]] = []
+        ready: list[Gap] = []
         for position, index in enumerate(self.order):
             if self.clock.now_s + self.left_s[position] > limit_s:
                 return None
@@ -102,6 +95,9 @@ class Emitter:
                 queue += 1
             waiting = [event for event in waiting if not self._reload(event, position)]
             self._operator(position, index)
+            for gap in self.early[position]:
+                insort(ready, gap, key=lambda g: (g.first, -self.program.sizes[g.storage]))
+            ready = self._store_early(ready, position)
         while self.pending:
             self._finish(self.pending[0])
         self._clear()
@@ -128,10 +124,11 @@ class Emitter:
             wanted.update(dict.fromkeys(self.program.operators[i].reads))
         fresh = {*op.allocs, *(s for i in rerun for s in self.program.operators[i].allocs)}
         wanted = {s: None for s in wanted if s not in fresh}
-        sizes = self.program.sizes
-        need = sum(sizes[s] for s in fresh if "device" not in self.current[s])
-        need += sum(sizes[s] for s in wanted if "device" not in self.current[s])
-        self._make_room(need, {*wanted, *fresh})
+        if self.budget is not None:
+            sizes = self.program.sizes
+            operands = {*wanted, *fresh}
+            need = sum(sizes[s] for s in operands if "device" not in self.current[s])
+            self._make_room(need, operands)
         for s in wanted:
             self._bring(s)
         for s in wanted:
@@ -152,8 +149,11 @@ class Emitter:
         for s in op.writes:
             for tier in self.current[s]:
                 self.current[s][tier] = tier == "device"
+        self.held.append(self.live["device"])
         self._do("run", index)
-        touched = dict.fromkeys((*op.touched, *wanted, *fresh))
+        touched = self.program.touched[index]
+        if rerun:
+            touched = tuple(dict.fromkeys((*touched, *wanted, *fresh)))
         for s in touched:
             if "device" in self.current[s]:
                 self._after(s, position)
@@ -178,6 +178,7 @@ class Emitter:
 
     def _depart(self, gap: Gap) -> None:
         s = gap.storage
+        self.ahead.discard(s)
         held = self.current[s]
         # A copy of an earlier leave may still run: it carries the same content (a write would have waited for it).
         going = {p.into: p for p in self.pending if p.storage == s}
@@ -197,14 +198,33 @@ class Emitter:
             self._make_dram_room(s)
             self._set(s, "dram")
             self._do("store", s)
-            self.pending.append(_Pending(s, "dram", True))
+            self.pending.append(Pending(s, "dram", True))
         if gap.tier == "flash":
             if "flash" in going:
                 going["flash"].leaves = True
             else:
                 self._set(s, "flash")
                 self._do("copy_out", s)
-                self.pending.append(_Pending(s, "flash", True))
+                self.pending.append(Pending(s, "flash", True))
+
+    def _store_early(self, ready: list[Gap], position: int) -> list[Gap]:
+        """Use a store lane that stands idle for what leaves next; the rest of the list."""
+        left: list[Gap] = []
+        for at, gap in enumerate(ready):
+            if not self.clock.idle("store"):
+                return [*left, *(g for g in ready[at:] if g.first > position)]
+            s = gap.storage
+            held = self.current[s]
+            if gap.first <= position or "device" not in held or held.get("dram"):
+                continue
+            if (s, "device") in self.flying or not self._dram_fits(s):
+                left.append(gap)
+                continue
+            self._set(s, "dram")
+            self._do("store", s)
+            self.pending.append(Pending(s, "dram", False))
+            self.ahead.add(s)
+        return left
 
     def _retire(self) -> None:
         """Detach what has been copied by now."""
@@ -214,7 +234,7 @@ class Emitter:
                     item.leaves = False
                 self._finish(item)
 
-    def _finish(self, item: _Pending) -> None:
+    def _finish(self, item: Pending) -> None:
         """Wait for a copy and give its source's bytes back."""
         s = item.storage
         if item not in self.pending:
@@ -226,7 +246,9 @@ class Emitter:
         self._do("wait", s, item.into)
         if item.leaves:
             self._detach(s, "device" if item.into == "dram" else "dram")
-        elif item.into == "dram" and self.homes[s] != "dram" and not self._going(s, "flash"):
+        elif item.into == "dram" and not (
+            s in self.ahead or self.homes[s] == "dram" or self._going(s, "flash")
+        ):
             self._detach(s, "dram")
 
     def _going(self, s: int, into: str) -> bool:

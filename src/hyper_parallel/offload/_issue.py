@@ -1,4 +1,8 @@
-"""When reloads are issued: as late as possible on serial channels, computed backwards from the deadlines."""
+"""When copies may be issued.
+
+Reloads as late as possible on serial channels, computed backwards from the deadlines; stores from when their content
+is final.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import numpy as np
 
 from hyper_parallel.ir import MemoryActionKind, MemoryProgram, MemoryTier
 from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._recompute import Recomputes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,15 @@ class Gap:
     first: int
     last: int
     tier: MemoryTier
+
+
+@dataclass(slots=True)
+class Pending:
+    """A running copy out of the device (or out of DRAM) that a detach waits for."""
+
+    storage: int
+    into: MemoryTier
+    leaves: bool  # False: the storage was needed again before the copy was done
 
 
 def issue_positions(
@@ -69,3 +83,34 @@ def issue_positions(
             events.append((min(position, gap.last), -2 * rank - (kind == "copy_in"), gap, kind))
     events.sort(key=lambda e: (e[0], e[1]))
     return [(position, gap, kind) for position, _, gap, kind in events]
+
+
+def early_stores(
+    gaps: Sequence[Gap],
+    program: MemoryProgram,
+    num_positions: int,
+    again: Recomputes,
+    writes: Sequence[Sequence[int]],
+) -> list[list[Gap]]:
+    """Per position, what has its content from there on and leaves later: its copy may run before it leaves.
+
+    Args:
+        gaps: What leaves.
+        program: Storages.
+        num_positions: Length of the order.
+        again: Accesses; what is dropped to be made again must not be under a copy then, so it is left out.
+        writes: Positions that change each storage after it was made, ascending.
+    """
+    early: list[list[Gap]] = [[] for _ in range(num_positions)]
+    dropped = {*again.gaps, *(h for helpers in again.helpers.values() for h in helpers)}
+    for g in gaps:
+        uses = again.uses[g.storage]
+        if g.first < 0 or not uses or g.tier != "dram" or g.storage in dropped:
+            continue
+        changed = writes[g.storage]
+        at = bisect_right(changed, g.first)
+        begun = 0 if program.storages[g.storage].at_start else uses[0]
+        since = changed[at - 1] if at else begun
+        if since < g.first:
+            early[since].append(g)
+    return early

@@ -7,11 +7,14 @@ its deadline. A selection that respects this does not count on bytes that the ch
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
 
 class Lane:
     """Free seconds of one channel, in equal slices of the step.
+
+    Slices without free seconds are skipped by pointers to the next free one on either side, so a copy costs about as
+    many steps as it has slices.
 
     Args:
         end_s: End of the step without stalls.
@@ -21,38 +24,75 @@ class Lane:
 
     def __init__(self, end_s: float, stretch: float, slices: int = 1024) -> None:
         self.width_s = max(end_s, 1e-12) / slices
-        self.stretch = stretch
-        self.free_s = np.full(slices, self.width_s * stretch)
+        self.slices = slices
+        self.free_s = [self.width_s * stretch] * slices
+        self._up = list(range(slices + 1))  # the next slice at or after that has free seconds
+        self._down = list(range(slices + 1))  # one more than the last such slice before
 
     def first(self, after_s: float, seconds: float) -> float | None:
         """When a copy released at `after_s` is done; None when it does not fit before the end."""
-        at = self._slices(after_s, up=True)
-        done = np.cumsum(self.free_s[at:])
-        if not len(done) or done[-1] < seconds:
-            return None
-        return (at + int(np.searchsorted(done, seconds)) + 1) * self.width_s
+        at = self._next(self._slice(after_s, up=True))
+        while at < self.slices:
+            seconds -= self.free_s[at]
+            if seconds <= 0:
+                return (at + 1) * self.width_s
+            at = self._next(at + 1)
+        return None
 
     def take_first(self, after_s: float, seconds: float) -> None:
         """Give these seconds to a copy that `first` found to fit."""
-        self._take(np.arange(self._slices(after_s, up=True), len(self.free_s)), seconds)
+        at = self._next(self._slice(after_s, up=True))
+        while seconds > 0 and at < self.slices:
+            seconds = self._use(at, seconds)
+            at = self._next(at + 1)
 
     def last(self, before_s: float, seconds: float) -> float | None:
         """When a copy due at `before_s` must begin; None when it cannot be there in time."""
-        at = self._slices(before_s, up=False)
-        done = np.cumsum(self.free_s[:at][::-1])
-        if not len(done) or done[-1] < seconds:
-            return None
-        return (at - int(np.searchsorted(done, seconds)) - 1) * self.width_s
+        at = self._before(self._slice(before_s, up=False))
+        while at > 0:
+            seconds -= self.free_s[at - 1]
+            if seconds <= 0:
+                return (at - 1) * self.width_s
+            at = self._before(at - 1)
+        return None
 
     def take_last(self, before_s: float, seconds: float) -> None:
         """Give these seconds to a copy that `last` found to fit."""
-        self._take(np.arange(self._slices(before_s, up=False))[::-1], seconds)
+        at = self._before(self._slice(before_s, up=False))
+        while seconds > 0 and at > 0:
+            seconds = self._use(at - 1, seconds)
+            at = self._before(at - 1)
 
-    def _slices(self, time_s: float, *, up: bool) -> int:
+    def _slice(self, time_s: float, *, up: bool) -> int:
         share = time_s / self.width_s
-        whole = int(np.ceil(share - 1e-9) if up else np.floor(share + 1e-9))
-        return min(max(whole, 0), len(self.free_s))
+        whole = math.ceil(share - 1e-9) if up else math.floor(share + 1e-9)
+        return min(max(whole, 0), self.slices)
 
-    def _take(self, slices: np.ndarray, seconds: float) -> None:
-        before = np.concatenate(([0.0], np.cumsum(self.free_s[slices])[:-1]))
-        self.free_s[slices] -= np.clip(seconds - before, 0.0, self.free_s[slices])
+    def _use(self, at: int, seconds: float) -> float:
+        """Take what a slice has; the seconds that are still wanted."""
+        free = self.free_s[at]
+        if seconds < free:
+            self.free_s[at] = free - seconds
+            return 0.0
+        self.free_s[at] = 0.0
+        self._up[at] = at + 1
+        self._down[at + 1] = at
+        return seconds - free
+
+    def _next(self, at: int) -> int:
+        """First slice at or after `at` with free seconds; the number of slices when there is none."""
+        return _root(self._up, at)
+
+    def _before(self, at: int) -> int:
+        """One more than the last slice before `at` with free seconds; 0 when there is none."""
+        return _root(self._down, at)
+
+
+def _root(links: list[int], at: int) -> int:
+    """Where following the links ends; every link on the way is shortened."""
+    end = at
+    while links[end] != end:
+        end = links[end]
+    while links[at] != end:
+        links[at], at = end, links[at]
+    return end

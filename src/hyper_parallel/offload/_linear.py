@@ -14,11 +14,16 @@ import numpy as np
 
 @dataclass
 class LinearProgram:
-    """Minimize cost . x where every row says `coefficients . x >= bound` and 0 <= x <= upper."""
+    """Minimize cost . x where every row says `coefficients . x >= bound` and 0 <= x <= upper.
+
+    Attributes:
+        whole: Variables that are whole numbers in the problem this one relaxes; nothing here uses that.
+    """
 
     costs: list[float] = field(default_factory=list)
     uppers: list[float] = field(default_factory=list)
     rows: list[tuple[dict[int, float], float]] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)
 
     def variable(self, upper: float, cost: float = 0.0) -> int:
         """A new variable between 0 and a finite upper bound."""

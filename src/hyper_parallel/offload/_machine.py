@@ -23,6 +23,11 @@ class Channel:
         """Duration of one copy."""
         return self.latency_s + num_bytes / self.bytes_s
 
+    @property
+    def latency_bytes(self) -> float:
+        """Bytes that could be copied while one copy waits for its first byte."""
+        return self.latency_s * self.bytes_s
+
 
 @dataclass(frozen=True, slots=True)
 class Roofline:

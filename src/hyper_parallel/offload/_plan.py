@@ -23,8 +23,13 @@ from hyper_parallel.ir import (
 from hyper_parallel.offload._address import assign_addresses
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._order import order_peak, refine_order
+from hyper_parallel.offload._polish import LARGEST, polish
 from hyper_parallel.offload._portfolio import Emitted, Search, overfull
-from hyper_parallel.offload._recompute import choose_recomputes, recompute_density
+from hyper_parallel.offload._recompute import (
+    cheapest_at_peak,
+    choose_recomputes,
+    recompute_density,
+)
 from hyper_parallel.offload._select import Selector
 from hyper_parallel.offload._simulate import Clock
 from hyper_parallel.offload._usedef import (
@@ -36,6 +41,8 @@ from hyper_parallel.offload._usedef import (
 from hyper_parallel.units import format_bytes
 
 _LARGE = 1500  # operators; below, trying everything takes a few seconds
+_SHARES = (0.25, 0.6, 0.95)  # of the allowed time, spent on recomputation
+_LONGER = (0.01, 0.03)  # of the step: recomputation under a budget
 _MARGIN = 0.3  # of the bandwidth, for the least peak: a link that was said 30 % too fast still keeps the time limit
 
 
@@ -161,23 +168,17 @@ def _recompute_sets(
     slack_s: float | None,
     recompute: bool,
 ) -> list[tuple[str, list[int]]]:
-    """Sets of storages to recompute that are worth trying, cheapest seconds per byte first.
+    """Sets of storages to recompute that are worth trying.
 
     Under a time limit recomputation may spend a part of the slack only: every second of it is exposed, and what is left
-    must absorb the copies. Under a budget the limits are the density of a copy, well below it, and none.
+    must absorb the copies. Under a budget there are limits to the seconds per byte (well below a copy's, a copy's,
+    none) and to the seconds in all.
     """
     sets: list[tuple[str, list[int]]] = [("copies only", [])]
     density = recompute_density(program, chains) if recompute else {}
     ranked = sorted(density, key=lambda s: (density[s], -program.sizes[s], s))
     if slack_s is not None:
-        for share in (0.25, 0.5, 0.9):
-            spent, chosen = 0.0, []
-            for s in ranked:
-                cost = density[s] * program.sizes[s]
-                if spent + cost <= share * slack_s:
-                    spent += cost
-                    chosen.append(s)
-            sets.append((f"recompute for {share:.0%} of the allowed time", chosen))
+        allowed = [(f"recompute for {x:.0%} of the allowed time", x * slack_s) for x in _SHARES]
     else:
         transfer = 1 / machine.prefetch.bytes_s
         for name, limit in (
@@ -186,6 +187,8 @@ def _recompute_sets(
             ("recompute everything repeatable", float("inf")),
         ):
             sets.append((name, [s for s in ranked if density[s] <= limit]))
+        allowed = [(f"recompute for {x:.0%} more time", x * program.seconds) for x in _LONGER]
+    sets += [(name, cheapest_at_peak(program, chains, density, x)) for name, x in allowed]
     seen: set[tuple[int, ...]] = set()
     distinct = []
     for name, chosen in sets:
@@ -254,6 +257,8 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
                 low = target
         else:
             low = target
+    if len(search.program.operators) <= LARGEST and best.again is not None:
+        best = polish(search, best, limit_s)
     return best
 
 

@@ -98,7 +98,7 @@ class Search:
         chosen, planned = selector.select(aim, rank)
         # What the selection cannot reach, waiting for room cannot reach within the time either.
         reached = int(planned.max()) if len(planned) else 0
-        missed = limit_s < float("inf") and reached > target
+        missed = limit_s < float("inf") and reached > target and selector.stretch is not None
         key = (id(selector), rank)
         if missed and key in self.exhausted and self.exhausted[key][0] == reached:
             return self.exhausted[key][1]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from hyper_parallel.ir import MemoryProgram, MemoryTier
+from hyper_parallel.offload._greedy import Greedy
 from hyper_parallel.offload._issue import Gap
-from hyper_parallel.offload._lanes import Lane
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 
 Rank = Literal["idle_per_transfer", "longest_gap", "largest", "ring"]
-
-_CLOSE = 3.0  # a ring fetches nothing earlier than this many durations before its use
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,19 @@ class Selector:
         self.starts_s = self.ends_s - seconds
         self.n = len(order)
         self.written = {s for op in program.operators for s in op.writes}
-        self.first_write = dict.fromkeys(self.written, self.n)
+        self.writes: dict[int, list[int]] = {s: [] for s in self.written}
         for position, index in enumerate(order):
             for s in program.operators[index].writes:
-                self.first_write[s] = min(self.first_write[s], position)
+                self.writes[s].append(position)
         self.profile = self._profile()
-        self.candidates = [c for s in movable for c in self._of(s)]
+        self.sequences: dict[Rank, Greedy] = {}
+        # A copy that is nearly all latency takes a channel's time for next to no bytes.
+        few = (
+            0.0
+            if stretch is None
+            else min(machine.store.latency_bytes, machine.prefetch.latency_bytes) / 4
+        )
+        self.candidates = [c for s in movable if program.sizes[s] >= few for c in self._of(s)]
 
     def _profile(self) -> np.ndarray:
         """Device bytes during every position, liveness and recomputation applied, nothing moved."""
@@ -120,32 +126,35 @@ class Selector:
         for a, b in pairwise(uses):
             if b - a > 1 and (a, b) != dropped:
                 idle = float(self.starts_s[b] - self.ends_s[a])
-                low = max(self._done(a, out), a + 1)
+                gap = Gap(s, a, b, "dram")
+                low = max(self._done(self.since(gap), out), a + 1)
                 high = self._begun(b, back)
                 if low < high:
-                    gap = Gap(s, a, b, "dram")
                     found.append(Candidate((gap,), ((low, high),), size, idle, moves))
         if storage.persistent and uses:
             first, last = uses[0], uses[-1]
             high = self._begun(first, back)
-            low = self._done(last, out) if s in self.written else last + 1
+            tail = Gap(s, last, self.n, "dram")
+            low = last + 1
+            if s in self.written:
+                low = max(low, self._done(self.since(tail), out))
             # One span per gap; an empty one (head used at once, tail too short to leave) frees nothing.
             spans = ((0, high), (min(low, self.n), self.n))
             idle = float(self.starts_s[first] + self.ends_s[-1] - self.ends_s[last])
             ends = Candidate(
-                (Gap(s, -1, first, "dram"), Gap(s, last, self.n, "dram")),
+                (Gap(s, -1, first, "dram"), tail),
                 spans,
                 size,
                 idle,
                 moves,
-                max(0.0, float(self.ends_s[last] + out - self.ends_s[-1]))
+                max(0.0, float(self.ends_s[self.since(tail)] + out - self.ends_s[-1]))
                 if s in self.written
                 else 0.0,
             )
             if any(a < b for a, b in spans):
                 found.append(ends)
             # With its home in DRAM a storage leaves between two uses without a copy until it is written.
-            clean = [c for c in found if c.gaps[0].first >= 0 and self._clean(c.gaps[0])]
+            clean = [c for c in found if c.gaps[0].first >= 0 and self.clean(c.gaps[0])]
             if clean and self.stretch is not None:
                 found.append(
                     Candidate(
@@ -181,113 +190,35 @@ class Selector:
         Returns:
             The chosen candidates and the resulting profile.
         """
-        profile = self.profile.copy()
-        items = self.candidates
-        if not items:
-            return [], profile
-        # What would surely prolong the step comes last, whatever its rank.
-        ring = self._ring_bytes()
-        items = sorted(items, key=lambda c: (-c.exposed_s, c.value(rank, ring)), reverse=True)
-        most = max(len(c.spans) for c in items)
-        padded = np.array([(*c.spans, *((0, 0),) * (most - len(c.spans))) for c in items])
-        low, high = padded[:, :, 0], padded[:, :, 1]
-        free = np.ones(len(items), bool)
-        lanes = None if self.stretch is None else _Lanes(self, self.stretch)
-        later = np.zeros(len(items), bool)  # what a ring leaves for when nothing closer is left
-        close = rank == "ring" and lanes is not None
-        chosen: list[Candidate] = []
-        while True:
-            at = int(np.argmax(profile))
-            if profile[at] <= target_bytes:
-                break
-            covers = free & ((low <= at) & (at < high)).any(axis=1)
-            pick = int(np.argmax(covers))
-            if not covers[pick]:
-                if not close:
-                    break
-                close, free, later = False, free | later, np.zeros(len(items), bool)
-                continue
-            free[pick] = False
-            taken: Candidate | None = items[pick]
-            if lanes is not None:
-                taken = lanes.take(items[pick], at, _CLOSE if close else None)
-            if taken is None:
-                later[pick] = close
-                continue
-            chosen.append(taken)
-            for begin, end in taken.spans:
-                profile[begin:end] -= taken.num_bytes
-        return chosen, profile
+        if rank not in self.sequences:
+            self.sequences[rank] = Greedy(self, rank)
+        return self.sequences[rank].until(target_bytes)
 
-    def _ring_bytes(self) -> float:
+    def ring_bytes(self) -> float:
         """Size of a copy that streams most: two are on the device at any time, and each pays its latency.
 
         Of B T bytes per step s / (s + l B) arrive, and 2 s are taken; the difference is largest at this s.
         """
         channel = self.machine.prefetch
         step_s = max(float(self.ends_s[-1]), 1e-12) if self.n else 1e-12
-        latency_bytes = max(channel.latency_s * channel.bytes_s, 1.0)
+        latency_bytes = max(channel.latency_bytes, 1.0)
         return math.sqrt(channel.bytes_s * step_s * latency_bytes / 2)
 
-    def _clean(self, gap: Gap) -> bool:
+    def clean(self, gap: Gap) -> bool:
         """The storage still has the content it started the step with."""
         s = gap.storage
-        return self.program.storages[s].at_start and gap.first < self.first_write.get(s, self.n)
+        return self.program.storages[s].at_start and gap.first < min(
+            self.writes.get(s, ()), default=self.n
+        )
 
-
-class _Lanes:
-    """Both channels during one selection, and which gaps are taken already."""
-
-    def __init__(self, selector: Selector, stretch: float) -> None:
-        end_s = float(selector.ends_s[-1])
-        self.selector = selector
-        self.store, self.prefetch = Lane(end_s, stretch), Lane(end_s, stretch)
-        self.taken: dict[int, set[int]] = {}  # storage -> starts of its chosen gaps
-
-    def take(self, candidate: Candidate, at: int, close: float | None = None) -> Candidate | None:
-        """The candidate with the spans that the channels can still give; None when `at` would not be freed.
-
-        Args:
-            candidate: One of the selector's.
-            at: Position whose bytes are wanted.
-            close: Refuse reloads that begin earlier than so many of their durations before their use.
-        """
-        selector, s = self.selector, candidate.gaps[0].storage
-        taken = self.taken.get(s, set())
-        if any(g.first in taken for g in candidate.gaps):
-            return None
-        home = -1 in taken or any(g.first < 0 for g in candidate.gaps)
-        num_bytes = selector.program.storages[s].num_bytes
-        out_s = selector.machine.store.seconds(num_bytes)
-        back_s = selector.machine.prefetch.seconds(num_bytes)
-        spans: list[tuple[int, int]] = []
-        stores: list[float] = []
-        reloads: list[float] = []
-        for gap in candidate.gaps:
-            low, high = gap.first + 1, gap.last
-            if gap.first >= 0 and not (home and selector._clean(gap)):
-                released = float(selector.ends_s[gap.first])
-                done = self.store.first(released, out_s)
-                if done is None:
-                    return None
-                low = int(np.searchsorted(selector.starts_s, done))
-                stores.append(released)
-            if gap.last < selector.n:
-                due = float(selector.starts_s[gap.last])
-                begin = self.prefetch.last(due, back_s)
-                if begin is None or (close is not None and begin < due - close * back_s):
-                    return None
-                high = max(int(np.searchsorted(selector.starts_s, begin, "right")) - 1, 0)
-                reloads.append(due)
-            spans.append((low, max(low, high)))
-        if not any(low <= at < high for low, high in spans):
-            return None
-        for released in stores:
-            self.store.take_first(released, out_s)
-        for due in reloads:
-            self.prefetch.take_last(due, back_s)
-        self.taken[s] = taken | {g.first for g in candidate.gaps}
-        return replace(candidate, spans=tuple(spans))
+    def since(self, gap: Gap) -> int:
+        """Position from whose end on the storage has the content it leaves with."""
+        s = gap.storage
+        writes = self.writes.get(s, [])
+        at = bisect_right(writes, gap.first)
+        if at:
+            return writes[at - 1]
+        return 0 if self.program.storages[s].at_start else self.again.uses[s][0]
 
 
 def assign_tiers(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hyper_parallel.ir import MemoryAction, MemoryProgram
 
 
@@ -36,13 +38,25 @@ def use_definitions(program: MemoryProgram, order: Sequence[int]) -> UseDef:
     maker = [-1] * len(program.storages)
     for position, index in enumerate(order):
         op = program.operators[index]
-        for s in op.touched:
+        for s in program.touched[index]:
             uses[s].append(position)
         for s in op.writes:
             writes[s].append(position)
         for s in op.allocs:
             maker[s] = index
     return UseDef(tuple(order), tuple(map(tuple, uses)), tuple(map(tuple, writes)), tuple(maker))
+
+
+def live_bytes(program: MemoryProgram, chains: UseDef) -> np.ndarray:
+    """Device bytes during every position when nothing moves."""
+    change = np.zeros(len(chains.order) + 1, np.int64)
+    for s, storage in enumerate(program.storages):
+        uses = chains.uses[s]
+        if uses or storage.persistent:
+            change[0 if storage.at_start else uses[0]] += program.sizes[s]
+            if not storage.at_end:
+                change[uses[-1] + 1] -= program.sizes[s]
+    return np.cumsum(change[:-1])
 
 
 def dependencies(program: MemoryProgram) -> list[set[int]]:
@@ -92,7 +106,7 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
         actions.append(MemoryAction("run", index))
         actions += [
             MemoryAction("free", s)
-            for s in program.operators[index].touched
+            for s in program.touched[index]
             if not keep[s] and chains.uses[s][-1] == position
         ]
     return tuple(actions)

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import Candidates, Machine, ModelNumbers, Scores, score
+from hyper_parallel.cost import Candidates, Machine, ModelNumbers, Scores, kept_choices, score
 from hyper_parallel.ir import Workload
 from hyper_parallel.planner._leaves import TIE, Goal, Leaves
 from hyper_parallel.planner._space import Columns, Space
@@ -49,6 +49,7 @@ class Completion:
         space: What is legal.
         goal: What is searched for.
         kinds: Kinds of recomputation that may be chosen.
+        kept: Columns that are the same for every strategy of this search.
         threshold: Seconds per token that a strategy must beat.
         cut: Partial strategies that were cut, by reason.
         rows: Rows priced.
@@ -65,6 +66,7 @@ class Completion:
         self.numbers, self.machine, self.workload = numbers, machine, workload
         self.space, self.goal = space, goal
         self.kinds = space.recomputes()
+        self.kept = kept_choices(space.limits.base)
         self.threshold = goal.at_most_s_per_token or np.inf
         self.cut: Counter[str] = Counter()
         self.rows = 0
@@ -78,7 +80,7 @@ class Completion:
     ) -> Scores:
         """Prices of strategies, some columns of which are the same for all."""
         named = {n: c for n, c in columns.items() if n != "dp" and n not in fixed}
-        candidates = Candidates.of_columns(**named, **fixed)
+        candidates = Candidates.of_columns(**{**self.kept, **named, **fixed})
         found = score(self.numbers, machine, self.workload, candidates, only)
         self.rows += max(found.step_s.size, found.memory_bytes.size)
         return found
@@ -128,7 +130,8 @@ class Completion:
         shard = np.clip(np.maximum(ranks, np.ceil(fold / inner)), 1.0, columns["dp"])
         rows = {**columns, "dp_shard": shard, "dp_replicate": np.ones(len(shard))}
         found = self.price(rows, machine, "time", recompute=0.0, zero=2.0, offload=0.0).time
-        least = next(t.seconds for t in found if t.name == "fsdp communication")
+        names = ("fsdp communication", "data-parallel reduction")
+        least = sum((t.seconds for t in found if t.name in names), np.zeros(1))
         if 1 in zeros:
             whole = 1.5 * width * (dense / tp + experts / fold) / columns["pp"]
             sums = self.price(rows, machine, "time", recompute=0.0, zero=1.0, offload=0.0).time

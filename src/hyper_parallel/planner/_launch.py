@@ -32,7 +32,7 @@ def launch_settings(plan: Plan, stack: str) -> str:
     if stack not in STACKS:
         raise BadValue("there are no launch settings for that stack", got=stack, allowed=STACKS)
     made = {"ours": _recipe, "megatron": _megatron, "torchtitan": _torchtitan}[stack](plan)
-    lost = [f"# not expressed: {text}" for text in _lost(plan.strategy, stack)]
+    lost = [f"# not expressed: {text}" for text in _lost(plan, stack)]
     return "\n".join([*lost, made]) + "\n"
 
 
@@ -50,7 +50,7 @@ def _recipe(plan: Plan) -> str:
     if s.pp > 1:
         parallel.update(schedule=s.schedule, virtual_stages=s.virtual_stages)
         parallel["stage_layers"] = [stage.layers for stage in plan.stages]
-    parallel["reshard_after_forward"] = s.reshard_after_forward
+    parallel["reshard_after_forward"] = _reshards(s)
     dtype = w.compute_dtype if w.compute_dtype in ("float64", "float32", "bfloat16") else "bfloat16"
     recipe = {
         "model": {"path": plan.model.name},
@@ -65,6 +65,17 @@ def _recipe(plan: Plan) -> str:
         "topology": plan.topology,
     }
     return str(yaml.safe_dump(recipe, sort_keys=False)).rstrip()
+
+
+def _reshards(s: Strategy) -> bool:
+    """Whether sharded parameters are freed after forward; optimizer states alone are nearest to keeping them."""
+    return s.zero_stage in (0, 3)
+
+
+def _layers_per_rank(plan: Plan) -> list[int]:
+    """Decoder layers of every pipeline rank, all its stages together."""
+    s = plan.strategy
+    return [sum(plan.stages[i].layers for i in s.stages_of(rank)) for rank in range(s.pp)]
 
 
 def _megatron(plan: Plan) -> str:
@@ -86,6 +97,13 @@ def _megatron(plan: Plan) -> str:
         if s.cp_kind == "hybrid":
             ring = s.cp // s.cp_ulysses
             flags.append(f"--hierarchical-context-parallel-sizes {s.cp_ulysses} {ring}")
+    if s.pp > 1:
+        first, *middle, last = _layers_per_rank(plan)
+        usual = (middle or [max(first, last)])[0]
+        if first != usual:
+            flags.append(f"--decoder-first-pipeline-num-layers {first}")
+        if last != usual:
+            flags.append(f"--decoder-last-pipeline-num-layers {last}")
     if s.schedule == "interleaved" and s.virtual_stages > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {s.virtual_stages}")
     if s.ep > 1:
@@ -125,7 +143,7 @@ def _torchtitan(plan: Plan) -> str:
         "[parallelism]",
         f"data_parallel_replicate_degree = {s.dp_replicate}",
         f"data_parallel_shard_degree = {s.dp_shard}",
-        f'fsdp_reshard_after_forward = "{"always" if s.reshard_after_forward else "never"}"',
+        f'fsdp_reshard_after_forward = "{"always" if _reshards(s) else "never"}"',
         f"tensor_parallel_degree = {s.tp}",
         f"context_parallel_degree = {s.cp}",
         f"pipeline_parallel_degree = {s.pp}",
@@ -144,8 +162,9 @@ def _torchtitan(plan: Plan) -> str:
     return "\n".join([*lines, "", "[activation_checkpoint]", f'mode = "{mode}"'])
 
 
-def _lost(s: Strategy, stack: str) -> Iterator[str]:
+def _lost(plan: Plan, stack: str) -> Iterator[str]:
     """Choices of a strategy that a stack has no setting for."""
+    s = plan.strategy
     if s.order != AXES and stack != "megatron":
         yield f"order of the axes {'>'.join(s.order)}"
     if s.order != AXES and stack == "megatron":
@@ -157,12 +176,19 @@ def _lost(s: Strategy, stack: str) -> Iterator[str]:
     if s.recompute == "selective" and stack == "ours":
         yield "selective recomputation"
     if s.zero_stage == 1 and s.dp_shard * s.cp > 1 and stack != "megatron":
-        yield "sharding of optimizer states only (zero=1); parameters are sharded instead"
+        yield (
+            "sharding of optimizer states only (zero=1); gradients and parameters are sharded too, "
+            "but not freed after forward"
+        )
     if s.offload_optimizer and stack != "megatron":
         yield "offload of the optimizer"
     if s.etp is not None and stack == "ours":
         yield f"experts cut over etp={s.etp} ranks"
     if stack == "megatron" and s.pp > 1 and s.schedule not in ("1f1b", "interleaved"):
         yield f"schedule {s.schedule}; 1F1B is given instead"
+    if stack == "megatron" and len({*_layers_per_rank(plan)[1:-1]}) > 1:
+        yield f"layers of the pipeline ranks {_layers_per_rank(plan)}; those between first and last are equal there"
+    if stack == "torchtitan" and s.pp > 1 and len({stage.layers for stage in plan.stages}) > 1:
+        yield f"layers of the stages {[stage.layers for stage in plan.stages]}; its own cut is taken"
     if stack == "torchtitan" and s.cp > 1 and s.cp_kind != "ring":
         yield f"context parallelism by {s.cp_kind}"

@@ -22,7 +22,7 @@ def space_of(context: Context, limits: Limits) -> Space:
     """
     runs = limits.executable
     if limits.pins.get("cp_kind") == CP_KINDS.index("all_gather"):
-        # It is priced as a ring, so no column tells them apart.
+        # The search does not choose between it and a ring: it is what a pin or a recipe says.
         limits = replace(limits, base=replace(limits.base, cp_kind="all_gather"))
     limits = replace(
         limits,

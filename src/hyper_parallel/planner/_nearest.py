@@ -11,7 +11,7 @@ from hyper_parallel.ir import Workload
 from hyper_parallel.planner._context import LOCAL, Context
 from hyper_parallel.planner._leaves import Goal
 from hyper_parallel.planner._legal import space_of
-from hyper_parallel.planner._limits import CHOICES, Limits
+from hyper_parallel.planner._limits import CHOICES, DEGREES, Limits
 from hyper_parallel.planner._solve import solve
 from hyper_parallel.planner._space import divisors
 from hyper_parallel.units import format_bytes
@@ -24,7 +24,8 @@ def nothing_legal(
 ) -> NoLegalStrategy:
     """The error when no combination of degrees is legal, with the smallest change that makes one so."""
     shown = ", ".join(f"{k}={_named(k, v)}" for k, v in limits.pins.items()) or "no pins"
-    reasons = ", ".join(f"{reason} ({n})" for reason, n in ruled_out.items())
+    counted = [f"{reason} ({n})" for reason, n in ruled_out.items()]
+    reasons = ", ".join(list(_impossible_pins(context, limits)) or counted)
     hint = allowed = None
     for name in limits.pins:
         found = _legal_values(context, limits, name)
@@ -52,6 +53,18 @@ def nothing_legal(
         allowed=allowed,
         hint=hint,
     )
+
+
+def _impossible_pins(context: Context, limits: Limits) -> Iterator[str]:
+    """Pins that no combination can have, whatever else is chosen."""
+    experts = max((b.mlp.num_experts for b in context.model.blocks if b.mlp), default=0)
+    for name, value in limits.pins.items():
+        if name not in (*DEGREES, "tp"):
+            continue
+        if context.num_devices % value:
+            yield f"{name}={value} does not divide {context.num_devices} devices"
+        elif name == "ep" and value > 1 and (not experts or experts % value):
+            yield f"ep={value}, but the model has {experts or 'no'} experts"
 
 
 def _named(name: str, value: int) -> object:

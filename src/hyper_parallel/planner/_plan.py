@@ -372,5 +372,6 @@ def _make(
         collectives=collectives,
         rejected=rejected,
         stages=priced.stages,
+        ranks_per_core=context.machine.crowd,
         notes=(*context.notes, *told, *notes),
     )

@@ -151,14 +151,13 @@ def _mixed_memory(plain: Scores, full: Scores, share: float) -> tuple[MemoryTerm
 def _longer(priced: Priced, crowd: float) -> float:
     """Seconds that the simulated pipeline takes beyond the closed form; 0 without a pipeline."""
     s = priced.strategy
-    # Ranks that share cores work while others wait, which a simulation with a lane for each does not know.
-    if s.pp == 1 or crowd > 1.0:
+    if s.pp == 1:
         return 0.0
     closed = sum(t.seconds for t in priced.cost if t.name not in (*ONCE, "stragglers"))
-    return max(0.0, pipeline_s(priced) - closed)
+    return max(0.0, pipeline_s(priced, crowd) - closed)
 
 
-def pipeline_s(priced: Priced) -> float:
+def pipeline_s(priced: Priced, crowd: float = 1.0) -> float:
     """Seconds of the simulated schedule, from the first forward to the last backward.
 
     A step of very many microbatches is simulated for one and two rounds of one per rank, and continued in a straight
@@ -168,7 +167,7 @@ def pipeline_s(priced: Priced) -> float:
     name, costs = schedule_name(s), [stage.cost for stage in priced.stages]
 
     def seconds(microbatches: int) -> float:
-        return makespan_s(name, s.pp, microbatches, s.virtual_stages, costs)
+        return makespan_s(name, s.pp, microbatches, s.virtual_stages, costs, crowd)
 
     per_round = 3 * s.pp * s.pp * s.virtual_stages
     rounds = min(3, MOST_ACTIONS // per_round)

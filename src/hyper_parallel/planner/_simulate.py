@@ -2,14 +2,20 @@
 
 The plan's stages hold what a microbatch costs on them, so a plan file alone is enough. One rank stands for all ranks of
 its stage: they do the same at the same time. The tail follows when every stage has its gradients, because the gradient
-norm is over all of them.
+norm is over all of them. Ranks that take turns on cores do so here too.
 """
 
 from __future__ import annotations
 
 from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import Plan, Task, TaskGraph, Timeline, simulate
-from hyper_parallel.mpmd import make_schedule, schedule_name, schedule_tasks, step_schedule
+from hyper_parallel.mpmd import (
+    make_schedule,
+    on_shared_cores,
+    schedule_name,
+    schedule_tasks,
+    step_schedule,
+)
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -75,7 +81,8 @@ def plan_tasks(plan: Plan) -> TaskGraph:
                 tuple(reduced),
             )
         )
-    return TaskGraph(tuple(tasks), graph.policies, graph.initial_bytes)
+    whole = TaskGraph(tuple(tasks), graph.policies, graph.initial_bytes)
+    return on_shared_cores(whole, s.pp, plan.ranks_per_core)
 
 
 def simulate_plan(plan: Plan) -> Timeline:

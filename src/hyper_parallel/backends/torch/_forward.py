@@ -16,10 +16,11 @@ from hyper_parallel.backends.torch._state import TpState
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """No operation narrows a float64 tensor to float32.
+    """No operation narrows a float64 tensor to float32, and integers become float64.
 
     Model code computes norms, rotary angles and softmax "in float32 at least" by converting to float32. For float64
-    that is a loss, and whether two layouts round to the same float32 is chance.
+    that is a loss, and whether two layouts round to the same float32 is chance. Positions that became float32 could
+    not be multiplied with frequencies that stayed float64.
     """
 
     def __torch_function__(
@@ -30,6 +31,8 @@ class _KeepFloat64(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.float and not args[0].is_floating_point():
+            return args[0].double()
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]

@@ -237,5 +237,12 @@ def _reduce(module: FSDPModule) -> None:
     """FSDP's own reduction, now instead of in a backward pass; frees the gathered parameters."""
     module.set_requires_gradient_sync(True, recurse=False)
     module.set_reshard_after_backward(True, recurse=False)
-    for group in fully_shard.state(module)._fsdp_param_groups:
+    state = fully_shard.state(module)
+    # torch 2.11 has at most one group in a module
+    groups = (
+        state._fsdp_param_groups
+        if hasattr(state, "_fsdp_param_groups")
+        else filter(None, [state._fsdp_param_group])
+    )
+    for group in groups:
         group.post_backward()

@@ -1,0 +1,113 @@
+"""Local search for small programs, where one copy more or less is a part of the peak that counts.
+
+What the rules chose is changed by one or two moves at a time, emitted again for a slightly lower target, and kept when
+it comes closer to target and time limit. The same moves are tried every time: equal programs get equal plans.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from hyper_parallel.offload._emit import Emitter
+from hyper_parallel.offload._issue import Gap
+from hyper_parallel.offload._portfolio import Emitted, Search, overfull
+
+LARGEST = 200  # operators; beyond, one move is worth less than its emission costs
+_TRIES = 300
+_STEP = 0.99  # the next target, as a share of the peak reached
+_WINDOWS = (None, 4.0, 1.0)
+
+_Move = tuple[Gap, ...]  # one gap, or both ends of a stay at home
+
+
+def polish(search: Search, best: Emitted, limit_s: float) -> Emitted:
+    """A program of at most the same peak within the time limit."""
+    moves, groups = _moves(search, best)
+    if best.again is None or not moves:
+        return best
+    draw = random.Random(0)
+    chosen = {m for m in moves if set(m) <= set(best.gaps)}
+    window = 0
+    target = int(best.peak * _STEP)
+    emitted, held = _emit(search, best, chosen, target, window)
+    score = _score(emitted, held, target, limit_s)
+    for _ in range(_TRIES):
+        trial, at = set(chosen), window
+        for group in draw.sample(groups, min(len(groups), draw.choice((1, 1, 2)))):
+            trial = trial - group if group <= trial else trial | group
+        if draw.random() < 0.15:
+            at = draw.randrange(len(_WINDOWS))
+        emitted, held = _emit(search, best, trial, target, at)
+        found = _score(emitted, held, target, limit_s)
+        if found > score or overfull(search.machine, emitted):
+            continue
+        chosen, window, score = trial, at, found
+        if emitted.seconds <= limit_s and emitted.peak < best.peak:
+            best = emitted
+            target = int(best.peak * _STEP)
+            score = _score(emitted, held, target, limit_s)
+    return best
+
+
+def _moves(search: Search, best: Emitted) -> tuple[list[_Move], list[frozenset[_Move]]]:
+    """Everything that may leave on its own, for the recomputations of a program, and what is tried together.
+
+    Both in a fixed order. A stay at home together with the leaves that it makes free is one change.
+    """
+    moves: dict[_Move, None] = {}
+    groups: dict[frozenset[_Move], None] = {}
+    for _, selector in search.selectors:
+        if selector.again is best.again:
+            for c in selector.candidates:
+                ends = tuple(g for g in c.gaps if g.first < 0 or g.last == selector.n)
+                parts = ((ends,) if ends else ()) + tuple((g,) for g in c.gaps if g not in ends)
+                moves.update(dict.fromkeys(parts))
+                groups[frozenset(parts)] = None
+    return list(moves), list(groups)
+
+
+def _emit(
+    search: Search, like: Emitted, chosen: set[_Move], target: int, window: int
+) -> tuple[Emitted, list[int]]:
+    """The program of some moves, and its bytes at every position."""
+    assert like.again is not None
+    gaps = sorted((g for m in chosen for g in m), key=lambda g: (g.storage, g.first))
+    profile = next(s.profile for _, s in search.selectors if s.again is like.again)
+    change = np.zeros(len(profile) + 1, np.int64)
+    for g in gaps:  # what is needed at every position, everything else away
+        change[g.first + 1] -= search.program.sizes[g.storage]
+        change[g.last] += search.program.sizes[g.storage]
+    emitter = Emitter(
+        search.program,
+        search.machine,
+        search.order,
+        gaps,
+        like.again,
+        target,
+        profile + np.cumsum(change[:-1]),
+        window=_WINDOWS[window],
+    )
+    actions = emitter.emit()
+    assert actions is not None
+    rule = like.rule if like.rule.endswith(", polished") else f"{like.rule}, polished"
+    emitted = Emitted(
+        actions,
+        tuple(emitter.homes),
+        emitter.clock.now_s,
+        emitter.peaks,
+        tuple(gaps),
+        like.again,
+        rule,
+    )
+    return emitted, emitter.held
+
+
+def _score(emitted: Emitted, held: list[int], target: int, limit_s: float) -> float:
+    """How far a program is from target and limit; 0 when it meets both.
+
+    Every position above the target counts, so that a change shows that lowers one of two equal peaks.
+    """
+    over = sum(max(live - target, 0) for live in held) + max(emitted.peak - target, 0)
+    return over / max(target, 1) + 2 * max(emitted.seconds / max(limit_s, 1e-30) - 1, 0.0)
