@@ -239,6 +239,14 @@ def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
         train("no-dram", "offload.budget=700KiB", "offload.dram=10KiB")
 
 
+def test_the_budget_auto_is_said(train):
+    mine = train("auto", "offload.budget=auto", "training.steps=2", "training.eval_every=0")
+    plan = Plan.load(mine / "plan.json")
+    (note,) = [note for note in plan.notes if "budget auto" in note]
+    assert "the memory of a rank" in note
+    assert rows(mine / "metrics.jsonl")[-1]["memory_bytes"] <= plan.memory_capacity_bytes
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "text"),
     [
