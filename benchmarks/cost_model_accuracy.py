@@ -74,7 +74,9 @@ def result_of(fit: Fit, left_out: str) -> dict[str, object]:
     }
     result["memory"] = memory_errors(fit)
     result["interval half width"] = {k: round(v, 4) for k, v in fit.interval.items()}
-    result["share inside 80 % interval, left out"] = {k: round(v, 3) for k, v in fit.coverage.items()}
+    result["share inside 80 % interval, left out"] = {
+        k: round(v, 3) for k, v in fit.coverage.items()
+    }
     result["factors"] = {k: round(float(np.exp(v)), 4) for k, v in fit.factors.items()}
     result["rows"] = [
         {"id": run.row.get("id"), "believed": round(float(b), 4), "fitted": round(float(a), 4),

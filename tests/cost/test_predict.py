@@ -154,6 +154,7 @@ def test_cells_as_people_write_them():
         ({"device": "XPU-9", "peak_tflops": ""}, "`peak_tflops` is blank"), ({"peak_tflops": "989e12"}, "in TFLOP/s"),
         ({"experts": 8, "topk": 9}, "topk = 9"), ({"experts": 8, "tp": 1, "ep": 16}, "ep = 16"),
         ({"hidden": 16, "head_dim": ""}, "hidden = 16 does not fit"),
+        ({"experts": 8, "ffn": 0}, "missing: `moe_ffn`"),
     ],
 )  # fmt: skip
 def test_rows_that_ask_for_the_impossible_say_so(changes, why):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit, NoLegalStrategy
-from hyper_parallel.ir import Workload, simulate
+from hyper_parallel.ir import Strategy, Workload, simulate
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import _solve, plan, plan_tasks, simulate_plan
 from hyper_parallel.planner._context import resolve
@@ -255,6 +255,29 @@ def test_a_pinned_microbatch_that_is_too_large_is_named():
 def test_pins_that_nothing_can_have_are_named_first(pins, why):
     with pytest.raises(NoLegalStrategy, match=why):
         plan("llama-3-8b", "dgx-h100", num_devices=64, pins=pins)
+
+
+@pytest.mark.parametrize(
+    ("base", "pins"),
+    [
+        (Strategy(gathered_inputs="re-gather"), {"tp": 4, "pp": 1, "cp": 1}),
+        (Strategy(attention_scatter="token"), {"tp_x": 2, "tp_y": 2, "attention_shape": 1, "mlp_shape": 1}),
+        (Strategy(cp_kind="all_gather"), {"cp": 4, "cp_kind": 3}),
+    ],
+)  # fmt: skip
+def test_choices_that_a_search_keeps_have_their_own_price(base, pins):
+    """What the search sorts by is what the strategy costs, and that differs from the price of the usual choice."""
+    context = resolve("llama-3-8b", "dgx-h100", Workload(8192, 2**20), 16)
+    outcome = find(context, Limits(16, pins, (), executable=False, base=base), 1)
+    best, found = outcome.ranked[0], outcome.found
+    assert best.per_token_s == pytest.approx(found.leaves.per_token_s[found.best[0]])
+    workload = Workload(8192, 2**20, best.workload.microbatch)
+    again = plan("llama-3-8b", "dgx-h100", workload, strategy=best.strategy)
+    assert again.step_s == pytest.approx(best.step_s)
+    usual = Strategy()
+    names = ("gathered_inputs", "attention_scatter", "cp_kind")
+    other = dataclasses.replace(best.strategy, **{n: getattr(usual, n) for n in names})
+    assert plan("llama-3-8b", "dgx-h100", workload, strategy=other).step_s != again.step_s
 
 
 def test_simulation_of_a_plan():

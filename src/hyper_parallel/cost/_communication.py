@@ -108,7 +108,9 @@ def _tensor(
     delay_x, delay_y = machine.latency(x), machine.latency(y)
     total: Array = np.zeros(1)
     full = c.recompute > 1
-    keep = np.where(full, 1.0, 1.0 - c.regather)
+    # Most tables hold neither choice: then it is one number, not a column.
+    keep = np.where(full, 1.0, 1.0 - c.regather) if c.regather.any() else 1.0
+    spans = c.attention_tokens if c.attention_tokens.any() else 0.0
     for widths, shape, share in (
         (BlockWidths.attention(n), c.attention_shape, 1.0),
         (BlockWidths.mlp(n), c.mlp_shape, 1.0 - np.where(c.ep > 1, n.moe_share, 0.0)),
@@ -117,7 +119,7 @@ def _tensor(
         for backward, times in ((True, 1.0), (False, np.where(full, 1.0, 0.0))):
             t = block_traffic(
                 widths, shape, tokens, c.tp_x, c.tp_y,
-                keep=keep, keep_kv=1.0, spans=c.attention_tokens, backward=backward,
+                keep=keep, keep_kv=1.0, spans=spans, backward=backward,
             )  # fmt: skip
             line = t.x * width / rate + t.collectives_x * delay
             plane = t.x * width / rate_x + t.collectives_x * delay_x
@@ -159,10 +161,12 @@ def _context(
     local = (n.q_width + n.v_width + 2.0 * n.k_width) / c.tp * tokens * width
     heads = (2.0 + again) * machine.all_to_all_seconds(local, inner)
     heads = np.where(c.cp_ulysses > 1, heads, 0.0)
-    wide = machine.ring_seconds(pairs * outer[0] * max(4.0, width) / width, outer)
-    gathered = (2.0 + again) * ring + wide
-    whole = np.where(c.cp_gather > 0, gathered, (3.0 + again) * ring)
-    hidden = np.where(c.cp_gather > 0, gathered, hidden)
+    whole = (3.0 + again) * ring
+    if c.cp_gather.any():
+        wide = machine.ring_seconds(pairs * outer[0] * max(4.0, width) / width, outer)
+        gathered = (2.0 + again) * ring + wide
+        whole = np.where(c.cp_gather > 0, gathered, whole)
+        hidden = np.where(c.cp_gather > 0, gathered, hidden)
     used = outer[0] > 1
     return np.where(used, whole, 0.0) + heads, np.where(used, hidden, 0.0) + heads
 
@@ -282,16 +286,18 @@ def step_tail(
     replicas = (places.dp_replicate,)
     reduced = whole / share + expert / experts_share
     all_reduce = 2.0 * group_seconds(machine, reduced, reduce_width, replicas)
-    scatter, gather = seconds(whole, expert, reduce_width), seconds(whole, expert, width)
-    first = seconds(layers * dense, expert, width)
-    late = scatter + group_seconds(machine, outside / c.tp, width, group)
-    piped = c.pp > 1
-    return Tail(
-        np.where(c.zero < 2, scatter, 0.0) * np.where(c.zero == 0, 2.0, 1.0) + all_reduce,
-        np.where(c.zero == 1, gather, 0.0),
-        np.where((c.zero == 2) & piped, first, 0.0),
-        np.where((c.zero > 1) & piped, late, 0.0),
-    )
+    piped, updated = (c.zero > 1) & (c.pp > 1), c.zero == 1
+    scatter = seconds(whole, expert, reduce_width)
+    gather = first = late = np.zeros(1)
+    if updated.any():
+        gather = np.where(updated, seconds(whole, expert, width), 0.0)
+    if piped.any():
+        first = seconds(layers * dense, expert, width)
+        first = np.where(piped & (c.zero == 2), first, 0.0)
+        late = scatter + group_seconds(machine, outside / c.tp, width, group)
+        late = np.where(piped, late, 0.0)
+    scatter = np.where(c.zero < 2, scatter, 0.0) * np.where(c.zero == 0, 2.0, 1.0)
+    return Tail(scatter + all_reduce, gather, first, late)
 
 
 def tensor_hops(machine: Machine, c: Candidates, places: Places, layers: Array) -> Array:

@@ -257,6 +257,7 @@ def predict(run: Run, cards: Cards | None = None) -> Prediction:
         told.append(f"recompute={recompute}: not stated, {why}")
     spread = interval_share(run, machine)
     step = float(scores.step_s[0])
+    assert 0.0 < step < math.inf, f"the price of a run is {step} s"
     return Prediction(run, scores, step * math.exp(-spread), step * math.exp(spread), tuple(told))
 
 

@@ -212,6 +212,8 @@ def _model(row: Mapping[str, str], given: Mapping[str, int], told: list[str]) ->
     gated = bool(given.get("gated", 1))
     experts = given.get("experts", 0)
     ffn = given.get("ffn") or (given.get("moe_ffn", 0) if experts else 4 * hidden)
+    if not ffn:
+        raise RowError("what is missing: `moe_ffn`, the width of an expert")
     vocab = given.get("vocab") or 128000
     for key, value in (("kv_heads", kv_heads), ("head_dim", width), ("ffn", ffn), ("vocab", vocab)):
         if not given.get(key):

@@ -258,7 +258,8 @@ def time_terms(
         ),
         TimeTerm(
             "cp communication", all_layers * comm.cp,
-            "m l key-value ring of 2 k T cp / P elements, twice backward, beyond the attention; head exchanges in full",
+            "m l key-value ring of 2 k T cp / P elements, twice backward, beyond the attention; in full: head "
+            "exchanges, keys and values that are gathered instead",
             f"Liu et al. 2023 (ring attention), section 3; {stack.source('overlap_cp')}",
             {**of, "cp": c.cp, "ulysses": c.cp_ulysses, "layer_s": comm.cp_whole},
         ),

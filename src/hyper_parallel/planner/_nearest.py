@@ -137,7 +137,9 @@ def _changes(context: Context, limits: Limits) -> Iterator[str]:
         elif name == "microbatch" and _fits(context, _repinned(limits, name, 1)):
             yield context.hint("--pin microbatch=", "training.microbatch", 1)
         else:
-            yield f"leave out the pin {name}={_named(name, limits.pins[name])}"
+            value = limits.pins[name]
+            what = "pin or exclusion" if name in DEGREES and value == 1 else "pin"
+            yield f"leave out the {what} {name}={_named(name, value)}"
     if context.workload.microbatch not in (None, 1):
         smaller = replace(context, workload=replace(context.workload, microbatch=1))
         if _fits(smaller, limits):
