@@ -10,7 +10,8 @@ was measured to take in F, I and W (the last one with head and loss). Executor, 
 of the split backward are real, the products are tiny.
 
 The bubble of a step is 1 - busy / (ranks * step): busy are the spans of the actions, the step runs from the first
-action of any rank to the last. FSDP, optimizer and gradient reduction are outside. It is compared with `ir.simulate` of
+action of any rank to the last. FSDP, optimizer and gradient reduction are outside. Steps in which other processes used
+the cores do not count as long as enough others do. The bubble is compared with `ir.simulate` of
 the same schedule. A message between ranks takes the median of round trips between neighbours, halved, measured after
 the steps in the same processes with messages of the same size. An action takes, in seconds of the same run,
 
