@@ -10,11 +10,17 @@ was measured to take in F, I and W (the last one with head and loss). Executor, 
 of the split backward are real, the products are tiny.
 
 The bubble of a step is 1 - busy / (ranks * step): busy are the spans of the actions, the step runs from the first
-action of any rank to the last. FSDP, optimizer and gradient reduction are outside. It is compared with `ir.simulate` of
-the same schedule, in which every action of a stage takes the median of what actions of its stage and kind (F, B, I, W)
-took in the same run, and a message between ranks takes the median of round trips between neighbours, halved, measured
-after the steps in the same processes with messages of the same size. `replayed` gives every action its own duration
-instead: what is left of the difference is the executor's.
+action of any rank to the last. FSDP, optimizer and gradient reduction are outside. Steps in which other processes used
+the cores do not count as long as enough others do. The bubble is compared with `ir.simulate` of
+the same schedule. A message between ranks takes the median of round trips between neighbours, halved, measured after
+the steps in the same processes with messages of the same size. An action takes, in seconds of the same run,
+
+    simulated    the median over the steps of what this very action of the schedule took: the schedule and the executor
+                 are judged, and not whether all actions of a kind are alike (the first backward makes .grad, the
+                 others add to it; products beside a busy core are slower than beside a waiting one)
+    by kind      the median over steps and microbatches of its stage and kind (F, B, I, W): what a prediction can know
+    replayed     what it took in this one step; the median of these bubbles: what is left to `measured` is what the
+                 executor does between actions
 
     python benchmarks/pipeline_bubble.py                 # tables
     python benchmarks/pipeline_bubble.py --json          # the same as JSON, with durations
@@ -53,6 +59,10 @@ from hyper_parallel.shard import family_rules, plan_layouts
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "dualpipev": 2}
 WARM_UP = 2
 """Steps before those that count: memory is taken, kernels are chosen, connections are made."""
+DISTURBED = 0.03
+"""Share of the cores above which other processes take part in a step, and it does not count."""
+TRIES = 2
+"""Steps tried for one that counts."""
 Marks = list[tuple[str, float, float]]
 """Action, begin and end in seconds of the machine's clock, which all ranks read."""
 Layer = tuple[float, float, float]
@@ -68,7 +78,7 @@ class Case:
         microbatches: Of one step.
         config: The model; its layers are the same for every schedule.
         seq_len: Tokens of a microbatch.
-        steps: Steps that count.
+        steps: Steps that count; the least disturbed ones where other processes leave fewer alone.
         waits: Seconds of every layer; empty: layers compute.
     """
 
@@ -82,13 +92,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank measured: marks of every step, seconds of a message, share of the cores that others used."""
+    """What one rank measured.
+
+    Attributes:
+        steps: Marks of the steps that count.
+        message_s: Seconds of a message.
+        others: Share of the cores that other processes used, by step that counts; 0 where it is not known.
+        left_out: Steps that others disturbed.
+    """
 
     steps: list[Marks]
     message_s: float
-    own_cpu_s: float
-    busy_cpu_s: float | None
-    wall_s: float
+    others: list[float]
+    left_out: int
 
 
 class _Trunk(torch.autograd.Function):
@@ -172,10 +188,10 @@ def _rank(case: Case, strategy: Strategy) -> Found:
         _wait_in(layer, seconds)
     ids = torch.randint(0, case.config.vocab_size, (1, case.seq_len))
     parts = [{"input_ids": ids, "shift_labels": ids}] * case.microbatches
-    steps: list[Marks] = []
+    found: list[tuple[float, int, Marks]] = []
     with World.join("cpu") as world:
         parallelize(model, _plan(case, strategy), world)
-        for number in range(WARM_UP + case.steps):
+        for number in range(WARM_UP + TRIES * case.steps):
             marks: Marks = []
 
             @contextmanager
@@ -186,21 +202,36 @@ def _rank(case: Case, strategy: Strategy) -> Found:
                     marks.append((name, begin, time.perf_counter()))
 
             dist.barrier()
-            if number == WARM_UP:
-                begun = time.perf_counter(), time.process_time(), _busy_cpu_s()
+            begun = time.perf_counter(), time.process_time(), _busy_cpu_s()
             forward_backward(model, parts, case.microbatches * case.seq_len, span)
-            steps.append(marks)
-        wall, own, busy = time.perf_counter(), time.process_time(), _busy_cpu_s()
+            others = _others(*begun)
+            if number >= WARM_UP:
+                found.append((others, number, marks))
+            if sum(share <= DISTURBED for share, _, _ in found) == case.steps:
+                break
         message_s = _message_s(handle(model).pipeline, parts[0])
-    everyone = busy - begun[2] if busy is not None and begun[2] is not None else None
-    return Found(steps[WARM_UP:], message_s, own - begun[1], everyone, wall - begun[0])
+    kept = sorted(found)[: case.steps]
+    return Found(
+        [m for _, _, m in kept], message_s, [o for o, _, _ in kept], len(found) - len(kept)
+    )
 
 
-def _busy_cpu_s() -> float | None:
-    """Seconds in which the cores of this machine were not idle; None where Linux's counters are missing."""
+def _others(wall_s: float, own_s: float, busy_s: float) -> float:
+    """Share of the cores that other processes used since these times, equal on every rank."""
+    dist.barrier()
+    own = torch.tensor(time.process_time() - own_s, dtype=torch.float64)
+    busy, wall = _busy_cpu_s() - busy_s, time.perf_counter() - wall_s
+    dist.all_reduce(own)
+    share = torch.tensor(max(0.0, busy - float(own)) / (wall * (os.cpu_count() or 1)))
+    dist.broadcast(share, 0)
+    return float(share)
+
+
+def _busy_cpu_s() -> float:
+    """Seconds in which the cores of this machine were not idle; 0 where Linux's counters are missing."""
     stat = Path("/proc/stat")
     if not stat.exists():
-        return None
+        return 0.0
     user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
@@ -244,15 +275,19 @@ def _simulated(
     return bubble_fraction(simulate(TaskGraph(tasks, graph.policies)))
 
 
-def _medians(found: list[Found]) -> dict[tuple[int, str], float]:
-    """Seconds of an action by stage and kind, over microbatches and steps."""
-    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+def _medians(found: list[Found], key: Callable[[str], Any]) -> dict[Any, float]:
+    """Median seconds of the actions that have the same key."""
+    seconds: dict[Any, list[float]] = defaultdict(list)
     for rank in found:
         for marks in rank.steps:
             for name, begin, end in marks:
-                action = Action.parse(name)
-                seconds[action.stage, action.kind].append(end - begin)
-    return {key: statistics.median(values) for key, values in sorted(seconds.items())}
+                seconds[key(name)].append(end - begin)
+    return {name: statistics.median(values) for name, values in sorted(seconds.items())}
+
+
+def _kind(name: str) -> tuple[int, str]:
+    action = Action.parse(name)
+    return action.stage, action.kind
 
 
 def measure(case: Case, schedule: str) -> dict[str, Any]:
@@ -261,36 +296,31 @@ def measure(case: Case, schedule: str) -> dict[str, Any]:
     found = launch(lambda _: _rank(case, strategy), case.ranks, timeout_s=300)
     by_step = [[rank.steps[step] for rank in found] for step in range(case.steps)]
     bubbles = [_measured(step) for step in by_step]
-    medians = _medians(found)
+    usual, medians = _medians(found, str), _medians(found, _kind)
     message_s = statistics.median(rank.message_s for rank in found)
-
-    def usual(name: str) -> float:
-        action = Action.parse(name)
-        return medians[action.stage, action.kind]
-
-    simulated = _simulated(strategy, case.microbatches, usual, message_s)
+    simulated = _simulated(strategy, case.microbatches, usual.__getitem__, message_s)
+    by_kind = _simulated(strategy, case.microbatches, lambda name: medians[_kind(name)], message_s)
     replayed = []
     for step in by_step:
         own = {name: end - begin for marks in step for name, begin, end in marks}
         replayed.append(_simulated(strategy, case.microbatches, own.__getitem__, message_s))
-    busy = found[0].busy_cpu_s
-    others = None
-    if busy is not None:
-        own_s = sum(rank.own_cpu_s for rank in found)
-        others = max(0.0, busy - own_s) / (found[0].wall_s * (os.cpu_count() or 1))
     measured = statistics.median(bubbles)
     result = {
         "measured": measured,
         "simulated": simulated,
         "measured_over_simulated": measured / simulated,
+        "by_kind": by_kind,
         "smallest": min(bubbles),
         "largest": max(bubbles),
         "replayed": statistics.median(replayed),
         "message_ms": message_s * 1e3,
-        "other_processes": others,
+        "other_processes": max(found[0].others),
+        "steps_left_out": found[0].left_out,
         "action_ms": {f"{stage}{kind}": s * 1e3 for (stage, kind), s in medians.items()},
     }
-    sys.stderr.write(f"{case.ranks} ranks, {schedule}: {measured:.2%} / {simulated:.2%}\n")
+    sys.stderr.write(
+        f"{case.ranks} ranks, {schedule}: {measured:.2%} / {simulated:.2%}, others {max(found[0].others):.0%}\n"
+    )
     return result
 
 
@@ -307,13 +337,12 @@ def _waits(action_ms: dict[str, float], layers: int) -> tuple[Layer, ...]:
 
 
 def _table(title: str, results: dict[str, dict[str, Any]]) -> str:
-    head = ("measured", "simulated", "ratio", "replayed", "others")
+    head = ("measured", "simulated", "ratio", "by kind", "replayed", "others")
     lines = [title, f"{'schedule':12}" + "".join(f"{name:>11}" for name in head)]
     for name, r in results.items():
-        others = "-" if r["other_processes"] is None else f"{r['other_processes']:.0%}"
         lines.append(
             f"{name:12}{r['measured']:>11.2%}{r['simulated']:>11.2%}{r['measured_over_simulated']:>11.3f}"
-            f"{r['replayed']:>11.2%}{others:>11}"
+            f"{r['by_kind']:>11.2%}{r['replayed']:>11.2%}{r['other_processes']:>11.0%}"
         )
     return "\n".join(lines)
 
@@ -326,27 +355,35 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4, help="on two ranks; twice on four")
     parser.add_argument("--steps", type=int, default=3, help=f"measured, after {WARM_UP} that are not")  # fmt: skip
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument(
+        "--runs", nargs="+", choices=("compute", "waits"), default=["compute", "waits"]
+    )
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     config = _llama(4, chosen.hidden, 1024, chosen.seq_len)
     compute = Case(2, chosen.microbatches, config, chosen.seq_len, chosen.steps)
-    computed = {name: measure(compute, name) for name in {**dict.fromkeys(chosen.schedules), "zbv": None}}  # fmt: skip
-    waits = _waits(computed["zbv"]["action_ms"], 8)
-    waiting = Case(4, 2 * chosen.microbatches, _llama(8, 8, 16, 8), 8, chosen.steps, waits)
-    waited = {name: measure(waiting, name) for name in chosen.schedules}
-    computed = {name: computed[name] for name in chosen.schedules}
-    cores = f"{os.cpu_count()} cores"
-    runs = {
-        f"compute: 2 ranks compute on {cores}, {compute.microbatches} microbatches": computed,
-        f"waits: 4 ranks wait as long as layers took, {waiting.microbatches} microbatches": waited,
-    }  # fmt: skip
+    cores, runs, waits = f"{os.cpu_count()} cores", {}, ()
+    # The second run waits as long as zbv's stages of one layer took in the first.
+    wanted = dict.fromkeys(chosen.schedules if "compute" in chosen.runs else ())
+    computed = {
+        name: measure(compute, name)
+        for name in {**wanted, **({"zbv": None} if "waits" in chosen.runs else {})}
+    }
+    if wanted:
+        title = f"compute: 2 ranks compute on {cores}, {compute.microbatches} microbatches"
+        runs[title] = {name: computed[name] for name in wanted}
+    if "waits" in chosen.runs:
+        waits = _waits(computed["zbv"]["action_ms"], 8)
+        waiting = Case(4, 2 * chosen.microbatches, _llama(8, 8, 16, 8), 8, chosen.steps, waits)
+        title = f"waits: 4 ranks wait as long as layers took, {waiting.microbatches} microbatches"
+        runs[title] = {name: measure(waiting, name) for name in chosen.schedules}
     if chosen.json:
         facts = {
             "hidden": chosen.hidden,
             "seq_len": chosen.seq_len,
             "steps": chosen.steps,
             "warm_up": WARM_UP,
-            "layer_waits_ms": [[s * 1e3 for s in layer] for layer in (waits[0], waits[-1])],
+            "layer_waits_ms": [[s * 1e3 for s in layer] for layer in (waits[:1] + waits[-1:])],
             "machine": machine(),
         }
         print(json.dumps({**facts, "runs": runs}, indent=1))

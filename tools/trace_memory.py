@@ -44,6 +44,8 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (DENSE, ("parallel.pp=2", "parallel.dp_shard=4", "training.accumulation_steps=4")),
     (DENSE, ("parallel.pp=2", "parallel.dp_shard=4", "training.accumulation_steps=4", "training.recompute=full")),
     (DENSE, ("parallel.pp=2", "parallel.dp_shard=4", "training.accumulation_steps=4", "parallel.schedule=gpipe")),
+    (DENSE, ("parallel.pp=2", "parallel.tp=4", "training.accumulation_steps=4", "training.recompute=full")),
+    (DENSE, ("parallel.pp=2", "parallel.dp_shard=2", "parallel.tp=2", "training.accumulation_steps=4")),
     (DENSE, ("parallel.dp_shard=4", "parallel.tp=2", "parallel.reshard_after_forward=false")),
     (EXPERTS, ("parallel.dp_shard=8",)),
     (EXPERTS, ("parallel.dp_shard=8", "parallel.ep=8")),

@@ -50,18 +50,19 @@ def _short(value: Any) -> str:
 
 @dataclass
 class Tally:
-    """What a run of the fuzz did."""
+    """What a run of the fuzz did: cases that ran by number of ranks, their axes, and refusals by sentence."""
 
+    cases: Counter[int] = field(default_factory=Counter)
     ran: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        ran, refused = sum(self.ran.values()), sum(self.refused.values())
+        ran = ", ".join(f"{count} on {ranks} ranks" for ranks, count in sorted(self.cases.items()))
         axes = ", ".join(f"{axis} {count}" for axis, count in self.ran.most_common())
         reasons = "".join(
             f"\n  {count:4d} {reason}" for reason, count in self.refused.most_common()
         )
-        return f"{ran} axes in cases that ran ({axes}); {refused} refused{reasons}"
+        return f"ran: {ran} ({axes}); refused: {self.refused.total()}{reasons}"
 
 
 @st.composite
@@ -161,4 +162,5 @@ def run_case(case: Case, tally: Tally, bytes_too: bool = True) -> None:
         launch(rank, case.strategy.world_size, timeout_s=TIMEOUT_S)
     except HyperParallelError as failure:
         raise AssertionError(f"{case}\n{failure}") from failure
+    tally.cases[case.strategy.world_size] += 1
     tally.ran.update(axis for axis, degree in case.strategy.degrees().items() if degree > 1)

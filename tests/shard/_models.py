@@ -1,6 +1,12 @@
 """Parameter lists of small decoder-only models, in the naming of Hugging Face."""
 
+import pytest
+
+from hyper_parallel.shard import family_rules, plan_layouts
+
 EMBED, MLP, VOCAB, HEAD_DIM = 64, 96, 240, 8
+LLAMA = family_rules("llama")
+AT = "model.layers.*"
 
 
 def decoder(
@@ -36,3 +42,16 @@ def sizes(num_heads=8, num_kv_heads=4, vocab=VOCAB):
         "head_dim": HEAD_DIM,
         "vocab_size": vocab,
     }
+
+
+def plan(strategy, rules=LLAMA, params=None, **numbers):
+    params = decoder(**numbers) if params is None else params
+    wanted = {k: v for k, v in numbers.items() if k in ("num_heads", "num_kv_heads", "vocab")}
+    return plan_layouts(params, rules, strategy, **sizes(**wanted), where="r.yaml: parallel.tp_x")
+
+
+def refused(error, strategy, rules=LLAMA, params=None, **numbers):
+    with pytest.raises(error) as caught:
+        plan(strategy, rules, params, **numbers)
+    assert caught.value.where == "r.yaml: parallel.tp_x"
+    return caught.value

@@ -28,6 +28,7 @@ Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 
 _GATHERED = "init_all_gather_outputs"
 """Function of FSDP that makes the tensors whose storages it later frees and fills again in place."""
+_SHAPES = "torch.distributed.tensor._sharding_prop"
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -89,10 +90,8 @@ class MemoryCounter(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor: its local operators come here next
         kwargs = kwargs or {}
-        if fake_mode() is not self._fake:
-            return func(
-                *args, **kwargs
-            )  # DTensor asks for the shape of a result, in a mode of its own
+        if fake_mode() is not self._fake or _asks_for_a_shape():
+            return func(*args, **kwargs)
         self.operators += 1
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func.namespace in _COLLECTIVES or func.namespace == "fsdp":
@@ -143,6 +142,22 @@ class MemoryCounter(TorchDispatchMode):
             size = _size(self._watch[key])
             if size != record.num_bytes:
                 self.ledger.resize(record, size)
+
+
+def _asks_for_a_shape() -> bool:
+    """DTensor runs an operator on the whole, fake tensors for the shape of its result, once per shape in a process.
+
+    It does so in the running fake mode or one of its own, which depends on torch's version; a real run takes no bytes.
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module == _SHAPES:
+            return True
+        if not module.startswith("torch."):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def called_from(name: str) -> bool:

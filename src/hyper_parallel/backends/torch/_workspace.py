@@ -12,6 +12,12 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
+
+_ARITHMETIC = tuple(
+    getattr(torch.ops.aten, name).Tensor
+    for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
+)
 
 
 def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -34,4 +40,8 @@ def cpu_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> i
         tensors, out = args[0], kwargs["out"]
         # Another format is converted one tensor at a time.
         return max((t.nbytes for t in tensors if t.dtype != out.dtype), default=0)
+    if func in _ARITHMETIC and isinstance(args[1], Tensor):
+        # Operands of another format than the result are converted whole: bfloat16 gradients added to float32 sums.
+        dtype = torch.result_type(args[0], args[1])
+        return sum(t.numel() * dtype.itemsize for t in args[:2] if t.ndim > 0 and t.dtype != dtype)
     return device_workspace(func, args, kwargs)
