@@ -40,11 +40,11 @@ class Emitter:
         planned: np.ndarray | None = None,
         back: dict[tuple[int, int], int] | None = None,
         window: float | None = None,
+        eager: bool = False,
     ) -> None:
         n = len(program.storages)
         self.planned = planned  # bytes per position as selected
-        # (storage, end of gap) -> position from which `planned` counts it again
-        self.back = back or {}
+        self.back = back or {}  # (storage, end of gap) -> where `planned` counts it again
         self.program, self.order, self.again = program, order, recomputes
         self.budget = budget_bytes
         self.clock = Clock(program, machine)
@@ -56,7 +56,7 @@ class Emitter:
         for gap in gaps:
             if gap.first < 0:
                 self.homes[gap.storage] = gap.tier
-        # Per storage: tier -> the content there is the newest.
+        # Per storage: tier -> content is newest.
         self.current: list[dict[MemoryTier, bool]] = [{} for _ in range(n)]
         for s, storage in enumerate(program.storages):
             if storage.at_start:
@@ -65,7 +65,8 @@ class Emitter:
         self.leaving: dict[int, list[int]] = {}
         for g in gaps:
             self.leaving.setdefault(g.storage, []).append(g.first)
-        starts = np.cumsum([0.0] + [program.operators[i].seconds for i in order])[:-1]
+        seconds = [program.operators[i].seconds for i in order]
+        starts = np.cumsum([0.0, *seconds])[:-1]
         self.left_s = float(starts[-1]) - starts if len(starts) else starts
         self.events = issue_positions(gaps, starts, program, machine, window)
         self.pending: list[Pending] = []
@@ -76,6 +77,8 @@ class Emitter:
             for s in program.operators[index].writes:
                 self.writes[s].append(position)
         self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
+        # A store lane takes what leaves next when it is idle, or would be during the next operator.
+        self.eager_s = [*seconds[1:], 0.0] if eager else [0.0] * len(seconds)
         self.ahead: set[int] = set()  # stored before they leave: the copy stays until then
 
     def emit(self, limit_s: float = float("inf")) -> tuple[MemoryAction, ...] | None:
@@ -83,9 +86,8 @@ class Emitter:
         for s, storage in enumerate(self.program.storages):
             if storage.at_start and not storage.at_end and not self.again.uses[s]:
                 self._release(s)
-        queue = 0
         waiting: list[tuple[int, Gap, MemoryActionKind]] = []
-        ready: list[Gap] = []
+        queue, ready = 0, list[Gap]()
         for position, index in enumerate(self.order):
             if self.clock.now_s + self.left_s[position] > limit_s:
                 return None
@@ -211,7 +213,7 @@ class Emitter:
         """Use a store lane that stands idle for what leaves next; the rest of the list."""
         left: list[Gap] = []
         for at, gap in enumerate(ready):
-            if not self.clock.idle("store"):
+            if not self.clock.idle("store", self.eager_s[position]):
                 return [*left, *(g for g in ready[at:] if g.first > position)]
             s = gap.storage
             held = self.current[s]

@@ -13,37 +13,53 @@ import numpy as np
 from hyper_parallel.offload._emit import Emitter
 from hyper_parallel.offload._issue import Gap
 from hyper_parallel.offload._portfolio import Emitted, Search, overfull
+from hyper_parallel.offload._reload import reload_bound
 
 LARGEST = 200  # operators; beyond, one move is worth less than its emission costs
-_TRIES = 300
+_ROUNDS, _TRIES = 4, 200
+_A_MOVE = 3e-5  # what one gap more may cost of the target
 _STEP = 0.99  # the next target, as a share of the peak reached
-_WINDOWS = (None, 4.0, 1.0)
+# How early reloads may begin (in durations), and whether stores fill a lane ahead of time.
+_MODES = tuple((window, eager) for eager in (False, True) for window in (None, 4.0, 1.0))
 
 _Move = tuple[Gap, ...]  # one gap, or both ends of a stay at home
 
 
 def polish(search: Search, best: Emitted, limit_s: float) -> Emitted:
     """A program of at most the same peak within the time limit."""
-    moves, groups = _moves(search, best)
-    if best.again is None or not moves:
+    if best.again is None:
         return best
-    draw = random.Random(0)
-    chosen = {m for m in moves if set(m) <= set(best.gaps)}
-    window = 0
+    floor = reload_bound(
+        search.program, search.machine, search.order, limit_s, recompute=bool(best.again.gaps)
+    ).num_bytes
+    for seed in range(_ROUNDS):  # each starts from what the last one found
+        best = _round(search, best, limit_s, floor, random.Random(seed))
+    return best
+
+
+def _round(
+    search: Search, best: Emitted, limit_s: float, floor: int, draw: random.Random
+) -> Emitted:
+    moves, groups = _moves(search, best)
+    chosen, mode = {m for m in moves if set(m) <= set(best.gaps)}, 0
     target = int(best.peak * _STEP)
-    emitted, held = _emit(search, best, chosen, target, window)
-    score = _score(emitted, held, target, limit_s)
-    for _ in range(_TRIES):
-        trial, at = set(chosen), window
-        for group in draw.sample(groups, min(len(groups), draw.choice((1, 1, 2)))):
-            trial = trial - group if group <= trial else trial | group
-        if draw.random() < 0.15:
-            at = draw.randrange(len(_WINDOWS))
+    score = float("inf")
+    for attempt in range(_TRIES if moves else 0):
+        if best.peak * _STEP <= floor:
+            break
+        trial, at = set(chosen), mode
+        if attempt < len(_MODES):
+            at = attempt
+        elif draw.random() < 0.1:
+            at = draw.randrange(len(_MODES))
+        else:
+            for group in draw.sample(groups, min(len(groups), draw.choice((1, 1, 2)))):
+                trial = trial - group if group <= trial else trial | group
         emitted, held = _emit(search, best, trial, target, at)
         found = _score(emitted, held, target, limit_s)
         if found > score or overfull(search.machine, emitted):
             continue
-        chosen, window, score = trial, at, found
+        chosen, mode, score = trial, at, found
         if emitted.seconds <= limit_s and emitted.peak < best.peak:
             best = emitted
             target = int(best.peak * _STEP)
@@ -69,7 +85,7 @@ def _moves(search: Search, best: Emitted) -> tuple[list[_Move], list[frozenset[_
 
 
 def _emit(
-    search: Search, like: Emitted, chosen: set[_Move], target: int, window: int
+    search: Search, like: Emitted, chosen: set[_Move], target: int, mode: int
 ) -> tuple[Emitted, list[int]]:
     """The program of some moves, and its bytes at every position."""
     assert like.again is not None
@@ -87,7 +103,8 @@ def _emit(
         like.again,
         target,
         profile + np.cumsum(change[:-1]),
-        window=_WINDOWS[window],
+        window=_MODES[mode][0],
+        eager=_MODES[mode][1],
     )
     actions = emitter.emit()
     assert actions is not None
@@ -107,7 +124,9 @@ def _emit(
 def _score(emitted: Emitted, held: list[int], target: int, limit_s: float) -> float:
     """How far a program is from target and limit; 0 when it meets both.
 
-    Every position above the target counts, so that a change shows that lowers one of two equal peaks.
+    Every position above the target counts, so that a change shows that lowers one of two equal peaks; of two programs
+    that are as far the one with fewer moves is nearer.
     """
     over = sum(max(live - target, 0) for live in held) + max(emitted.peak - target, 0)
-    return over / max(target, 1) + 2 * max(emitted.seconds / max(limit_s, 1e-30) - 1, 0.0)
+    late = max(emitted.seconds / max(limit_s, 1e-30) - 1, 0.0)
+    return over / max(target, 1) + 2 * late + _A_MOVE * len(emitted.gaps)

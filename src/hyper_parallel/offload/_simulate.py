@@ -71,9 +71,9 @@ class Clock:
         """When the newest copy of a storage into a tier is complete."""
         return self._arrival[storage, tier]
 
-    def idle(self, kind: str) -> bool:
-        """The lane of a kind of copy has nothing to do now."""
-        return self._lane_free[kind] <= self.now_s
+    def idle(self, kind: str, within_s: float = 0.0) -> bool:
+        """The lane of a kind of copy has nothing to do, now or so many seconds from now."""
+        return self._lane_free[kind] <= self.now_s + within_s
 
     def _copy(self, action: MemoryAction) -> None:
         src, dst = COPIES[action.kind]
