@@ -1,5 +1,6 @@
 """Plans are judged by replay: never declared, never above the budget, never slower than allowed."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -88,8 +89,17 @@ def test_an_impossible_budget_says_the_least():
 
 def test_a_full_dram_is_named_and_flash_takes_the_rest():
     program = training_chain()
-    with pytest.raises(TierFull):
+    with pytest.raises(TierFull) as caught:
         plan_memory(program, machine(1e5, dram_bytes=1000), budget_bytes=6000, recompute=False)
+    enough, least = (
+        int(re.search(rf"offload\.{key}=(\d+)", str(caught.value))[1]) for key in ("dram", "budget")
+    )
+    with_room = machine(1e5, dram_bytes=enough)
+    plan = plan_memory(program, with_room, budget_bytes=6000, recompute=False)
+    assert plan.peak_bytes["device"] <= 6000
+    full = machine(1e5, dram_bytes=1000)
+    plan = plan_memory(program, full, budget_bytes=least, recompute=False)
+    assert plan.peak_bytes["dram"] <= 1000
     disk = Channel(1e5, 0)
     three = MemoryMachine(Channel(1e5, 0), Channel(1e5, 0), disk, disk, dram_bytes=9000)
     plan = plan_memory(program, three, budget_bytes=7000, recompute=False)

@@ -24,7 +24,7 @@ from hyper_parallel.offload._address import assign_addresses
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._order import order_peak, refine_order
 from hyper_parallel.offload._polish import LARGEST, polish
-from hyper_parallel.offload._portfolio import Emitted, Search, overfull
+from hyper_parallel.offload._portfolio import Emitted, Search
 from hyper_parallel.offload._recompute import (
     cheapest_at_peak,
     choose_recomputes,
@@ -210,11 +210,18 @@ def _least_time(search: Search, budget: int) -> Emitted:
         return min(fitting, key=lambda e: (e.seconds, e.peak))
     # Programs that aim at the floor are made for every budget, so their least peak is one that planning finds again.
     least = min((e.peak for e in lowest), default=search.best_seen.peak)
-    if _no_room_elsewhere(search):
+    with_room = _with_room_elsewhere(search, budget, floor)
+    if with_room is not None:
+        machine, needs = search.machine, with_room.peaks
+        room = " ".join(
+            f"offload.{tier}={needs[tier]}"
+            for tier, most in (("dram", machine.dram_bytes), ("flash", machine.flash_bytes))
+            if most is not None and needs[tier] > most
+        )
         raise TierFull(
             "the device budget needs more bytes in DRAM or flash than the machine allows",
-            got=f"budget {budget}, dram {search.machine.dram_bytes}, flash {search.machine.flash_bytes}",
-            hint=f"set a device budget of {least} bytes, or allow more DRAM",
+            got=f"budget {budget}, dram {machine.dram_bytes}, flash {machine.flash_bytes}",
+            hint=f"set `{room}`, or `offload.budget={least}`",
         )
     error = BudgetImpossible(
         f"no memory plan fits {format_bytes(budget)}",
@@ -226,15 +233,18 @@ def _least_time(search: Search, budget: int) -> Emitted:
     raise error
 
 
-def _no_room_elsewhere(search: Search) -> bool:
-    """Would the budget be met if the other tiers were unlimited?"""
+def _with_room_elsewhere(search: Search, budget: int, floor: int) -> Emitted | None:
+    """A program that would keep the budget if DRAM and flash were unlimited."""
     machine = search.machine
     if machine.dram_bytes is None and machine.flash_bytes is None:
-        return False
-    name, selector = search.selectors[0]
-    floor = working_set_bytes(search.program)
-    emitted = search.emit(selector, floor, floor, "longest_gap", name)
-    return emitted is not None and overfull(machine, emitted)
+        return None
+    unlimited = replace(machine, dram_bytes=None, flash_bytes=None)
+    free = Search(search.program, unlimited, search.order, search.selectors, search.best_seen)
+    for target in (budget, floor):
+        fitting = [e for e in free.portfolio(target, budget=budget) if e.peak <= budget]
+        if fitting:
+            return min(fitting, key=lambda e: (e.peaks["flash"], e.peaks["dram"]))
+    return None
 
 
 def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
