@@ -213,9 +213,11 @@ def _least_time(search: Search, budget: int) -> Emitted:
     with_room = _with_room_elsewhere(search, budget, floor)
     if with_room is not None:
         machine, needs = search.machine, with_room.peaks
+        caps: dict[MemoryTier, int | None]
+        caps = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
         room = " ".join(
             f"offload.{tier}={needs[tier]}"
-            for tier, most in (("dram", machine.dram_bytes), ("flash", machine.flash_bytes))
+            for tier, most in caps.items()
             if most is not None and needs[tier] > most
         )
         raise TierFull(
