@@ -13,6 +13,8 @@ import numpy as np
 from hyper_parallel.ir import Extent
 
 _TIGHT = 1.002  # an arena this close to the live peak is not worth another fit
+_GOOD = 1.02  # above this another order is tried
+_CROWDED = 0.9  # stays that see this share of the live peak are placed before the others
 
 
 def assign_addresses(
@@ -31,16 +33,17 @@ def assign_addresses(
     """
     if not stays:
         return (), 0
+    floor = _live_peak(stays, sizes)
     orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
+        _from_the_peak(stays, sizes),
         lambda i: (-sizes[stays[i].storage], stays[i].start - stays[i].stop),
         lambda i: (stays[i].start - stays[i].stop, -sizes[stays[i].storage]),
         lambda i: (-sizes[stays[i].storage] * (stays[i].stop - stays[i].start), stays[i].start),
     )
-    floor = _live_peak(stays, sizes)
-    rounds = max(1, min(40, 30_000 // len(stays)))
-    tried = [_squeaky_wheel(stays, sizes, sorted(range(len(stays)), key=orders[0]), floor, 1)]
+    rounds = max(8, min(40, 30_000 // len(stays)))
+    tried = [_squeaky_wheel(stays, sizes, sorted(range(len(stays)), key=orders[1]), floor, 1)]
     for key in orders:
-        if tried[-1][1] <= floor * _TIGHT:
+        if min(arena for _, arena in tried) <= floor * (_TIGHT if len(tried) == 1 else _GOOD):
             break
         order = sorted(range(len(stays)), key=key)
         tried.append(_squeaky_wheel(stays, sizes, order, floor, rounds))
@@ -70,16 +73,33 @@ def _squeaky_wheel(
     return best
 
 
+def _live(stays: Sequence[Extent], sizes: Sequence[int]) -> np.ndarray:
+    """Bytes of all stays at every action."""
+    change = np.zeros(max(stay.stop for stay in stays) + 1, np.int64)
+    np.add.at(change, [stay.start for stay in stays], [sizes[stay.storage] for stay in stays])
+    np.add.at(change, [stay.stop for stay in stays], [-sizes[stay.storage] for stay in stays])
+    return np.cumsum(change)
+
+
 def _live_peak(stays: Sequence[Extent], sizes: Sequence[int]) -> int:
-    change: dict[int, int] = {}
-    for stay in stays:
-        change[stay.start] = change.get(stay.start, 0) + sizes[stay.storage]
-        change[stay.stop] = change.get(stay.stop, 0) - sizes[stay.storage]
-    live = peak = 0
-    for at in sorted(change):
-        live += change[at]
-        peak = max(peak, live)
-    return peak
+    return int(_live(stays, sizes).max())
+
+
+def _from_the_peak(
+    stays: Sequence[Extent], sizes: Sequence[int]
+) -> Callable[[int], tuple[int, ...]]:
+    """An order that begins where there is no room to lose: at the peak, the longest lowest, then away from it."""
+    live = _live(stays, sizes)
+    top, at = int(live.max()), int(live.argmax())
+
+    def key(i: int) -> tuple[int, ...]:
+        stay = stays[i]
+        away = max(0, stay.start - at, at + 1 - stay.stop)
+        sees = int(live[stay.start : max(stay.stop, stay.start + 1)].max())
+        size = sizes[stay.storage] if away else stay.stop - stay.start
+        return int(sees < _CROWDED * top), away, -size
+
+    return key
 
 
 def _first_fit(
