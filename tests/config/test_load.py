@@ -213,6 +213,12 @@ def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees
             "training: {decay_steps: 95, lr_schedule: wsd}", [], Contradiction,
             ["training.decay_steps=90"],
         ),
+        ("parallel: {zero: 1, pp: 2}", [], Contradiction, ["parallel.reshard_after_forward=false"]),
+        ("training: {recompute_layers: 2}", [], Contradiction, ["training.recompute=full"]),
+        (
+            "parallel: auto\ntraining: {recompute: full, recompute_layers: 2}", [], Contradiction,
+            ["training.recompute_layers=null"],
+        ),
         ("training: {eval_every: 5}\ndata: {holdout: 0}", [], Contradiction, ["data.holdout=0.02"]),
         ("checkpoint: {from_dir: a, resume: never}", [], Contradiction, ["checkpoint.from_dir"]),
         ("parallel: {tp: 2, world_size: 4}", [], DegreesMismatch, ["parallel.world_size=2"]),

@@ -43,6 +43,7 @@ def _trace(case, plan, rank=0):
         (Strategy(dp_shard=2), {"compute_dtype": "bfloat16", "accumulation": 2}),
         (Strategy(dp_shard=4), {}),
         (Strategy(dp_shard=4, reshard_after_forward=False), {"accumulation": 2}),
+        (Strategy(dp_shard=2, zero=1, recompute="full", recompute_layers=1), {"accumulation": 2}),
         (Strategy(dp_replicate=2, dp_shard=2), {"accumulation": 2}),
         (Strategy(dp_shard=2, tp_x=2), {"accumulation": 2}),
         (Strategy(dp_shard=2, tp_x=2, recompute="full"), {"compute_dtype": "bfloat16"}),

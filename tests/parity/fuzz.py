@@ -90,6 +90,8 @@ def cases(draw: st.DrawFn, twos: int = 3, grid: bool = False) -> Case:
     schedule = schedule if size["pp"] > 1 else "1f1b"
     virtual = VIRTUAL.get(schedule, 1)
     two_d = size["tp_y"] > 1
+    again = draw(st.sampled_from(("none", "full")))
+    zero = draw(st.sampled_from((3, 2, 1))) if size["dp_shard"] * size["cp"] > 1 else 3
     cp_kind = draw(st.sampled_from(("ring", "all_gather", "ulysses", "hybrid")))
     cp_kind = cp_kind if size["cp"] > 1 else "ring"
     strategy = Strategy(
@@ -102,8 +104,10 @@ def cases(draw: st.DrawFn, twos: int = 3, grid: bool = False) -> Case:
         cp_ulysses=2 if cp_kind == "hybrid" else 1,
         schedule=schedule,
         virtual_stages=virtual,
-        recompute=draw(st.sampled_from(("none", "full"))),
-        reshard_after_forward=draw(st.booleans()) if size["dp_shard"] > 1 else True,
+        recompute=again,
+        recompute_layers=draw(st.sampled_from((None, 1, 2))) if again == "full" else None,
+        reshard_after_forward=zero != 2,
+        zero=1 if zero == 1 else None,
     )
     layers = size["pp"] * virtual + draw(st.integers(0, 1))
     rounds = 2 if schedule == "dualpipev" else 1

@@ -39,7 +39,7 @@ TWO = {
 FOUR = {
     replace(QWEN, sequences=8, accumulation=2, tied=True): (
         S(dp_shard=4, ep=2),
-        S(tp_x=2, dp_shard=2, ep=2, recompute="full"),
+        S(tp_x=2, dp_shard=2, ep=2, recompute="full", recompute_layers=1, zero=1),
         S(pp=2, dp_shard=2, ep=2, schedule="zb-h1"),
     ),
     QWEN: (

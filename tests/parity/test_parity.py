@@ -42,6 +42,9 @@ def _matrix() -> list[tuple[str, int, Strategy]]:
         for s in strategies(4, recompute="full", reshard_after_forward=False)
         if s.dp_shard == 2 or s.tp == 4
     ]
+    # Only optimizer states are sharded, and one of the two layers is made again.
+    part = {"recompute": "full", "recompute_layers": 1, "zero": 1}
+    found += [("qwen3-tied-accumulated", 2, s) for s in strategies(2, **part)]
     return found
 
 

@@ -58,7 +58,8 @@ GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
     "tied-tp-4": ("qwen3-tied", 4, _all(pp=2, tp_x=2)),
     "recompute-4": (
         "llama", 4,
-        [_one(s, pp=2, tp_x=2, recompute="full") for s in ("interleaved", "zb-h1")]
+        [_one("interleaved", pp=2, tp_x=2, recompute="full", recompute_layers=1)]
+        + [_one("zb-h1", pp=2, tp_x=2, recompute="full")]
         + [_one(s, pp=2, dp_shard=2, recompute="full") for s in ("1f1b", "dualpipev")],
     ),
     "context-4": (
@@ -73,7 +74,7 @@ GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
         "mixtral", 4,
         [
             _one("1f1b", pp=2, dp_shard=2, ep=2),
-            _one("zbv", pp=2, dp_shard=2, ep=2, reshard_after_forward=False),
+            _one("zbv", pp=2, dp_shard=2, ep=2, zero=1),
             _one("zb-h1", pp=2, tp_x=2, ep=2),
         ],
     ),

@@ -7,6 +7,7 @@ launch(lambda rank: check(reference, Strategy(tp_x=2)), 2)
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -240,7 +241,12 @@ def _collectives(
     if not setup.predicted:
         return ()
     experts = handle(model).experts
-    rows = Rows(*experts.exchanged) if experts is not None and experts.group is not None else None
+    rows = None
+    if experts is not None and experts.group is not None:
+        rows = {
+            int(re.search(r"\.(\d+)\.", f".{name}.")[1]): Rows(layer.sent, layer.received)
+            for name, layer in experts.layers.items()
+        }
     if rows is None and plan.strategy.pp == 1:
         return plan.collectives
     return step_collectives(

@@ -68,10 +68,7 @@ def test_uneven_stages_and_sharded_optimizer_states_are_told_to_other_stacks():
     titan = launch_settings(chosen, "torchtitan")
     assert 'fsdp_reshard_after_forward = "never"' in titan
     assert "# not expressed: layers of the stages [3, 4," in titan
-    assert (
-        yaml.safe_load(launch_settings(chosen, "ours"))["parallel"]["reshard_after_forward"]
-        is False
-    )
+    assert yaml.safe_load(launch_settings(chosen, "ours"))["parallel"]["zero"] == 1
 
 
 def test_the_chart_has_a_line_for_every_pipeline_rank():

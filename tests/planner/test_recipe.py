@@ -9,6 +9,7 @@ import pytest
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import DegreesMismatch, DoesNotFit, NotDivisible, UnsupportedSharding
 from hyper_parallel.planner import plan_recipe
+from hyper_parallel.units import GiB
 
 pytestmark = pytest.mark.unit
 
@@ -111,18 +112,39 @@ pools:
 """
 
 
+def test_auto_makes_no_more_layers_again_than_memory_asks_for(recipe, tmp_path):
+    one = {"dp_shard": 2, "reshard_after_forward": True}
+    again = {"recompute": "full"}
+    plain, full = (plan_recipe(recipe(parallel=one, training=t)) for t in ({}, again))
+    middle = (plain.memory_bytes + full.memory_bytes) / 2 / GiB
+    topology = _machine(tmp_path, middle, 0.001)
+    chosen = plan_recipe(recipe(parallel={"auto": True, **one}, topology=topology))
+    assert chosen.strategy.recompute_layers == 2
+    assert chosen.layouts
+    explicit = plan_recipe(
+        recipe(parallel=one, training={**again, "recompute_layers": 2}, topology=topology)
+    )
+    assert explicit.strategy == chosen.strategy
+    assert (explicit.step_s, explicit.memory_bytes) == (chosen.step_s, chosen.memory_bytes)
+
+
+def _machine(folder, device, host):
+    """Path of a topology of two devices; memory in GiB."""
+    values = {"one": 1, "device": device, "host": host}
+    quantities = {
+        name: f"{{value: {value}, source: test, certainty: general}}"
+        for name, value in values.items()
+    }
+    path = folder / "machine.yaml"
+    path.write_text(SMALL.format(**quantities))
+    return str(path)
+
+
 def test_with_offload_auto_counts_on_host_memory(recipe, tmp_path):
     """Only when nothing fits the device, and the plan says so."""
 
     def machine(device, host):
-        values = {"one": 1, "device": device, "host": host}
-        quantities = {
-            name: f"{{value: {value}, source: test, certainty: general}}"
-            for name, value in values.items()
-        }
-        path = tmp_path / "machine.yaml"
-        path.write_text(SMALL.format(**quantities))
-        return {"topology": str(path)}
+        return {"topology": _machine(tmp_path, device, host)}
 
     offload = {"budget": "auto"}
     with pytest.raises(DoesNotFit):

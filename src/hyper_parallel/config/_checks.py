@@ -20,6 +20,8 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
         *_conversations(recipe, where),
         *_schedule(recipe, where),
         *_degrees(recipe, where),
+        *_zero(recipe, where),
+        *_recompute(recipe, where),
         *_offload(recipe, where),
         *_resume(recipe, where),
     ]
@@ -111,6 +113,46 @@ def _degrees(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelE
             hint=f"set `parallel.world_size={ranks}`, or `parallel.auto=true` to let the planner fill the rest",
         )
     ]
+
+
+def _zero(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
+    p = recipe.parallel
+    if p.zero is None or p.pp == 1:
+        return []
+    return [
+        Contradiction(
+            "pipeline stages reduce gradients once per step in any case; `zero: 1` is a choice without them",
+            where=where("parallel.zero"),
+            got=f"zero={p.zero}, pp={p.pp}",
+            hint="set `parallel.zero=null` and `parallel.reshard_after_forward=false`",
+        )
+    ]
+
+
+def _recompute(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
+    layers, kind = recipe.training.recompute_layers, recipe.training.recompute
+    if layers is None:
+        return []
+    found: list[HyperParallelError] = []
+    if kind != "full":
+        found.append(
+            Contradiction(
+                "`training.recompute_layers` says how many layers are redone, and none is",
+                where=where("training.recompute_layers"),
+                got=f"recompute_layers={layers}, recompute={kind}",
+                hint="set `training.recompute=full`, or `training.recompute_layers=null`",
+            )
+        )
+    elif recipe.parallel.auto:
+        found.append(
+            Contradiction(
+                "with `parallel: auto` the planner says how many layers are redone",
+                where=where("training.recompute_layers"),
+                got=f"recompute_layers={layers}, parallel=auto",
+                hint="set `training.recompute_layers=null`, or the degrees",
+            )
+        )
+    return found
 
 
 def _offload(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:

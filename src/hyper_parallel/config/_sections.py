@@ -116,6 +116,8 @@ class Training(Section):
     """Global gradient norm above which gradients are scaled down. None: never."""
     recompute: Literal["none", "full"] = "none"
     """Activations redone in backward: none, or all of each decoder layer."""
+    recompute_layers: int | None = Field(default=None, ge=1)
+    """Layers of every rank that `recompute` applies to, the first of its stages. None: all."""
     compile: bool = False
     """Compile each decoder layer with torch.compile."""
     eval_every: int = Field(default=0, ge=0)
@@ -169,6 +171,9 @@ class Parallel(Section):
     """Decoder layers of each (virtual) stage. Empty: cut by cost."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    zero: Literal[1] | None = None
+    """1: shard only the optimizer states (ZeRO-1): parameters are gathered and gradients reduced once per step, not
+    per microbatch. None: as `reshard_after_forward` says."""
     rules: dict[str, str] = {}
     """Overrides of the model's own sharding: glob over module names -> colwise, rowwise, vocab or replicate."""
     world_size: int | None = Field(default=None, ge=1)

@@ -147,12 +147,14 @@ class Candidates:
         assert workload.microbatch is not None, "the workload must be resolved"
         assert workload.accumulation_steps is not None, "the workload must be resolved"
         s = strategy
+        # A single microbatch's gradients are reduced layer by layer, whatever waits for the last one.
+        alone = s.zero_stage == 1 and workload.accumulation_steps == 1
         return cls.of_columns(
             pp=s.pp, dp_replicate=s.dp_replicate, dp_shard=s.dp_shard, cp=s.cp, tp_x=s.tp_x, tp_y=s.tp_y, ep=s.ep,
             microbatch=workload.microbatch, accumulation=workload.accumulation_steps,
             vpp=s.virtual_stages, schedule=SCHEDULES.index(s.schedule), cp_ulysses=s.ulysses,
             attention_shape=SHAPES.index(s.attention_shape), mlp_shape=SHAPES.index(s.mlp_shape),
-            recompute=RECOMPUTE.index(s.recompute), zero=s.zero_stage, etp=s.expert_tp,
+            recompute=RECOMPUTE.index(s.recompute), zero=2 if alone else s.zero_stage, etp=s.expert_tp,
             order=ORDERS.index(s.order), offload=int(s.offload_optimizer), **kept_choices(s),
         )  # fmt: skip
 

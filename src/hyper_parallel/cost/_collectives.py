@@ -10,7 +10,8 @@ whole tensors:
     loss statistics              t * 2 * T * w
 
 The norm, and the gradients of parameters that tensor parallelism keeps whole, are summed once per step. With pipeline
-stages FSDP also reduces gradients once per step, and keeps what it does not free after forward gathered for all of it.
+stages, and where only optimizer states are sharded (ZeRO-1), FSDP also reduces gradients once per step, and keeps what
+it does not free after forward gathered for all of it.
 Sources: Korthikanti et al. 2022 (sequence parallelism: all-reduce as reduce-scatter + all-gather, 8 T D (t-1)/t per
 layer when gathered inputs are kept); Rajbhandari et al. 2020 (ZeRO); ring volumes as in `ring_bytes`.
 """
@@ -23,7 +24,13 @@ from dataclasses import dataclass, replace
 
 from hyper_parallel.cost._context_bytes import context_bytes
 from hyper_parallel.cost._expert_bytes import Rows, expert_collectives, on_expert_mesh
-from hyper_parallel.cost._pipeline_bytes import PP, pipeline_sends, rank_model
+from hyper_parallel.cost._pipeline_bytes import (
+    PP,
+    in_halves,
+    pipeline_sends,
+    rank_model,
+    recomputed_layers,
+)
 from hyper_parallel.cost._projections import projection_collectives
 from hyper_parallel.cost._ring import ring_bytes
 from hyper_parallel.cost._tensor2d_bytes import grid_collectives
@@ -46,12 +53,13 @@ _LAST_NORMS = ("post_feedforward", "post_mlp")
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the formulas are evaluated on; `model` is what the pipeline rank holds."""
+    """What the formulas are evaluated on; `model` is what the pipeline rank holds, `recomputed` are layers of it."""
 
     model: ModelSpec
     layouts: Mapping[str, Layout]
     strategy: Strategy
     workload: Workload
+    recomputed: frozenset[int]
 
     @property
     def microbatches(self) -> int:
@@ -59,14 +67,12 @@ class _Step:
 
     def gathers(self, freed: bool) -> int:
         """All-gathers of an FSDP group in a step, whose parameters are `freed` after forward or not."""
-        if freed:
-            return 2 * self.microbatches
-        return self.microbatches if self.strategy.pp == 1 else 1
+        return 2 * self.microbatches if freed else self.reductions
 
     @property
     def reductions(self) -> int:
         """Reduce-scatters of an FSDP group in a step."""
-        return self.microbatches if self.strategy.pp == 1 else 1
+        return 1 if self.strategy.reduces_once else self.microbatches
 
     @property
     def tokens(self) -> int:
@@ -98,10 +104,6 @@ class _Step:
         """Activations of all tokens, the last pieces padded."""
         tp = self.strategy.tp
         return tp * -(-self.tokens // tp) * self.model.hidden_size * self.compute_bytes
-
-    @property
-    def recompute(self) -> bool:
-        return self.strategy.recompute == "full"
 
     def params(self, block: Block) -> Iterator[ParamSpec]:
         return (p for p in block.params if p.tied_to is None)
@@ -146,7 +148,7 @@ def step_collectives(
     layouts: Mapping[str, Layout],
     strategy: Strategy,
     workload: Workload,
-    rows: Rows | None = None,
+    rows: Mapping[int, Rows] | None = None,
     pp_rank: int = 0,
 ) -> tuple[Collective, ...]:
     """All collectives of one optimizer step on a pipeline rank, at coordinate 0 of every other axis, the fullest.
@@ -159,11 +161,12 @@ def step_collectives(
         layouts: Layout of every parameter, as `shard.plan_layouts` gives them.
         strategy: Degrees of the axes.
         workload: Batch numbers resolved, and number formats.
-        rows: What experts were sent, for the bytes that really occurred; None: routing is even.
+        rows: What experts of each layer were sent, for the bytes that really occurred; None: routing is even.
         pp_rank: Coordinate on the axis `pp`, whose ranks hold different parts of the model.
     """
     held = rank_model(model, strategy, workload.seq_len, pp_rank)
-    step = _Step(held, layouts, strategy, workload)
+    again = recomputed_layers(model, strategy, workload.seq_len, pp_rank)
+    step = _Step(held, layouts, strategy, workload, again)
     sends = (
         step.collective("send_recv", (PP,), *message)
         for message in pipeline_sends(model, layouts, strategy, workload, pp_rank)
@@ -171,9 +174,9 @@ def step_collectives(
     found = [
         *_data_parallel(step),
         *_tensor_parallel(step),
-        *projection_collectives(held, layouts, strategy, workload),
+        *projection_collectives(held, layouts, strategy, workload, again),
         *_context_parallel(step),
-        *expert_collectives(held, layouts, strategy, workload, rows),
+        *expert_collectives(held, layouts, strategy, workload, rows, again),
         *sends,
         *_gradient_norm(step),
     ]
@@ -196,7 +199,7 @@ def _groups(step: _Step) -> Iterator[tuple[int, int, int]]:
     rest: list[ParamSpec] = []
     for block in step.model.blocks:
         if block.layers:
-            gathers = step.gathers(step.strategy.reshard_after_forward)
+            gathers = step.gathers(step.strategy.frees_gathered)
             yield block.count, step.group_elements(step.params(block)), gathers
         else:
             rest.extend(step.params(block))
@@ -230,7 +233,7 @@ def _tensor_parallel(step: _Step) -> Iterator[Collective]:
     if step.strategy.tp_y > 1:
         for e in grid_collectives(
             step.model, step.layouts, step.strategy, step.workload, step.cut.local,
-            gathers_entry(step.model.family), _LAST_NORMS,
+            gathers_entry(step.model.family), _LAST_NORMS, step.recomputed,
         ):  # fmt: skip
             yield step.collective(e.kind, e.axes, e.purpose, e.count, e.whole_bytes)
         return
@@ -267,10 +270,10 @@ def _context_parallel(step: _Step) -> Iterator[Collective]:
     s = step.strategy
     if s.cp == 1:
         return
-    runs = 2 if step.recompute else 1
-    for block in step.model.blocks:
+    for block, again in in_halves(step.model.blocks, step.recomputed):
         if block.attention is None:
             continue
+        runs = 2 if again else 1
         for item in context_bytes(
             block.attention, step.cut, s.cp_kind, microbatch=step.workload.microbatch or 1, tp=s.tp,
             compute_bytes=step.compute_bytes,
@@ -300,7 +303,7 @@ def _entry(step: _Step) -> tuple[int, int]:
 def _regions(step: _Step) -> tuple[int, int]:
     """All-gathers and reduce-scatters of all regions of all layers, forward, backward and recompute."""
     gathers = scatters = 0
-    for block in step.model.blocks:
+    for block, again in in_halves(step.model.blocks, step.recomputed):
         if not block.layers:
             continue
         matrices = [p for p in step.params(block) if len(p.shape) == 2]
@@ -308,7 +311,7 @@ def _regions(step: _Step) -> tuple[int, int]:
         out = sum(step.tp_cuts(p, 1) for p in matrices)
         # A gather's backward is a scatter and the other way round.
         layer_gathers = layer_scatters = len(regions) + out
-        if step.recompute:
+        if again:
             # Nothing after the last scatter of a layer is kept for backward unless a norm follows it, so that the
             # layer is made again only up to its last product. That of attention is followed by the MLP.
             ends_with_norm = any(part in p.name for p in block.params for part in _LAST_NORMS)

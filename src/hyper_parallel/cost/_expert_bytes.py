@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from hyper_parallel.cost._pipeline_bytes import in_halves
 from hyper_parallel.cost._ring import ring_bytes
 from hyper_parallel.ir import Collective, Layout, Strategy, Workload
 from hyper_parallel.model import Block, ModelSpec, ParamSpec
@@ -30,7 +31,7 @@ COUNT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows one rank exchanged with other ranks in one step, over all layers and microbatches, forward only.
+    """Rows one rank exchanged with other ranks in one layer and step, over all microbatches, forward only.
 
     Attributes:
         sent: Rows to experts on other ranks.
@@ -51,7 +52,8 @@ def expert_collectives(
     layouts: Mapping[str, Layout],
     strategy: Strategy,
     workload: Workload,
-    rows: Rows | None,
+    rows: Mapping[int, Rows] | None,
+    recomputed: frozenset[int],
 ) -> Iterator[Collective]:
     """Collectives of one optimizer step that expert parallelism adds.
 
@@ -60,7 +62,8 @@ def expert_collectives(
         layouts: Layout of every parameter.
         strategy: Degrees of the axes.
         workload: Batch numbers resolved, and number formats.
-        rows: What was routed; None: every expert gets the same number of tokens.
+        rows: What was routed, by layer; None: every expert gets the same number of tokens.
+        recomputed: Layers that backward makes again.
     """
     if strategy.ep == 1:
         return
@@ -68,37 +71,35 @@ def expert_collectives(
         params = [p for p in block.params if p.name in layouts and on_expert_mesh(layouts[p.name])]
         if params:
             yield from _sharded(block, params, layouts, strategy, workload)
-    yield from _dispatch(model, strategy, workload, rows)
+    for block, again in in_halves(model.blocks, recomputed):
+        if block.mlp and block.mlp.num_experts:
+            yield from _dispatch(model, block, strategy, workload, rows, 2 if again else 1)
 
 
 def _dispatch(
-    model: ModelSpec, strategy: Strategy, workload: Workload, rows: Rows | None
+    model: ModelSpec,
+    block: Block,
+    strategy: Strategy,
+    workload: Workload,
+    rows: Mapping[int, Rows] | None,
+    made: int,
 ) -> Iterator[Collective]:
-    blocks = [b for b in model.blocks if b.mlp and b.mlp.num_experts]
+    assert block.mlp is not None
     times = workload.accumulation_steps or 1
-    made = 2 if strategy.recompute == "full" else 1
-    layers = sum(b.count for b in blocks)
+    calls = block.count * times
     if rows is None:
         tokens = -(-(workload.microbatch or 1) * workload.seq_len // (strategy.cp * strategy.tp))
-        even = sum(
-            b.count * tokens * b.mlp.experts_per_token * (strategy.ep - 1) // strategy.ep
-            for b in blocks
-            if b.mlp
-        )
-        rows = Rows(even * times, even * times)
+        routed = block.count * tokens * block.mlp.experts_per_token
+        moved = 2 * times * (routed * (strategy.ep - 1) // strategy.ep)
+    else:
+        moved = sum(rows[i].sent + rows[i].received for i in block.layers)
     row_bytes = model.hidden_size * DTYPE_BYTES[workload.compute_dtype]
     axes = strategy.spanning_axes(("ep",))
-    counts = sum(
-        b.count * ring_bytes("all_to_all", COUNT_BYTES * b.mlp.num_experts, strategy.ep)
-        for b in blocks
-        if b.mlp
-    )
+    counts = ring_bytes("all_to_all", COUNT_BYTES * block.mlp.num_experts, strategy.ep)
+    yield Collective("all_to_all", axes, "expert row counts", calls * made, calls * counts * made)
     yield Collective(
-        "all_to_all", axes, "expert row counts", layers * times * made, counts * times * made
-    )
-    yield Collective(
-        "all_to_all", axes, "expert dispatch and combine", 2 * (made + 1) * layers * times,
-        (made + 1) * (rows.sent + rows.received) * row_bytes,
+        "all_to_all", axes, "expert dispatch and combine", 2 * (made + 1) * calls,
+        (made + 1) * moved * row_bytes,
     )  # fmt: skip
 
 
@@ -113,10 +114,9 @@ def _sharded(
     mesh = strategy.expert_mesh()
     edp = mesh.degree("edp")
     elements = edp * sum(math.prod(layouts[p.name].max_local_shape(p.shape, mesh)) for p in params)
-    # With pipeline stages gradients are reduced once per step, and what is not freed is gathered once.
-    times = (workload.accumulation_steps or 1) if strategy.pp == 1 else 1
+    times = 1 if strategy.reduces_once else workload.accumulation_steps or 1
     gathers = times
-    if strategy.reshard_after_forward:
+    if strategy.frees_gathered:
         gathers = 2 * (workload.accumulation_steps or 1)
     axes = strategy.spanning_axes(("edp",))
     sizes = {

@@ -12,7 +12,7 @@ Source: Narayanan et al. 2021, section 4.1 (scatter/gather: every tensor-paralle
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from hyper_parallel.cost._stages import stage_layers
@@ -53,6 +53,28 @@ def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int)
     return replace(
         model, blocks=tuple(blocks), tied_embeddings=model.tied_embeddings and first and last
     )
+
+
+def recomputed_layers(
+    model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int
+) -> frozenset[int]:
+    """Decoder layers of a pipeline rank that are made again in backward; arguments as of `rank_model`."""
+    whole = (model.num_layers,)
+    per_stage = stage_layers(model, strategy, seq_len) if strategy.pp > 1 else whole
+    first = [sum(per_stage[:s]) for s in range(len(per_stage))]
+    own = strategy.stages_of(pp_rank) if strategy.pp > 1 else (0,)
+    return strategy.recomputed([range(first[s], first[s] + per_stage[s]) for s in own])
+
+
+def in_halves(blocks: Iterable[Block], recomputed: frozenset[int]) -> Iterator[tuple[Block, bool]]:
+    """Every block, and whether backward makes it again; a block of which it makes some layers again comes twice."""
+    for block in blocks:
+        again = tuple(i for i in block.layers if i in recomputed)
+        once = tuple(i for i in block.layers if i not in recomputed)
+        if again:
+            yield replace(block, layers=again), True
+        if once or not block.layers:
+            yield replace(block, layers=once), False
 
 
 def _untied(block: Block, model: ModelSpec) -> Block:

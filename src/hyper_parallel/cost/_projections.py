@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from hyper_parallel.cost._pipeline_bytes import in_halves
 from hyper_parallel.cost._ring import ring_bytes
 from hyper_parallel.cost._tensor2d_bytes import piece_tokens
 from hyper_parallel.ir import (
@@ -31,9 +32,13 @@ TP = "tp_x"
 
 
 def projection_collectives(
-    model: ModelSpec, layouts: Mapping[str, Layout], strategy: Strategy, workload: Workload
+    model: ModelSpec,
+    layouts: Mapping[str, Layout],
+    strategy: Strategy,
+    workload: Workload,
+    recomputed: frozenset[int],
 ) -> Iterator[Collective]:
-    """Collectives of one step on the rank at coordinate 0; arguments as of `step_collectives`."""
+    """Collectives of one step on the rank at coordinate 0; arguments as of `step_collectives`, and what is redone."""
     degree = strategy.tp
     if degree == 1:
         return
@@ -43,8 +48,8 @@ def projection_collectives(
     # Between blocks of two axes tokens are a padded list, which an MLP of all ranks works on as it is.
     listed = degree * piece_tokens(strategy, workload.microbatch or 1, cut.local)
     width = DTYPE_BYTES[workload.compute_dtype]
-    forwards = 2 if strategy.recompute == "full" else 1
-    for block in model.decoder_blocks:
+    for block, again in in_halves(model.decoder_blocks, recomputed):
+        forwards = 2 if again else 1
         times = block.count * (workload.accumulation_steps or 1)
         for param in block.params:
             layout = layouts[param.name]

@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from hyper_parallel.cost._pipeline_bytes import in_halves
 from hyper_parallel.ir import Layout, Strategy, Workload
 from hyper_parallel.model import Block, ModelSpec, ParamSpec
 from hyper_parallel.units import DTYPE_BYTES
@@ -82,6 +83,7 @@ def grid_collectives(
     seq_len: int,
     linear_entry: bool,
     last_norms: tuple[str, ...],
+    recomputed: frozenset[int],
 ) -> Iterator[Exchange]:
     """All collectives of tensor parallelism in one optimizer step, tp_y above one.
 
@@ -93,13 +95,14 @@ def grid_collectives(
         seq_len: Tokens of a sequence on this rank.
         linear_entry: The embedding's sum waits until the first layer.
         last_norms: Parts of the names of norms that end a layer.
+        recomputed: Layers that backward makes again.
     """
     grid = _Grid(model, layouts, strategy, workload, seq_len, last_norms)
     times = workload.accumulation_steps or 1
     yield from grid.ends(linear_entry, times)
-    for block in model.blocks:
+    for block, again in in_halves(model.blocks, recomputed):
         if block.layers:
-            yield from grid.layer(block, block.count * times)
+            yield from grid.layer(block, block.count * times, again)
     yield from grid.gradients()
 
 
@@ -197,9 +200,8 @@ class _Grid:
         rows = self.strategy.tp_y * self.piece
         return Exchange("all_reduce", Y, "norm statistics", count, rows * self.stat_bytes)
 
-    def layer(self, block: Block, times: int) -> Iterator[Exchange]:
+    def layer(self, block: Block, times: int, made_again: bool) -> Iterator[Exchange]:
         """One layer's blocks, forward, backward, and what is made or gathered again."""
-        made_again = self.strategy.recompute == "full"
         regather = self.strategy.gathered_inputs == "re-gather"
         yield self.statistics((3 if made_again else 2) * self.norms(block) * times)
         regions: dict[str, list[ParamSpec]] = {}

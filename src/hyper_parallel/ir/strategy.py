@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final, Literal
 
 from hyper_parallel.ir.layout import Layout
@@ -61,7 +63,7 @@ class Strategy:
         etp: Tensor-parallel ranks of one expert; None: tp without expert parallelism, else 1.
         zero: 0 or 1 when less than FSDP is sharded over dp_shard x cp: nothing, or the optimizer states only; None:
             as `reshard_after_forward` says.
-        recompute_layers: Layers of every rank that `recompute` applies to; None: all.
+        recompute_layers: Layers of every rank that `recompute` applies to, the first of its stages; None: all.
         offload_optimizer: Optimizer states live in host memory.
         order: Mesh axes, outer to inner.
     """
@@ -122,10 +124,36 @@ class Strategy:
         """The mesh with every axis, degree 1 included, in the order of the strategy."""
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
+    def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
+        """Decoder layers of a rank that backward makes again whole: the first of every stage, as evenly as it goes.
+
+        What backward makes again for the first layers comes last, when the other activations are gone.
+
+        Args:
+            stages: Layers of each of the rank's stages, in order of the model.
+        """
+        if self.recompute != "full":
+            return frozenset()
+        if self.recompute_layers is None:
+            return frozenset(layer for stage in stages for layer in stage)
+        rounds = zip_longest(*stages)
+        in_turn = [layer for layers in rounds for layer in layers if layer is not None]
+        return frozenset(in_turn[: self.recompute_layers])
+
     @property
     def zero_stage(self) -> int:
         """What is sharded over dp_shard x cp: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
         return self.zero if self.zero is not None else 3 if self.reshard_after_forward else 2
+
+    @property
+    def frees_gathered(self) -> bool:
+        """Whether parameters that were gathered over dp_shard x cp are freed between forward and backward."""
+        return self.zero_stage == 3
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether FSDP reduces gradients, and gathers what it does not free, once per step: not per microbatch."""
+        return self.pp > 1 or self.zero_stage == 1
 
     @property
     def expert_tp(self) -> int:

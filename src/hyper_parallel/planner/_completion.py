@@ -202,7 +202,7 @@ class Completion:
             layers = np.ceil(self.numbers.layers / some["pp"])
             more, less = seconds(some, kind) - step[mine], memory[rows[mine]] - least
             needed = layers
-            if 0 in self.kinds and not self.space.limits.executable:
+            if 0 in self.kinds:
                 with np.errstate(divide="ignore", invalid="ignore"):
                     few = np.ceil((memory[rows[mine]] - capacity) / less * layers - TIE)
                 needed = np.where((less > 0) & (few >= 1) & (few < layers), few, layers)

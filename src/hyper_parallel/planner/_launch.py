@@ -50,7 +50,10 @@ def _recipe(plan: Plan) -> str:
     if s.pp > 1:
         parallel.update(schedule=s.schedule, virtual_stages=s.virtual_stages)
         parallel["stage_layers"] = [stage.layers for stage in plan.stages]
-    parallel["reshard_after_forward"] = _reshards(s)
+    if s.zero_stage == 1:
+        parallel["zero"] = 1
+    else:
+        parallel["reshard_after_forward"] = _reshards(s)
     dtype = w.compute_dtype if w.compute_dtype in ("float64", "float32", "bfloat16") else "bfloat16"
     recipe = {
         "model": {"path": plan.model.name},
@@ -60,6 +63,7 @@ def _recipe(plan: Plan) -> str:
             "microbatch": w.microbatch,
             "accumulation_steps": w.accumulation_steps,
             "recompute": "full" if s.recompute == "full" else "none",
+            **({"recompute_layers": s.recompute_layers} if s.recompute_layers is not None else {}),
         },
         "parallel": parallel,
         "topology": plan.topology,
@@ -171,11 +175,11 @@ def _lost(plan: Plan, stack: str) -> Iterator[str]:
         yield f"order of the axes {'>'.join(s.order)} (its own order is tp-cp-ep-dp-pp)"
     if s.tp_y > 1 and stack != "ours":
         yield f"two tensor-parallel axes {s.tp_x} x {s.tp_y}; {s.tp} ranks in one direction are given instead"
-    if s.recompute == "full" and s.recompute_layers is not None and stack != "megatron":
+    if s.recompute == "full" and s.recompute_layers is not None and stack == "torchtitan":
         yield f"recomputation of {s.recompute_layers} layers of a rank; all are given instead"
     if s.recompute == "selective" and stack == "ours":
         yield "selective recomputation"
-    if s.zero_stage == 1 and s.dp_shard * s.cp > 1 and stack != "megatron":
+    if s.zero_stage == 1 and s.dp_shard * s.cp > 1 and stack == "torchtitan":
         yield (
             "sharding of optimizer states only (zero=1); gradients and parameters are sharded too, "
             "but not freed after forward"

@@ -42,12 +42,12 @@ def not_executable(strategy: Strategy) -> str | None:
     missing = []
     if s.order != AXES:
         missing.append("order of the axes")
-    if s.zero in (0, 1) and s.dp_shard * s.cp > 1:
-        missing.append(f"zero={s.zero}")
+    if s.dp_shard * s.cp > 1 and (s.zero == 0 or (s.zero == 1 and s.pp > 1)):
+        missing.append(f"zero={s.zero}" + (" with pipeline stages" if s.zero else ""))
     if s.etp is not None:
         missing.append(f"etp={s.etp}")
-    if s.recompute == "selective" or (s.recompute != "none" and s.recompute_layers is not None):
-        missing.append("recomputation of a part")
+    if s.recompute == "selective":
+        missing.append("selective recomputation")
     if s.offload_optimizer:
         missing.append("offload of the optimizer")
     if not missing:

@@ -21,7 +21,7 @@ from hyper_parallel.units import format_bytes
 PIPELINE: Final = ("schedule", "schedule_file", "virtual_stages", "stage_layers")
 KEPT: Final = ("attention_scatter", "gathered_inputs")
 CHOICES: Final = (
-    "attention_shape", "mlp_shape", *KEPT, "cp_kind", "cp_ulysses", *PIPELINE, "reshard_after_forward",
+    "attention_shape", "mlp_shape", *KEPT, "cp_kind", "cp_ulysses", *PIPELINE, "reshard_after_forward", "zero",
 )  # fmt: skip
 """Keys of a recipe's `parallel:` section, besides the degrees, that a strategy has under the same name."""
 
@@ -118,7 +118,9 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
     pins: dict[str, int] = {str(name): getattr(p, name) for name in DEGREES if name in given}
     if "recompute" in recipe.training.model_fields_set:
         pins["recompute"] = RECOMPUTE.index(recipe.training.recompute)
-    if "reshard_after_forward" in given:
+    if p.zero is not None:
+        pins |= {"zero": p.zero, "pp": 1}  # pipelines reduce once per step in any case
+    elif "reshard_after_forward" in given:
         pins["zero"] = 3 if p.reshard_after_forward else 2
     for name in ("attention_shape", "mlp_shape"):
         if name in given:
@@ -173,6 +175,7 @@ def _strategy(recipe: Recipe) -> Strategy:
         **{name: getattr(p, name) for name in (*DEGREES, *CHOICES)},
         rules=tuple(Rule(pattern, style) for pattern, style in p.rules.items()),
         recompute=recipe.training.recompute,
+        recompute_layers=recipe.training.recompute_layers,
     )
 
 

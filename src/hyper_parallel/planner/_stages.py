@@ -68,8 +68,7 @@ def make_stages(
     totals = [c.total for c in costs]
     cut = strategy.stage_layers or partition(totals, count, last=head)
     per_layer = activation_bytes / max(1.0, len(costs) / strategy.pp)
-    limit = strategy.recompute_layers
-    ranks_limit = -(-len(costs) // strategy.pp) if limit is None else limit
+    again = _recomputed(strategy, cut)
     stages, first = [], 0
     for index, layers in enumerate(cut):
         mine = costs[first : first + layers]
@@ -87,12 +86,22 @@ def make_stages(
             reduce_grad_s=reduce_s * share,
             update_s=update_s * share,
         )
-        recomputed = 0
-        if strategy.recompute != "none":
-            recomputed = min(layers, round(ranks_limit / strategy.virtual_stages))
-        stages.append(Stage(first, layers, recomputed, cost))
+        stages.append(Stage(first, layers, again[index], cost))
         first += layers
     return tuple(stages)
+
+
+def _recomputed(strategy: Strategy, cut: Sequence[int]) -> list[int]:
+    """Layers of every stage that recomputation, whole or selective, applies to."""
+    if strategy.recompute == "none":
+        return [0] * len(cut)
+    ends = [*accumulate(cut)]
+    stages = [range(end - layers, end) for end, layers in zip(ends, cut, strict=True)]
+    again: set[int] = set()
+    for rank in range(strategy.pp):
+        own = strategy.stages_of(rank) if strategy.pp > 1 else (0,)
+        again |= replace(strategy, recompute="full").recomputed([stages[s] for s in own])
+    return [len(again.intersection(stage)) for stage in stages]
 
 
 def _layer_costs(

@@ -123,7 +123,7 @@ def shard_experts(
             module,
             mesh=over,
             mp_policy=replace(policy, cast_forward_inputs=False),
-            reshard_after_forward=strategy.reshard_after_forward,
+            reshard_after_forward=strategy.frees_gathered,
             shard_placement_fn=lambda param, cut=cut: Shard(cut[id(param)]),
         )
         found.fsdp.append(module)

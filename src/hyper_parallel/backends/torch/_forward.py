@@ -81,10 +81,15 @@ def recompute(
         def run(*args: Any, **kwargs: Any) -> Any:
             if tp is not None:
                 tp.batch = batch  # another batch may have passed before backward runs this again
+                tp.made_again = True
             if context is not None:
                 context.view = view
-            with _KeepFloat64() if exact else nullcontext():
-                return inner(*args, **kwargs)
+            try:
+                with _KeepFloat64() if exact else nullcontext():
+                    return inner(*args, **kwargs)
+            finally:
+                if tp is not None:
+                    tp.made_again = False
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 

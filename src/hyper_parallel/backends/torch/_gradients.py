@@ -153,7 +153,8 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     """Context for every microbatch of a step but the last: sums that can wait for the last one wait.
 
     FSDP still reduce-scatters each microbatch, so that gradients stay sharded; the all-reduce over replicas and the
-    sum over tensor-parallel ranks happen once, in the backward pass outside this context.
+    sum over tensor-parallel ranks happen once, in the backward pass outside this context. When only optimizer states
+    are sharded (zero=1), the reduce-scatter waits as well, and gathered parameters stay.
     """
     found = handle(model)
     _set_last(found, False)
@@ -164,6 +165,10 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
 
 def _set_last(found: Handle, last: bool) -> None:
+    if found.plan.strategy.zero_stage == 1:
+        for module in found.fsdp:
+            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_reshard_after_backward(last, recurse=False)
     if found.fsdp and found.plan.strategy.dp_replicate > 1:
         found.fsdp[-1].set_requires_all_reduce(last)
     if found.gradients is not None:

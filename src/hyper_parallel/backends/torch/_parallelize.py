@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,17 +90,16 @@ def apply_plan(
     exact = getattr(torch, plan.workload.compute_dtype) == torch.float64
     if tp_mesh is not None:
         found.tp = TpState(tensor_group(tp_mesh, TP_AXES))
-        # A layer that is made again gathers its inputs anyway, and keeps them from there.
-        found.tp.regather = strategy.gathered_inputs == "re-gather" and strategy.recompute == "none"
+        found.tp.regather = strategy.gathered_inputs == "re-gather"
         found.gradients = TpGradients()
     if mesh is not None and strategy.cp > 1:
         found.context = _context_parallel(model, decoder, stages, strategy, mesh)
     elif decoder is not None:
         mask_documents(decoder[0], getattr(torch, plan.workload.compute_dtype))
-    if strategy.recompute == "full":
-        # Before tensor parallelism: the tokens are cut outside of what is made again.
-        for layer in layers if decoder is not None else layers_of(model):
-            recompute(layer, found.tp, exact, found.context)
+    # Before tensor parallelism: the tokens are cut outside of what is made again.
+    by_stage = list(stages.layers.values()) if stages else [layers or layers_of(model)]
+    for layer in _recomputed(strategy, by_stage):
+        recompute(layer, found.tp, exact, found.context)
     if exact:
         keep_float64(model)
         float64_experts(model)
@@ -265,6 +264,14 @@ def _with_aux_loss(loss: Tensor, found: Handle) -> Tensor:
     return loss + aux.to(loss.dtype) * (state.aux_loss_coef / times)
 
 
+def _recomputed(strategy: Strategy, stages: Sequence[Sequence[nn.Module]]) -> list[nn.Module]:
+    """The layers of a rank that backward makes again."""
+    layers = [layer for stage in stages for layer in stage]
+    places = iter(range(len(layers)))
+    again = strategy.recomputed([[next(places) for _ in stage] for stage in stages])
+    return [layers[i] for i in sorted(again)]
+
+
 def _shard_data_parallel(
     model: nn.Module,
     layers: list[nn.Module],
@@ -291,7 +298,7 @@ def _shard_data_parallel(
     if columns:
         options["shard_placement_fn"] = lambda p: Shard(1) if id(p) in columns else Shard(0)
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=strategy.reshard_after_forward, **options)
+        fully_shard(layer, reshard_after_forward=strategy.frees_gathered, **options)
         found.fsdp.append(layer)
     fully_shard(model, reshard_after_forward=False, **options)
     model.register_forward_hook(_refuse_hidden_outputs)

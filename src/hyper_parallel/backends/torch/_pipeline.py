@@ -177,7 +177,7 @@ class Pipeline:
 
     def hold_fsdp(self) -> None:
         """Let FSDP keep gradients until the end of the step, and parameters gathered as long as the plan says."""
-        reshard = self._found.plan.strategy.reshard_after_forward
+        reshard = self._found.plan.strategy.frees_gathered
         before: dict[int, nn.Module] = {}
         for layers in self.stages.layers.values():
             before |= {id(layer): layers[i - 1] for i, layer in enumerate(layers) if i}

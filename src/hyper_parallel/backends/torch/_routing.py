@@ -97,12 +97,6 @@ class ExpertState:
     mask: Tensor | None = None
     aux_losses: list[Tensor] = field(default_factory=list)
 
-    @property
-    def exchanged(self) -> tuple[int, int]:
-        """Rows sent to and received from other ranks since the last step, over all layers, forward only."""
-        layers = self.layers.values()
-        return sum(r.sent for r in layers), sum(r.received for r in layers)
-
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatistics:

@@ -38,6 +38,7 @@ class TpState:
         loss_taken: The loss function has consumed this pass's logits.
         head: How logits lie: whole, split over the vocabulary, or over the tokens.
         regather: Gathered inputs are gathered again in backward instead of being kept.
+        made_again: The running layer is made again in backward, which gathers its inputs anyway.
         order: The place of each row of this rank's piece in the list of tokens, -1 for padding; None: pieces follow
             one another, and padding is behind the last token.
         shape: Shape of this rank's part of the residual stream, of a batch (B, S) and the number of features; None:
@@ -51,8 +52,14 @@ class TpState:
     loss_taken: bool = False
     head: str = "whole"
     regather: bool = False
+    made_again: bool = False
     order: Callable[[], Tensor] | None = None
     shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None
+
+    @property
+    def regathers(self) -> bool:
+        """Whether what the running layer gathers is not kept but gathered again."""
+        return self.regather and not self.made_again
 
     def part(self, batch: tuple[int, ...], width: int) -> tuple[int, ...]:
         """Shape of this rank's part of the residual stream of [*batch, width]."""

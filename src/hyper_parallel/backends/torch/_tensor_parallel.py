@@ -280,7 +280,7 @@ class TensorParallel:
                 kwargs["hidden_states"] = tokens
             else:
                 args = (tokens, *args[1:])
-            if not state.regather:
+            if not state.regathers:
                 return inner(*args, **kwargs)
             kept, scope = piece.detach(), AgainScope()
             again = scope.instead_of(tokens, lambda: _comm.gather_tokens(kept, batch, state.group))

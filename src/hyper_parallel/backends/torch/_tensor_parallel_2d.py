@@ -227,7 +227,7 @@ class TensorParallel2d(TensorParallel):
             else:
                 gathered = self._gather_y(x, block)
                 kept = x.detach()
-                again = block.scope if self.state.regather else None
+                again = block.scope if self.state.regathers else None
                 make = grid.later(lambda: self._gather_y(kept, block))
                 with instead_of(again, gathered, make):
                     out = F.linear(gathered, weight)
@@ -249,9 +249,8 @@ class TensorParallel2d(TensorParallel):
 
     def _scope(self, block: _Block) -> AbstractContextManager[Any]:
         """Watch what a block saves, when anything in it may be gathered again."""
-        wanted = self.state.regather or (
-            block.shape == "weight" and self.strategy.recompute == "none"
-        )
+        weight = block.shape == "weight" and not self.state.made_again
+        wanted = weight or self.state.regathers
         block.scope = AgainScope() if wanted else None
         return nullcontext() if block.scope is None else block.scope.open()
 
@@ -275,7 +274,7 @@ class TensorParallel2d(TensorParallel):
             if block.spans is not None:
                 kwargs = block.spans.cut(kwargs, tokens.device)
             with self._scope(block):
-                again = block.scope if self.state.regather else None
+                again = block.scope if self.state.regathers else None
                 make = grid.later(lambda: gather(kept, block.shape))
                 with instead_of(again, tokens, make):
                     args = args if named else (shown, *args[1:])
