@@ -331,10 +331,13 @@ class Space:
         return [3, 2, 1] if pinned is None else [pinned]
 
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
-        """Rows whose `zero` is a choice of its own: gradients that a pipeline, or one microbatch, reduces once per
-        step anyway are not reduced more seldom with the optimizer states sharded alone."""
+        """Rows whose `zero` is a choice of its own.
+
+        A pipeline, or a single microbatch, reduces gradients once per step anyway: nothing is left for ZeRO-1 there.
+        """
         once = (rows["pp"] > 1) | (rows["accumulation"] == 1)
-        return (rows["zero"] != 1) | ~once | ("zero" in self.limits.pins)
+        own: NDArray[np.bool_] = (rows["zero"] != 1) | ~once
+        return own | ("zero" in self.limits.pins)
 
     def schedules(self, pp: int, microbatches: int) -> list[tuple[int, int]]:
         """Level four: (schedule, vpp). GPipe is only taken when pinned: 1F1B is as fast and holds less."""
