@@ -38,8 +38,8 @@ SPACES: dict[str, tuple[Mapping[str, int | str], ...]] = {
 }
 """Each space is the union of searches with pins. The first has pipelines by 1F1B and interleaved 1F1B, ZeRO 1 to 3,
 sequence, context (ring, Ulysses, both) and expert parallelism with its own tensor degree, recomputation of a part of
-the layers, in Megatron's order of the axes. 2-D attention is the head-scatter form, which has no exchange in attention;
-the token-scatter form is not priced, so its share cannot be told apart."""
+the layers, in Megatron's order of the axes. 2-D attention scatters heads wherever they
+divide, because on tokens it sends at least as much."""
 
 
 def best(

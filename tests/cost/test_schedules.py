@@ -154,6 +154,18 @@ def test_sums_of_a_search_are_the_sums_of_the_terms():
         assert found[first][index] == pytest.approx(found, rel=1e-12)
 
 
+def test_distinct_rows_of_many_and_of_large_values():
+    rng = np.random.default_rng(3)
+    columns = [rng.choice([0.0, 1, 7], 500) for _ in range(3)]
+    columns += [rng.choice([1.0, 2.0**40, 2.0**41], 500), np.broadcast_to(np.ones(1), 500)]
+    # More combinations than an integer can number.
+    columns += [np.repeat(np.arange(250.0), 2) for _ in range(12)]
+    first, index = distinct(columns)
+    table = np.column_stack(columns)
+    assert (table[first][index] == table).all()
+    assert len(first) == len(np.unique(table, axis=0))
+
+
 PACE = (
     "matmul", "attention", "element-wise", "casts", "head and loss", "recompute", "kernel launches",
     "tp communication", "cp communication", "ep communication", "pipeline bubble", "pipeline sends",

@@ -44,15 +44,18 @@ def every_strategy(context, limits):
                     named = dict(zip(AXES, (pp, replicate, shard, cp, x, y), strict=True))
                     for (order,) in space.orders(tuple(named[a] for a in AXES), sizes):
                         for moved, again in itertools.product(
-                            (0, 1) if offload else (off,), (0, 1)
+                            (0, 1) if offload else (off,), regathers(limits, x * y)
                         ):
-                            if space.limits.allows("gathered_inputs", again) and (
-                                x * y > 1 or not again
-                            ):
-                                yield (
-                                    pp, replicate, shard, cp, x, y, att, mlp, ep, etp, u, micro, steps, schedule, vpp,
-                                    zero, moved, order, tokens, gathered, again,
-                                )  # fmt: skip
+                            yield (
+                                pp, replicate, shard, cp, x, y, att, mlp, ep, etp, u, micro, steps, schedule, vpp,
+                                zero, moved, order, tokens, gathered, again,
+                            )  # fmt: skip
+
+
+def regathers(limits, tp):
+    """Whether inputs are gathered again: a pin, or both where there are gathered inputs."""
+    pinned = limits.pins.get("gathered_inputs")
+    return (0, 1) if pinned is None and tp > 1 else (pinned or 0,)
 
 
 def every_block(space, x, y, cp, dp):
