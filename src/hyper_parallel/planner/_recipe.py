@@ -14,7 +14,7 @@ from hyper_parallel.ir import Plan, Rule, Strategy, Workload
 from hyper_parallel.mpmd import check_virtual
 from hyper_parallel.planner._check import check_degrees
 from hyper_parallel.planner._context import Context, resolve
-from hyper_parallel.planner._limits import CP_KINDS, DEGREES, Limits
+from hyper_parallel.planner._limits import CP_KINDS, DEGREES, Limits, check_pins
 from hyper_parallel.planner._plan import evaluate, search
 from hyper_parallel.units import format_bytes
 
@@ -125,6 +125,8 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
     for name in ("attention_shape", "mlp_shape"):
         if name in given:
             pins[name] = SHAPES.index(getattr(p, name))
+    # Named as it usually is counts, too.
+    pins |= check_pins({name: getattr(p, name) for name in KEPT if name in given})
     if "cp_kind" in given:
         pins["cp_kind"] = CP_KINDS.index(p.cp_kind)
     if p.cp_ulysses > 1:
