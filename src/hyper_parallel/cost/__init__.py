@@ -14,11 +14,8 @@ from hyper_parallel.cost._cards import (
     card_names,
     device_card,
     load_card,
-    own_cards,
-    own_path,
     read_card,
     stack_card,
-    write_card,
 )
 from hyper_parallel.cost._cells import RowError
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, step_collectives
@@ -36,6 +33,13 @@ from hyper_parallel.cost._local import (
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import kept_bytes
 from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._own_cards import (
+    at_ranks,
+    own_cards,
+    own_path,
+    write_card,
+    write_own,
+)
 from hyper_parallel.cost._place import Places
 from hyper_parallel.cost._predict import (
     Cards,
@@ -78,6 +82,7 @@ __all__ = [
     "Run",
     "Scores",
     "StackCard",
+    "at_ranks",
     "block_traffic",
     "card_names",
     "check_stage_layers",
@@ -113,4 +118,5 @@ __all__ = [
     "step_cost",
     "write_card",
     "write_cards",
+    "write_own",
 ]

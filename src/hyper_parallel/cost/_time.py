@@ -111,7 +111,9 @@ def _head(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) 
     return products + LOGIT_BYTES * tokens * vocab / machine.passing_bytes_s
 
 
-def _host_work(seconds: Mapping[str, float], c: Candidates, layers: Array) -> Array:
+def _host_work(
+    seconds: Mapping[str, float], c: Candidates, layers: Array, moe_share: float
+) -> Array:
     """Core seconds of a step that a rank spends on starting what the axes do, beyond the time on the links."""
     total: Array = np.zeros(1)
     if not seconds:
@@ -124,6 +126,7 @@ def _host_work(seconds: Mapping[str, float], c: Candidates, layers: Array) -> Ar
         "cp_ulysses": (c.cp_ulysses > 1, c.accumulation * layers * full),
         "tp_x": (c.tp > 1, c.accumulation * layers * full),
         "tp_y": (c.tp_y > 1, c.accumulation * layers * full),
+        "ep": (c.ep > 1, c.accumulation * layers * full * moe_share),
         "pp": (c.pp > 1, c.accumulation * c.vpp),
     }
     for axis, (used, times) in kinds.items():
@@ -156,7 +159,7 @@ def time_terms(
     ep_hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
     ep = comm.ep * (1.0 - ep_hidden)
     even = bool(stack.even_stages)
-    stages = lay_out(c, n.layers, prices.layer + ep, prices.head, even, machine.crowd)
+    stages = lay_out(c, n.layers, prices.layer + ep, prices.head, even, machine.pace)
     layers, all_layers = stages.layers, m * stages.layers
     bubble = bubble_seconds(
         c,
@@ -164,7 +167,7 @@ def time_terms(
         work.forward + work.launch / 3.0 + (comm.tp + ep + comm.cp) / 2.0,
         work.backward + work.recompute + work.launch / 1.5 + (comm.tp + ep + comm.cp) / 2.0,
         work.weight_gradient,
-        machine.crowd,
+        machine.pace,
     )
 
     boundary_bytes = tokens * n.hidden * width / c.tp
@@ -192,7 +195,7 @@ def time_terms(
         m * 8.0 * card.saturation * elements.whole / machine.stream_bytes_s,
         0.0,
     )
-    host = machine.crowd * _host_work(stack.host_s, c, layers)
+    host = machine.crowd * _host_work(stack.host_s, c, layers, n.moe_share)
     noise = stack.straggle * np.log2(np.maximum(c.world_size, 1.0))
 
     weights = n.attention_weights + n.mlp_weights + n.active_expert_weights
@@ -241,7 +244,7 @@ def time_terms(
         ),
         TimeTerm(
             "host work of axes", host,
-            "m l seconds of each axis that is used; replicas: l; pipeline: m per rank",
+            "m l seconds of each axis that is used; replicas: l; pipeline: m per rank; experts: their layers",
             stack.source("host_s.dp_shard"), of,
         ),
         TimeTerm(
