@@ -154,6 +154,8 @@ class _Run:
         start = time.perf_counter()
         loss = forward_backward(self._model, self._batches, self._tokens)
         clip_grad_norm_(self._model, 1.0)
+        if self._world.world_size > 1:
+            dist.all_reduce(loss)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         float(loss)  # waits for the device
