@@ -43,6 +43,7 @@ from hyper_parallel.trainer._probe import Probe, make_probes, time_probes
 from hyper_parallel.trainer._run import run_job
 
 _WARM: Final = 3
+_DTYPES: Final = ("float32", "bfloat16")
 _WINDOW_S: Final = 0.12
 
 
@@ -59,24 +60,30 @@ def calibrate_local(
     """
     supernode = detect_local(ranks)
     by_ranks = {k: _measure(detect_local(k)) for k in _at_work(supernode)}
-    device, stack = by_ranks[supernode.num_devices]
     path = output or own_path()
     write_own(path, by_ranks)
     yield f"measured {supernode.description}"
     kind = supernode.device.kind
-    old, old_stack = _shipped(supernode)
-    for name in ("saturation", "elementwise", "stream", "link", "latency", "kernel_s"):
-        yield f"  {name}: {getattr(old, name):.4g} -> {getattr(device, name):.4g}"
-    for dtype in ("float32", "bfloat16"):
-        for table in ("matmul", "attention"):
-            yield f"  {table}.{dtype}: {old.share(table, dtype):.3f} -> {device.share(table, dtype):.3f}"
-    yield f"  step_s: {old_stack.step_s:.4g} -> {stack.step_s:.4g}"
     if len(by_ranks) > 1:
-        yield f"  numbers for {', '.join(map(str, by_ranks))} ranks at work"
+        yield f"  the numbers are for {', '.join(map(str, by_ranks))} ranks at work"
+    measured = [_told(*cards) for cards in by_ranks.values()]
+    for name, before in _told(*_shipped(supernode)).items():
+        yield f"  {name}: {before:.4g} -> {'  '.join(f'{m[name]:.4g}' for m in measured)}"
     used = "" if output else f"; `plan` and `train` on this {kind} use it from now on"
     yield f"card written to {path}{used}"
     if check is not None:
         yield from _check(check, steps, by_ranks)
+
+
+def _told(device: DeviceCard, stack: StackCard) -> dict[str, float]:
+    """The numbers that are printed."""
+    numbers = ("saturation", "elementwise", "stream", "link", "latency", "kernel_s")
+    tables = ("matmul", "attention")
+    return {
+        **{name: getattr(device, name) for name in numbers},
+        **{f"{table}.{d}": device.share(table, d) for table in tables for d in _DTYPES},
+        "step_s": stack.step_s,
+    }
 
 
 def _at_work(supernode: Supernode) -> list[int]:
@@ -97,7 +104,7 @@ def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     ranks, kind = supernode.num_devices, supernode.device.kind
     # Another name than `local`: what was measured before, or is damaged, must not matter.
     supernode = replace(supernode, name=LOCAL_CARD + " machine")
-    wanted = tuple(d for d in ("float32", "bfloat16") if d in supernode.device.peak_flops)
+    wanted = tuple(d for d in _DTYPES if d in supernode.device.peak_flops)
     probes = make_probes(supernode)
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
