@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -61,22 +61,27 @@ class MeasuredStep:
 
 
 def mean_rates(all_ranks: Sequence[LocalRates]) -> LocalRates:
-    """The mean over ranks; they measured the same things."""
+    """The mean over ranks, without those that waited; they measured the same things."""
+    return _combined(all_ranks, lambda seconds: float(np.nanmean(seconds)))
 
-    def mean(rows: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[tuple[float, ...], ...]:
-        return tuple(
-            (*same[0][:-1], float(np.nanmean([r[-1] for r in same])))
-            for same in zip(*rows, strict=True)
-        )
 
-    first = all_ranks[0]
+def fastest_rates(turns: Sequence[LocalRates]) -> LocalRates:
+    """The fastest of several turns of one rank."""
+    return _combined(turns, lambda seconds: float(np.fmin.reduce(seconds)))
+
+
+def _combined(all_rates: Sequence[LocalRates], one: Callable[[list[float]], float]) -> LocalRates:
+    def rows(of: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[tuple[float, ...], ...]:
+        return tuple((*same[0][:-1], one([r[-1] for r in same])) for same in zip(*of, strict=True))
+
+    first = all_rates[0]
     return LocalRates(
-        {d: mean([r.matmul[d] for r in all_ranks]) for d in first.matmul},  # type: ignore[misc]
-        {d: mean([r.attention[d] for r in all_ranks]) for d in first.attention},  # type: ignore[misc]
-        mean([r.passing for r in all_ranks]),  # type: ignore[arg-type]
-        (first.stream[0], float(np.mean([r.stream[1] for r in all_ranks]))),
-        mean([r.rings for r in all_ranks]),  # type: ignore[arg-type]
-        mean([r.layers for r in all_ranks]),  # type: ignore[arg-type]
+        {d: rows([r.matmul[d] for r in all_rates]) for d in first.matmul},  # type: ignore[misc]
+        {d: rows([r.attention[d] for r in all_rates]) for d in first.attention},  # type: ignore[misc]
+        rows([r.passing for r in all_rates]),  # type: ignore[arg-type]
+        (first.stream[0], one([r.stream[1] for r in all_rates])),
+        rows([r.rings for r in all_rates]),  # type: ignore[arg-type]
+        rows([r.layers for r in all_rates]),  # type: ignore[arg-type]
     )
 
 

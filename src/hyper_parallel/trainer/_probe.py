@@ -27,9 +27,10 @@ _NARROW: Final = 64
 _WIDE: Final = 256
 _CROWDED: Final = 4
 """Ranks beyond which the steps of a probe are kept shorter still."""
-_ROUNDS: Final = 5
+_LEAST_ROUNDS: Final = 4
+_MOST_ROUNDS: Final = 20
 _BUDGET_S: Final = 8.0
-"""Seconds after which there is no further round."""
+"""Seconds after which there is no further round but the least."""
 
 _Row = tuple[int, int, Mapping[str, Any], int, int, bool]
 
@@ -117,7 +118,7 @@ def time_probes(probes: Sequence[Probe], world: World) -> list[float]:
     start = time.perf_counter()
     rounds: list[list[float]] = []
     spent = torch.zeros(1, device=world.device)
-    while len(rounds) < 3 or (len(rounds) <= _ROUNDS and float(spent) < _BUDGET_S):
+    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and float(spent) < _BUDGET_S):
         rounds.append([run.turn() for run in runs])
         spent.fill_(time.perf_counter() - start)
         if world.world_size > 1:

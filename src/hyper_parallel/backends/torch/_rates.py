@@ -1,7 +1,7 @@
 """Micro-benchmarks of one rank, all ranks at the same time: what kernels and collectives reach on this machine.
 
 Ranks of a run share cores, caches and links, so every measurement starts at a barrier and takes the mean over a time
-window in which all ranks work, not the best of a quiet moment. The window has three parts of which the fastest counts:
+window in which all ranks work, not the best of a quiet moment. Everything has three turns, of which the fastest counts:
 what other programs do meanwhile is not the machine's.
 """
 
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from hyper_parallel.cost import LocalRates
+from hyper_parallel.cost import LocalRates, fastest_rates
 
 _TURNS = 3
-"""Parts of a window."""
+"""How often everything is measured."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -34,7 +34,10 @@ def measure_rates(
         dtypes: Number formats to measure, of float32 and bfloat16.
         window_s: Seconds of each measurement.
     """
+    return fastest_rates([_once(device, dtypes, window_s / _TURNS) for _ in range(_TURNS)])
 
+
+def _once(device: torch.device, dtypes: tuple[str, ...], window_s: float) -> LocalRates:
     def clock(action: Callable[[], object]) -> float:
         return _mean(device, action, window_s)
 
@@ -73,22 +76,19 @@ def measure_rates(
 
 
 def _mean(device: torch.device, action: Callable[[], object], window_s: float) -> float:
-    """Mean seconds of an action over the fastest part of a window, after a warm-up; every part starts at a barrier."""
+    """Mean seconds of an action over a window, after a warm-up and a barrier."""
     action()
-    parts = []
-    for _ in range(_TURNS):
-        _settle(device)
-        if dist.is_initialized():
-            dist.barrier()
-        start, count = time.perf_counter(), 0
-        while not count or time.perf_counter() - start < window_s / _TURNS:
-            action()
-            count += 1
-            if device.type != "cpu" and count % 8 == 0:
-                _settle(device)
-        _settle(device)
-        parts.append((time.perf_counter() - start) / count)
-    return min(parts)
+    _settle(device)
+    if dist.is_initialized():
+        dist.barrier()
+    start, count = time.perf_counter(), 0
+    while not count or time.perf_counter() - start < window_s:
+        action()
+        count += 1
+        if device.type != "cpu" and count % 8 == 0:
+            _settle(device)
+    _settle(device)
+    return (time.perf_counter() - start) / count
 
 
 def _settle(device: torch.device) -> None:
@@ -151,15 +151,12 @@ def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
 
 
 def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], ...]:
-    """A small layer while all ranks work, then half of them, and so on to one: ranks at work, and seconds.
-
-    The numbers take turns and the fastest turn of each counts, so that what else the machine does meets all alike.
-    """
+    """A small layer while all ranks work, then half of them, and so on to one: ranks at work, and seconds."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     action = _layer(device)
-    numbers = [ranks >> halved for halved in range(ranks.bit_length())]
-    best = dict.fromkeys(numbers, math.nan)
-    for working in numbers * _TURNS:
+    found = []
+    for working in (ranks >> halved for halved in range(ranks.bit_length())):
+        seconds = math.nan
         dist.barrier()
         if rank < working:
             action()
@@ -167,9 +164,10 @@ def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], .
             while time.perf_counter() - start < window_s:
                 action()
                 count += 1
-            best[working] = min((time.perf_counter() - start) / count, best[working])
+            seconds = (time.perf_counter() - start) / count
         dist.barrier()  # whoever has nothing to do waits here, as for a neighbour's result
-    return tuple(best.items())
+        found.append((working, seconds))
+    return tuple(found)
 
 
 def _layer(
