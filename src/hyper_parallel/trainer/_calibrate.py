@@ -39,7 +39,7 @@ from hyper_parallel.model import ModelSpec, load_model
 from hyper_parallel.runtime import World, launch
 from hyper_parallel.topology import Supernode, detect_local, rank_threads
 from hyper_parallel.trainer._job import prepare_job
-from hyper_parallel.trainer._probe import Probe, make_probes, time_probes
+from hyper_parallel.trainer._probe import AT_ONCE, Probe, make_probes, time_probes
 from hyper_parallel.trainer._run import run_job
 
 _WARM: Final = 3
@@ -109,11 +109,14 @@ def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
-    found: list[tuple[LocalRates, list[float]]] = launch(
-        lambda rank: _on_rank(wanted, probes), ranks, threads=rank_threads(ranks)
-    )
-    rates = mean_rates([one for one, _ in found])
-    seconds = [max(per_rank) for per_rank in zip(*(s for _, s in found), strict=True)]
+    threads = rank_threads(ranks)
+    found: list[LocalRates] = launch(lambda rank: _rates_of(wanted), ranks, threads=threads)
+    rates = mean_rates(found)
+    seconds: list[float] = []
+    for first in range(0, len(probes), AT_ONCE):
+        some = probes[first : first + AT_ONCE]
+        each = launch(lambda rank, some=some: _seconds_of(some), ranks, threads=threads)
+        seconds += [max(per_rank) for per_rank in zip(*each, strict=True)]
     source = f"micro-benchmarks of this machine, {ranks} ranks at once, torch {torch.__version__}"
     card = fit_device(rates, supernode, source)
     measured = [
@@ -126,9 +129,14 @@ def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     return fit_stack(measured[:2], card, supernode, told)
 
 
-def _on_rank(dtypes: tuple[str, ...], probes: Sequence[Probe]) -> tuple[LocalRates, list[float]]:
+def _rates_of(dtypes: tuple[str, ...]) -> LocalRates:
     with World.join() as world:
-        return measure_rates(world.device, dtypes, _WINDOW_S), time_probes(probes, world)
+        return measure_rates(world.device, dtypes, _WINDOW_S)
+
+
+def _seconds_of(probes: Sequence[Probe]) -> list[float]:
+    with World.join() as world:
+        return time_probes(probes, world)
 
 
 def _check(

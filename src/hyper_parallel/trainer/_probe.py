@@ -1,6 +1,6 @@
 """Short training steps of small models with several layouts on the ranks of this machine, timed.
 
-All models are there at once and take their steps in turn, round after round, and the fastest round counts: what else
+The models of one start are there at once and take their steps in turn, round after round, and the fastest round counts: what else
 the machine does meets all layouts alike.
 """
 
@@ -27,9 +27,11 @@ _NARROW: Final = 64
 _WIDE: Final = 256
 _CROWDED: Final = 4
 """Ranks beyond which the steps of a probe are kept shorter still."""
-_LEAST_ROUNDS: Final = 4
-_MOST_ROUNDS: Final = 20
-_BUDGET_S: Final = 8.0
+AT_ONCE: Final = 5
+"""Probes of one start: a rank that holds dozens of models and their process groups is up to three times slower."""
+_LEAST_ROUNDS: Final = 3
+_MOST_ROUNDS: Final = 15
+_BUDGET_S: Final = 2.0
 """Seconds after which there is no further round but the least."""
 
 _Row = tuple[int, int, Mapping[str, Any], int, int, bool]
