@@ -1,7 +1,7 @@
 """Short training steps of small models with several layouts on the ranks of this machine, timed.
 
-The models of one start are there at once and take their steps in turn, round after round, and the fastest round counts: what else
-the machine does meets all layouts alike.
+The models of one start are there at once and take their steps in turn, round after round, and the fastest round counts:
+what else the machine does meets all layouts alike.
 """
 
 from __future__ import annotations
