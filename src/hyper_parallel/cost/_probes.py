@@ -31,7 +31,7 @@ _PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10, "moe": 0.05}
 _HOST_UNIT_S: Final = 1e-3
 _HOST_PULL: Final = 0.01
 _SWEEPS: Final = 1500
-_ROUNDS: Final = 3
+_ROUNDS: Final = 2
 _FASTEST: Final = 1e9
 _BELIEVED_KERNEL_S: Final = 1e-5
 
@@ -68,10 +68,18 @@ def fit_probes(
         **{f"host_s.{a}": _HOST_UNIT_S for a in AXES},
     }  # fmt: skip
     measured = np.array([s.seconds for s in steps])
+    known = [(s, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps]
+    dtypes = {s.workload.compute_dtype for s in steps}
 
     def seconds(values: Mapping[str, float]) -> NDArray[np.float64]:
-        on = _cards(values, card, base)
-        return np.array([_predicted(s, *on, supernode) for s in steps])
+        device, stack = _cards(values, card, base)
+        on = {d: Machine.of(supernode, d, card=device, stack=stack) for d in dtypes}
+        return np.array(
+            [
+                float(score(n, on[s.workload.compute_dtype], s.workload, c, "time").step_s[0])
+                for s, n, c in known
+            ]
+        )
 
     pulls = np.array([_PULL.get(n, _HOST_PULL) for n in names])
     believed = np.array([1.0 if n in _PULL else 0.0 for n in names])
@@ -126,11 +134,3 @@ def _cards(
         host_s={a: values[f"host_s.{a}"] for a in AXES},
     )
     return device, stack
-
-
-def _predicted(
-    step: MeasuredStep, device: DeviceCard, stack: StackCard, supernode: Supernode
-) -> float:
-    machine = Machine.of(supernode, step.workload.compute_dtype, card=device, stack=stack)
-    c = Candidates.of(step.strategy, step.workload)
-    return float(score(ModelNumbers.of(step.model), machine, step.workload, c, "time").step_s[0])
