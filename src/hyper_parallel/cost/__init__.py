@@ -6,7 +6,7 @@ from hyper_parallel.cost._candidates import (
     SCHEDULES,
     SHAPES,
     Candidates,
-    kept_choices,
+    distinct,
 )
 from hyper_parallel.cost._cards import (
     DeviceCard,
@@ -32,7 +32,7 @@ from hyper_parallel.cost._local import (
     mean_rates,
 )
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._memory import kept_bytes
+from hyper_parallel.cost._memory import kept_bytes, memory_key, peak_bytes
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._own_cards import (
     at_ranks,
@@ -53,7 +53,15 @@ from hyper_parallel.cost._probes import fit_probes, nonnegative
 from hyper_parallel.cost._ring import ring_bytes
 from hyper_parallel.cost._runs import Run, read_run
 from hyper_parallel.cost._runs_file import predict_file, read_runs
-from hyper_parallel.cost._score import Scores, layer_prices, peak_memory, score, step_cost
+from hyper_parallel.cost._score import (
+    Scores,
+    layer_prices,
+    peak_memory,
+    score,
+    sharing_seconds,
+    step_cost,
+    step_seconds,
+)
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
 from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_elements
 
@@ -90,19 +98,21 @@ __all__ = [
     "context_bytes",
     "cut_layers",
     "device_card",
+    "distinct",
     "fastest_rates",
     "fit_device",
     "fit_probes",
     "fit_runs",
     "fit_stack",
     "kept_bytes",
-    "kept_choices",
     "layer_prices",
     "load_card",
     "mean_rates",
+    "memory_key",
     "nonnegative",
     "own_cards",
     "own_path",
+    "peak_bytes",
     "peak_memory",
     "predict",
     "predict_file",
@@ -113,11 +123,13 @@ __all__ = [
     "relayout_elements",
     "ring_bytes",
     "score",
+    "sharing_seconds",
     "shipped_cards",
     "stack_card",
     "stage_layers",
     "step_collectives",
     "step_cost",
+    "step_seconds",
     "write_card",
     "write_cards",
     "write_own",

@@ -226,6 +226,7 @@ class _CardFile(Section):
     """What differs while fewer ranks work, by their number."""
 
 
+@cache
 def card_names() -> tuple[str, ...]:
     """Names of the shipped cards."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.cost._cards import DeviceCard, StackCard, device_card, stack_card
 from hyper_parallel.cost._own_cards import own_cards
-from hyper_parallel.cost._pipeline import Pace
+from hyper_parallel.cost._pipeline import Speed
 from hyper_parallel.cost._place import Axis
 from hyper_parallel.topology import Supernode, Tier
 from hyper_parallel.units import DTYPE_BYTES
@@ -91,7 +91,7 @@ class Machine:
         )
 
     @property
-    def pace(self) -> Pace | None:
+    def pace(self) -> Speed | None:
         """Speed of a rank by the share of all ranks that work, against all of them at work.
 
         Measured where the card has it; else that of ranks that take turns on cores and share nothing but those. None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from hyper_parallel.cost._candidates import SCHEDULES, Candidates
 
 Array = NDArray[np.float64]
-Pace = Callable[[Array], Array]
+Speed = Callable[[Array], Array]
 """Speed of a rank while a share of all ranks works, against all of them at work: 1 or more, and 1 for the share 1."""
 
 
@@ -52,7 +52,7 @@ def lay_out(
     layer_s: Array,
     head_s: Array,
     even: bool,
-    pace: Pace | None = None,
+    pace: Speed | None = None,
 ) -> Stages:
     """Equal layers on stages, evenly or so that the slowest stage is as fast as it can be.
 
@@ -68,6 +68,9 @@ def lay_out(
     """
     p, one = c.pp, c.pp <= 1
     total = layers * layer_s + head_s
+    if one.all():
+        whole, nothing = np.full(1, float(layers)), np.zeros(1)
+        return Stages(whole, whole, whole, np.ones(1), nothing, total)
 
     def slowest_of(last: Array) -> tuple[Array, Array]:
         # The other p - 1 stages share the rest; the fullest of them or the last stage decides.
@@ -106,7 +109,7 @@ def bubble_seconds(
     forward: Array,
     backward: Array,
     weight: Array,
-    pace: Pace | None = None,
+    pace: Speed | None = None,
 ) -> Array:
     """Seconds a step waits for the pipeline to fill and drain.
 

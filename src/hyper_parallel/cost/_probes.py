@@ -20,7 +20,7 @@ from hyper_parallel.cost._cards import DeviceCard, StackCard
 from hyper_parallel.cost._local import LOCAL_CARD, MeasuredStep
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._score import score
+from hyper_parallel.cost._score import step_seconds
 from hyper_parallel.topology import Supernode
 
 AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "ep", "pp")
@@ -68,7 +68,7 @@ def fit_probes(
         **{f"host_s.{a}": _HOST_UNIT_S for a in AXES},
     }  # fmt: skip
     measured = np.array([s.seconds for s in steps])
-    known = [(s, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps]
+    each = [(s, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps]
     dtypes = {s.workload.compute_dtype for s in steps}
 
     def seconds(values: Mapping[str, float]) -> NDArray[np.float64]:
@@ -76,8 +76,8 @@ def fit_probes(
         on = {d: Machine.of(supernode, d, card=device, stack=stack) for d in dtypes}
         return np.array(
             [
-                float(score(n, on[s.workload.compute_dtype], s.workload, c, "time").step_s[0])
-                for s, n, c in known
+                float(step_seconds(n, on[s.workload.compute_dtype], s.workload, c)[0])
+                for s, n, c in each
             ]
         )
 
