@@ -20,9 +20,10 @@ from hyper_parallel.cost import (
     fit_stack,
     mean_rates,
     own_cards,
+    own_path,
     score,
     stack_card,
-    write_card,
+    write_own,
 )
 from hyper_parallel.errors import CardUnreadable
 from hyper_parallel.ir import Strategy, Workload
@@ -126,13 +127,13 @@ def test_mean_over_ranks():
 def test_own_cards_are_used_on_the_local_machine_only(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     node = dataclasses.replace(supernode(), name="local")
-    assert own_cards(node.device.name) is None
+    assert own_cards(node.device.name, 4) is None
     before = Machine.of(node, "float32")
     card = fit_device(made_rates(), node, "measured here")
-    write_card(tmp_path / "hyper-parallel" / "card.yaml", card, stack_card("cpu"), "local")
+    write_own(tmp_path / "hyper-parallel" / "card.yaml", {4: (card, stack_card("cpu"))})
     assert Machine.of(node, "float32").card.matmul["float32"] == pytest.approx(0.5, rel=0.02)
     assert Machine.of(supernode(), "float32").card == before.card
-    assert own_cards("another device") is None
+    assert own_cards("another device", 4) is None
     (tmp_path / "hyper-parallel" / "card.yaml").write_text("name: local\n")
     with pytest.raises(CardUnreadable, match="HP313"):
         Machine.of(node, "float32")
@@ -204,3 +205,74 @@ def test_ranks_that_share_cores_fill_each_others_bubbles():
     # Two of four ranks work while the pipeline fills: with two cores nobody waits for a core that is free.
     assert bubble(1.0) > 0.0
     assert bubble(2.0) == 0.0
+
+
+def local(ranks):
+    node = machine(kind="cpu", num_devices=ranks)
+    return dataclasses.replace(node, name="local")
+
+
+def test_a_card_knows_what_depends_on_the_ranks_at_work(tmp_path, monkeypatch):
+    """One and four ranks were measured; two lie halfway in the logarithm, eight and more are as four."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fast = dataclasses.replace(
+        true_card(), devices=("test*",), pace={}, sources={"kernel_s": "x", "matmul.float32": "x"}
+    )
+    slow = dataclasses.replace(
+        fast, kernel_s=8e-5, matmul={**fast.matmul, "float32": 0.125}, pace={"0.5": 1.5, "0.25": 2.0},
+        sources={**fast.sources, "pace.0.5": "x", "pace.0.25": "x"},
+    )  # fmt: skip
+    fast, slow = (
+        dataclasses.replace(c, sources={**device_card("none", "cpu").sources, **c.sources})
+        for c in (fast, slow)
+    )
+    told = {"host_s.tp_x": "x"}
+    quick, late = (
+        dataclasses.replace(stack_card("cpu"), host_s={"tp_x": s}, sources=told)
+        for s in (0.0, 4e-3)
+    )
+    write_own(own_path(), {1: (fast, quick), 4: (slow, late)})
+    seen = {ranks: Machine.of(local(ranks), "float32") for ranks in (1, 2, 4, 16)}
+    assert {r: on.card.kernel_s for r, on in seen.items()} == pytest.approx(
+        {1: 2e-5, 2: 4e-5, 4: 8e-5, 16: 8e-5}
+    )
+    assert seen[2].card.matmul["float32"] == pytest.approx(0.25)
+    assert [on.stack.host_s["tp_x"] for on in seen.values()] == pytest.approx([0, 2e-3, 4e-3, 4e-3])
+    assert seen[4].paces(4) == pytest.approx((2.0, 1.5, 1.5 ** (np.log(4 / 3) / np.log(2)), 1.0))
+    assert Machine.of(local(2), "float32", card=fast).paces(2) == ()
+
+
+def test_pipelines_fill_and_drain_at_the_pace_of_the_few_at_work():
+    """Two equal stages, one twice as fast while the other waits: filling and draining take half."""
+    model, strategy = small_model(layers=4), Strategy(pp=2)
+    workload = Workload(256, microbatch=1, accumulation_steps=4, compute_dtype="float32").resolve(1)
+    c = Candidates.of(strategy, workload)
+
+    def terms(pace):
+        card = dataclasses.replace(true_card(), pace=pace)
+        on = Machine.of(local(2), "float32", card=card, stack=stack_card("cpu"))
+        found = score(ModelNumbers.of(model), on, workload, c).time
+        return {t.name: float(t.seconds[0]) for t in found}
+
+    own, shared, none = terms({}), terms({"0.5": 1.25}), terms({"0.5": 4.0})
+    # Filling and draining is 2 s of the sum for one stage's 1 s: 1 s more than the round that is counted anyway.
+    work = {n: s for n, s in own.items() if n in ("matmul", "attention", "head and loss")}
+    assert own["pipeline bubble"] > 0.0
+    assert shared["pipeline bubble"] == pytest.approx(
+        (2 / 1.25 - 1) * (own["pipeline bubble"] + lost(own, shared) / 4), rel=1e-9
+    )
+    assert none["pipeline bubble"] == 0.0
+    assert all(shared[n] <= s for n, s in work.items())
+
+
+def lost(own, shared):
+    """Seconds that the slowest stage loses to the others where what a light stage leaves is used."""
+    layers = ("matmul", "attention", "element-wise", "head and loss", "kernel launches")
+    return sum(own[n] - shared[n] for n in layers)
+
+
+def test_pace_is_never_below_one_and_falls_with_the_ranks_at_work():
+    rates = dataclasses.replace(made_rates(), layers=((4, 2.0), (2, 1.6), (1, 1.7)))
+    assert fit_device(rates, supernode(), "test").pace == pytest.approx({"0.5": 1.25, "0.25": 1.25})
+    waits = dataclasses.replace(rates, layers=((4, 4.0), (2, float("nan")), (1, float("nan"))))
+    assert mean_rates([rates, waits]).layers == ((4, 3.0), (2, 1.6), (1, 1.7))

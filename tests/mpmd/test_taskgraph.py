@@ -218,7 +218,7 @@ def test_tasks_on_shared_cores_slow_each_other_by_hand():
     lanes = frozenset({"rank 0", "rank 1", "rank 2"})
     ends = {
         s.name: round(s.end_s * 1e9)
-        for s in simulate(TaskGraph(tasks, cores=Cores(Fraction(2), lanes))).spans
+        for s in simulate(TaskGraph(tasks, cores=Cores.even(Fraction(2), lanes))).spans
     }
     # From 3 on b and c have a core each: b ends at 5. Then `after` and c run, to 6 and 7.
     assert ends == {"a": 3, "b": 5, "copy": 5, "after": 6, "c": 7}
@@ -229,13 +229,13 @@ def test_tasks_on_shared_cores_slow_each_other_by_hand():
 def test_shared_cores_are_never_idle_beside_waiting_work(graph, quarters):
     """Work done equals what the cores give while tasks run; as many cores as executors change nothing."""
     lanes = frozenset(t.executor for t in graph.tasks)
-    assert simulate(replace(graph, cores=Cores(Fraction(4), lanes))) == simulate(graph)
+    assert simulate(replace(graph, cores=Cores.even(Fraction(4), lanes))) == simulate(graph)
     coarse = replace(
         graph, tasks=tuple(replace(t, duration_ns=t.duration_ns * 1_000_000) for t in graph.tasks)
     )
     count = Fraction(quarters, 4)
-    timeline = simulate(replace(coarse, cores=Cores(count, lanes)))
-    assert timeline == simulate(replace(coarse, cores=Cores(count, lanes)))
+    timeline = simulate(replace(coarse, cores=Cores.even(count, lanes)))
+    assert timeline == simulate(replace(coarse, cores=Cores.even(count, lanes)))
     instants = sorted({round(x * 1e9) for s in timeline.spans for x in (s.start_s, s.end_s)})
     given_ns = Fraction(0)
     for start, stop in itertools.pairwise(instants):
@@ -251,11 +251,38 @@ def test_ranks_that_share_cores_fill_each_others_bubbles():
     cost = StageCost(1e-3, 1e-3, 1e-3)
     own = makespan_s("1f1b", 4, 8, 1, [cost] * 4)
     assert own == pytest.approx((8 + 3) * 3e-3)
-    crowded = makespan_s("1f1b", 4, 8, 1, [cost] * 4, 2.0)
+    crowded = makespan_s("1f1b", 4, 8, 1, [cost] * 4, (2.0, 2.0, 4 / 3, 1.0))
     # 32 units of work and 2 cores of twice the speed each: at least 8 rounds; one rank alone first and last.
     assert 8 * 3e-3 < crowded < own
-    alone = makespan_s("1f1b", 4, 8, 1, [cost] * 4, 4.0)
+    one_core = (4.0, 2.0, 4 / 3, 1.0)
+    alone = makespan_s("1f1b", 4, 8, 1, [cost] * 4, one_core)
     assert alone == pytest.approx(8 * 3e-3)
     graph = schedule_tasks(make_schedule("1f1b", 4, 8), [cost] * 4)
-    assert simulate(on_shared_cores(graph, 4, 4.0)).end_s == pytest.approx(alone)
-    assert on_shared_cores(graph, 4, 1.0) is graph
+    assert simulate(on_shared_cores(graph, one_core)).end_s == pytest.approx(alone)
+    assert on_shared_cores(graph, ()) is graph
+    assert on_shared_cores(graph, (1.0,) * 4) is graph
+
+
+def test_measured_pace_by_hand():
+    """Two stages, 2 s forward and 4 s backward, one and two microbatches; one rank alone is faster by 5/4.
+
+    One microbatch: never two at work, so all 12 s run at 5/4. Two: F0 and the last B alone, the four between them in
+    pairs: F1 beside F0, and B0 beside B1 for all of its 4 s, after B0 and F1 of the last stage alone.
+    """
+    cost = StageCost(2.0, 2.0, 2.0)
+    assert makespan_s("gpipe", 2, 1, 1, [cost] * 2, (1.25, 1.0)) == pytest.approx(12 / 1.25)
+    pair = makespan_s("gpipe", 2, 2, 1, [cost] * 2, (1.25, 1.0))
+    assert pair == pytest.approx((2 + 2 + 4 + 4) / 1.25 + 2 + 4)
+
+
+def test_more_at_work_than_measured_share_what_so_many_get():
+    lanes = frozenset({"a", "b", "c", "d"})
+    cores = Cores((Fraction(1), Fraction(3, 4)), lanes)
+    assert [cores.rate(k) for k in (1, 2, 3, 4)] == [
+        1,
+        Fraction(3, 4),
+        Fraction(1, 2),
+        Fraction(3, 8),
+    ]
+    tasks = tuple(Task(name, name, 3) for name in sorted(lanes))
+    assert simulate(TaskGraph(tasks, cores=cores)).end_s == pytest.approx(8e-9)

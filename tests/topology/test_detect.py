@@ -90,7 +90,8 @@ def test_parsers_ignore_other_lines():
     assert [a.name for a in parse_npu_smi(NPU)] == ["Ascend 910B3", "Ascend 910B3"]
 
 
-def test_cpu_is_divided_among_ranks_and_cached(tools):
+def test_cpu_is_divided_among_ranks_and_cached(tools, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(read_cpu().cores))
     four = detect_local()
     assert (four.num_devices, four.device.kind) == (4, "cpu")
     assert 1e8 < four.peak_flops("float32") < 1e14
@@ -102,6 +103,20 @@ def test_cpu_is_divided_among_ranks_and_cached(tools):
     assert two.peak_flops("float32") == 2 * four.peak_flops("float32")
     with pytest.raises(BadValue):
         detect_local(0)
+
+
+def test_a_rank_computes_with_the_threads_it_has(tools, monkeypatch):
+    cpu = read_cpu()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone, every = detect_local(1), detect_local(cpu.cores)
+    # One thread is one core, however many are idle; as many ranks as cores use them all.
+    assert alone.peak_flops("float32") == pytest.approx(cpu_rates(cpu)["float32"] / cpu.cores)
+    assert every.peak_flops("float32") == pytest.approx(alone.peak_flops("float32"))
+    assert alone.device.memory_bytes_s.value == every.device.memory_bytes_s.value
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "cpu_count", lambda: cpu.cores)
+    whole = detect_local(1)
+    assert whole.peak_flops("float32") == pytest.approx(cpu_rates(cpu)["float32"])
 
 
 def test_damaged_cache_is_measured_again(tools):

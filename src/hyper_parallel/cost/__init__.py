@@ -14,11 +14,8 @@ from hyper_parallel.cost._cards import (
     card_names,
     device_card,
     load_card,
-    own_cards,
-    own_path,
     read_card,
     stack_card,
-    write_card,
 )
 from hyper_parallel.cost._cells import RowError
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, step_collectives
@@ -29,6 +26,7 @@ from hyper_parallel.cost._local import (
     LOCAL_CARD,
     LocalRates,
     MeasuredStep,
+    fastest_rates,
     fit_device,
     fit_stack,
     mean_rates,
@@ -36,6 +34,13 @@ from hyper_parallel.cost._local import (
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import kept_bytes, memory_key, peak_bytes
 from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._own_cards import (
+    at_ranks,
+    own_cards,
+    own_path,
+    write_card,
+    write_own,
+)
 from hyper_parallel.cost._place import Places
 from hyper_parallel.cost._predict import (
     Cards,
@@ -86,6 +91,7 @@ __all__ = [
     "Run",
     "Scores",
     "StackCard",
+    "at_ranks",
     "block_traffic",
     "card_names",
     "check_stage_layers",
@@ -93,6 +99,7 @@ __all__ = [
     "cut_layers",
     "device_card",
     "distinct",
+    "fastest_rates",
     "fit_device",
     "fit_probes",
     "fit_runs",
@@ -125,4 +132,5 @@ __all__ = [
     "step_seconds",
     "write_card",
     "write_cards",
+    "write_own",
 ]

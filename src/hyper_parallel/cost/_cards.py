@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError
 
 from hyper_parallel.config import Section, problems, raise_all, read_mapping
 from hyper_parallel.errors import CardUnreadable
-from hyper_parallel.topology import cache_dir
 
 _FOLDER: Final = Path(__file__).with_name("cards")
 _INTERPOLATED: Final = "not on the card: the share of bfloat16"
@@ -48,6 +47,8 @@ class DeviceCard:
         context_bytes: Memory of driver context, communicators and workspaces.
         fragmentation: Memory the allocator holds but cannot use, as a share of what comes and goes.
         latency: Seconds of a collective with a tiny message against the topology's.
+        pace: Speed of a rank while a share of all ranks works, against all of them at work, by that share; for ranks
+            that share cores, caches and memory.
         maturing: How much of a stack's growth by release (`moe_month`) shows on the device: its kernels for a young
             generation get better release by release, those of the one before hardly.
         sources: Where each number comes from, by attribute (`matmul.bfloat16`).
@@ -74,6 +75,7 @@ class DeviceCard:
     fragmentation: float
     latency: float = 1.0
     maturing: float = 0.25
+    pace: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     priors: Mapping[str, float] = field(default_factory=dict)
 
@@ -121,6 +123,7 @@ class StackCard:
         imbalance: Tokens of the busiest expert rank against the mean.
         kernels_forward: Operators of a layer's forward.
         kernels_backward: Operators of a layer's backward.
+        kernels_norm: Operators of one norm of query or key heads, forward and backward; a quarter of them forward.
         host_s: Core seconds of the host work of an axis, by axis: per layer and microbatch; dp_replicate per layer and
             step, pp per microbatch.
         step_s: Seconds of every step that no term explains: data, logging, host.
@@ -165,6 +168,7 @@ class StackCard:
     imbalance: float = 1.0
     kernels_forward: float = 30.0
     kernels_backward: float = 55.0
+    kernels_norm: float = 0.0
     host_s: Mapping[str, float] = field(default_factory=dict)
     step_s: float = 0.0
     straggle: float = 0.0
@@ -194,6 +198,15 @@ class _Number(Section):
     """What was believed before the number was fitted to runs; fitting starts there."""
 
 
+class _Fewer(Section):
+    """What differs with fewer ranks at work."""
+
+    device: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
+    """Numbers of the device card."""
+    stack: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
+    """Numbers of the stack card."""
+
+
 class _CardFile(Section):
     """A card file: a device card, a stack card, or both."""
 
@@ -207,6 +220,10 @@ class _CardFile(Section):
     """Numbers of the device card."""
     stack: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
     """Numbers of the stack card."""
+    ranks: int | None = Field(default=None, ge=1)
+    """Ranks that were at work when the numbers were measured. None: they hold for any number."""
+    fewer: dict[int, _Fewer] = Field(default_factory=dict)
+    """What differs while fewer ranks work, by their number."""
 
 
 @cache
@@ -223,8 +240,33 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
         UnknownKey: HP101, BadValue: HP102 when a key is unknown or its value is not allowed.
     """
     path = Path(path)
-    device, stack, globs, name = _merged(path)
-    return _device(name, globs, device, path), _stack(name, stack, path)
+    file = _parsed(path)
+    device, stack = _merged(file)
+    return _device(file, device, path), _stack(file.name, stack, path)
+
+
+def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
+    """The cards of a file by the number of ranks at work, smallest first.
+
+    Raises:
+        CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
+    """
+    file = _parsed(path)
+    device, stack = _merged(file)
+    if file.ranks is None or not device or not stack:
+        raise CardUnreadable(
+            "the card of this machine lacks its device, its stack or its number of ranks",
+            where=str(path),
+            hint="hyper-parallel calibrate",
+        )
+    found = {}
+    for ranks, fewer in sorted({**file.fewer, file.ranks: _Fewer()}.items()):
+        on_device = _device(file, _over(device, fewer.device), path)
+        on_stack = _stack(file.name, _over(stack, fewer.stack), path)
+        assert on_device is not None, "the file has a device"
+        assert on_stack is not None, "the file has a stack"
+        found[ranks] = (on_device, on_stack)
+    return found
 
 
 @cache
@@ -259,80 +301,13 @@ def stack_card(name: str) -> StackCard:
     return card
 
 
-def own_path() -> Path:
-    """Where the cards of this machine are kept: `card.yaml` in the user's cache."""
-    return cache_dir() / "card.yaml"
-
-
-def own_cards(device_name: str, path: Path | None = None) -> tuple[DeviceCard, StackCard] | None:
-    """The cards that `calibrate` wrote for this device; None when it was not calibrated.
-
-    Raises:
-        CardUnreadable: HP313 when the file is damaged.
-    """
-    path = path or own_path()
-    if not path.is_file():
-        return None
-    device, stack = read_card(path)
-    if device is None or stack is None:
-        raise CardUnreadable(
-            "the card of this machine lacks its device or its stack",
-            where=str(path),
-            hint="hyper-parallel calibrate",
-        )
-    same = any(fnmatch.fnmatchcase(device_name, glob) for glob in device.devices)
-    return (device, stack) if same else None
-
-
-def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, name: str) -> None:
-    """Write cards as a file that `read_card` reads; every number with its source and what was believed before."""
-    import yaml
-
-    data: dict[str, Any] = {"name": name}
-    if device is not None:
-        data |= {"devices": list(device.devices), "device": _numbers_of(device)}
-    if stack is not None:
-        data["stack"] = _numbers_of(stack)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(data, sort_keys=False, width=1000, default_flow_style=None)
-    path.write_text(text, encoding="utf-8")
-
-
-def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
-    """The numbers of a card that have a source; the others are defaults of the code."""
-
-    def number(key: str, value: float) -> dict[str, Any]:
-        told: dict[str, Any] = {"value": float(f"{value:.4g}")}
-        if key in card.priors:
-            told["prior"] = card.priors[key]
-        return {**told, "source": card.sources[key]}
-
-    found: dict[str, Any] = {}
-    for f in fields(card):
-        value = getattr(card, f.name)
-        if f.name in ("sources", "priors", "name", "devices"):
-            continue
-        if isinstance(value, Mapping):
-            told = {
-                k: number(f"{f.name}.{k}", v)
-                for k, v in value.items()
-                if f"{f.name}.{k}" in card.sources
-            }
-            if told:
-                found[f.name] = told
-        elif f.name in card.sources:
-            found[f.name] = number(f.name, value)
-    return found
-
-
 _Numbers = dict[str, Any]
 
 
-def _merged(path: Path) -> tuple[_Numbers, _Numbers, tuple[str, ...], str]:
-    """Numbers of a file over those of the card it extends."""
+def _parsed(path: Path) -> _CardFile:
     data = read_mapping(path, CardUnreadable, "card")
     try:
-        file = _CardFile.model_validate(data)
+        return _CardFile.model_validate(data)
     except ValidationError as error:
         raise_all(
             problems(
@@ -343,14 +318,23 @@ def _merged(path: Path) -> tuple[_Numbers, _Numbers, tuple[str, ...], str]:
             )
         )
         raise
+
+
+def _merged(file: _CardFile) -> tuple[_Numbers, _Numbers]:
+    """Numbers of a file over those of the card it extends."""
     device: _Numbers = {}
     stack: _Numbers = {}
     if file.extends is not None:
-        device, stack, *_ = _merged(_FOLDER / f"{file.extends}.yaml")
-    for base, own in ((device, file.device), (stack, file.stack)):
-        for key, value in own.items():
-            base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
-    return device, stack, file.devices, file.name
+        device, stack = _merged(_parsed(_FOLDER / f"{file.extends}.yaml"))
+    return _over(device, file.device), _over(stack, file.stack)
+
+
+def _over(base: _Numbers, own: _Numbers) -> _Numbers:
+    """Numbers over those of another card; tables entry by entry."""
+    merged = dict(base)
+    for key, value in own.items():
+        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+    return merged
 
 
 def _values(numbers: _Numbers, path: Path, known: set[str]) -> _Numbers:
@@ -372,17 +356,17 @@ def _values(numbers: _Numbers, path: Path, known: set[str]) -> _Numbers:
     return {**values, "sources": sources, "priors": priors}
 
 
-def _device(name: str, globs: tuple[str, ...], numbers: _Numbers, path: Path) -> DeviceCard | None:
+def _device(file: _CardFile, numbers: _Numbers, path: Path) -> DeviceCard | None:
     if not numbers:
         return None
     known = {f.name for f in fields(DeviceCard)} - {"name", "devices", "sources", "priors"}
     values = _values(numbers, path, known)
-    if missing := sorted(known - {"latency", "maturing"} - set(values)):
+    if missing := sorted(known - {"latency", "maturing", "pace"} - set(values)):
         raise CardUnreadable(
             "a device card lacks numbers", where=str(path), got=f"without {', '.join(missing)}",
             hint="extends: accelerator",
         )  # fmt: skip
-    return DeviceCard(name, globs, **values)
+    return DeviceCard(file.name, file.devices, **values)
 
 
 def _stack(name: str, numbers: _Numbers, path: Path) -> StackCard | None:

@@ -17,9 +17,10 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._cards import DeviceCard, StackCard, write_card
+from hyper_parallel.cost._cards import DeviceCard, StackCard
 from hyper_parallel.cost._interval import coverage, half_width
 from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._own_cards import write_card
 from hyper_parallel.cost._predict import Cards, candidate_of, machine_of, predict, workload_of
 from hyper_parallel.cost._runs import Run
 from hyper_parallel.cost._time import time_terms

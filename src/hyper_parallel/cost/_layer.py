@@ -122,8 +122,9 @@ def layer_compute(n: ModelNumbers, machine: Machine, workload: Workload, c: Cand
         return np.maximum(0.0, launches - seconds) if card.launch_hidden else launches
 
     backward = 2.0 * matmul + attention_backward + elementwise_backward + quantize_backward
-    launch = waiting(forward, stack.kernels_forward) * np.where(full, 2.0, 1.0)
-    launch = launch + waiting(backward, stack.kernels_backward)
+    norms = n.head_norms * stack.kernels_norm
+    launch = waiting(forward, stack.kernels_forward + 0.25 * norms) * np.where(full, 2.0, 1.0)
+    launch = launch + waiting(backward, stack.kernels_backward + 0.75 * norms)
     launch = launch + n.moe_share * stack.moe_host_s
     return Compute(
         matmul,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -38,6 +38,8 @@ class LocalRates:
         passing: (bytes kept for backward, seconds) of element-wise chains, forward and backward.
         stream: (bytes, seconds) of an optimizer step.
         rings: (gathered bytes, seconds) of all-gathers over all ranks.
+        layers: (ranks at work, seconds) of a small layer while so many work and the others wait, all of them first;
+            nan where this rank waited.
     """
 
     matmul: Mapping[str, tuple[tuple[int, int, int, float], ...]]
@@ -45,6 +47,7 @@ class LocalRates:
     passing: tuple[tuple[float, float], ...]
     stream: tuple[float, float]
     rings: tuple[tuple[float, float], ...] = ()
+    layers: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +61,27 @@ class MeasuredStep:
 
 
 def mean_rates(all_ranks: Sequence[LocalRates]) -> LocalRates:
-    """The mean over ranks; they measured the same things."""
+    """The mean over ranks, without those that waited; they measured the same things."""
+    return _combined(all_ranks, lambda seconds: float(np.nanmean(seconds)))
 
-    def mean(rows: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[tuple[float, ...], ...]:
-        return tuple(
-            (*same[0][:-1], float(np.mean([r[-1] for r in same])))
-            for same in zip(*rows, strict=True)
-        )
 
-    first = all_ranks[0]
+def fastest_rates(turns: Sequence[LocalRates]) -> LocalRates:
+    """The fastest of several turns of one rank."""
+    return _combined(turns, lambda seconds: float(np.fmin.reduce(seconds)))
+
+
+def _combined(all_rates: Sequence[LocalRates], one: Callable[[list[float]], float]) -> LocalRates:
+    def rows(of: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[tuple[float, ...], ...]:
+        return tuple((*same[0][:-1], one([r[-1] for r in same])) for same in zip(*of, strict=True))
+
+    first = all_rates[0]
     return LocalRates(
-        {d: mean([r.matmul[d] for r in all_ranks]) for d in first.matmul},  # type: ignore[misc]
-        {d: mean([r.attention[d] for r in all_ranks]) for d in first.attention},  # type: ignore[misc]
-        mean([r.passing for r in all_ranks]),  # type: ignore[arg-type]
-        (first.stream[0], float(np.mean([r.stream[1] for r in all_ranks]))),
-        mean([r.rings for r in all_ranks]),  # type: ignore[arg-type]
+        {d: rows([r.matmul[d] for r in all_rates]) for d in first.matmul},  # type: ignore[misc]
+        {d: rows([r.attention[d] for r in all_rates]) for d in first.attention},  # type: ignore[misc]
+        rows([r.passing for r in all_rates]),  # type: ignore[arg-type]
+        (first.stream[0], one([r.stream[1] for r in all_rates])),
+        rows([r.rings for r in all_rates]),  # type: ignore[arg-type]
+        rows([r.layers for r in all_rates]),  # type: ignore[arg-type]
     )
 
 
@@ -97,7 +106,13 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
         "saturation": saturation, "attention_head": head, "elementwise": elementwise, "stream": stream, "link": link,
         "latency": latency,
     }  # fmt: skip
-    told = [*numbers, *(f"matmul.{d}" for d in matmul), *(f"attention.{d}" for d in attention)]
+    pace = _fit_pace(rates)
+    told = [
+        *(f"pace.{share}" for share in pace),
+        *numbers,
+        *(f"matmul.{d}" for d in matmul),
+        *(f"attention.{d}" for d in attention),
+    ]
     return replace(
         base,
         name=LOCAL_CARD,
@@ -106,6 +121,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
         attention={**base.attention, **attention},
         attention_len=1e-9,
         portable=1.0,
+        pace=pace,
         sources={**base.sources, **dict.fromkeys(told, source)},
         priors={},
         **numbers,
@@ -172,6 +188,17 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
     small, large = rates.rings[0][1], rates.rings[-1][1]
     seconds = max(large - small, 0.05 * large)
     return (sent[-1] - sent[0]) / seconds / rate, small / delay if delay else 1.0
+
+
+def _fit_pace(rates: LocalRates) -> dict[str, float]:
+    """Speed of a rank by the share of all ranks at work; fewer are never slower."""
+    found: dict[str, float] = {}
+    least = 1.0
+    for ranks, seconds in rates.layers[1:]:
+        most, whole = rates.layers[0]
+        least = max(least, whole / seconds)
+        found[f"{ranks / most:g}"] = least
+    return found
 
 
 def _compute(supernode: Supernode) -> str:

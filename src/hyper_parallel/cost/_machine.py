@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._cards import DeviceCard, StackCard, device_card, own_cards, stack_card
+from hyper_parallel.cost._cards import DeviceCard, StackCard, device_card, stack_card
+from hyper_parallel.cost._own_cards import own_cards
+from hyper_parallel.cost._pipeline import Speed
 from hyper_parallel.cost._place import Axis
 from hyper_parallel.topology import Supernode, Tier
 from hyper_parallel.units import DTYPE_BYTES
@@ -72,7 +74,7 @@ class Machine:
         hosts = [pool.bytes_s.value for pool in supernode.pools if pool.kind == "dram"]
         matmul_dtype = matmul_dtype or compute_dtype
         measured = supernode.name == "local" and card is None and stack is None
-        if measured and (own := own_cards(device.name)):
+        if measured and (own := own_cards(device.name, supernode.num_devices)):
             card, stack = own
         return cls(
             supernode.peak_flops(compute_dtype),
@@ -87,6 +89,27 @@ class Machine:
             stack or stack_card("cpu" if device.kind == "cpu" else "hyper-parallel"),
             device.ranks_per_core,
         )
+
+    @property
+    def pace(self) -> Speed | None:
+        """Speed of a rank by the share of all ranks that work, against all of them at work.
+
+        Measured where the card has it; else that of ranks that take turns on cores and share nothing but those. None
+        where every rank has its own.
+        """
+        if measured := self.card.pace:
+            shares = sorted((float(share), speed) for share, speed in measured.items())
+            x, y = (np.log([*values, 1.0]) for values in zip(*shares, strict=True))
+            return lambda share: np.exp(np.interp(np.log(share), x, y))
+        if self.crowd <= 1.0:
+            return None
+        return lambda share: np.minimum(self.crowd, 1.0 / share)
+
+    def paces(self, ranks: int) -> tuple[float, ...]:
+        """`pace` of a pipeline rank while 1, 2, ... of them work; empty where every rank has its own cores."""
+        if self.pace is None:
+            return ()
+        return tuple(self.pace(np.arange(1.0, ranks + 1.0) / ranks).tolist())
 
     @property
     def width(self) -> float:

@@ -58,6 +58,7 @@ class ModelNumbers:
         attentions: Number of layers and attention of each kind of layer.
         matmuls: The matmuls of a mean layer.
         normed_width: Width of the query and key heads that a layer norms; 0 for most models.
+        head_norms: Norms of query and key heads of a mean layer.
         mlp_width: Width of the dense feed-forward part a token visits: dense MLPs and shared experts.
         mlp_saved_width: Elements per token that the backward of that part needs: 3f gated, else 2f.
         expert_width: Width of one routed expert.
@@ -86,6 +87,7 @@ class ModelNumbers:
     attentions: tuple[tuple[int, AttentionSpec], ...]
     matmuls: tuple[Matmul, ...]
     normed_width: float
+    head_norms: float
     mlp_width: float
     mlp_saved_width: float
     expert_width: int
@@ -153,7 +155,8 @@ class ModelNumbers:
             v_width=first.num_heads * first.v_head_dim,
             attentions=attentions,
             matmuls=_matmuls(decoders, layers),
-            normed_width=mean([float(b.count * _normed_width(b)) for b in decoders]),
+            normed_width=mean([float(b.count * sum(_head_norms(b))) for b in decoders]),
+            head_norms=mean([float(b.count * len(_head_norms(b))) for b in decoders]),
             mlp_width=mean([float(b.count * _dense_width(b)) for b in decoders]),
             mlp_saved_width=mean([float(v) for v in saved]),
             expert_width=mlp.intermediate_size if mlp else 0,
@@ -187,12 +190,13 @@ class ModelNumbers:
         return total / self.layers
 
 
-def _normed_width(block: Block) -> int:
+def _head_norms(block: Block) -> list[int]:
+    """Widths of the query and key heads that a layer norms."""
     a, names = block.attention, [p.name for p in block.params]
     if a is None:
-        return 0
+        return []
     widths = {"q_norm": a.num_heads * a.qk_head_dim, "k_norm": a.num_kv_heads * a.qk_head_dim}
-    return sum(w for norm, w in widths.items() if any(f".{norm}." in name for name in names))
+    return [w for norm, w in widths.items() if any(f".{norm}." in name for name in names)]
 
 
 def _dense_width(block: Block) -> int:

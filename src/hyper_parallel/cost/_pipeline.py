@@ -12,6 +12,7 @@ weights, and sum over stages S, slowest stage t, p stages, m microbatches, v vir
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from hyper_parallel.cost._candidates import SCHEDULES, Candidates
 
 Array = NDArray[np.float64]
+Speed = Callable[[Array], Array]
+"""Speed of a rank while a share of all ranks works, against all of them at work: 1 or more, and 1 for the share 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,12 @@ class Stages:
 
 
 def lay_out(
-    c: Candidates, layers: int, layer_s: Array, head_s: Array, even: bool, crowd: float = 1.0
+    c: Candidates,
+    layers: int,
+    layer_s: Array,
+    head_s: Array,
+    even: bool,
+    pace: Speed | None = None,
 ) -> Stages:
     """Equal layers on stages, evenly or so that the slowest stage is as fast as it can be.
 
@@ -54,8 +62,9 @@ def lay_out(
         layer_s: Seconds of one layer and microbatch.
         head_s: Seconds of the head and loss.
         even: Every stage gets as many layers; the last the fewest when they do not divide.
-        crowd: Ranks that take turns on a core. What a light stage leaves of its share the others use, so that above 1
-            the pace is that of the mean stage, or of the slowest with a core of its own.
+        pace: Speed of a rank by the share of ranks at work; None: every rank has its own cores. What a light stage
+            leaves the others use, so that the round is that of the mean stage at the greatest throughput of all
+            ranks, or of the slowest alone.
     """
     p, one = c.pp, c.pp <= 1
     total = layers * layer_s + head_s
@@ -63,7 +72,7 @@ def lay_out(
         whole, nothing = np.full(1, float(layers)), np.zeros(1)
         return Stages(whole, whole, whole, np.ones(1), nothing, total)
 
-    def pace(last: Array) -> tuple[Array, Array]:
+    def slowest_of(last: Array) -> tuple[Array, Array]:
         # The other p - 1 stages share the rest; the fullest of them or the last stage decides.
         most = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
         return most, np.maximum(most * layer_s, last * layer_s + head_s)
@@ -74,12 +83,16 @@ def lay_out(
         ideal = np.floor((total / p - head_s) / layer_s)
         for other in (ideal, ideal + 1.0):
             guess = np.clip(other, 0.0, np.maximum(layers - (p - 1.0), 0.0))
-            last = np.where(pace(guess)[1] < pace(last)[1], guess, last)
-    most = pace(last)[0]
+            last = np.where(slowest_of(guess)[1] < slowest_of(last)[1], guess, last)
+    most = slowest_of(last)[0]
     last, most = np.where(one, layers, last), np.where(one, layers, most)
     with_head = one | (last * layer_s + head_s >= most * layer_s)
     slowest = np.where(with_head, last * layer_s + head_s, most * layer_s)
-    share = np.ones(1) if crowd == 1.0 else np.maximum(1.0 / crowd, total / p / slowest)
+    share = np.ones(1)
+    if pace is not None:
+        alone = _by_stages(p, lambda k: 1.0 / pace(k)[0])
+        most_work = _by_stages(p, lambda k: np.max(k * pace(k)))
+        share = np.maximum(alone, total / p / slowest / most_work)
     return Stages(
         most,
         last,
@@ -96,7 +109,7 @@ def bubble_seconds(
     forward: Array,
     backward: Array,
     weight: Array,
-    crowd: float = 1.0,
+    pace: Speed | None = None,
 ) -> Array:
     """Seconds a step waits for the pipeline to fill and drain.
 
@@ -106,8 +119,8 @@ def bubble_seconds(
         forward: F of one layer.
         backward: B + W of one layer.
         weight: W of one layer.
-        crowd: Ranks that take turns on a core. While k of p stages work the cores idle by 1/crowd - k/p of all ranks'
-            share, against 1 - k/p where every rank has its own.
+        pace: Speed of a rank by the share of ranks at work; None: every rank has its own cores. Filling and draining
+            have as many rounds with 1, 2, ... p - 1 ranks at work, each faster by its pace.
 
     Sources: Narayanan et al. 2021, sections 2.2 and 2.3; Qi et al. 2023 (zero bubble), sections 2 and 6; DeepSeek-AI
     2024 (DualPipe), section 3.2.1.
@@ -122,11 +135,19 @@ def bubble_seconds(
     factor: Array = np.ones(1)
     for name, value in factors.items():
         factor = np.where(c.schedule == SCHEDULES.index(name), value, factor)
-    if crowd > 1.0:
-        busy = np.minimum(np.floor(c.pp / crowd), c.pp - 1.0)
-        idle = busy / crowd - busy * (busy + 1.0) / (2.0 * c.pp)
-        factor = factor * np.maximum(0.0, 2.0 * idle / np.maximum(c.pp - 1.0, 1.0))
+    if pace is not None:
+        mean = _by_stages(c.pp, lambda k: float(np.mean(1.0 / pace(k)[:-1])) if len(k) > 1 else 1.0)
+        factor = factor * np.maximum(0.0, 2.0 * mean - 1.0)
     return np.where(c.pp > 1, others * factor, 0.0)
+
+
+def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
+    """A value of the shares 1/p, 2/p, ... 1 of p ranks, for every p."""
+    found = np.ones(np.shape(p))
+    for ranks in np.unique(p):
+        shares = np.arange(1.0, ranks + 1.0) / ranks
+        found = np.where(p == ranks, value(shares), found)
+    return found
 
 
 def in_flight(c: Candidates) -> Array:

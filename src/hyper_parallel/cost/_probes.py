@@ -20,17 +20,18 @@ from hyper_parallel.cost._cards import DeviceCard, StackCard
 from hyper_parallel.cost._local import LOCAL_CARD, MeasuredStep
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._score import score
+from hyper_parallel.cost._score import step_seconds
 from hyper_parallel.topology import Supernode
 
-AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "pp")
+AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "ep", "pp")
 """Axes with host work of their own; the keys of `StackCard.host_s`."""
 
-_PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10}
+_PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10, "moe": 0.05}
 """Weight of what the micro-benchmarks say, against one relative error of one step."""
 _HOST_UNIT_S: Final = 1e-3
 _HOST_PULL: Final = 0.01
-_SWEEPS: Final = 4000
+_SWEEPS: Final = 1500
+_ROUNDS: Final = 2
 _FASTEST: Final = 1e9
 _BELIEVED_KERNEL_S: Final = 1e-5
 
@@ -51,26 +52,48 @@ def fit_probes(
         supernode: The machine.
         source: What to say about where the numbers come from.
     """
-    names = ("compute", "kernel_s", "latency", "link", "step_s", *(f"host_s.{a}" for a in AXES))
+    names = (
+        "compute",
+        "kernel_s",
+        "latency",
+        "link",
+        "step_s",
+        "moe_host_s",
+        "moe",
+        *(f"host_s.{a}" for a in AXES),
+    )
     unit = {
         "compute": 1.0, "kernel_s": _BELIEVED_KERNEL_S, "latency": card.latency, "link": 1.0 / card.link,
-        "step_s": 1e-2, **{f"host_s.{a}": _HOST_UNIT_S for a in AXES},
+        "step_s": 1e-2, "moe_host_s": _HOST_UNIT_S, "moe": 1.0,
+        **{f"host_s.{a}": _HOST_UNIT_S for a in AXES},
     }  # fmt: skip
     measured = np.array([s.seconds for s in steps])
+    each = [(s, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps]
+    dtypes = {s.workload.compute_dtype for s in steps}
 
     def seconds(values: Mapping[str, float]) -> NDArray[np.float64]:
-        on = _cards(values, card, base)
-        return np.array([_predicted(s, *on, supernode) for s in steps])
+        device, stack = _cards(values, card, base)
+        on = {d: Machine.of(supernode, d, card=device, stack=stack) for d in dtypes}
+        return np.array(
+            [
+                float(step_seconds(n, on[s.workload.compute_dtype], s.workload, c)[0])
+                for s, n, c in each
+            ]
+        )
 
-    zero = dict.fromkeys(names, 0.0)
-    nothing = seconds(zero)
-    columns = [(seconds({**zero, n: unit[n]}) - nothing) / measured for n in names]
-    rows, wanted = np.array(columns).T, 1.0 - nothing / measured
     pulls = np.array([_PULL.get(n, _HOST_PULL) for n in names])
     believed = np.array([1.0 if n in _PULL else 0.0 for n in names])
-    matrix = np.vstack([rows, np.diag(pulls)])
-    found = nonnegative(matrix, np.concatenate([wanted, pulls * believed]))
-    values = {n: x * unit[n] for n, x in zip(names, found.tolist(), strict=True)}
+    values = {n: x * unit[n] for n, x in zip(names, believed.tolist(), strict=True)}
+    # Linear but for the pace of pipelines, which depends on how even their stages are: a second round is exact there.
+    for _ in range(_ROUNDS):
+        here = seconds(values)
+        columns = [(seconds({**values, n: values[n] + unit[n]}) - here) / measured for n in names]
+        rows = np.array(columns).T
+        at = np.array([values[n] / unit[n] for n in names])
+        wanted = 1.0 - here / measured + rows @ at
+        matrix = np.vstack([rows, np.diag(pulls)])
+        found = nonnegative(matrix, np.concatenate([wanted, pulls * believed]))
+        values = {n: x * unit[n] for n, x in zip(names, found.tolist(), strict=True)}
     device, stack = _cards(values, card, base)
     told = {n: source for n in names if n not in ("kernel_s", "latency", "link")}
     known = dict.fromkeys(("kernel_s", "latency", "link"), source)
@@ -105,14 +128,9 @@ def _cards(
         base,
         compute=max(values["compute"], 1e-9),
         step_s=values["step_s"],
+        moe_host_s=values["moe_host_s"],
+        # All kernels take `compute` times as long, so what is linear is the product.
+        moe=values["moe"] / max(values["compute"], 1e-9),
         host_s={a: values[f"host_s.{a}"] for a in AXES},
     )
     return device, stack
-
-
-def _predicted(
-    step: MeasuredStep, device: DeviceCard, stack: StackCard, supernode: Supernode
-) -> float:
-    machine = Machine.of(supernode, step.workload.compute_dtype, card=device, stack=stack)
-    c = Candidates.of(step.strategy, step.workload)
-    return float(score(ModelNumbers.of(step.model), machine, step.workload, c, "time").step_s[0])

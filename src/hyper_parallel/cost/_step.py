@@ -96,7 +96,9 @@ def _head(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) 
     return products + LOGIT_BYTES * tokens * vocab / machine.passing_bytes_s
 
 
-def _host_work(seconds: Mapping[str, float], c: Candidates, layers: Array) -> Array:
+def _host_work(
+    seconds: Mapping[str, float], c: Candidates, layers: Array, moe_share: float
+) -> Array:
     """Core seconds of a step that a rank spends on starting what the axes do, beyond the time on the links."""
     total: Array = np.zeros(1)
     if not seconds:
@@ -109,6 +111,7 @@ def _host_work(seconds: Mapping[str, float], c: Candidates, layers: Array) -> Ar
         "cp_ulysses": (c.cp_ulysses > 1, c.accumulation * layers * full),
         "tp_x": (c.tp > 1, c.accumulation * layers * full),
         "tp_y": (c.tp_y > 1, c.accumulation * layers * full),
+        "ep": (c.ep > 1, c.accumulation * layers * full * moe_share),
         "pp": (c.pp > 1, c.accumulation * c.vpp),
     }
     for axis, (used, times) in kinds.items():
@@ -151,7 +154,7 @@ class Pace:
         hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
         ep = comm.ep * (1.0 - hidden)
         even = bool(stack.even_stages)
-        stages = lay_out(c, n.layers, prices.layer + ep, prices.head, even, machine.crowd)
+        stages = lay_out(c, n.layers, prices.layer + ep, prices.head, even, machine.pace)
         bubble = sends = hop = np.zeros(1)
         if (c.pp > 1).any():
             traffic = (comm.tp + ep + comm.cp) / 2.0
@@ -161,7 +164,7 @@ class Pace:
                 work.forward + work.launch / 3.0 + traffic,
                 work.backward + work.recompute + work.launch / 1.5 + traffic,
                 work.weight_gradient,
-                machine.crowd,
+                machine.pace,
             )
             boundary_bytes = tokens_of(workload, c) * n.hidden * machine.width / c.tp
             # Sending to the next stage is what a gather over two ranks sends of twice the tensor.
@@ -248,7 +251,7 @@ class Rest:
             moved / machine.stream_bytes_s,
             over_host,
             np.where(added, sums, 0.0),
-            machine.crowd * _host_work(stack.host_s, c, layers),
+            machine.crowd * _host_work(stack.host_s, c, layers, n.moe_share),
             stack.step_s,
             stack.straggle * np.log2(np.maximum(c.world_size, 1.0)),
         )

@@ -109,7 +109,7 @@ def time_terms(
         ),
         TimeTerm(
             "host work of axes", rest.host,
-            "m l seconds of each axis that is used; replicas: l; pipeline: m per rank",
+            "m l seconds of each axis that is used; replicas: l; pipeline: m per rank; experts: their layers",
             stack.source("host_s.dp_shard"), of,
         ),
         TimeTerm(

@@ -109,7 +109,8 @@ class Plan:
         collectives: Communication of one step, by formula.
         rejected: Runners-up, best first.
         stages: What one microbatch costs on every virtual stage; `planner.simulate_plan` runs them.
-        ranks_per_core: Ranks that take turns on a core of the machine; what waiting ranks leave the others use.
+        pace: Speed of a pipeline rank while 1, 2, ... of them work, against all of them at work; empty where every
+            rank has its own cores.
         certificate: Why the search found nothing better; None for a strategy that was given.
         pareto: The front of time and memory near the chosen strategy, fastest first.
         sensitivity: Constants that would change the choice, the smallest change first.
@@ -130,7 +131,7 @@ class Plan:
     collectives: tuple[Collective, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     stages: tuple[Stage, ...] = ()
-    ranks_per_core: float = 1.0
+    pace: tuple[float, ...] = ()
     certificate: Certificate | None = None
     pareto: tuple[Alternative, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()

@@ -51,15 +51,26 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Cores that executors share: while k of them work, each works at the rate min(1, count / k).
+    """Cores, caches and memory that executors share: the more of them work, the slower is each.
 
     Attributes:
-        count: Cores; a fraction where one executor stands for several ranks.
+        rates: Rate of each while 1, 2, ... of them work. More than there are rates share what so many get together.
         executors: Who shares them.
     """
 
-    count: Fraction
+    rates: tuple[Fraction, ...]
     executors: frozenset[str]
+
+    @classmethod
+    def even(cls, count: Fraction, executors: frozenset[str]) -> Cores:
+        """`count` cores without anything else to share: while k work, each works at the rate min(1, count / k)."""
+        busy = range(1, len(executors) + 1)
+        return cls(tuple(min(Fraction(1), count / k) for k in busy), executors)
+
+    def rate(self, busy: int) -> Fraction:
+        """Rate of each of so many executors at work."""
+        most = len(self.rates)
+        return self.rates[busy - 1] if busy <= most else self.rates[-1] * most / busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +202,7 @@ class _Clock:
     def __init__(self, cores: Cores | None, lanes: tuple[str, ...]) -> None:
         self.now = 0
         self._shared = [cores is not None and name in cores.executors for name in lanes]
-        self._cores = cores.count.as_integer_ratio() if cores else (1, 1)
+        self._cores = cores
         self._given = 0
         self._own: list[tuple[int, int]] = []
         self._sharing: list[tuple[int, int]] = []
@@ -212,8 +223,8 @@ class _Clock:
         """Go to the next instant at which tasks end, and return them in the order of the list."""
         instant = self._own[0][0] if self._own else None
         if self._sharing:
-            up, down = self._cores
-            down = max(up, down * len(self._sharing))
+            assert self._cores is not None, "only shared cores have lanes that share"
+            up, down = self._cores.rate(len(self._sharing)).as_integer_ratio()
             shared = self.now - (self._given - self._sharing[0][0]) * down // up
             instant = shared if instant is None else min(instant, shared)
             self._given += (instant - self.now) * up // down

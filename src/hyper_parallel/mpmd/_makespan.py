@@ -28,7 +28,7 @@ def makespan_s(
     microbatches: int,
     stages_per_rank: int,
     costs: Sequence[StageCost],
-    ranks_per_core: float = 1.0,
+    pace: Sequence[float] = (),
 ) -> float:
     """Seconds from the first forward to the end of the last backward of any rank.
 
@@ -38,7 +38,7 @@ def makespan_s(
         microbatches: Microbatches of a step.
         stages_per_rank: Virtual stages of a rank.
         costs: One per stage. Gathers, reductions, offload and the update are not counted.
-        ranks_per_core: Ranks that take turns on a core; above 1 the events are simulated, see `on_shared_cores`.
+        pace: Speed of a rank while 1, 2, ... of them work; where not all are 1 the events are simulated.
 
     Raises:
         ScheduleError: HP320 for a schedule that cannot be made, or another number of costs than stages.
@@ -50,9 +50,9 @@ def makespan_s(
         raise ScheduleError(
             "every stage needs its cost", got=f"{len(costs)} costs", allowed=program.stages
         )
-    if ranks_per_core > 1.0:
+    if any(p != 1.0 for p in pace):
         schedule = make_schedule(name, ranks, microbatches, stages_per_rank)
-        graph = on_shared_cores(schedule_tasks(schedule, costs), ranks, ranks_per_core)
+        graph = on_shared_cores(schedule_tasks(schedule, costs), pace)
         return max(s.end_s for s in simulate(graph).spans if not s.lane.startswith("link"))
     return program.end(costs) / 1e9
 

@@ -186,26 +186,26 @@ class _Builder:
             self.copied[s, i] = task
 
 
-def on_shared_cores(graph: TaskGraph, ranks: int, ranks_per_core: float) -> TaskGraph:
-    """The same graph on a device whose ranks take turns on its cores.
+def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
+    """The same graph on a device whose ranks share its cores, caches and memory.
 
-    Costs are those of a rank that gets its share of a core while all ranks work. With a core of its own it is faster
-    by `ranks_per_core`; so what waiting ranks leave, the others use. Links keep their time.
+    Costs are those of a rank while all ranks work. Where some wait the others are faster, so what they leave is used.
+    Links keep their time.
 
     Args:
         graph: Graph of a schedule, on lanes `rank r/compute`, `rank r/communication`, ...
-        ranks: Pipeline ranks; each stands for all ranks of its stage, which do the same at the same time.
-        ranks_per_core: Ranks of the device per core; not above 1: every rank has its own.
+        pace: Speed of a pipeline rank while 1, 2, ... of them work, against all of them at work; each stands for all
+            ranks of its stage, which do the same at the same time. Empty or all 1: nothing is shared.
     """
-    if ranks_per_core <= 1.0:
+    if all(p == 1.0 for p in pace):
         return graph
-    crowd = Fraction(ranks_per_core).limit_denominator(1 << 20)
+    exact = [Fraction(p).limit_denominator(1 << 20) for p in pace]
     lanes = frozenset(t.executor for t in graph.tasks if t.executor.startswith("rank "))
     tasks = tuple(
-        replace(t, duration_ns=round(t.duration_ns / crowd)) if t.executor in lanes else t
+        replace(t, duration_ns=round(t.duration_ns / exact[0])) if t.executor in lanes else t
         for t in graph.tasks
     )
-    return replace(graph, tasks=tasks, cores=Cores(ranks / crowd, lanes))
+    return replace(graph, tasks=tasks, cores=Cores(tuple(p / exact[0] for p in exact), lanes))
 
 
 def _nanoseconds(seconds: float) -> int:

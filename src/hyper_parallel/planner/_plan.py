@@ -382,6 +382,6 @@ def _make(
         collectives=collectives,
         rejected=rejected,
         stages=priced.stages,
-        ranks_per_core=context.machine.crowd,
+        pace=context.machine.paces(strategy.pp),
         notes=(*context.notes, *told, *notes),
     )

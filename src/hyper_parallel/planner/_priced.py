@@ -102,7 +102,7 @@ def price(
         activation_bytes=layers * kept,
     )
     priced = Priced(strategy, workload, cost, memory, stages)
-    longer = _longer(priced, context.machine.crowd) if simulated else 0.0
+    longer = _longer(priced, context.machine.paces(strategy.pp)) if simulated else 0.0
     if longer > WORTH * priced.step_s:
         cost = (
             *cost,
@@ -148,16 +148,16 @@ def _mixed_memory(plain: Scores, full: Scores, share: float) -> tuple[MemoryTerm
     return tuple(mixed)
 
 
-def _longer(priced: Priced, crowd: float) -> float:
+def _longer(priced: Priced, pace: tuple[float, ...]) -> float:
     """Seconds that the simulated pipeline takes beyond the closed form; 0 without a pipeline."""
     s = priced.strategy
     if s.pp == 1:
         return 0.0
     closed = sum(t.seconds for t in priced.cost if t.name not in (*ONCE, "stragglers"))
-    return max(0.0, pipeline_s(priced, crowd) - closed)
+    return max(0.0, pipeline_s(priced, pace) - closed)
 
 
-def pipeline_s(priced: Priced, crowd: float = 1.0) -> float:
+def pipeline_s(priced: Priced, pace: tuple[float, ...] = ()) -> float:
     """Seconds of the simulated schedule, from the first forward to the last backward.
 
     A step of very many microbatches is simulated for one and two rounds of one per rank, and continued in a straight
@@ -167,7 +167,7 @@ def pipeline_s(priced: Priced, crowd: float = 1.0) -> float:
     name, costs = schedule_name(s), [stage.cost for stage in priced.stages]
 
     def seconds(microbatches: int) -> float:
-        return makespan_s(name, s.pp, microbatches, s.virtual_stages, costs, crowd)
+        return makespan_s(name, s.pp, microbatches, s.virtual_stages, costs, pace)
 
     per_round = 3 * s.pp * s.pp * s.virtual_stages
     rounds = min(3, MOST_ACTIONS // per_round)

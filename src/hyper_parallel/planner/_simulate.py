@@ -2,7 +2,7 @@
 
 The plan's stages hold what a microbatch costs on them, so a plan file alone is enough. One rank stands for all ranks of
 its stage: they do the same at the same time. The tail follows when every stage has its gradients, because the gradient
-norm is over all of them. Ranks that take turns on cores do so here too.
+norm is over all of them. Ranks that share cores do so here too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
             )
         )
     whole = TaskGraph(tuple(tasks), graph.policies, graph.initial_bytes)
-    return on_shared_cores(whole, s.pp, plan.ranks_per_core)
+    return on_shared_cores(whole, plan.pace)
 
 
 def simulate_plan(plan: Plan) -> Timeline:

@@ -1,7 +1,12 @@
 """Supernode: machines as planning sees them, from YAML presets or detected."""
 
 from hyper_parallel.topology._bandwidth import CollectiveKind, group_bandwidth, group_latency
-from hyper_parallel.topology._cpu import DEFAULT_CPU_RANKS, cache_dir, forget_measurements
+from hyper_parallel.topology._cpu import (
+    DEFAULT_CPU_RANKS,
+    cache_dir,
+    forget_measurements,
+    rank_threads,
+)
 from hyper_parallel.topology._detect import Accelerator, detect_local, find_accelerators
 from hyper_parallel.topology._load import load_topology, preset_names, read_topology
 from hyper_parallel.topology._types import (
@@ -31,5 +36,6 @@ __all__ = [
     "group_latency",
     "load_topology",
     "preset_names",
+    "rank_threads",
     "read_topology",
 ]

@@ -73,6 +73,11 @@ def read_cpu() -> Cpu:
     )
 
 
+def rank_threads(num_ranks: int) -> int:
+    """CPU threads of each local rank: OMP_NUM_THREADS, else an even share of the cores, at least one."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_ranks))
+
+
 def _memory_bytes() -> int:
     total = 0
     for line in _read("/proc/meminfo").splitlines():
@@ -138,14 +143,20 @@ def _from_cache(path: Path, key: str) -> dict[str, float] | None:
 
 
 def cpu_supernode(num_ranks: int) -> Supernode:
-    """This machine, its cores and memory divided evenly among `num_ranks` ranks."""
+    """This machine, its cores and memory divided evenly among `num_ranks` ranks.
+
+    A rank computes with `rank_threads` threads, so few ranks of few threads leave cores idle.
+    """
     cpu = read_cpu()
     rates = cpu_rates(cpu)
-    share = f"{cpu.cores} cores / {num_ranks} ranks"
+    used = min(cpu.cores, num_ranks * rank_threads(num_ranks))
+    of = f" of {cpu.cores}" if used < cpu.cores else ""
+    share = f"{used}{of} cores / {num_ranks} ranks"
     measured = f"numpy on this machine, {share}"
+    part = used / cpu.cores / num_ranks
 
     def peak(flops: float, source: str, derived: bool = False) -> Quantity:
-        return Quantity(flops / num_ranks, source, "inferred" if derived else "measured")
+        return Quantity(flops * part, source, "inferred" if derived else "measured")
 
     factor, why = (2.0, "has") if cpu.has_bfloat16 else (0.5, "lacks")
     device = Device(
@@ -163,7 +174,7 @@ def cpu_supernode(num_ranks: int) -> Supernode:
         memory_bytes=Quantity(
             float(cpu.memory_bytes // num_ranks), f"memory of the machine / {num_ranks}", "measured"
         ),
-        memory_bytes_s=Quantity(rates["memory"] / num_ranks, measured, "measured"),
+        memory_bytes_s=Quantity(rates["memory"] * part, measured, "measured"),
         ranks_per_core=max(1.0, num_ranks / cpu.cores),
     )
     host = Tier(

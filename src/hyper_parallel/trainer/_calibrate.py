@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +15,7 @@ import torch
 from hyper_parallel.backends.torch import measure_rates
 from hyper_parallel.config import load_recipe
 from hyper_parallel.cost import (
+    LOCAL_CARD,
     Candidates,
     DeviceCard,
     LocalRates,
@@ -22,6 +23,7 @@ from hyper_parallel.cost import (
     MeasuredStep,
     ModelNumbers,
     StackCard,
+    at_ranks,
     device_card,
     fit_device,
     fit_probes,
@@ -30,17 +32,19 @@ from hyper_parallel.cost import (
     own_path,
     score,
     stack_card,
-    write_card,
+    write_own,
 )
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ModelSpec, load_model
 from hyper_parallel.runtime import World, launch
-from hyper_parallel.topology import Supernode, detect_local
+from hyper_parallel.topology import Supernode, detect_local, rank_threads
 from hyper_parallel.trainer._job import prepare_job
-from hyper_parallel.trainer._probe import Probe, make_probes, time_probes
+from hyper_parallel.trainer._probe import AT_ONCE, Probe, make_probes, time_probes
 from hyper_parallel.trainer._run import run_job
 
 _WARM: Final = 3
+_DTYPES: Final = ("float32", "bfloat16")
+_WINDOW_S: Final = 0.12
 
 
 def calibrate_local(
@@ -55,22 +59,39 @@ def calibrate_local(
         steps: How many steps.
     """
     supernode = detect_local(ranks)
-    device, stack = _measure(supernode)
+    by_ranks = {k: _measure(detect_local(k)) for k in _at_work(supernode)}
     path = output or own_path()
-    write_card(path, device, stack, device.name)
+    write_own(path, by_ranks)
     yield f"measured {supernode.description}"
     kind = supernode.device.kind
-    old, old_stack = _shipped(supernode)
-    for name in ("saturation", "elementwise", "stream", "link", "latency", "kernel_s"):
-        yield f"  {name}: {getattr(old, name):.4g} -> {getattr(device, name):.4g}"
-    for dtype in ("float32", "bfloat16"):
-        for table in ("matmul", "attention"):
-            yield f"  {table}.{dtype}: {old.share(table, dtype):.3f} -> {device.share(table, dtype):.3f}"
-    yield f"  step_s: {old_stack.step_s:.4g} -> {stack.step_s:.4g}"
+    if len(by_ranks) > 1:
+        yield f"  the numbers are for {', '.join(map(str, by_ranks))} ranks at work"
+    measured = [_told(*cards) for cards in by_ranks.values()]
+    for name, before in _told(*_shipped(supernode)).items():
+        yield f"  {name}: {before:.4g} -> {'  '.join(f'{m[name]:.4g}' for m in measured)}"
     used = "" if output else f"; `plan` and `train` on this {kind} use it from now on"
     yield f"card written to {path}{used}"
     if check is not None:
-        yield from _check(check, steps, supernode, (old, old_stack), (device, stack))
+        yield from _check(check, steps, by_ranks)
+
+
+def _told(device: DeviceCard, stack: StackCard) -> dict[str, float]:
+    """The numbers that are printed."""
+    numbers = ("saturation", "elementwise", "stream", "link", "latency", "kernel_s")
+    tables = ("matmul", "attention")
+    return {
+        **{name: getattr(device, name) for name in numbers},
+        **{f"{table}.{d}": device.share(table, d) for table in tables for d in _DTYPES},
+        "step_s": stack.step_s,
+    }
+
+
+def _at_work(supernode: Supernode) -> list[int]:
+    """Numbers of ranks to measure: an accelerator has its own cores; of a CPU 1, 2, 4, ... ranks and all."""
+    most = supernode.num_devices
+    if supernode.device.kind != "cpu":
+        return [most]
+    return sorted({most, *(2**k for k in range(most.bit_length()) if 2**k < most)})
 
 
 def _shipped(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
@@ -81,15 +102,21 @@ def _shipped(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
 
 def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     ranks, kind = supernode.num_devices, supernode.device.kind
-    wanted = tuple(d for d in ("float32", "bfloat16") if d in supernode.device.peak_flops)
+    # Another name than `local`: what was measured before, or is damaged, must not matter.
+    supernode = replace(supernode, name=LOCAL_CARD + " machine")
+    wanted = tuple(d for d in _DTYPES if d in supernode.device.peak_flops)
     probes = make_probes(supernode)
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
-    found: list[tuple[LocalRates, list[float]]] = launch(
-        lambda rank: _on_rank(wanted, probes), ranks, threads=_threads(ranks)
-    )
-    rates = mean_rates([one for one, _ in found])
-    seconds = [max(per_rank) for per_rank in zip(*(s for _, s in found), strict=True)]
+    threads = rank_threads(ranks)
+    found: list[LocalRates] = launch(lambda rank: _rates_of(wanted), ranks, threads=threads)
+    rates = mean_rates(found)
+    seconds: list[float] = []
+    for first in range(0, len(probes), AT_ONCE):
+        some = probes[first : first + AT_ONCE]
+        each = launch(lambda rank, some=some: _seconds_of(some), ranks, threads=threads)
+        seconds += [max(per_rank) for per_rank in zip(*each, strict=True)]
     source = f"micro-benchmarks of this machine, {ranks} ranks at once, torch {torch.__version__}"
     card = fit_device(rates, supernode, source)
     measured = [
@@ -102,21 +129,18 @@ def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     return fit_stack(measured[:2], card, supernode, told)
 
 
-def _threads(ranks: int) -> int:
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
-
-
-def _on_rank(dtypes: tuple[str, ...], probes: Sequence[Probe]) -> tuple[LocalRates, list[float]]:
+def _rates_of(dtypes: tuple[str, ...]) -> LocalRates:
     with World.join() as world:
-        return measure_rates(world.device, dtypes), time_probes(probes, world)
+        return measure_rates(world.device, dtypes, _WINDOW_S)
+
+
+def _seconds_of(probes: Sequence[Probe]) -> list[float]:
+    with World.join() as world:
+        return time_probes(probes, world)
 
 
 def _check(
-    path: Path,
-    steps: int,
-    supernode: Supernode,
-    before: tuple[DeviceCard, StackCard],
-    after: tuple[DeviceCard, StackCard],
+    path: Path, steps: int, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]
 ) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="hyper_parallel_check_") as scratch:
         loaded = load_recipe(
@@ -132,8 +156,8 @@ def _check(
     yield f"{path}: {plan.strategy}, {steps} steps, measured {measured:.4g} s a step (median)"
     spec = load_model(loaded.recipe.model.path)
     ranks = plan.strategy.world_size
-    machine = supernode if ranks == supernode.num_devices else detect_local(ranks)
-    for name, cards in (("before", before), ("after", after)):
+    machine = detect_local(ranks)
+    for name, cards in (("before", _shipped(machine)), ("after", at_ranks(by_ranks, ranks))):
         predicted = _predicted(spec, plan, machine, *cards)
         yield f"  predicted {name}: {predicted:.4g} s, {predicted / measured - 1.0:+.1%} of the measured"
 

@@ -1,13 +1,15 @@
 """Short training steps of small models with several layouts on the ranks of this machine, timed.
 
-All models are there at once and take their steps in turn, round after round, and the fastest round counts: what else
-the machine does meets all layouts alike.
+The models of one start are there at once and take their steps in turn, round after round, and the fastest round counts:
+what else the machine does meets all layouts alike.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,8 +23,18 @@ from hyper_parallel.planner import plan as make_plan
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.topology import Supernode
 
-_ROUNDS: Final = 3
-_STEPS: Final = 2
+_NARROW: Final = 64
+_WIDE: Final = 256
+_CROWDED: Final = 4
+"""Ranks beyond which the steps of a probe are kept shorter still."""
+AT_ONCE: Final = 5
+"""Probes of one start: a rank that holds dozens of models and their process groups is up to three times slower."""
+_LEAST_ROUNDS: Final = 3
+_MOST_ROUNDS: Final = 15
+_BUDGET_S: Final = 2.0
+"""Seconds after which there is no further round but the least."""
+
+_Row = tuple[int, int, Mapping[str, Any], int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,55 +59,72 @@ def make_probes(supernode: Supernode) -> list[Probe]:
     that the ranks allow has its turn.
     """
     ranks, kind = supernode.num_devices, supernode.device.kind
-    narrow, wide = (64, 256) if kind == "cpu" else (512, 2048)
-    made = [_probe(supernode, narrow, layers, Strategy(dp_replicate=ranks), 1) for layers in (2, 6)]
     if kind != "cpu":
-        return made
-    made.append(_probe(supernode, narrow, 4, Strategy(dp_replicate=ranks), 3))
-    made.append(_probe(supernode, wide, 2, Strategy(dp_replicate=ranks), 1))
+        return [_probe(supernode, 512, layers, {}, 1) for layers in (2, 6)]
+    # Width, layers, degrees beside the replicas, microbatches, sequences of one, whether it has experts.
+    few = 2 if ranks <= _CROWDED else 1
+    rows: list[_Row] = [
+        (_NARROW, 1, {}, 1, 1, False), (_NARROW, 3, {}, 1, 1, False), (_NARROW, 2, {}, 3, 1, False),
+        (_WIDE, 2, {}, 1, 1, False), (_WIDE, 2, {}, 1, 2, False), (_NARROW, 2, {}, 1, 1, True),
+        (_WIDE, 2, {}, 1, 1, True),
+    ]  # fmt: skip
+    both = (_NARROW, _WIDE)
     if ranks > 1:
-        made.append(_probe(supernode, narrow, 4, Strategy(dp_shard=ranks), 2))
-        made.append(_probe(supernode, wide, 2, Strategy(dp_shard=ranks), 2))
+        rows += [(w, few, {"dp_shard": ranks}, 2, 1, False) for w in both]
     if ranks % 2 == 0:
-        rest = ranks // 2
-        halves = (
-            Strategy(dp_replicate=rest, tp_x=2),
-            Strategy(dp_replicate=rest, cp=2),
-            Strategy(dp_replicate=rest, cp=2, cp_kind="ulysses"),
-            Strategy(dp_replicate=rest, pp=2),
-        )
-        made += [_probe(supernode, narrow, 4, half, 2) for half in halves]
-        made.append(_probe(supernode, wide, 2, Strategy(dp_replicate=rest, tp_x=2), 1))
-        made.append(_probe(supernode, wide, 4, Strategy(dp_replicate=rest, pp=2), 4))
+        halves = ({"tp_x": 2}, {"cp": 2}, {"cp": 2, "cp_kind": "ulysses"})
+        rows += [(w, few, half, 2, 1, False) for half in halves for w in both]
+        rows += [(w, 2, {"pp": 2}, m, 1, False) for w, m in ((_NARROW, 2), (_WIDE, 2), (_WIDE, 4))]
+        rows += [(w, few, {"dp_shard": ranks, "ep": 2}, 1, 1, True) for w in both]
     if ranks % 4 == 0:
-        rest = ranks // 4
-        both = Strategy(dp_replicate=rest, tp_x=2, tp_y=2)
-        made.append(_probe(supernode, narrow, 4, both, 2))
-        made.append(_probe(supernode, narrow, 4, Strategy(dp_replicate=rest, cp=4), 2))
-        made.append(_probe(supernode, narrow, 4, Strategy(dp_replicate=rest, tp_x=4), 2))
-    return made
+        quarters = ({"tp_x": 4}, {"tp_x": 2, "tp_y": 2}, {"cp": 4})
+        rows += [(w, few, quarter, few, 1, False) for quarter in quarters for w in both]
+    return [_probe(supernode, *row) for row in rows]
 
 
 def _probe(
-    supernode: Supernode, width: int, layers: int, strategy: Strategy, microbatches: int
+    supernode: Supernode,
+    width: int,
+    layers: int,
+    degrees: Mapping[str, Any],
+    microbatches: int,
+    sequences: int = 1,
+    experts: bool = False,
 ) -> Probe:
-    cpu = supernode.device.kind == "cpu"
-    config = {
+    cpu, ranks = supernode.device.kind == "cpu", supernode.num_devices
+    taken = math.prod(v for k, v in degrees.items() if isinstance(v, int) and k != "ep")
+    strategy = Strategy(dp_replicate=ranks // taken, **degrees)
+    config: dict[str, Any] = {
         "model_type": "llama", "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024, "max_position_embeddings": 256,
         "tie_word_embeddings": False,
     }  # fmt: skip
+    if experts:
+        config |= {
+            "model_type": "qwen3_moe", "head_dim": width // 4, "num_experts": 8, "num_experts_per_tok": 2,
+            "moe_intermediate_size": width, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
     workload = Workload(
-        256, microbatch=1, accumulation_steps=microbatches, compute_dtype="float32" if cpu else "bfloat16"
+        256, microbatch=sequences, accumulation_steps=microbatches, compute_dtype="float32" if cpu else "bfloat16"
     ).resolve(strategy.dp)  # fmt: skip
     spec = spec_from_config(config, name=f"calibration, {layers} layers of width {width}")
     return Probe(config, spec, make_plan(spec, supernode, workload, strategy=strategy))
 
 
 def time_probes(probes: Sequence[Probe], world: World) -> list[float]:
-    """Seconds per step of every probe on this rank, of the fastest round."""
+    """Seconds per step of every probe on this rank, of the fastest round; the first, which warms up, does not count."""
     runs = [_Run(probe, world) for probe in probes]
-    rounds = [[run.turn() for run in runs] for _ in range(_ROUNDS + 1)]
+    # A real run has one model: collections must not go through the objects of all.
+    gc.collect()
+    gc.freeze()
+    start = time.perf_counter()
+    rounds: list[list[float]] = []
+    spent = torch.zeros(1, device=world.device)
+    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and float(spent) < _BUDGET_S):
+        rounds.append([run.turn() for run in runs])
+        spent.fill_(time.perf_counter() - start)
+        if world.world_size > 1:
+            dist.all_reduce(spent, dist.ReduceOp.MAX)  # all ranks stop at the same round
     return [min(turns) for turns in zip(*rounds[1:], strict=True)]
 
 
@@ -113,21 +142,24 @@ class _Run:
         self._model, self._world = model, world
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         work = probe.plan.workload
-        tokens = torch.arange(work.seq_len, device=world.device)[None] % 1000
+        tokens = (
+            torch.arange(work.seq_len, device=world.device).repeat(work.microbatch or 1, 1) % 1000
+        )
         self._batches = [{"input_ids": tokens, "shift_labels": tokens}] * (
             work.accumulation_steps or 1
         )
         self._tokens = work.tokens_per_step or 1
 
     def turn(self) -> float:
-        """Mean seconds of some steps after a barrier."""
+        """Seconds of a step after a barrier."""
         if self._world.world_size > 1:
             dist.barrier()
         start = time.perf_counter()
-        for _ in range(_STEPS):
-            loss = forward_backward(self._model, self._batches, self._tokens)
-            clip_grad_norm_(self._model, 1.0)
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-            float(loss)  # waits for the device
-        return (time.perf_counter() - start) / _STEPS
+        loss = forward_backward(self._model, self._batches, self._tokens)
+        clip_grad_norm_(self._model, 1.0)
+        if self._world.world_size > 1:
+            dist.all_reduce(loss)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        float(loss)  # waits for the device
+        return time.perf_counter() - start

@@ -6,6 +6,7 @@ import logging
 import os
 
 from hyper_parallel.runtime import launch
+from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._job import Job, clear_run, under_torchrun
 from hyper_parallel.trainer._rank import Summary, train_rank
 
@@ -31,12 +32,11 @@ def run_job(job: Job) -> Summary | None:
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     ranks = job.plan.strategy.world_size
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
     results = launch(
         lambda rank: train_rank(job),
         ranks,
         log_dir=job.output_dir / "logs",
-        threads=threads,
+        threads=rank_threads(ranks),
         echo_rank=0,
     )
     summary: Summary | None = results[0]

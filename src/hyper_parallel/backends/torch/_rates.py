@@ -1,12 +1,14 @@
 """Micro-benchmarks of one rank, all ranks at the same time: what kernels and collectives reach on this machine.
 
 Ranks of a run share cores, caches and links, so every measurement starts at a barrier and takes the mean over a time
-window in which all ranks work, not the best of a quiet moment.
+window in which all ranks work, not the best of a quiet moment. Everything has three turns, of which the fastest counts:
+what other programs do meanwhile is not the machine's.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 
@@ -15,8 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from hyper_parallel.cost import LocalRates
+from hyper_parallel.cost import LocalRates, fastest_rates
 
+_TURNS = 3
+"""How often everything is measured."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -30,7 +34,10 @@ def measure_rates(
         dtypes: Number formats to measure, of float32 and bfloat16.
         window_s: Seconds of each measurement.
     """
+    return fastest_rates([_once(device, dtypes, window_s / _TURNS) for _ in range(_TURNS)])
 
+
+def _once(device: torch.device, dtypes: tuple[str, ...], window_s: float) -> LocalRates:
     def clock(action: Callable[[], object]) -> float:
         return _mean(device, action, window_s)
 
@@ -59,19 +66,23 @@ def measure_rates(
     elements = 2**20 if small else 2**27
     rings = _rings(device, small) if dist.is_initialized() and dist.get_world_size() > 1 else ()
     return LocalRates(
-        matmul, attention, passing, (28.0 * elements, clock(_adamw(device, elements))), rings
+        matmul,
+        attention,
+        passing,
+        (28.0 * elements, clock(_adamw(device, elements))),
+        rings,
+        _layers(device, window_s) if rings and small else (),
     )
 
 
 def _mean(device: torch.device, action: Callable[[], object], window_s: float) -> float:
     """Mean seconds of an action over a window, after a warm-up and a barrier."""
-    for _ in range(2):
-        action()
+    action()
     _settle(device)
     if dist.is_initialized():
         dist.barrier()
     start, count = time.perf_counter(), 0
-    while count < 3 or time.perf_counter() - start < window_s:
+    while not count or time.perf_counter() - start < window_s:
         action()
         count += 1
         if device.type != "cpu" and count % 8 == 0:
@@ -137,6 +148,49 @@ def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     return optimizer.step
+
+
+def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], ...]:
+    """A small layer while all ranks work, then half of them, and so on to one: ranks at work, and seconds."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    action = _layer(device)
+    found = []
+    for working in (ranks >> halved for halved in range(ranks.bit_length())):
+        seconds = math.nan
+        dist.barrier()
+        if rank < working:
+            action()
+            start, count = time.perf_counter(), 0
+            while time.perf_counter() - start < window_s:
+                action()
+                count += 1
+            seconds = (time.perf_counter() - start) / count
+        dist.barrier()  # whoever has nothing to do waits here, as for a neighbour's result
+        found.append((working, seconds))
+    return tuple(found)
+
+
+def _layer(
+    device: torch.device, tokens: int = 256, width: int = 128, heads: int = 4
+) -> Callable[[], object]:
+    """Forward and backward of a decoder layer without its parallel axes."""
+    x = torch.randn(tokens, width, device=device, requires_grad=True)
+    norm, qkv, out, up, down = (
+        nn.RMSNorm(width),
+        nn.Linear(width, 3 * width),
+        nn.Linear(width, width),
+        nn.Linear(width, 6 * width),
+        nn.Linear(3 * width, width),
+    )
+
+    def action() -> None:
+        q, k, v = qkv(norm(x)).view(1, tokens, 3 * heads, -1).transpose(1, 2).chunk(3, dim=1)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = x + out(seen.transpose(1, 2).reshape(tokens, width))
+        gate, value = up(norm(y)).chunk(2, dim=-1)
+        (y + down(F.silu(gate) * value)).sum().backward()
+
+    return action
 
 
 def _rings(device: torch.device, small: bool) -> tuple[tuple[float, float], ...]:
