@@ -23,6 +23,7 @@ from hyper_parallel.cost._cards import (
 from hyper_parallel.cost._cells import RowError
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, step_collectives
 from hyper_parallel.cost._context_bytes import Exchange, context_bytes
+from hyper_parallel.cost._copies import COPIES, Away, Load, mixed_term, put_away
 from hyper_parallel.cost._expert_bytes import Rows
 from hyper_parallel.cost._fit import CONSTANTS, Constant, Fit, fit_runs, write_cards
 from hyper_parallel.cost._local import (
@@ -54,12 +55,14 @@ from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_ele
 
 __all__ = [
     "CONSTANTS",
+    "COPIES",
     "LINEAR_ENTRY",
     "LOCAL_CARD",
     "ORDERS",
     "RECOMPUTE",
     "SCHEDULES",
     "SHAPES",
+    "Away",
     "BlockWidths",
     "Candidates",
     "Cards",
@@ -67,6 +70,7 @@ __all__ = [
     "DeviceCard",
     "Exchange",
     "Fit",
+    "Load",
     "LocalRates",
     "Machine",
     "MeasuredStep",
@@ -93,12 +97,14 @@ __all__ = [
     "layer_prices",
     "load_card",
     "mean_rates",
+    "mixed_term",
     "nonnegative",
     "own_cards",
     "own_path",
     "peak_memory",
     "predict",
     "predict_file",
+    "put_away",
     "read_card",
     "read_cards",
     "read_run",

@@ -8,9 +8,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hyper_parallel.cost._budget import offloaded_bytes
 from hyper_parallel.cost._candidates import Candidates
+from hyper_parallel.cost._copies import COPIES, put_away
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._memory import memory_terms, peak_bytes
+from hyper_parallel.cost._memory import memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import SpaceTerm
 from hyper_parallel.cost._place import Places
@@ -35,9 +37,9 @@ class Scores:
 
     Attributes:
         time: Terms of the step time.
-        memory: Terms of the peak memory.
+        memory: Terms of the peak memory, offloaded or not.
         step_s: Sum of the time terms.
-        memory_bytes: Sum of the memory terms.
+        memory_bytes: Their bytes on the device: their sum, less what is away.
     """
 
     time: tuple[TimeTerm, ...]
@@ -47,11 +49,19 @@ class Scores:
 
     def cost_at(self, index: int) -> tuple[CostTerm, ...]:
         """Time terms of one candidate, those that are zero left out."""
-        return tuple(t.at(index) for t in self.time if t.seconds[index] > 0.0)
+        return tuple(t.at(index) for t in self.time if t.seconds[index] > 0.0 or _moves(t, index))
 
     def memory_at(self, index: int) -> tuple[MemoryTerm, ...]:
         """Memory terms of one candidate, those that are zero left out."""
-        return tuple(t.at(index) for t in self.memory if t.bytes[index] > 0.0)
+        held = tuple(t.at(index) for t in self.memory if t.bytes[index] > 0.0)
+        return put_away(held, self.cost_at(index))
+
+
+def _moves(term: TimeTerm, index: int) -> bool:
+    """Whether a term is that of copies, and there are any."""
+    if term.name != COPIES:
+        return False
+    return any(np.ravel(term.inputs[n])[index] > 0.0 for n in ("need_bytes", "end_bytes"))
 
 
 def score(
@@ -73,7 +83,7 @@ def score(
         only: Leave the terms of the other out; its sum is then 0. `peak` is memory without its terms.
     """
     if only == "peak":
-        peak = peak_bytes(numbers, machine, workload, candidates)
+        peak = offloaded_bytes(numbers, machine, workload, candidates)
         return Scores((), (), np.zeros(1), peak)
     time: tuple[TimeTerm, ...] = ()
     memory: tuple[SpaceTerm, ...] = ()
@@ -82,12 +92,10 @@ def score(
         time = time_terms(numbers, machine, workload, candidates, prices)
     if only != "time":
         memory = memory_terms(numbers, machine, workload, candidates)
-    return Scores(
-        time,
-        memory,
-        sum((t.seconds for t in time), np.zeros(1)),
-        sum((t.bytes for t in memory), np.zeros(1)),
-    )
+    held = sum((t.bytes for t in memory), np.zeros(1))
+    if memory and (candidates.offload > 0).any():
+        held = offloaded_bytes(numbers, machine, workload, candidates)
+    return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), held)
 
 
 def layer_prices(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from hyper_parallel.cost._budget import load_bytes, with_seconds
 from hyper_parallel.cost._candidates import Candidates, shape_of
 from hyper_parallel.cost._communication import (
     Communication,
@@ -20,6 +21,7 @@ from hyper_parallel.cost._communication import (
     step_tail,
     tensor_hops,
 )
+from hyper_parallel.cost._copies import COPIES, FORMULA, SOURCE
 from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds, tokens_of
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
@@ -186,7 +188,6 @@ def time_terms(
     norm = 2.0 * machine.ring_seconds(np.full(1, 4.0), *every)
     moved = state_bytes(n, workload, c).optimizer_moved
     optimizer = moved / machine.stream_bytes_s
-    over_host = np.where(c.offload > 0, moved / max(machine.host_bytes_s, 1.0), 0.0)
     accumulated = np.where(
         (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (c.dp_shard * c.cp > 1))),
         m * 8.0 * card.saturation * elements.whole / machine.stream_bytes_s,
@@ -307,18 +308,23 @@ def time_terms(
             card.source("stream"), {"bytes": moved, "memory_bytes_s": machine.stream_bytes_s},
         ),
         TimeTerm(
-            "offload", over_host, "optimizer bytes / host link", "topology", {"bytes": moved},
-        ),
-        TimeTerm(
             "every step", np.full(1, stack.step_s), "data, logging, host", stack.source("step_s")
         ),
     )  # fmt: skip
     total = sum((t.seconds for t in terms), np.zeros(1))
     shape = shape_of(c)
-    return tuple(_spread(t, shape) for t in (*terms, TimeTerm(
+    late = TimeTerm(
         "stragglers", noise * total, "share per doubling of the devices * the rest", stack.source("straggle"),
         {"devices": c.world_size},
-    )))  # fmt: skip
+    )  # fmt: skip
+    copies: tuple[TimeTerm, ...] = ()
+    if (c.offload > 0).any():
+        load = with_seconds(
+            load_bytes(n, machine, workload, c), c, work, comm.tp + ep + comm.cp, comm.fsdp,
+            prices.head * stages.head, layers, optimizer,
+        )  # fmt: skip
+        copies = (TimeTerm(COPIES, load.best()[1], FORMULA, SOURCE, load.inputs()),)
+    return tuple(_spread(t, shape) for t in (*terms, late, *copies))
 
 
 def _spread(term: TimeTerm, shape: tuple[int, ...]) -> TimeTerm:

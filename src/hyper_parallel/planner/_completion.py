@@ -26,7 +26,7 @@ AVOIDABLE: Final = frozenset(
         "data-parallel reduction",
         "gradient norm",
         "optimizer",
-        "offload",
+        "offload copies",
         "every step",
         "stragglers",
         "gradient accumulation",
@@ -125,7 +125,9 @@ class Completion:
         dense, experts = dense + n.embedding_weights + n.head_params, n.layers * n.expert_weights
         tp = columns["tp_x"] * columns["tp_y"]
         inner, fold = tp * columns["cp"], columns["ep"] * columns["etp"]
-        states = (2.0 if self.space.rules.offload else 4.0) * width * (dense + experts)
+        # What host memory holds need not be sharded.
+        offload = self.space.rules.offload
+        states = (0.0 if offload else 4.0) * width * (dense + experts)
         ranks = np.floor(states / self.goal.capacity_bytes / (columns["pp"] * inner))
         shard = np.clip(np.maximum(ranks, np.ceil(fold / inner)), 1.0, columns["dp"])
         rows = {**columns, "dp_shard": shard, "dp_replicate": np.ones(len(shard))}
@@ -136,7 +138,7 @@ class Completion:
             whole = 1.5 * width * (dense / tp + experts / fold) / columns["pp"]
             sums = self.price(rows, machine, "time", recompute=0.0, zero=1.0, offload=0.0).time
             added = next(t.seconds for t in sums if t.name == "gradient accumulation")
-            fits = whole <= self.goal.capacity_bytes
+            fits = (whole <= self.goal.capacity_bytes) | offload
             least = np.where(fits, np.minimum(least, added), least)
         return least * (1 - TIE)
 
