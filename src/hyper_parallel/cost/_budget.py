@@ -36,7 +36,7 @@ def load_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candida
 
     All but one layer's states may be away, and of what comes and goes all but the operands of the largest matrix
     product: no memory plan has less. What the allocator loses counts as something that goes, since a plan places every
-    byte. """
+    byte."""
     found = held_parts(n, machine, workload, c)
     shape = shape_of(c)
     floor = _operands(n, machine, workload, c)
@@ -75,8 +75,7 @@ def load_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candida
     reachable = machine.host_bytes if machine.host_bytes_s > 0 else 0.0
     return Load(
         np.where(asked, need, 0.0), np.where(asked, end, 0.0), one * reachable, movable["optimizer"],
-        movable["parameters"], movable["gradients"], held, np.minimum(passing * again, held), np.minimum(products *
-        again, held), zero, zero, zero, zero, zero, c.accumulation * one, flight * one,
+        movable["parameters"], movable["gradients"], held, np.minimum(passing * again, held), np.minimum(products * again, held), zero, zero, zero, zero, zero, c.accumulation * one, flight * one,
         np.where((flight <= 1.0) | (c.schedule == SCHEDULES.index("gpipe")), 1.0, zero),
         one * max(machine.host_bytes_s, 1.0),
     )  # fmt: skip
@@ -152,8 +151,8 @@ def _most(
     shape: tuple[int, ...],
     ending: bool = False,
 ) -> tuple[Array, NDArray[np.intp]]:
-    """Bytes over the device's memory in the fullest phase that has activations, or has none, and which phase that
-    is.""" most, which = np.full(shape, -np.inf), np.zeros(shape, dtype=np.intp)
+    """Bytes over the device's memory in the fullest phase that has activations, or has none; and which that is."""
+    most, which = np.full(shape, -np.inf), np.zeros(shape, dtype=np.intp)
     for index, total in enumerate(totals):
         held = found[index].activations > 0.0
         over = np.where(held != ending, total - machine.memory_bytes, -np.inf)
