@@ -36,7 +36,8 @@ def load_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candida
 
     All but one layer's states may be away, and of what comes and goes all but the operands of the largest matrix
     product: no memory plan has less. What the allocator loses counts as something that goes, since a plan places every
-    byte."""
+    byte.
+    """
     found = held_parts(n, machine, workload, c)
     shape = shape_of(c)
     floor = _operands(n, machine, workload, c)
@@ -74,8 +75,10 @@ def load_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candida
     zero, one = np.zeros(shape), np.ones(shape)
     reachable = machine.host_bytes if machine.host_bytes_s > 0 else 0.0
     return Load(
-        np.where(asked, need, 0.0), np.where(asked, end, 0.0), one * reachable, movable["optimizer"],
-        movable["parameters"], movable["gradients"], held, np.minimum(passing * again, held), np.minimum(products * again, held), zero, zero, zero, zero, zero, c.accumulation * one, flight * one,
+        np.where(asked, need, 0.0), np.where(asked, end, 0.0), one * reachable,
+        movable["optimizer"], movable["parameters"], movable["gradients"],
+        held, np.minimum(passing * again, held), np.minimum(products * again, held),
+        zero, zero, zero, zero, zero, c.accumulation * one, flight * one,
         np.where((flight <= 1.0) | (c.schedule == SCHEDULES.index("gpipe")), 1.0, zero),
         one * max(machine.host_bytes_s, 1.0),
     )  # fmt: skip
