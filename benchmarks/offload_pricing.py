@@ -40,7 +40,9 @@ SMALL = {
     "gpt2": {},
 }
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3, 0.15)
-"""Budgets as shares of the peak with everything kept."""
+"""Budgets of the small models, as shares of the peak with everything kept."""
+BUDGETS = (75e9, 64e9, 50e9, 40e9, 25e9, 10e9)
+"""Budgets of the 8B step, in bytes; its peak is 83.1 GB."""
 
 
 def small(family: str) -> MemoryProgram:
@@ -113,21 +115,17 @@ def rows_of(name: str, links: list[float]) -> list[dict[str, Any]]:
     for link in links:
         channel = Channel(link * 1e9 * scale)
         machine = MemoryMachine(channel, channel)
-        for share in SHARES:
+        for budget in BUDGETS if large else [share * start for share in SHARES]:
             row: dict[str, Any] = {
-                "model": name, "link_gb_s": link * scale, "budget_share": share, "start_bytes": start,
+                "model": name, "link_gb_s": link * scale, "budget_bytes": int(budget), "start_bytes": start,
                 "step_s": program.seconds,
             }  # fmt: skip
             for again in (True, False):
-                if not again and large:
-                    continue
                 kind = "recompute" if again else "copies"
-                load = load_of(program, share * start, channel.bytes_s, again)
+                load = load_of(program, budget, channel.bytes_s, again)
                 row[f"predicted_{kind}"] = float(load.best()[1][0]) / program.seconds
                 try:
-                    plan = plan_memory(
-                        program, machine, budget_bytes=int(share * start), recompute=again
-                    )
+                    plan = plan_memory(program, machine, budget_bytes=int(budget), recompute=again)
                     row[f"simulated_{kind}"] = plan.seconds / program.seconds - 1.0
                 except BudgetImpossible as error:
                     row[f"simulated_{kind}"] = None

@@ -48,8 +48,8 @@ class DeviceCard:
         context_bytes: Memory of driver context, communicators and workspaces.
         fragmentation: Memory the allocator holds but cannot use, as a share of what comes and goes.
         latency: Seconds of a collective with a tiny message against the topology's.
-        maturing: How much of a stack's growth by release (`moe_month`) shows on the device: its kernels for a young
-            generation get better release by release, those of the one before hardly.
+        maturing: How much of a stack's growth by release (`moe_month`) shows on the device, against Blackwell, whose
+            runs that growth is made of; fitted where a generation has runs of several releases.
         sources: Where each number comes from, by attribute (`matmul.bfloat16`).
         priors: What was believed before a number was fitted to runs, by attribute.
     """
@@ -73,7 +73,7 @@ class DeviceCard:
     context_bytes: float
     fragmentation: float
     latency: float = 1.0
-    maturing: float = 0.25
+    maturing: float = 1.0
     sources: Mapping[str, str] = field(default_factory=dict)
     priors: Mapping[str, float] = field(default_factory=dict)
 
