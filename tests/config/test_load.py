@@ -4,6 +4,7 @@ import pickle
 import textwrap
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -291,3 +292,17 @@ def test_sizes_of_offload_are_bytes_or_words_for_them(minimal, value):
     for key in ("budget", "dram"):
         with pytest.raises(BadValue, match=rf"`offload\.{key}`: .* is not a size"):
             load_recipe(minimal, ["offload.max_slowdown=0.02", f"offload.{key}={value}"])
+
+
+def test_a_saved_auto_recipe_fixes_no_more_than_was_given(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    given = {"auto": True, "tp": 2, "gathered_inputs": "keep"}
+    path.write_text(yaml.safe_dump({"model": {"path": "llama-3-8b"}, "parallel": given}))
+    recipe = load_recipe(path).recipe
+    path.write_text(recipe_to_yaml(recipe))
+    again = load_recipe(path).recipe
+    assert again == recipe
+    assert "gathered_inputs" in again.parallel.model_fields_set
+    chosen = {"pp", "cp", "cp_kind", "attention_shape", "reshard_after_forward", "virtual_stages"}
+    assert not chosen & again.parallel.model_fields_set
+    assert "recompute" not in again.training.model_fields_set

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,11 @@ from hyper_parallel.cost import (
     Machine,
     ModelNumbers,
     Places,
+    distinct,
+    memory_key,
+    offloaded_bytes,
     score,
+    step_seconds,
 )
 from hyper_parallel.cost._pipeline import bubble_seconds, in_flight, lay_out
 from hyper_parallel.ir import Strategy, Workload
@@ -116,6 +122,42 @@ def test_factorised_pricing_equals_pricing_one_by_one():
     apart = score(numbers, on, Workload(2048), c.take(np.arange(200)))
     assert together.step_s[:200] == pytest.approx(apart.step_s, rel=1e-12)
     assert together.memory_bytes[:200] == pytest.approx(apart.memory_bytes, rel=1e-12)
+
+
+def test_sums_of_a_search_are_the_sums_of_the_terms():
+    """Many strategies at once: seconds, those of the pace alone, and bytes under several choices."""
+    rng = np.random.default_rng(2)
+    rows = 900
+    columns = {
+        name: rng.choice([1.0, 2, 4], rows) for name in ("dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "pp")
+    }  # fmt: skip
+    columns |= {
+        "microbatch": rng.choice([1.0, 2], rows), "accumulation": rng.choice([4.0, 8], rows),
+        "zero": 1.0 * rng.choice(4, rows), "order": rng.choice([0.0, 7], rows), "schedule": 1.0 * rng.choice(6, rows),
+        "vpp": rng.choice([1.0, 2], rows), "ep": rng.choice([1.0, 2, 4], rows), "offload": rng.choice([0.0, 1], rows),
+    }  # fmt: skip
+    columns["etp"] = np.where(columns["ep"] > 1, 1.0, columns["tp_x"] * columns["tp_y"])
+    numbers, workload = ModelNumbers.of(load_model("mixtral-8x7b")), Workload(2048)
+    on = Machine.of(load_topology("cloudmatrix384"), "bfloat16")
+    choices = list(itertools.product((0, 1), (0, 1, 2)))
+    bytes_ = offloaded_bytes(numbers, on, workload, Candidates.of_columns(**columns), choices)
+    first, index = distinct(memory_key(columns))
+    assert len(first) < rows
+    for (again, kind), found in zip(choices, bytes_, strict=True):
+        c = Candidates.of_columns(**columns, regather=float(again), recompute=float(kind))
+        whole = score(numbers, on, workload, c)
+        assert step_seconds(numbers, on, workload, c) == pytest.approx(whole.step_s, rel=1e-12)
+        pace = sum(t.seconds for t in whole.time if t.name in PACE)
+        assert step_seconds(numbers, on, workload, c, "pace") == pytest.approx(pace, rel=1e-12)
+        assert found == pytest.approx(whole.memory_bytes, rel=1e-12)
+        # Nothing but the columns of the key matters to memory.
+        assert found[first][index] == pytest.approx(found, rel=1e-12)
+
+
+PACE = (
+    "matmul", "attention", "element-wise", "casts", "head and loss", "recompute", "kernel launches",
+    "tp communication", "cp communication", "ep communication", "pipeline bubble", "pipeline sends",
+)  # fmt: skip
 
 
 def test_an_open_grid_is_priced_without_being_written_out():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hyper_parallel.cost import Candidates, score
+from hyper_parallel.cost import SHAPES, Candidates, score
 from hyper_parallel.ir import AXES
 from hyper_parallel.planner._legal import space_of
 from hyper_parallel.planner._priced import price
@@ -16,8 +16,10 @@ from hyper_parallel.planner._space import Rules, Space
 
 COLUMNS = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp",
-    "cp_ulysses", "microbatch", "accumulation", "schedule", "vpp", "zero", "offload", "order",
+    "cp_ulysses", "microbatch", "accumulation", "schedule", "vpp", "zero", "offload", "order", "attention_tokens",
+    "cp_gather", "regather",
 )  # fmt: skip
+TWO = SHAPES.index("2d")
 
 
 def every_strategy(context, limits):
@@ -31,18 +33,37 @@ def every_strategy(context, limits):
     meshes = space.meshes()
     for row in zip(*meshes.values(), strict=True):
         pp, x, y, cp, dp, micro, steps = (int(v) for v in row)
-        for att, mlp, ep, etp, u in space.blocks(x, y, cp, dp):
+        for att, mlp, ep, etp, u, tokens, gathered in every_block(space, x, y, cp, dp):
             for replicate, shard, zero, off in space.states(dp, x * y * cp, ep * etp):
-                if space.refusal_of(shard, cp, x, y, att, mlp, ep, etp, u) is not None:
+                block = (att, mlp, ep, etp, u, tokens, gathered)
+                if space.refusal_of(shard, cp, x, y, *block) is not None:
                     continue
                 for schedule, vpp in space.schedules(pp, steps):
                     named = dict(zip(AXES, (pp, replicate, shard, cp, x, y), strict=True))
                     for (order,) in space.orders(tuple(named[a] for a in AXES), sizes):
-                        for moved in (0, 1) if offload else (off,):
-                            yield (
-                                pp, replicate, shard, cp, x, y, att, mlp, ep, etp, u, micro, steps, schedule, vpp,
-                                zero, moved, order,
-                            )  # fmt: skip
+                        for moved, again in itertools.product(
+                            (0, 1) if offload else (off,), (0, 1)
+                        ):
+                            if space.limits.allows("gathered_inputs", again) and (
+                                x * y > 1 or not again
+                            ):
+                                yield (
+                                    pp, replicate, shard, cp, x, y, att, mlp, ep, etp, u, micro, steps, schedule, vpp,
+                                    zero, moved, order, tokens, gathered, again,
+                                )  # fmt: skip
+
+
+def every_block(space, x, y, cp, dp):
+    """Rows of `Space.blocks` with every way to scatter 2-D attention and to see the whole sequence."""
+    pins, heads = space.limits.pins, space.rules.heads
+    for *block, u, tokens, gathered in space.blocks(x, y, cp, dp):
+        ways = {tokens}
+        if block[0] == TWO and y > 1 and "attention_scatter" not in pins:
+            ways = {0} if heads % (x * y) == 0 and space.rules.kv_legal(x * y) else set()
+            ways |= {1} if cp == 1 else set()
+        kinds = {0, 1} if u == 1 and cp > 1 and "cp_kind" not in pins else {gathered}
+        for way, kind in itertools.product(sorted(ways), sorted(kinds)):
+            yield (*block, u, way, kind)
 
 
 def closed_forms(context, limits):

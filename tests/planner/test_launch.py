@@ -35,6 +35,34 @@ def test_our_recipe_plans_the_same(tmp_path, devices, pins):
     assert again.layouts == chosen.layouts
 
 
+@pytest.mark.parametrize(
+    ("pins", "named"),
+    [
+        ({"tp": 4, "tp_y": 1, "gathered_inputs": "re-gather"}, {"gathered_inputs": "re-gather"}),
+        ({"tp_x": 2, "tp_y": 2, "attention_shape": "2d", "attention_scatter": "token"}, {"attention_scatter": "token"}),
+        ({"cp": 4, "cp_kind": "all_gather", "tp_y": 1}, {"cp_kind": "all_gather"}),
+    ],
+)  # fmt: skip
+def test_our_recipe_names_how_inputs_and_attention_are_gathered(tmp_path, pins, named):
+    fixed = {
+        "pp": 1,
+        "zero": 3,
+        "recompute": "none",
+        "order": "pp>dp_replicate>dp_shard>cp>tp_x>tp_y",
+    }
+    chosen = plan("llama-3-8b", "dgx-h100", num_devices=16, pins={**fixed, **pins})
+    settings = launch_settings(chosen, "ours")
+    parallel = yaml.safe_load(settings)["parallel"]
+    assert named.items() <= parallel.items()
+    file = tmp_path / "recipe.yaml"
+    file.write_text(settings, encoding="utf-8")
+    again = plan_recipe(load_recipe(file).recipe)
+    assert again.strategy == chosen.strategy
+    assert again.step_s == pytest.approx(chosen.step_s)
+    told = "gathering inputs again" in launch_settings(chosen, "torchtitan")
+    assert told == ("gathered_inputs" in named)
+
+
 def test_other_stacks_get_what_they_can_express():
     chosen = plan("qwen3-30b-a3b", "dgx-h100", num_devices=16, pins={"pp": 2, "ep": 8, "cp": 1})
     megatron = launch_settings(chosen, "megatron")

@@ -287,10 +287,10 @@ def test_pins_that_nothing_can_have_are_named_first(pins, why):
     [
         (Strategy(gathered_inputs="re-gather"), {"tp": 4, "pp": 1, "cp": 1}),
         (Strategy(attention_scatter="token"), {"tp_x": 2, "tp_y": 2, "attention_shape": 1, "mlp_shape": 1}),
-        (Strategy(cp_kind="all_gather"), {"cp": 4, "cp_kind": 3}),
+        (Strategy(), {"cp": 4, "cp_kind": 3}),
     ],
 )  # fmt: skip
-def test_choices_that_a_search_keeps_have_their_own_price(base, pins):
+def test_choices_that_a_search_starts_with_have_their_own_price(base, pins):
     """What the search sorts by is what the strategy costs, and that differs from the price of the usual choice."""
     context = resolve("llama-3-8b", "dgx-h100", Workload(8192, 2**20), 16)
     outcome = find(context, Limits(16, pins, (), executable=False, base=base), 1)
@@ -303,6 +303,73 @@ def test_choices_that_a_search_keeps_have_their_own_price(base, pins):
     names = ("gathered_inputs", "attention_scatter", "cp_kind")
     other = dataclasses.replace(best.strategy, **{n: getattr(usual, n) for n in names})
     assert plan("llama-3-8b", "dgx-h100", workload, strategy=other).step_s != again.step_s
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "pins", "scatter"),
+    [
+        (8, 4, {"tp_x": 4, "tp_y": 1}, "head"),
+        (8, 4, {"tp": 4, "pp": 1, "recompute": "none"}, "head"),
+        # Heads do not divide over 2 x 2 ranks.
+        (6, 2, {"tp": 4, "cp": 1, "attention_shape": "2d"}, "token"),
+    ],
+)
+def test_inputs_gathered_again_and_scattered_tokens_equal_brute_force(
+    heads, kv_heads, pins, scatter
+):
+    """Devices from ones on which next to nothing fits to ones on which all inputs can be kept."""
+    model, workload = small_model(3, 32 * heads, heads, kv_heads), Workload(4096, 4096 * 8)
+    chosen = []
+    for gib in np.linspace(1.05, 1.3, 6):
+        context = resolve(model, machine(memory_gib=float(gib)), workload, 8)
+        for executable in (False, True):
+            limits = Limits(8, check_pins(pins), (), executable=executable)
+            best, outcome = least(context, limits), find(context, limits)
+            assert outcome.fits == np.isfinite(best)
+            if outcome.fits:
+                first = outcome.found.leaves.per_token_s[outcome.found.best[0]]
+                assert first == pytest.approx(best, rel=1e-9)
+                chosen.append(outcome.ranked[0].strategy)
+    assert {s.gathered_inputs for s in chosen} == {"keep", "re-gather"}
+    assert {s.attention_scatter for s in chosen} == {scatter}
+
+
+def test_gathering_again_is_chosen_pinned_excluded_and_told():
+    asked = {"topology": "dgx-h100", "num_devices": 16}
+    pins = {"tp": 4, "pp": 1, "cp": 1}
+    free = plan("llama-3-8b", pins=pins, **asked)
+    assert free.strategy.gathered_inputs == "re-gather"
+    assert any("inputs are gathered again" in note for note in free.notes)
+    assert "gathered_inputs=re-gather" in str(free.strategy)
+    kept = plan("llama-3-8b", pins=pins, exclude=["gathered_inputs"], **asked)
+    assert kept.strategy.gathered_inputs == "keep"
+    assert free.step_s < kept.step_s
+    again = plan("llama-3-8b", pins={**pins, "gathered_inputs": "re-gather"}, **asked)
+    assert again.strategy == free.strategy
+    assert not any("inputs are gathered again" in note for note in again.notes)
+    with pytest.raises(BadValue, match="pinned and excluded"):
+        plan(
+            "llama-3-8b",
+            pins={"gathered_inputs": "re-gather"},
+            exclude=["gathered_inputs"],
+            **asked,
+        )
+    with pytest.raises(BadValue):
+        plan("llama-3-8b", pins={"gathered_inputs": "twice"}, **asked)
+
+
+def test_pinned_kinds_of_attention_are_taken_where_they_apply():
+    asked = {"topology": "dgx-h100", "num_devices": 16}
+    token = plan(
+        "llama-3-8b",
+        pins={"tp_y": 2, "attention_shape": "2d", "attention_scatter": "token"},
+        **asked,
+    )
+    assert token.strategy.attention_scatter == "token"
+    assert token.strategy.cp == 1
+    gathered = plan("llama-3-8b", pins={"cp": 4, "cp_kind": "all_gather"}, **asked)
+    assert gathered.strategy.cp_kind == "all_gather"
+    assert gathered.step_s > plan("llama-3-8b", pins={"cp": 4, "cp_kind": "ring"}, **asked).step_s
 
 
 def test_simulation_of_a_plan():

@@ -39,7 +39,10 @@ def plan(
         typer.Option(help="Fix a degree or a choice, as tp=8 or schedule=zbv. May be repeated."),
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option(help="Axes that are not used, as cp,ep. May be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Axes and choices that are not used, as cp,gathered_inputs. May be repeated."
+        ),
     ] = None,
     objective: Annotated[
         str,

@@ -36,6 +36,12 @@ from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 """Keys of the `parallel` section that are degrees of mesh axes."""
 
+_CHOSEN: Final = (
+    "attention_shape", "mlp_shape", "attention_scatter", "gathered_inputs", "cp_kind", "virtual_stages",
+    "reshard_after_forward",
+)  # fmt: skip
+"""Keys of the `parallel` section besides the degrees that the planner chooses where nobody gives them."""
+
 _COMMAND_LINE: Final = "command line"
 _DEFAULT: Final = "default"
 
@@ -290,11 +296,13 @@ def _derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 def recipe_to_yaml(recipe: Recipe) -> str:
     """The resolved recipe as YAML, itself a valid recipe that loads to the same values.
 
-    Under `parallel.auto` the degrees that were not given stay out, because a written degree is a fixed one.
+    Under `parallel.auto` the degrees and choices that were not given stay out, because a written one is fixed.
     """
     data = recipe.model_dump(mode="json")
     if recipe.parallel.auto:
-        for degree in DEGREES:
-            if degree not in recipe.parallel.model_fields_set:
-                del data["parallel"][degree]
+        for name in (*DEGREES, *_CHOSEN):
+            if name not in recipe.parallel.model_fields_set:
+                del data["parallel"][name]
+        if "recompute" not in recipe.training.model_fields_set:
+            del data["training"]["recompute"]
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)

@@ -1,12 +1,13 @@
 """Cost model: step time, memory and communication of a strategy, each as terms with a formula and a source."""
 
+from hyper_parallel.cost._budget import offloaded_bytes
 from hyper_parallel.cost._candidates import (
     ORDERS,
     RECOMPUTE,
     SCHEDULES,
     SHAPES,
     Candidates,
-    kept_choices,
+    distinct,
 )
 from hyper_parallel.cost._cards import (
     DeviceCard,
@@ -35,7 +36,7 @@ from hyper_parallel.cost._local import (
     mean_rates,
 )
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._memory import kept_bytes
+from hyper_parallel.cost._memory import kept_bytes, memory_key
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._place import Places
 from hyper_parallel.cost._predict import (
@@ -49,7 +50,15 @@ from hyper_parallel.cost._probes import fit_probes, nonnegative
 from hyper_parallel.cost._ring import ring_bytes
 from hyper_parallel.cost._runs import Run, read_run
 from hyper_parallel.cost._runs_file import predict_file, read_runs
-from hyper_parallel.cost._score import Scores, layer_prices, peak_memory, score, step_cost
+from hyper_parallel.cost._score import (
+    Scores,
+    layer_prices,
+    peak_memory,
+    score,
+    sharing_seconds,
+    step_cost,
+    step_seconds,
+)
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
 from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_elements
 
@@ -88,17 +97,19 @@ __all__ = [
     "context_bytes",
     "cut_layers",
     "device_card",
+    "distinct",
     "fit_device",
     "fit_probes",
     "fit_runs",
     "fit_stack",
     "kept_bytes",
-    "kept_choices",
     "layer_prices",
     "load_card",
     "mean_rates",
+    "memory_key",
     "mixed_term",
     "nonnegative",
+    "offloaded_bytes",
     "own_cards",
     "own_path",
     "peak_memory",
@@ -112,11 +123,13 @@ __all__ = [
     "relayout_elements",
     "ring_bytes",
     "score",
+    "sharing_seconds",
     "shipped_cards",
     "stack_card",
     "stage_layers",
     "step_collectives",
     "step_cost",
+    "step_seconds",
     "write_card",
     "write_cards",
 ]

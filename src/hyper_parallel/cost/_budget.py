@@ -10,20 +10,42 @@ from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import SCHEDULES, Candidates, shape_of
 from hyper_parallel.cost._copies import Load
-from hyper_parallel.cost._layer import Compute, tokens_of
+from hyper_parallel.cost._layer import tokens_of
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._memory import eager_bytes, held_parts, peak_bytes, total_bytes
+from hyper_parallel.cost._memory import eager_bytes, held_parts, peak_bytes, total_bytes, under
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import Parts
 from hyper_parallel.cost._pipeline import in_flight
+from hyper_parallel.cost._step import LayerPrices, Pace, Rest
 from hyper_parallel.ir import Workload
 
 Array = NDArray[np.float64]
 
 
-def offloaded_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
-    """Peak bytes on the device: its memory where what exceeds that may be away, else as little over it as can be."""
-    held = peak_bytes(n, machine, workload, c)
+def offloaded_bytes(
+    n: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    c: Candidates,
+    choices: Sequence[tuple[int, int]],
+) -> Array:
+    """Peak bytes on the device: its memory where what exceeds that may be away, else as little over it as can be.
+
+    Args:
+        n: The model.
+        machine: The machine and its cards.
+        workload: Sequence length and number formats.
+        c: Strategies, as for `peak_bytes`.
+        choices: Pairs of `regather` and `recompute`.
+    """
+    held = peak_bytes(n, machine, workload, c, choices)
+    return away_from(held, n, machine, workload, under(c, choices))
+
+
+def away_from(
+    held: Array, n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates
+) -> Array:
+    """The part of peak bytes that stays on the device."""
     if not (c.offload > 0).any():
         return held
     missing = load_bytes(n, machine, workload, c).missing_bytes
@@ -84,28 +106,29 @@ def load_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candida
     )  # fmt: skip
 
 
-def with_seconds(
-    load: Load,
+def copy_load(
+    n: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
     c: Candidates,
-    work: Compute,
-    exposed: Array,
-    sharding: Array,
-    head: Array,
-    layers: Array,
-    update_s: Array,
+    prices: LayerPrices,
+    pace: Pace,
+    rest: Rest,
 ) -> Load:
     """The load with the seconds beside which it copies.
 
     Args:
-        load: From `load_bytes`.
+        n: The model.
+        machine: The machine and its cards.
+        workload: Sequence length and number formats.
         c: Candidates.
-        work: Compute of one layer and microbatch.
-        exposed: Seconds of exchanges inside one layer that nothing hides, forward and backward alike.
-        sharding: The same for gathers and scatters of its parameters.
-        head: Seconds of head and loss of one microbatch, where the rank has them.
-        layers: Layers of the rank.
-        update_s: Seconds of the optimizer.
+        prices: Prices of their layers.
+        pace: Their stages and exchanges.
+        rest: What comes once per step.
     """
+    load, work, comm = load_bytes(n, machine, workload, c), prices.work, prices.comm
+    layers, head = pace.stages.layers, prices.head * pace.stages.head
+    exposed, sharding, update_s = comm.tp + pace.ep + comm.cp, comm.fsdp, rest.optimizer
     forward = layers * (work.forward + work.launch / 3.0 + (exposed + sharding) / 2.0) + head / 3.0
     backward = layers * (
         work.backward + work.recompute + work.launch / 1.5 + (exposed + sharding) / 2.0

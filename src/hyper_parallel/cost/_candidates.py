@@ -46,10 +46,6 @@ The two data-parallel axes stay together, so that experts fold over ranks of one
 """
 
 
-KEPT: Final = ("regather", "attention_tokens", "cp_gather")
-"""Columns that a search takes from the strategy it starts with."""
-
-
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Strategies with their batch numbers; every field is a column, as float64.
@@ -128,7 +124,8 @@ class Candidates:
         interleaved = np.where(row["vpp"] > 1, SCHEDULES.index("interleaved"), 1.0)
         row["schedule"] = column("schedule", interleaved)
         row["etp"] = column("etp", np.where(row["ep"] > 1, 1.0, row["tp_x"] * row["tp_y"]))
-        for name in ("recompute", "order", "offload", *KEPT):
+        plain = ("recompute", "order", "offload", "regather", "attention_tokens", "cp_gather")
+        for name in plain:
             row[name] = column(name, 0.0)
         for name in ("attention_shape", "mlp_shape"):
             row[name] = column(name, SHAPES.index("2d"))
@@ -153,7 +150,9 @@ class Candidates:
             vpp=s.virtual_stages, schedule=SCHEDULES.index(s.schedule), cp_ulysses=s.ulysses,
             attention_shape=SHAPES.index(s.attention_shape), mlp_shape=SHAPES.index(s.mlp_shape),
             recompute=RECOMPUTE.index(s.recompute), zero=s.zero_stage, etp=s.expert_tp,
-            order=ORDERS.index(s.order), offload=int(s.offload), **kept_choices(s),
+            order=ORDERS.index(s.order), offload=int(s.offload),
+            regather=int(s.gathered_inputs == "re-gather"), attention_tokens=int(s.attention_scatter == "token"),
+            cp_gather=int(s.cp_kind == "all_gather"),
         )  # fmt: skip
 
     @property
@@ -183,12 +182,12 @@ class Candidates:
 
         Args:
             index: Row.
-            base: Strategy whose rules, pipeline schedule, and `all_gather` instead of a ring, are kept.
+            base: Strategy whose rules, pipeline schedule and cut of the layers are kept.
             workload: Workload whose sequence length and number formats are kept.
         """
         row = {name: int(getattr(self, name)[index]) for name in Candidates.__slots__}
         ulysses = row["cp_ulysses"]
-        one: CpKind = "all_gather" if base.cp_kind == "all_gather" else "ring"
+        one: CpKind = "all_gather" if row["cp_gather"] else "ring"
         kind: CpKind = one if ulysses == 1 else "ulysses" if ulysses == row["cp"] else "hybrid"
         folded = 1 if row["ep"] > 1 else row["tp_x"] * row["tp_y"]
         strategy = replace(
@@ -197,6 +196,8 @@ class Candidates:
             tp_x=row["tp_x"], tp_y=row["tp_y"], ep=row["ep"],
             attention_shape=SHAPES[row["attention_shape"]], mlp_shape=SHAPES[row["mlp_shape"]],
             cp_kind=kind, cp_ulysses=ulysses if kind == "hybrid" else 1,
+            gathered_inputs="re-gather" if row["regather"] else "keep",
+            attention_scatter="token" if row["attention_tokens"] else "head",
             schedule=SCHEDULES[row["schedule"]], virtual_stages=row["vpp"],
             recompute=RECOMPUTE[row["recompute"]], reshard_after_forward=row["zero"] != 2,
             zero=(0, 1, None, None)[row["zero"]], etp=None if row["etp"] == folded else row["etp"],
@@ -219,16 +220,32 @@ class Candidates:
         return strategy, resolved
 
 
-def kept_choices(strategy: Strategy) -> dict[str, float]:
-    """The columns of `KEPT` of a strategy: a search does not vary them, it takes them from where it starts."""
-    return {
-        "regather": float(strategy.gathered_inputs == "re-gather"),
-        "attention_tokens": float(strategy.attention_scatter == "token"),
-        "cp_gather": float(strategy.cp_kind == "all_gather"),
-    }
-
-
 def shape_of(c: Candidates) -> tuple[int, ...]:
     """Shape that all columns broadcast to."""
     shapes = {getattr(c, name).shape for name in Candidates.__slots__}
     return np.broadcast_shapes(*shapes)
+
+
+def distinct(columns: Sequence[Array]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """A row of every distinct kind, and for every row which of them it is.
+
+    Args:
+        columns: Columns of one length, at least one row, of whole numbers from 0 on that are not too large to be
+            counted.
+    """
+    code: NDArray[np.int64] = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        if column.strides == (0,):
+            continue  # one value for all
+        values = column.astype(np.int64)
+        # Each value becomes its place among the few of its column, so that all columns fit one integer.
+        places = np.cumsum(np.bincount(values) > 0) - 1
+        if places[-1]:
+            code = code * (int(places[-1]) + 1) + places[values]
+    # As numpy.unique, which imports masked arrays when it is first called.
+    order = np.argsort(code)
+    new = np.ones(len(code), dtype=np.bool_)
+    new[1:] = code[order[1:]] != code[order[:-1]]
+    index = np.empty(len(code), dtype=np.intp)
+    index[order] = np.cumsum(new) - 1
+    return order[new], index

@@ -209,6 +209,7 @@ class _CardFile(Section):
     """Numbers of the stack card."""
 
 
+@cache
 def card_names() -> tuple[str, ...]:
     """Names of the shipped cards."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))

@@ -116,7 +116,10 @@ def _tensor(
         (BlockWidths.mlp(n), c.mlp_shape, 1.0 - np.where(c.ep > 1, n.moe_share, 0.0)),
     ):
         flat = (shape == 0) | (c.tp_y <= 1)
-        for backward, times in ((True, 1.0), (False, np.where(full, 1.0, 0.0))):
+        passes: list[tuple[bool, Array | float]] = [(True, 1.0)]
+        if full.any():
+            passes.append((False, np.where(full, 1.0, 0.0)))
+        for backward, times in passes:
             t = block_traffic(
                 widths, shape, tokens, c.tp_x, c.tp_y,
                 keep=keep, keep_kv=1.0, spans=spans, backward=backward,

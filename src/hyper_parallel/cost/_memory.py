@@ -7,7 +7,7 @@ at the end of forward of the last microbatch in flight, plus one layer being wor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,9 +117,54 @@ def memory_terms(
     return (*terms, lost)
 
 
-def peak_bytes(numbers: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
-    """The sum of `memory_terms` without the terms."""
-    return _fullest(held_parts(numbers, machine, workload, c), machine, c)[0]
+def peak_bytes(
+    numbers: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    c: Candidates,
+    choices: Sequence[tuple[int, int]],
+) -> Array:
+    """The sum of `memory_terms` of every row of candidates under every choice, [choices, rows].
+
+    Args:
+        numbers: The model.
+        machine: The machine and its cards.
+        workload: Sequence length and number formats.
+        c: Strategies, columns of one length; `regather` and `recompute` are not read.
+        choices: Pairs of `regather` and `recompute`.
+    """
+    grid = under(c, choices)
+    return _fullest(held_parts(numbers, machine, workload, grid), machine, grid)[0]
+
+
+def under(c: Candidates, choices: Sequence[tuple[int, int]]) -> Candidates:
+    """An open grid of candidates under pairs of `regather` and `recompute`."""
+    # What no choice changes is computed once a row.
+    rows = {n: np.atleast_2d(getattr(c, n)) for n in Candidates.__slots__}
+    regather, recompute = np.array(choices, dtype=np.float64).T[:, :, None]
+    return Candidates(**{**rows, "regather": regather, "recompute": recompute})
+
+
+def memory_key(columns: Mapping[str, Array]) -> list[Array]:
+    """What memory reads of strategies: rows that agree in it hold as much."""
+    named = (
+        "pp",
+        "vpp",
+        "schedule",
+        "dp_shard",
+        "cp",
+        "microbatch",
+        "accumulation",
+        "zero",
+        "offload",
+    )
+    c = columns
+    return [
+        *(c[name] for name in named if name in c),
+        c["tp_x"] * c["tp_y"],
+        c["ep"] * c["etp"],
+        np.minimum(c["ep"], 2.0),
+    ]
 
 
 def _fullest(

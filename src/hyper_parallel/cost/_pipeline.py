@@ -59,6 +59,9 @@ def lay_out(
     """
     p, one = c.pp, c.pp <= 1
     total = layers * layer_s + head_s
+    if one.all():
+        whole, nothing = np.full(1, float(layers)), np.zeros(1)
+        return Stages(whole, whole, whole, np.ones(1), nothing, total)
 
     def pace(last: Array) -> tuple[Array, Array]:
         # The other p - 1 stages share the rest; the fullest of them or the last stage decides.

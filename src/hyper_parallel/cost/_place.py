@@ -53,10 +53,7 @@ class Places:
     @classmethod
     def of(cls, c: Candidates) -> Places:
         """Places of the axes of candidates."""
-        order = np.asarray(c.order, dtype=np.intp)
-        if order.size and (order == order.flat[0]).all():
-            order = order.flat[:1]
-        degrees: dict[str, Array] = {name: getattr(c, name) for name in AXES}
+        order, degrees = _order(c), {name: getattr(c, name) for name in AXES}
         strides = {name: _inside(order, name, AXES, degrees) for name in AXES}
         etp, ep, edp = [], [], []
         for name in _FOLDED:
@@ -70,6 +67,18 @@ class Places:
             edp.append((degree / taken, stride * taken))
         axes = {name: (degrees[name], strides[name]) for name in AXES}
         return cls(**axes, etp=tuple(etp), ep=tuple(ep), edp=tuple(edp))
+
+
+def neighbours(c: Candidates) -> Axis:
+    """A pipeline stage and the next one, as an axis of two; of one where there is one stage."""
+    degrees = {name: getattr(c, name) for name in AXES}
+    return np.minimum(c.pp, 2.0), _inside(_order(c), "pp", AXES, degrees)
+
+
+def _order(c: Candidates) -> NDArray[np.intp]:
+    """Column `order`, or its one value."""
+    order = np.asarray(c.order, dtype=np.intp)
+    return order.flat[:1] if order.size and (order == order.flat[0]).all() else order
 
 
 def _inside(

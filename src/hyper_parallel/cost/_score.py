@@ -8,15 +8,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._budget import offloaded_bytes
-from hyper_parallel.cost._candidates import Candidates
+from hyper_parallel.cost._budget import away_from, copy_load
+from hyper_parallel.cost._candidates import Candidates, distinct, shape_of
 from hyper_parallel.cost._copies import COPIES, put_away
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import SpaceTerm
 from hyper_parallel.cost._place import Places
-from hyper_parallel.cost._time import LayerPrices, TimeTerm, time_terms
+from hyper_parallel.cost._step import LayerPrices, Pace, Rest
+from hyper_parallel.cost._time import TimeTerm, time_terms
 from hyper_parallel.ir import CostTerm, MemoryTerm, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.topology import Supernode
@@ -69,7 +70,7 @@ def score(
     machine: Machine,
     workload: Workload,
     candidates: Candidates,
-    only: Literal["time", "memory", "peak"] | None = None,
+    only: Literal["time", "memory"] | None = None,
 ) -> Scores:
     """Price candidates; nothing is checked for legality here.
 
@@ -80,11 +81,8 @@ def score(
         machine: The machine and its cards.
         workload: Sequence length and number formats.
         candidates: Strategies; columns of one length, or an open grid.
-        only: Leave the terms of the other out; its sum is then 0. `peak` is memory without its terms.
+        only: Leave the terms of the other out; its sum is then 0.
     """
-    if only == "peak":
-        peak = offloaded_bytes(numbers, machine, workload, candidates)
-        return Scores((), (), np.zeros(1), peak)
     time: tuple[TimeTerm, ...] = ()
     memory: tuple[SpaceTerm, ...] = ()
     if only != "memory":
@@ -94,7 +92,7 @@ def score(
         memory = memory_terms(numbers, machine, workload, candidates)
     held = sum((t.bytes for t in memory), np.zeros(1))
     if memory and (candidates.offload > 0).any():
-        held = offloaded_bytes(numbers, machine, workload, candidates)
+        held = away_from(held, numbers, machine, workload, candidates)
     return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), held)
 
 
@@ -108,19 +106,49 @@ def layer_prices(
     # With another order than the mesh's own the strides of a layer's groups also depend on the outer axes.
     moved = bool((c.order > 0).any())
     columns = (*_LAYER_COLUMNS, "pp", "dp_replicate") if moved else _LAYER_COLUMNS
-    code = np.zeros(len(c), dtype=np.int64)
     # Of a pipeline only that it is one: its sharded gradients are reduced once per step.
-    of_layers = [getattr(c, name) for name in columns] + [np.minimum(c.pp, 2.0)]
-    for column in of_layers:
-        if column.strides == (0,):
-            continue  # one value for all
-        values = column.astype(np.int64)
-        # Each value becomes its place among the few of its column, so that all columns fit one integer.
-        places = np.cumsum(np.bincount(values) > 0) - 1
-        code = code * (int(places[-1]) + 1) + places[values]
-    _, first, index = np.unique(code, return_index=True, return_inverse=True)
+    first, index = distinct([getattr(c, name) for name in columns] + [np.minimum(c.pp, 2.0)])
     layers = c.take(first)
     return LayerPrices.of(numbers, machine, workload, layers, Places.of(layers)).take(index)
+
+
+def step_seconds(
+    numbers: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    c: Candidates,
+    parts: Literal["all", "pace"] = "all",
+) -> Array:
+    """The sum of the time terms without the terms.
+
+    Args:
+        numbers: The model.
+        machine: The machine and its cards.
+        workload: Sequence length and number formats.
+        c: Strategies; columns of one length.
+        parts: `pace` leaves out what the sharing of states adds and what comes once per step.
+    """
+    prices = layer_prices(numbers, machine, workload, c)
+    pace = Pace.of(numbers, machine, workload, c, prices)
+    seconds = pace.seconds(c, prices)
+    if parts == "all":
+        layers = pace.stages.layers
+        rest = Rest.of(numbers, machine, workload, c, Places.of(c), prices, layers)
+        seconds = (seconds + rest.seconds) * (1.0 + rest.noise)
+        if (c.offload > 0).any():
+            load = copy_load(numbers, machine, workload, c, prices, pace, rest)
+            seconds = seconds + load.best()[1]
+    return np.broadcast_to(seconds, shape_of(c))
+
+
+def sharing_seconds(
+    numbers: ModelNumbers, machine: Machine, workload: Workload, c: Candidates
+) -> tuple[Array, Array]:
+    """Seconds of sharing states: their gathers and reductions; the sums of gradients that are added up in full."""
+    prices = layer_prices(numbers, machine, workload, c)
+    layers = Pace.of(numbers, machine, workload, c, prices).stages.layers
+    rest = Rest.of(numbers, machine, workload, c, Places.of(c), prices, layers)
+    return rest.fsdp + rest.tail, rest.accumulated
 
 
 def step_cost(

@@ -186,6 +186,10 @@ class Strategy:
         shown = [f"{k}={v}" for k, v in self.degrees().items() if v > 1]
         if self.tp_y > 1:
             shown.append(f"shapes={self.attention_shape}/{self.mlp_shape}")
+            if self.attention_shape == "2d" and self.attention_scatter == "token":
+                shown.append("attention_scatter=token")
+        if self.tp > 1 and self.gathered_inputs == "re-gather":
+            shown.append("gathered_inputs=re-gather")
         if self.cp > 1:
             split = f":{self.cp_ulysses}" if self.cp_kind == "hybrid" else ""
             shown.append(f"cp_kind={self.cp_kind}{split}")

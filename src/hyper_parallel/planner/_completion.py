@@ -1,41 +1,42 @@
-"""Prices of partial and complete strategies during a search, and the best recomputation of each.
+"""Prices of partial and complete strategies during a search, and what each keeps or makes again for backward.
 
-A bound prices a partial strategy without the terms that what is still open may avoid.
+A bound prices a partial strategy without the terms that what is still open may avoid. Memory is freed in two ways:
+inputs that were gathered for matmuls are gathered again in backward, and activations are computed again.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import Candidates, Machine, ModelNumbers, Scores, kept_choices, score
+from hyper_parallel.cost import (
+    RECOMPUTE,
+    Candidates,
+    Machine,
+    ModelNumbers,
+    distinct,
+    memory_key,
+    offloaded_bytes,
+    sharing_seconds,
+    step_seconds,
+)
 from hyper_parallel.ir import Workload
 from hyper_parallel.planner._leaves import TIE, Goal, Leaves
 from hyper_parallel.planner._space import Columns, Space
 from hyper_parallel.units import DTYPE_BYTES
 
 Array = NDArray[np.float64]
-Pricer: TypeAlias = Callable[[Columns, int], Array]
+Choice: TypeAlias = tuple[int, int]
+"""Whether inputs are gathered again, and the kind of recomputation: columns `regather` and `recompute`."""
+Seconds: TypeAlias = Callable[[Columns, Choice], Array]
+Peak: TypeAlias = Callable[[Columns, Sequence[Choice]], Array]
 
-AVOIDABLE: Final = frozenset(
-    {
-        "data-parallel reduction",
-        "gradient norm",
-        "optimizer",
-        "offload copies",
-        "every step",
-        "stragglers",
-        "gradient accumulation",
-        "fsdp communication",
-        "host work of axes",
-    }
-)
-"""Terms that data parallelism decides, or that come once per step: left out of bounds before it is chosen."""
-
+FULL: Final = RECOMPUTE.index("full")
 _MANY: Final = 1e12
 
 
@@ -49,7 +50,7 @@ class Completion:
         space: What is legal.
         goal: What is searched for.
         kinds: Kinds of recomputation that may be chosen.
-        kept: Columns that are the same for every strategy of this search.
+        regathers: Whether inputs may be gathered again; the faster way first.
         threshold: Seconds per token that a strategy must beat.
         cut: Partial strategies that were cut, by reason.
         rows: Rows priced.
@@ -65,24 +66,23 @@ class Completion:
     ) -> None:
         self.numbers, self.machine, self.workload = numbers, machine, workload
         self.space, self.goal = space, goal
-        self.kinds = space.recomputes()
-        self.kept = kept_choices(space.limits.base)
+        self.kinds, self.regathers = space.recomputes(), space.regathers()
+        stack = machine.stack
+        if 0 in self.kinds and stack.flash and stack.selective_kept >= 1.0:
+            # Selective recomputation that keeps as much is never of use.
+            self.kinds = [k for k in self.kinds if k in (0, FULL)]
+        if 0 in self.regathers and not stack.keep_gathered * stack.sequence_parallel:
+            self.regathers = [0]
+        self.choices = list(itertools.product(self.regathers, sorted({0, *self.kinds})))
         self.threshold = goal.at_most_s_per_token or np.inf
         self.cut: Counter[str] = Counter()
         self.rows = 0
 
-    def price(
-        self,
-        columns: Mapping[str, Array | float],
-        machine: Machine,
-        only: Literal["time", "peak"] = "time",
-        **fixed: float,
-    ) -> Scores:
-        """Prices of strategies, some columns of which are the same for all."""
+    def candidates(self, columns: Mapping[str, Array | float], **fixed: float) -> Candidates:
+        """Strategies to be priced, some columns of which are the same for all."""
         named = {n: c for n, c in columns.items() if n != "dp" and n not in fixed}
-        candidates = Candidates.of_columns(**{**self.kept, **named, **fixed})
-        found = score(self.numbers, machine, self.workload, candidates, only)
-        self.rows += max(found.step_s.size, found.memory_bytes.size)
+        found = Candidates.of_columns(**named, **fixed)
+        self.rows += len(found)
         return found
 
     def microbatch_s(self, columns: Columns, machine: Machine) -> Array:
@@ -91,8 +91,10 @@ class Completion:
         Priced as a step of very many microbatches, so that nothing is left of what comes once per step.
         """
         fixed = {"pp": 1.0, "dp_shard": 1.0, "dp_replicate": 1.0, "zero": 0.0, "vpp": 1.0}
-        scores = self.price(columns, machine, "time", **fixed, accumulation=_MANY, recompute=0.0)
-        return unavoidable(scores) / _MANY * (1 - TIE)
+        fixed |= {"accumulation": _MANY, "recompute": 0.0, "regather": float(self.regathers[0])}
+        c = self.candidates(columns, **fixed)
+        seconds = step_seconds(self.numbers, machine, self.workload, c, "pace")
+        return seconds / _MANY * (1 - TIE)
 
     def share(self, columns: Columns) -> Array:
         """Seconds per token for each second of one microbatch over all layers, when all stages are equally full."""
@@ -101,9 +103,9 @@ class Completion:
         return ranks / tokens
 
     def tokens(self, columns: Columns) -> Array:
-        return (
-            columns["microbatch"] * columns["accumulation"] * columns["dp"] * self.workload.seq_len
-        )
+        """Tokens of a step."""
+        sequences = columns["microbatch"] * columns["accumulation"] * columns["dp"]
+        return sequences * self.workload.seq_len
 
     def sharding_s(self, columns: Columns, machine: Machine) -> Array:
         """Least seconds per step of keeping states and gradients on as few ranks as hold them.
@@ -131,96 +133,155 @@ class Completion:
         ranks = np.floor(states / self.goal.capacity_bytes / (columns["pp"] * inner))
         shard = np.clip(np.maximum(ranks, np.ceil(fold / inner)), 1.0, columns["dp"])
         rows = {**columns, "dp_shard": shard, "dp_replicate": np.ones(len(shard))}
-        found = self.price(rows, machine, "time", recompute=0.0, zero=2.0, offload=0.0).time
-        names = ("fsdp communication", "data-parallel reduction")
-        least = sum((t.seconds for t in found if t.name in names), np.zeros(1))
+
+        def shared(zero: float) -> tuple[Array, Array]:
+            c = self.candidates(rows, recompute=0.0, zero=zero, offload=0.0)
+            return sharing_seconds(self.numbers, machine, self.workload, c)
+
+        least = shared(2.0)[0]
         if 1 in zeros:
             whole = 1.5 * width * (dense / tp + experts / fold) / columns["pp"]
-            sums = self.price(rows, machine, "time", recompute=0.0, zero=1.0, offload=0.0).time
-            added = next(t.seconds for t in sums if t.name == "gradient accumulation")
             fits = (whole <= self.goal.capacity_bytes) | offload
-            least = np.where(fits, np.minimum(least, added), least)
+            least = np.where(fits, np.minimum(least, shared(1.0)[1]), least)
         return least * (1 - TIE)
 
-    def pricers(self, machine: Machine) -> tuple[Pricer, Pricer]:
+    def pricers(self, machine: Machine) -> tuple[Seconds, Peak]:
         """Seconds per step and peak bytes of complete strategies."""
 
-        def seconds(rows: Columns, kind: int) -> Array:
-            return self.price(rows, machine, "time", recompute=float(kind)).step_s
+        def seconds(rows: Columns, choice: Choice) -> Array:
+            c = self.candidates(rows, regather=float(choice[0]), recompute=float(choice[1]))
+            return step_seconds(self.numbers, machine, self.workload, c)
 
-        def peak(rows: Columns, kind: int) -> Array:
-            return self.price(rows, machine, "peak", recompute=float(kind)).memory_bytes
+        def peak(rows: Columns, choices: Sequence[Choice]) -> Array:
+            return self.peak(rows, machine, choices)
 
         return seconds, peak
 
-    def complete(self, columns: Columns, seconds: Pricer, peak: Pricer) -> tuple[Leaves, Columns]:
-        """Prices with the best recomputation, of what can be among the best; and what does not fit at all.
+    def peak(
+        self, rows: Columns, machine: Machine, choices: Sequence[Choice], **fixed: float
+    ) -> Array:
+        """Peak bytes under every choice, [choices, rows]."""
+        c = self.candidates(rows, **fixed)
+        return offloaded_bytes(self.numbers, machine, self.workload, c, choices)
 
-        Recomputation is none, or of one kind as few layers of a rank as make it fit: between nothing and everything
-        recomputed, time and memory are linear in the layers, which are equal. Memory is cheaper to price than time,
-        so what cannot fit goes first.
+    def complete(self, columns: Columns, seconds: Seconds, peak: Peak) -> tuple[Leaves, Columns]:
+        """Prices with the best way to free memory, of what can be among the best; and what does not fit at all.
+
+        Gathered inputs are kept where that fits, for gathering them again takes longer. Recomputation is none, or of
+        one kind as few layers of a rank as make it fit: between nothing and everything recomputed, time and memory
+        are linear in the layers, which are equal. Memory is cheaper to price than time, so what cannot fit goes first;
+        few of the columns matter to it, so each distinct row is priced once.
 
         Args:
             columns: Strategies.
-            seconds: Seconds per step of strategies with one kind of recomputation.
-            peak: Peak bytes of them.
+            seconds: Seconds per step of strategies under one choice.
+            peak: Peak bytes of them under several.
         """
+        if not len(columns["pp"]):
+            return _none(columns), columns
         capacity = self.goal.capacity_bytes * (1 + TIE)
-        memory = peak(columns, 0)
-        plain = (memory <= capacity) & (0 in self.kinds)
-        over = np.flatnonzero(~plain)
-        large = {n: c[over] for n, c in columns.items()}
-        kinds = [k for k in self.kinds if k]
-        with_kind = {k: peak(large, k) for k in kinds} if len(over) else {}
-        fits = plain.copy()
-        for needed_bytes in with_kind.values():
-            fits[over] |= needed_bytes <= capacity
+        first, index = distinct(memory_key(columns))
+        table = peak({n: c[first] for n, c in columns.items()}, self.choices)
+        held = dict(zip(self.choices, table, strict=True))
+        fits = self._fitting(held, self.regathers, capacity)[index]
         lost = {n: c[~fits] for n, c in columns.items()}
         self.cut["does not fit in memory"] += int((~fits).sum())
-
-        rows = np.flatnonzero(fits)
-        columns = {n: c[rows] for n, c in columns.items()}
-        if not len(rows):
-            empty = np.empty(0)
-            return Leaves({**columns, "recompute": empty}, empty, empty, empty, empty), lost
+        columns, index = {n: c[fits] for n, c in columns.items()}, index[fits]
+        if not len(index):
+            return _none(columns), lost
+        usual = self.regathers[0]
         tokens = self.tokens(columns)
-        step = seconds(columns, 0)
+        step = seconds(columns, (usual, 0))
         fast = step <= self.threshold * (1 + TIE) * tokens
         self.cut["slower by its bound"] += int((~fast).sum())
-        rows, step, tokens = rows[fast], step[fast], tokens[fast]
+        step, tokens, index = step[fast], tokens[fast], index[fast]
         columns = {n: c[fast] for n, c in columns.items()}
-        used, best = memory[rows], np.where(plain[rows], step, np.inf)
-        chosen_kind, recomputed = np.zeros(len(rows)), np.full(len(rows), -1.0)
-        # Where each of `rows` stands in `over`, for those that need recomputation.
-        needy = np.flatnonzero(~plain[rows])
-        where = np.searchsorted(over, rows[needy])
-        for kind, bytes_ in with_kind.items():
-            least = bytes_[where]
-            can = least <= capacity
-            if not can.any():
-                continue
-            mine, least = needy[can], least[can]
-            some = {n: c[mine] for n, c in columns.items()}
-            layers = np.ceil(self.numbers.layers / some["pp"])
-            more, less = seconds(some, kind) - step[mine], memory[rows[mine]] - least
-            needed = layers
-            if 0 in self.kinds and not self.space.limits.executable:
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    few = np.ceil((memory[rows[mine]] - capacity) / less * layers - TIE)
-                needed = np.where((less > 0) & (few >= 1) & (few < layers), few, layers)
-            share = needed / layers
-            value = step[mine] + share * more
-            better = value < best[mine]
-            taken = mine[better]
-            best[taken] = value[better]
-            used[taken] = (memory[rows[mine]] - share * less)[better]
-            chosen_kind[taken] = kind
-            recomputed[taken] = np.where(needed < layers, needed, -1.0)[better]
-        filled = {**columns, "recompute": chosen_kind}
-        return Leaves(filled, best / tokens, used, recomputed, step / tokens), lost
+        best = _Best(len(step), usual)
+        whole: Array = np.full(len(step), np.nan)  # seconds where every layer is recomputed in full
+        for regather in self.regathers:
+            mine, start = np.arange(len(step)), step
+            if regather != usual:
+                cut = columns["tp_x"] * columns["tp_y"] > 1.0
+                small = self._fitting(held, (regather,), capacity)[index]
+                mine = np.flatnonzero(cut & ~best.plain & small)
+                start = seconds({n: c[mine] for n, c in columns.items()}, (regather, 0))
+                still = start <= self.threshold * (1 + TIE) * tokens[mine]
+                mine, start = mine[still], start[still]
+            memory = held[regather, 0][index[mine]]
+            plain = (memory <= capacity) & (0 in self.kinds)
+            best.offer(mine[plain], start[plain], memory[plain], regather, 0, -1.0)
+            best.plain[mine] |= plain
+            for kind in self.kinds:
+                least = held[regather, kind][index[mine]]
+                can = ~plain & (least <= capacity) & (kind > 0)
+                if not can.any():
+                    continue
+                some = {n: c[mine[can]] for n, c in columns.items()}
+                # A layer that is made again in full gathers its inputs anyway.
+                known = kind == FULL and regather != usual
+                more = whole[mine[can]] if known else seconds(some, (regather, kind))
+                if kind == FULL:
+                    whole[mine[can]] = more
+                more, less = more - start[can], memory[can] - least[can]
+                layers = np.ceil(self.numbers.layers / some["pp"])
+                needed = layers
+                if 0 in self.kinds and not self.space.limits.executable:
+                    with np.errstate(divide="ignore", invalid="ignore"):
+                        few = np.ceil((memory[can] - capacity) / less * layers - TIE)
+                    needed = np.where((less > 0) & (few >= 1) & (few < layers), few, layers)
+                share = needed / layers
+                some_layers = np.where(needed < layers, needed, -1.0)
+                value, used = start[can] + share * more, memory[can] - share * less
+                best.offer(mine[can], value, used, regather, kind, some_layers)
+        filled = {**columns, "recompute": best.kind, "regather": best.regather}
+        leaves = Leaves(filled, best.value / tokens, best.memory, best.layers, step / tokens)
+        return leaves, lost
+
+    def _fitting(
+        self, held: Mapping[Choice, Array], regathers: Sequence[int], capacity: float
+    ) -> NDArray[np.bool_]:
+        """Rows that fit under a choice that may be taken."""
+        allowed = itertools.product(regathers, self.kinds)
+        found: NDArray[np.bool_] = np.any([held[c] <= capacity for c in allowed], axis=0)
+        return found
 
 
-def unavoidable(scores: Scores) -> Array:
-    """Seconds per step without the terms of `AVOIDABLE`."""
-    some = (t.seconds for t in scores.time if t.name not in AVOIDABLE)
-    return sum(some, np.zeros(1))
+def _none(columns: Columns) -> Leaves:
+    empty = np.empty(0)
+    return Leaves({**columns, "recompute": empty, "regather": empty}, empty, empty, empty, empty)
+
+
+class _Best:
+    """The best choice of every row so far.
+
+    Attributes:
+        value: Seconds per step.
+        memory: Peak bytes.
+        kind: Kind of recomputation.
+        layers: Layers of a rank that are recomputed; -1: all.
+        regather: Whether inputs are gathered again.
+        plain: Rows that fit with nothing recomputed.
+    """
+
+    def __init__(self, rows: int, regather: int) -> None:
+        self.value, self.memory = np.full(rows, np.inf), np.zeros(rows)
+        self.kind, self.layers = np.zeros(rows), np.full(rows, -1.0)
+        self.regather = np.full(rows, float(regather))
+        self.plain = np.zeros(rows, dtype=bool)
+
+    def offer(
+        self,
+        rows: NDArray[np.intp],
+        value: Array,
+        memory: Array,
+        regather: int,
+        kind: int,
+        layers: Array | float,
+    ) -> None:
+        """Take what is faster than what is known."""
+        # By more than rounding: what is as fast comes in the plainer way, which is offered first.
+        better = value < self.value[rows] * (1 - TIE)
+        taken = rows[better]
+        self.value[taken], self.memory[taken] = value[better], memory[better]
+        self.regather[taken], self.kind[taken] = regather, kind
+        self.layers[taken] = np.broadcast_to(layers, len(rows))[better]

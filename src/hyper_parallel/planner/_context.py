@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hyper_parallel.cost import Machine, ModelNumbers
@@ -48,6 +48,7 @@ class Context:
         from_recipe: The request is a recipe, so hints are overrides, not options of the plan command.
         offload: What may lie in host memory; None: nothing.
         capacity_bytes: Memory of a device that may be used; None: all of it.
+        numbers: The numbers of the model that the cost formulas need.
     """
 
     model: ModelSpec
@@ -58,15 +59,15 @@ class Context:
     from_recipe: bool = False
     offload: HostMemory | None = None
     capacity_bytes: float | None = None
+    numbers: ModelNumbers = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Every price reads them: made once.
+        object.__setattr__(self, "numbers", ModelNumbers.of(self.model))
 
     def hint(self, option: str, key: str, value: object) -> str:
         """A change that can be pasted: an option of `plan`, or an override of the recipe."""
         return f"{key}={value}" if self.from_recipe else f"{option}{value}"
-
-    @property
-    def numbers(self) -> ModelNumbers:
-        """The numbers of the model that the cost formulas need."""
-        return ModelNumbers.of(self.model)
 
     @property
     def machine(self) -> Machine:

@@ -44,6 +44,10 @@ def _recipe(plan: Plan) -> str:
     } or {"dp_shard": 1}
     if s.tp_y > 1:
         parallel.update(attention_shape=s.attention_shape, mlp_shape=s.mlp_shape)
+        if s.attention_shape == "2d" and s.attention_scatter == "token":
+            parallel["attention_scatter"] = "token"
+    if s.tp > 1 and s.gathered_inputs == "re-gather":
+        parallel["gathered_inputs"] = "re-gather"
     if s.cp > 1:
         parallel["cp_kind"] = s.cp_kind
         if s.cp_kind == "hybrid":
@@ -202,5 +206,7 @@ def _lost(plan: Plan, stack: str) -> Iterator[str]:
         yield f"layers of the pipeline ranks {_layers_per_rank(plan)}; those between first and last are equal there"
     if stack == "torchtitan" and s.pp > 1 and len({stage.layers for stage in plan.stages}) > 1:
         yield f"layers of the stages {[stage.layers for stage in plan.stages]}; its own cut is taken"
+    if stack == "torchtitan" and s.tp > 1 and s.gathered_inputs == "re-gather":
+        yield "gathering inputs again in backward"
     if stack == "torchtitan" and s.cp > 1 and s.cp_kind != "ring":
         yield f"context parallelism by {s.cp_kind}"

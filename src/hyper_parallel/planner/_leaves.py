@@ -18,7 +18,10 @@ TIE = 1e-9
 """Values that differ by less, relatively, are equal: the rest is rounding."""
 
 _KEY: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
-BLOCKS: Final = ("attention_shape", "mlp_shape", "ep", "etp", "cp_ulysses")
+BLOCKS: Final = (
+    "attention_shape", "mlp_shape", "ep", "etp", "cp_ulysses", "attention_tokens", "cp_gather",
+)  # fmt: skip
+"""Columns of a row of `Space.blocks`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import Strategy
 from hyper_parallel.planner._context import Context
-from hyper_parallel.planner._limits import CP_KINDS, Limits
+from hyper_parallel.planner._limits import CHOICES, Limits
 from hyper_parallel.planner._space import Rules, Space
 
 
@@ -20,12 +20,16 @@ def space_of(context: Context, limits: Limits) -> Space:
         context: Model, machine and workload.
         limits: What may be chosen.
     """
-    runs = limits.executable
-    if limits.pins.get("cp_kind") == CP_KINDS.index("all_gather"):
-        # The search does not choose between it and a ring: it is what a pin or a recipe says.
-        limits = replace(limits, base=replace(limits.base, cp_kind="all_gather"))
+    runs, base, usual = limits.executable, limits.base, Strategy()
+    # What the strategy to start with says beyond the usual is as good as a pin.
+    said = {
+        name: allowed.index(getattr(base, name))
+        for name in ("attention_scatter", "gathered_inputs")
+        if (allowed := CHOICES[name]) and getattr(base, name) != getattr(usual, name)
+    }
     limits = replace(
         limits,
+        pins={**said, **limits.pins},
         tp=context.tp_degrees(limits.num_devices, runs),
         ep=context.ep_degrees(limits.num_devices) if runs else None,
     )

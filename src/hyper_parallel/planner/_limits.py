@@ -69,10 +69,16 @@ CHOICES: Final[Mapping[str, tuple[object, ...] | None]] = MappingProxyType(
         "schedule": SCHEDULES,
         "attention_shape": SHAPES,
         "mlp_shape": SHAPES,
+        "attention_scatter": ("head", "token"),
+        "gathered_inputs": ("keep", "re-gather"),
         "order": tuple(">".join(order) for order in ORDERS),
     }
 )
 """What may be pinned besides the degrees, and the values it may have; None: any positive number."""
+
+
+EXCLUDABLE: Final = ("attention_scatter", "gathered_inputs", "recompute", "offload")
+"""Choices that can be excluded like an axis: the first of their values is taken."""
 
 
 def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:

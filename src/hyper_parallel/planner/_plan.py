@@ -27,7 +27,7 @@ from hyper_parallel.planner._check import check_degrees, check_legal
 from hyper_parallel.planner._context import LOCAL, Context, HostMemory, resolve
 from hyper_parallel.planner._leaves import Found, Goal, Leaves
 from hyper_parallel.planner._legal import space_of
-from hyper_parallel.planner._limits import DEGREES, Limits, check_pins
+from hyper_parallel.planner._limits import CHOICES, DEGREES, EXCLUDABLE, Limits, check_pins
 from hyper_parallel.planner._nearest import nothing_fits, nothing_legal
 from hyper_parallel.planner._priced import Priced, price
 from hyper_parallel.planner._reasons import not_executable, offloaded, searched, slower, too_big
@@ -68,7 +68,7 @@ def plan(
         num_devices: Devices to use; None: the product of the degrees of `strategy`, else all of the topology.
         strategy: Price exactly this one instead of searching.
         pins: What is fixed, such as `{"tp": 8}` (tp is tp_x * tp_y) or `{"schedule": "zbv"}`.
-        exclude: Axes that stay 1.
+        exclude: Axes that stay 1, and choices of `EXCLUDABLE` that stay as they usually are.
         objective: One of `OBJECTIVES`: the fastest step; the most tokens per second and device, on all of the devices
             or fewer; the least memory; the fewest devices that meet `deadline_s`.
         deadline_s: Longest step for `fewest-devices`, or for the least memory.
@@ -96,11 +96,19 @@ def plan(
     return search_for(context, limits, objective, deadline_s, top)
 
 
-def _excluded(axes: Sequence[str], pins: Mapping[str, object]) -> dict[str, int]:
+def _excluded(axes: Sequence[str], pins: Mapping[str, int | str]) -> dict[str, int]:
     found = {}
     for axis in axes:
+        if axis in EXCLUDABLE:
+            plain = CHOICES[axis]
+            assert plain is not None, "a choice that can be excluded has a plain value"
+            if str(pins.get(axis, plain[0])) != str(plain[0]):
+                raise BadValue("a choice is pinned and excluded", got=f"{axis}={pins[axis]}")
+            found[axis] = 0
+            continue
         if axis not in (*DEGREES, "tp", "dp"):
-            raise BadValue("there is no such axis to exclude", got=axis, allowed=(*DEGREES, "tp"))
+            allowed = (*DEGREES, "tp", *EXCLUDABLE)
+            raise BadValue("there is no such axis to exclude", got=axis, allowed=allowed)
         for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
             if pins.get(name, 1) != 1:
                 raise BadValue("an axis is pinned and excluded", got=f"{name}={pins[name]}")
@@ -272,6 +280,8 @@ def to_plan(context: Context, outcome: Outcome, objective: str, top: int = 5) ->
     notes: tuple[str, ...] = (searched(certificate),)
     if best.strategy.recompute != "none" and "recompute" not in outcome.fixed.pins:
         notes += ("activations are recomputed because it is the fastest choice that fits",)
+    if best.strategy.gathered_inputs == "re-gather" and "gathered_inputs" not in outcome.fixed.pins:
+        notes += ("inputs are gathered again because it is the fastest choice that fits",)
     made = _make(context, best, (*faster, *rejected), notes)
     return replace(
         made,

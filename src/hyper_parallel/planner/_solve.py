@@ -13,7 +13,8 @@ certificate. The bounds hold because they price the partial strategy with what i
     states     also data parallelism and recomputation; any group on the best links of the machine
     order      complete: the price itself
 
-Recomputation is solved inside a complete strategy: of every kind as few layers as make it fit.
+Recomputation is solved inside a complete strategy: of every kind as few layers as make it fit, with gathered inputs
+kept or gathered again.
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import SCHEDULES, SHAPES, Candidates, Machine, ModelNumbers
+from hyper_parallel.cost import (
+    SCHEDULES,
+    SHAPES,
+    Candidates,
+    Machine,
+    ModelNumbers,
+    distinct,
+    step_seconds,
+)
 from hyper_parallel.ir import AXES, Workload
-from hyper_parallel.planner._completion import Pricer, unavoidable
+from hyper_parallel.planner._completion import FULL, Choice
 from hyper_parallel.planner._leaves import BLOCKS, TIE, Found, Goal, Leaves
 from hyper_parallel.planner._offloading import Offloading
 from hyper_parallel.planner._relax import Relaxed
@@ -51,6 +60,8 @@ MOST_ROWS: Final = 2_500_000
 _PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
 
 _TUPLE: Final = ("tp_x", "tp_y", "cp", "microbatch")
+FREED: Final = ("recompute", "regather")
+"""Columns that are solved inside a complete strategy."""
 _STATES: Final = ("dp_replicate", "dp_shard", "zero", "offload")
 _ALL: Final = tuple(f.name for f in fields(Candidates))
 
@@ -89,7 +100,7 @@ class _Search(Offloading):
         self.relaxed = Relaxed.around(machine)
         self.free = Relaxed.without_communication(machine)
         self.leaves: list[Leaves] = []
-        self.too_big: list[Leaves] = []
+        self.lost: list[Columns] = []
         self.best: dict[tuple[int, ...], float] = {}
         self.priced = 0
         self.known: dict[tuple[Any, ...], Any] = {}
@@ -159,13 +170,12 @@ class _Search(Offloading):
             return columns, np.empty(0)
         # Without communication only the tokens of a rank matter: microbatch over cp, in lowest terms.
         both = keys[:, 2:].astype(np.int64)
-        least = np.gcd(both[:, 0], both[:, 1])[:, None]
-        distinct, which = np.unique(
-            np.column_stack([keys[:, :2], both / least]), axis=0, return_inverse=True
-        )
+        lowest = both / np.gcd(both[:, 0], both[:, 1])[:, None]
+        first, which = distinct([*keys[:, :2].T, *lowest.T])
+        tuples = np.column_stack([keys[:, :2], lowest])[first]
         options = self._block_kinds()
-        rows = np.repeat(distinct, len(options), axis=0)
-        kinds = np.tile(np.array(options, dtype=np.float64), (len(distinct), 1))
+        rows = np.repeat(tuples, len(options), axis=0)
+        kinds = np.tile(np.array(options, dtype=np.float64), (len(tuples), 1))
         tp = rows[:, 0] * rows[:, 1]
         asked: Columns = {
             "tp_x": rows[:, 0],
@@ -178,8 +188,8 @@ class _Search(Offloading):
             "ep": kinds[:, 2],
             "etp": np.where(kinds[:, 3] > 0, tp, 1.0),
         }
-        seconds = self.microbatch_s(asked, self.free).reshape(len(distinct), len(options))
-        return columns, seconds.min(axis=1)[which.reshape(-1)] * self.share(columns)
+        seconds = self.microbatch_s(asked, self.free).reshape(len(tuples), len(options))
+        return columns, seconds.min(axis=1)[which] * self.share(columns)
 
     def _block_kinds(self) -> list[tuple[int, ...]]:
         """Shapes of both blocks, ep and whether tp cuts experts: what computation alone depends on."""
@@ -190,19 +200,19 @@ class _Search(Offloading):
 
     def _blocks(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
         """Tuples with their blocks, bounded by computation and communication of the layers."""
-        parts = []
-        for x, y, cp, micro in zip(*(columns[n] for n in _TUPLE), strict=True):
-            dp = max(
-                self.meshes["dp"][row] * self.meshes["pp"][row]
-                for row in self.rows_of[x, y, cp, micro]
-            )
-            options = self.space.blocks(int(x), int(y), int(cp), int(dp))
-            parts += [(x, y, cp, micro, *o) for o in options]
-        table = np.array(parts, dtype=np.float64).reshape(-1, len(_TUPLE) + len(BLOCKS))
-        grown = dict(zip((*_TUPLE, *BLOCKS), table.T, strict=True))
-        if not len(table):
+        keys = zip(*(columns[n].astype(int).tolist() for n in _TUPLE[:3]), strict=True)
+        parts = [self._remembered(self._blocks_of, *key) for key in keys]
+        source = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+        grown = {n: columns[n][source] for n in _TUPLE}
+        grown.update(zip(BLOCKS, np.concatenate(parts).T, strict=True))
+        if not len(source):
             return grown, np.empty(0)
         return grown, self.microbatch_s(grown, self.relaxed) * self.share(grown)
+
+    def _blocks_of(self, x: int, y: int, cp: int) -> Array:
+        ranks = self.space.limits.num_devices // (x * y * cp)
+        options = self.space.blocks(x, y, cp, ranks)
+        return np.array(options, dtype=np.float64).reshape(-1, len(BLOCKS))
 
     def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
         """Blocks with pp and a schedule, bounded by the pipeline; what cannot fit is cut."""
@@ -226,32 +236,29 @@ class _Search(Offloading):
         if not len(grown["pp"]):
             return grown, np.empty(0)
         grown["dp_replicate"], grown["dp_shard"] = np.ones(len(grown["pp"])), grown["dp"]
-        bare = {"dp_shard": 1.0, "zero": 0.0}
-        offload = float(self.space.rules.offload)
-
-        def seconds(rows: Columns, kind: int) -> Array:
-            scores = self.price({**rows, **bare}, self.relaxed, "time", recompute=float(kind))
-            return unavoidable(scores)
-
-        def lean_bytes(rows: Columns, kind: int) -> Array:
-            fixed = {"recompute": float(kind), "offload": offload}
-            # Parameters and gradients sharded hold less than gradients alone.
-            wanted = self.space.zeros()
-            each = [
-                self.price(rows, self.relaxed, "peak", zero=float(z), **fixed).memory_bytes
-                for z in wanted
-                if z != 2 or 3 not in wanted
-            ]
-            least: Array = np.min(each, axis=0)
-            return least
-
-        leaves, lost = self.complete(grown, seconds, lean_bytes)
-        self._remember_too_big(lost, seconds, lean_bytes)
-        columns = {n: c for n, c in leaves.columns.items() if n != "recompute"}
+        leaves, lost = self.complete(grown, self._bare_s, self._lean_bytes)
+        self.lost.append({n: c[:TOO_BIG_PRICED] for n, c in lost.items()})
+        columns = {n: c for n, c in leaves.columns.items() if n not in FREED}
         least = leaves.per_token_s
         if self.rows > HARD_ROWS:
             least = least + self.sharding_s(columns, self.relaxed) / self.tokens(columns)
         return columns, least * (1 - TIE)
+
+    def _bare_s(self, rows: Columns, choice: Choice) -> Array:
+        """Seconds per step without what data parallelism decides."""
+        fixed = {"dp_shard": 1.0, "zero": 0.0}
+        fixed |= {"regather": float(choice[0]), "recompute": float(choice[1])}
+        c = self.candidates(rows, **fixed)
+        return step_seconds(self.numbers, self.relaxed, self.workload, c, "pace")
+
+    def _lean_bytes(self, rows: Columns, choices: Sequence[Choice]) -> Array:
+        """Least peak bytes, with everything sharded and offloaded that may be."""
+        wanted, offload = self.space.zeros(), float(self.space.rules.offload)
+        # Parameters and gradients sharded hold less than gradients alone.
+        zeros = [float(z) for z in wanted if z != 2 or 3 not in wanted]
+        each = [self.peak(rows, self.relaxed, choices, zero=z, offload=offload) for z in zeros]
+        least: Array = np.min(each, axis=0)
+        return least
 
     def _pipelines_of(self, *key: float) -> Array:
         """Rows (pp, dp, accumulation, schedule, vpp) of a tuple."""
@@ -262,24 +269,31 @@ class _Search(Offloading):
             rows += [(pp, dp, steps, *option) for option in options]
         return np.array(rows, dtype=np.float64).reshape(-1, 5)
 
-    def _remember_too_big(self, lost: Columns, seconds: Pricer, peak: Pricer) -> None:
-        """Keep a few of what does not fit even when everything is recomputed: the most promising come first."""
-        first = {n: c[:TOO_BIG_PRICED] for n, c in lost.items()}
-        if not len(first["pp"]):
-            return
-        per_token = seconds(first, 0) / self.tokens(first)
-        which = np.argsort(per_token, kind="stable")[:TOO_BIG_KEPT]
-        ones, kind = np.ones(len(which)), max(self.kinds)
-        columns = {n: c[which] for n, c in first.items()}
-        memory = peak(columns, kind)
+    def _too_big(self) -> Leaves | None:
+        """A few of each batch of what does not fit in any way: the most promising come first."""
+        lost = [part for part in self.lost if len(part["pp"])]
+        if not lost:
+            return None
+        columns = {n: np.concatenate([part[n] for part in lost]) for n in lost[0]}
+        usual = self.regathers[0]
+        per_token = self._bare_s(columns, (usual, 0)) / self.tokens(columns)
+        batch = np.repeat(np.arange(len(lost)), [len(part["pp"]) for part in lost])
+        order = np.lexsort((per_token, batch))
+        place = np.arange(len(order)) - np.searchsorted(batch, batch)
+        which = order[place < TOO_BIG_KEPT]
+        columns = {n: c[which] for n, c in columns.items()}
+        lean = (self.regathers[-1], max(self.kinds))
+        memory = self._lean_bytes(columns, [lean])[0]
+        ones, per_token = np.ones(len(which)), per_token[which]
         columns.update(
             zero=3.0 * ones,
             order=0.0 * ones,
             offload=float(self.space.rules.offload) * ones,
-            recompute=kind * ones,
+            recompute=lean[1] * ones,
+            # What is made again gathers its inputs anyway.
+            regather=(lean[0] if lean[1] != FULL else usual) * ones,
         )
-        kept = per_token[which]
-        self.too_big.append(Leaves(columns, kept, memory, -ones, kept))
+        return Leaves(columns, per_token, memory, -ones, per_token)
 
     def _states(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
         """Pipelines with data parallelism and recomputation, complete but for the order of the axes."""
@@ -293,7 +307,7 @@ class _Search(Offloading):
         leaves, lost = self.complete(grown, *pricers)
         if self.space.rules.offload and "offload" not in self.space.limits.pins:
             # Offload takes time and frees memory: it is of use only where something would have to be recomputed.
-            again = leaves.columns["recompute"] > 0
+            again = leaves.columns["recompute"] + leaves.columns["regather"] > self.regathers[0]
             some = {
                 n: np.concatenate([c[again], lost[n]])
                 for n, c in leaves.columns.items()
@@ -301,7 +315,7 @@ class _Search(Offloading):
             }
             some["offload"] = np.ones(len(some["pp"]))
             leaves = Leaves.join([leaves, self.complete(some, *pricers)[0]])
-        columns = {n: c for n, c in leaves.columns.items() if n not in ("recompute", "order")}
+        columns = {n: c for n, c in leaves.columns.items() if n not in (*FREED, "order")}
         return columns, leaves.per_token_s * (1 - TIE)
 
     def _orders(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
@@ -347,13 +361,12 @@ class _Search(Offloading):
             best.setdefault(meshes[position], position)
             if len(best) == self.goal.keep:
                 break
-        too_big = Leaves.join(self.too_big) if self.too_big else empty
         return Found(
             leaves,
             list(best.values()),
             self.priced,
             self.cut,
-            too_big,
+            self._too_big() or empty,
             bound,
             len(self.meshes["pp"]),
         )

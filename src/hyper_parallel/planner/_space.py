@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.ir import AXES, Strategy, Workload
 from hyper_parallel.model import ModelSpec
-from hyper_parallel.planner._limits import Limits
+from hyper_parallel.planner._limits import CP_KINDS, Limits
 
 MICROBATCHES: Final = (1, 2, 4, 8, 16)
 MOST_CP: Final = 64
@@ -83,22 +83,23 @@ class Rules:
         """Key and value heads divide over the ranks, or each is on several of them."""
         return self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
 
+    def whole_heads(self, ranks: int) -> bool:
+        """Every rank has whole query heads; 2-D attention on x y ranks that have none scatters tokens instead."""
+        return self.heads % ranks == 0 and self.kv_legal(ranks)
+
     def shapes(self, x: int, y: int) -> tuple[list[int], list[int]]:
         """Legal shapes of attention and MLP on x times y ranks, as indices into `cost.SHAPES`.
 
-        1-D needs heads and widths to divide by x y; 2-D head-scatter attention heads by x y and the residual width by
-        x and y, a 2-D MLP its widths by x; weight-moving attention heads by x, a weight-moving MLP widths by x y, and
-        both the residual width by y.
+        1-D needs heads and widths to divide by x y; 2-D attention heads by x (see `whole_heads`) and the residual
+        width by x and y, a 2-D MLP its widths by x; weight-moving attention heads by x, a weight-moving MLP widths by
+        x y, and both the residual width by y.
         """
         h, one, two, moved = self.hidden, *(SHAPES.index(s) for s in ("1d", "2d", "weight"))
-        whole = self.heads % (x * y) == 0 and self.kv_legal(x * y)
         attention, mlp = [], []
-        if whole:
+        if self.whole_heads(x * y):
             attention.append(one)
-        if whole and h % x == 0 and h % y == 0 and self.kv_legal(x):
-            attention.append(two)
-        if self.heads % x == 0 and self.kv_legal(x) and h % y == 0:
-            attention.append(moved)
+        if self.whole_heads(x) and h % y == 0:
+            attention += [two] * (h % x == 0) + [moved]
         narrow = all(w % (x * y) == 0 for w in self.widths)
         if narrow:
             mlp.append(one)
@@ -229,7 +230,11 @@ class Space:
             self.ruled_out[reason] += number
 
     def blocks(self, x: int, y: int, cp: int, dp: int) -> list[tuple[int, ...]]:
-        """Level two of a mesh: (attention_shape, mlp_shape, ep, etp, cp_ulysses)."""
+        """Level two of a mesh: (attention_shape, mlp_shape, ep, etp, cp_ulysses, attention_tokens, cp_gather).
+
+        A ring of keys and values sends no more than gathering all of them, whose gradients are summed in float32, and
+        may hide: all are gathered only where a pin says so.
+        """
         r, pins, tp = self.rules, self.limits.pins, x * y
         names, plain = ("attention_shape", "mlp_shape"), SHAPES.index("2d")
         if y > 1:
@@ -237,8 +242,12 @@ class Space:
             asked = all(name in pins for name in names)
             shapes = [s for s in itertools.product(*r.shapes(x, y)) if asked or s != (0, 0)]
             shapes = [s for s in shapes if all(map(self.limits.allows, names, s))]
+            if self._tokens(x, y, cp) is None:
+                shapes = [s for s in shapes if s[0] != plain]
         else:
             shapes = [(pins.get(names[0], plain), pins.get(names[1], plain))]
+        on_tokens = self._tokens(x, y, cp) or 0
+        gathered = int(pins.get("cp_kind") == CP_KINDS.index("all_gather"))
         local, local_kv = r.heads // tp, max(1, r.kv_heads // tp)
         ulysses = [
             u
@@ -266,15 +275,31 @@ class Space:
             experts = []
         # With expert parallelism little of the feed-forward part is left for tp: it follows attention's shape.
         found = itertools.product(shapes, experts, ulysses)
-        return [(*s, *e, u) for s, e, u in found if e[0] == 1 or s[0] == s[1]]
+        return [
+            (*s, *e, u, on_tokens if s[0] == plain else 0, gathered)
+            for s, e, u in found
+            if e[0] == 1 or s[0] == s[1]
+        ]
+
+    def _tokens(self, x: int, y: int, cp: int) -> int | None:
+        """Whether 2-D attention on x y ranks scatters tokens over y instead of heads; None where it can do neither.
+
+        On tokens it sends at least as much, so it is taken where heads do not divide or a pin says so. The sequence
+        cannot be cut by context parallelism as well.
+        """
+        pinned = self.limits.pins.get("attention_scatter")
+        if pinned != 1 and self.rules.whole_heads(x * y):
+            return 0
+        return 1 if pinned != 0 and (cp == 1 or y == 1) else None
 
     def refusal_of(self, shard: int, cp: int, x: int, y: int, *block: int) -> str | None:
         """Why this version cannot run strategies with these degrees and a row of `blocks`; None when it can."""
         if self.refusal is None:
             return None
-        attention, mlp, ep, _, ulysses = block
+        attention, mlp, ep, _, ulysses, tokens, gathered = block
         row = Candidates.of_columns(
-            dp_shard=shard, cp=cp, tp_x=x, tp_y=y, attention_shape=attention, mlp_shape=mlp, ep=ep, cp_ulysses=ulysses
+            dp_shard=shard, cp=cp, tp_x=x, tp_y=y, attention_shape=attention, mlp_shape=mlp, ep=ep, cp_ulysses=ulysses,
+            attention_tokens=tokens, cp_gather=gathered,
         )  # fmt: skip
         return self.refusal(row.at(0, self.limits.base, Workload(self.workload.seq_len))[0])
 
@@ -340,6 +365,10 @@ class Space:
             for i, kind in enumerate(RECOMPUTE)
             if kind in wanted and self.limits.allows("recompute", i)
         ]
+
+    def regathers(self) -> list[int]:
+        """Whether gathered inputs may be gathered again in backward instead of kept; kept first, which is faster."""
+        return [again for again in (0, 1) if self.limits.allows("gathered_inputs", again)]
 
     def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[tuple[int]]:
         """Level five: orders of the axes, as indices into `cost.ORDERS`, those that differ on the machine.

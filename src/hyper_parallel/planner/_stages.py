@@ -149,7 +149,7 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
     prefix = np.array([0.0, *accumulate(costs)])
     sums = prefix[None, :] - prefix[:, None]
     upper = np.triu_indices(n + 1, 1)
-    values = np.unique(np.concatenate([sums[upper], prefix[n] - prefix[:n] + last]))
+    values = np.sort(np.concatenate([sums[upper], prefix[n] - prefix[:n] + last]))
 
     def cut(limit: float) -> list[int] | None:
         found, end = [], n

@@ -1,0 +1,256 @@
+"""Step time in numbers: the seconds of every cause as arrays over candidates, without names and formulas.
+
+The picture is one pipeline stage that works through m microbatches; the slowest stage sets the pace and the step
+ends with the optimizer. `_time` names the causes as terms; a search needs only their sum. Letters as in `_layer`, and
+m microbatches, p stages, l layers of the slowest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.cost._candidates import Candidates
+from hyper_parallel.cost._communication import (
+    Communication,
+    Tail,
+    exposed,
+    layer_communication,
+    step_tail,
+    tensor_hops,
+)
+from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds, tokens_of
+from hyper_parallel.cost._machine import Machine
+from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._pipeline import Stages, bubble_seconds, lay_out
+from hyper_parallel.cost._place import Places, neighbours
+from hyper_parallel.cost._states import outside_elements, stage_elements, state_bytes
+from hyper_parallel.ir import Workload
+
+Array = NDArray[np.float64]
+
+LOGIT_BYTES = 24.0
+"""Bytes moved per logit by the loss: written, cast to float32 (read 2, written 4), softmax and its gradient in place
+(read and written twice), cast back."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrices:
+    """What depends on the layer's own choices only: work and communication of a layer, and the head.
+
+    Attributes:
+        work: Compute of a mean layer.
+        comm: Communication of a mean layer.
+        head: Seconds of the output projection and the loss of one microbatch.
+    """
+
+    work: Compute
+    comm: Communication
+    head: Array
+
+    @classmethod
+    def of(
+        cls,
+        numbers: ModelNumbers,
+        machine: Machine,
+        workload: Workload,
+        c: Candidates,
+        places: Places,
+    ) -> LayerPrices:
+        """Prices of candidates; only the columns of the layer are read, and the strides of its groups."""
+        work = layer_compute(numbers, machine, workload, c)
+        comm = layer_communication(numbers, machine, workload, c, places, work)
+        return cls(work, comm, _head(numbers, machine, workload, c))
+
+    @property
+    def layer(self) -> Array:
+        """Seconds of one layer and microbatch, forward and backward, without expert exchanges."""
+        w, m = self.work, self.comm
+        work = w.forward + w.backward + w.recompute + w.launch
+        return work + m.tp + m.cp + m.fsdp
+
+    def take(self, index: NDArray[np.intp]) -> LayerPrices:
+        """The prices of the rows that an index lists."""
+
+        def pick(value: Compute | Communication) -> dict[str, Array]:
+            return {f.name: _rows(getattr(value, f.name), index) for f in fields(value)}
+
+        work, comm = Compute(**pick(self.work)), Communication(**pick(self.comm))
+        return LayerPrices(work, comm, _rows(self.head, index))
+
+
+def _rows(value: Array, index: NDArray[np.intp]) -> Array:
+    return value[index] if value.size > 1 else value
+
+
+def _head(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
+    """Output projection in the compute dtype, forward and both gradients, and the loss."""
+    tokens, vocab = tokens_of(workload, c), n.vocab / c.tp
+    share = machine.card.share("matmul", machine.compute_dtype)
+    # The head stays in the compute dtype where the layers use 8 or 4 bits.
+    slower = machine.matmul_flops / (machine.peak_flops * share / machine.stack.compute)
+    products = 3.0 * matmul_seconds(machine, tokens, vocab, n.hidden) * slower
+    return products + LOGIT_BYTES * tokens * vocab / machine.passing_bytes_s
+
+
+def _host_work(seconds: Mapping[str, float], c: Candidates, layers: Array) -> Array:
+    """Core seconds of a step that a rank spends on starting what the axes do, beyond the time on the links."""
+    total: Array = np.zeros(1)
+    if not seconds:
+        return total
+    full = np.where(c.recompute > 1, 1.5, 1.0)
+    kinds = {
+        "dp_replicate": (c.dp_replicate > 1, layers),
+        "dp_shard": (c.dp_shard * c.cp > 1, c.accumulation * layers),
+        "cp": (c.cp - c.cp_ulysses > 0.5, c.accumulation * layers * full),
+        "cp_ulysses": (c.cp_ulysses > 1, c.accumulation * layers * full),
+        "tp_x": (c.tp > 1, c.accumulation * layers * full),
+        "tp_y": (c.tp_y > 1, c.accumulation * layers * full),
+        "pp": (c.pp > 1, c.accumulation * c.vpp),
+    }
+    for axis, (used, times) in kinds.items():
+        total = total + np.where(used, times * seconds.get(axis, 0.0), 0.0)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of a step while microbatches go through the stages, without what the sharing of states adds.
+
+    Attributes:
+        ep: Exchanges of experts of one layer and microbatch that nothing hides.
+        ep_hidden: The share of them that hides.
+        stages: Layers on stages.
+        bubble: Filling and draining of the pipeline.
+        hop: One send to the next stage.
+        sends: All sends that nothing hides.
+    """
+
+    ep: Array
+    ep_hidden: Array
+    stages: Stages
+    bubble: Array
+    hop: Array
+    sends: Array
+
+    @classmethod
+    def of(
+        cls,
+        n: ModelNumbers,
+        machine: Machine,
+        workload: Workload,
+        c: Candidates,
+        prices: LayerPrices,
+    ) -> Pace:
+        """The pace of candidates whose layers are priced."""
+        work, comm, stack = prices.work, prices.comm, machine.stack
+        chunked = (c.pp > 1) & (c.vpp > 1)
+        hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
+        ep = comm.ep * (1.0 - hidden)
+        even = bool(stack.even_stages)
+        stages = lay_out(c, n.layers, prices.layer + ep, prices.head, even, machine.crowd)
+        bubble = sends = hop = np.zeros(1)
+        if (c.pp > 1).any():
+            traffic = (comm.tp + ep + comm.cp) / 2.0
+            bubble = bubble_seconds(
+                c,
+                stages.others + (c.pp - 1.0) * comm.outside,
+                work.forward + work.launch / 3.0 + traffic,
+                work.backward + work.recompute + work.launch / 1.5 + traffic,
+                work.weight_gradient,
+                machine.crowd,
+            )
+            boundary_bytes = tokens_of(workload, c) * n.hidden * machine.width / c.tp
+            # Sending to the next stage is what a gather over two ranks sends of twice the tensor.
+            hop = machine.ring_seconds(2.0 * boundary_bytes, neighbours(c))
+            sends = 2.0 * (c.accumulation * c.vpp + c.pp - 1.0) * hop * (1.0 - stack.overlap_pp)
+        return cls(ep, hidden, stages, bubble, hop, sends)
+
+    def seconds(self, c: Candidates, prices: LayerPrices) -> Array:
+        """The sum."""
+        work, comm, stages = prices.work, prices.comm, self.stages
+        layer = work.forward + work.backward + work.recompute + work.launch
+        layer = layer + comm.tp + comm.cp + self.ep
+        microbatch = stages.layers * layer + stages.head * prices.head
+        return c.accumulation * microbatch + self.bubble + self.sends
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Seconds of a step beside its `Pace`: sharing of states, and what comes once.
+
+    Attributes:
+        fsdp: Gathers and scatters per microbatch that nothing hides.
+        once: Data-parallel traffic once per step.
+        tail: What of it nothing hides.
+        norm: The gradient norm.
+        elements: Parameter elements of the rank before data sharding.
+        moved: Bytes that the optimizer moves.
+        optimizer: Seconds of that.
+        accumulated: Sums of unsharded gradients.
+        host: Core seconds of starting what the axes do.
+        every: Data, logging and host.
+        noise: Share of the step that stragglers add.
+    """
+
+    fsdp: Array
+    once: Tail
+    tail: Array
+    norm: Array
+    elements: Array
+    moved: Array
+    optimizer: Array
+    accumulated: Array
+    host: Array
+    every: float
+    noise: Array
+
+    @classmethod
+    def of(
+        cls,
+        n: ModelNumbers,
+        machine: Machine,
+        workload: Workload,
+        c: Candidates,
+        places: Places,
+        prices: LayerPrices,
+        layers: Array,
+    ) -> Rest:
+        """The rest of candidates whose layers are priced; `layers` are those of the slowest stage."""
+        work, comm, stack, m = prices.work, prices.comm, machine.stack, c.accumulation
+        most = np.ceil(n.layers / c.pp)
+        once = step_tail(n, machine, workload, c, places, most, outside_elements(n, c))
+        last = work.backward * layers + prices.head
+        tail = exposed(once.scatter, last, stack.overlap_dp) + once.late
+        tail = tail + exposed(once.gather, last / 2.0, stack.overlap_dp)
+        tail = tail + exposed(once.first, work.forward * layers, stack.overlap_dp)
+        tail = tail + tensor_hops(machine, c, places, most)
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
+        every = [getattr(places, name) for name in axes]
+        norm = 2.0 * machine.ring_seconds(np.full(1, 4.0), *every)
+        elements = stage_elements(n, c)
+        moved = state_bytes(n, workload, c, elements).optimizer_moved
+        added = (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (c.dp_shard * c.cp > 1)))
+        sums = m * 8.0 * machine.card.saturation * elements.whole / machine.stream_bytes_s
+        return cls(
+            m * (layers * comm.fsdp + comm.outside),
+            once,
+            tail,
+            norm,
+            elements.whole,
+            moved,
+            moved / machine.stream_bytes_s,
+            np.where(added, sums, 0.0),
+            machine.crowd * _host_work(stack.host_s, c, layers),
+            stack.step_s,
+            stack.straggle * np.log2(np.maximum(c.world_size, 1.0)),
+        )
+
+    @property
+    def seconds(self) -> Array:
+        """The sum, stragglers apart."""
+        once = self.tail + self.norm + self.optimizer + self.every
+        return self.fsdp + once + self.accumulated + self.host
