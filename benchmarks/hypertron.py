@@ -23,7 +23,7 @@ MODELS = ("megatron-310b", "mixtral-8x22b")
 WORKLOAD = Workload(8192, tokens_per_step=8192 * 2048)
 
 _AXES_ORDER = "pp>dp_replicate>dp_shard>cp>tp_x>tp_y"
-_MEGATRON = {"tp_y": 1, "order": _AXES_ORDER, "offload": 0}
+_MEGATRON = {"tp_y": 1, "order": _AXES_ORDER}
 _TWO = {"attention_shape": "2d", "mlp_shape": "2d"}
 _WEIGHT = {"attention_shape": "weight", "mlp_shape": "weight"}
 SPACES: dict[str, tuple[Mapping[str, int | str], ...]] = {

@@ -102,9 +102,6 @@ def test_zero_stages_shard_more_and_more():
     assert found["gradients"] == pytest.approx([4 * n, 4 * n, 4 * n / 8, 4 * n / 8])
     assert found["optimizer states"] == pytest.approx([12 * n, 12 * n / 8, n, n])
     assert found["gathered parameters"][2] > found["gathered parameters"][3] > 0
-    offloaded = Candidates.of_columns(dp_shard=8, offload=1)
-    again = score(numbers, machine, Workload(4096), offloaded)
-    assert {t.name: t.bytes[0] for t in again.memory}["optimizer states"] == 0
 
 
 TRACED = json.loads((Path(__file__).parent / "traced_memory.json").read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from hyper_parallel.cost import (
     Places,
     distinct,
     memory_key,
-    peak_bytes,
+    offloaded_bytes,
     score,
     step_seconds,
 )
@@ -140,7 +140,7 @@ def test_sums_of_a_search_are_the_sums_of_the_terms():
     numbers, workload = ModelNumbers.of(load_model("mixtral-8x7b")), Workload(2048)
     on = Machine.of(load_topology("cloudmatrix384"), "bfloat16")
     choices = list(itertools.product((0, 1), (0, 1, 2)))
-    bytes_ = peak_bytes(numbers, on, workload, Candidates.of_columns(**columns), choices)
+    bytes_ = offloaded_bytes(numbers, on, workload, Candidates.of_columns(**columns), choices)
     first, index = distinct(memory_key(columns))
     assert len(first) < rows
     for (again, kind), found in zip(choices, bytes_, strict=True):

@@ -98,6 +98,8 @@ def closed_forms(context, limits):
             legal = share <= 1.0
             if kind and 0 not in kinds:
                 legal &= whole
+            # Between no layer and all of them a memory plan drops single results.
+            legal &= whole | (columns["offload"] == 0) if kind else True
             step = (1 - share) * scores[0].step_s + share * scores[kind].step_s
             memory = (1 - share) * scores[0].memory_bytes + share * scores[kind].memory_bytes
             legal &= memory <= context.machine.memory_bytes * (1 + 1e-9)

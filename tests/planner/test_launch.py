@@ -24,7 +24,7 @@ pytestmark = pytest.mark.unit
 def test_our_recipe_plans_the_same(tmp_path, devices, pins):
     chosen = plan(
         "llama-3-8b", "dgx-h100", num_devices=devices,
-        pins={**pins, "offload": 0, "recompute": "full", "order": "pp>dp_replicate>dp_shard>cp>tp_x>tp_y"},
+        pins={**pins, "recompute": "full", "order": "pp>dp_replicate>dp_shard>cp>tp_x>tp_y"},
     )  # fmt: skip
     file = tmp_path / "recipe.yaml"
     file.write_text(launch_settings(chosen, "ours"), encoding="utf-8")
@@ -47,7 +47,6 @@ def test_our_recipe_names_how_inputs_and_attention_are_gathered(tmp_path, pins, 
     fixed = {
         "pp": 1,
         "zero": 3,
-        "offload": 0,
         "recompute": "none",
         "order": "pp>dp_replicate>dp_shard>cp>tp_x>tp_y",
     }

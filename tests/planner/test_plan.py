@@ -60,7 +60,7 @@ def test_not_executable_plans_say_so_and_executable_ones_have_layouts():
     assert any("cannot run this plan yet (zero=0" in n for n in later.notes)
     now = plan(
         "llama-3-8b", machine(), num_devices=16,
-        pins={"pp": 1, "tp_y": 1, "zero": 3, "recompute": "none", "offload": 0},
+        pins={"pp": 1, "tp_y": 1, "zero": 3, "recompute": "none"},
     )  # fmt: skip
     assert set(now.layouts) == {p.name for b in load_model("llama-3-8b").blocks for p in b.params}
     assert not any("cannot run" in n for n in now.notes)

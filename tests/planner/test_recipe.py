@@ -150,12 +150,21 @@ def test_with_offload_auto_counts_on_host_memory(recipe, tmp_path):
     with pytest.raises(DoesNotFit):
         plan_recipe(recipe(**machine(0.01, 8)))
     chosen = plan_recipe(recipe(**machine(0.01, 8), offload=offload))
-    assert chosen.memory_bytes > chosen.memory_capacity_bytes
+    assert chosen.memory_bytes <= chosen.memory_capacity_bytes
     assert chosen.strategy.world_size == 2
-    assert any("fits" in note and "without offload" in note for note in chosen.notes)
+    away = {t.name: t.bytes for t in chosen.memory if t.tier == "dram"}
+    assert sum(away.values()) > 0
+    assert any(t.name == "offload copies" for t in chosen.cost)
+    assert any("lie in host memory" in note for note in chosen.notes)
     with pytest.raises(DoesNotFit):
         plan_recipe(recipe(**machine(0.01, 0.01), offload=offload))
     with pytest.raises(DoesNotFit):
         plan_recipe(recipe(**machine(0.01, 8), offload={**offload, "dram": 10**7}))
     fits = plan_recipe(recipe(**machine(64, 8), offload=offload))
-    assert not any("without offload" in note for note in fits.notes)
+    assert not any("host memory" in note for note in fits.notes)
+    # A budget below what is there is kept as well.
+    budget = {"budget": fits.memory_bytes * 3 // 4}
+    small = plan_recipe(recipe(**machine(64, 8), offload=budget))
+    assert small.memory_capacity_bytes == budget["budget"] >= small.memory_bytes
+    slow = plan_recipe(recipe(**machine(64, 8), offload={**budget, "bandwidth": 10**6}))
+    assert slow.step_s > small.step_s >= fits.step_s

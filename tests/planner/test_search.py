@@ -15,9 +15,10 @@ from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit, NoLegalS
 from hyper_parallel.ir import Strategy, Workload, simulate
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import _solve, plan, plan_tasks, simulate_plan
-from hyper_parallel.planner._context import resolve
+from hyper_parallel.planner._context import HostMemory, resolve
 from hyper_parallel.planner._limits import Limits, check_pins
 from hyper_parallel.planner._plan import find
+from hyper_parallel.planner._priced import price
 from hyper_parallel.planner._stages import partition
 from hyper_parallel.topology import MemoryPool
 from tests.cost.machines import machine, quantity, small_model
@@ -91,6 +92,30 @@ def test_search_equals_brute_force(seed, monkeypatch):
         assert outcome.ranked[0].memory_bytes <= context.machine.memory_bytes * (1 + 1e-6)
         # Nothing was left open.
         assert found.bound >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_search_with_offload_equals_brute_force(seed):
+    model, supernode, workload, devices = random_case(seed)
+    draw = random.Random(seed + 1000)
+    host = HostMemory(
+        draw.choice([2e8, 1e12]), draw.choice([1e10, 5e10, 4e11]), draw.random() < 0.6
+    )
+    budget = draw.choice([1.03, 1.04, 1.06, 1.08]) * 2**30
+    context = resolve(model, supernode, workload, devices)
+    context = dataclasses.replace(context, offload=host, capacity_bytes=budget)
+    limits = Limits(devices, {}, (), executable=bool(seed % 2))
+    outcome = find(context, limits)
+    best = outcome.found.leaves.per_token_s[outcome.found.best[0]]
+    assert best == pytest.approx(least(context, limits), rel=1e-9)
+    assert outcome.found.bound >= best * (1 - 1e-9)
+    chosen = outcome.ranked[0]
+    assert chosen.memory_bytes <= context.machine.memory_bytes * (1 + 1e-6)
+    # What is away, or dropped, is what the device lacks.
+    whole = price(context, dataclasses.replace(chosen.strategy, offload=False), chosen.workload)
+    if whole.memory_bytes > context.machine.memory_bytes:
+        assert chosen.strategy.offload
+        assert chosen.memory_bytes == pytest.approx(context.machine.memory_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,13 @@ def plan(
         typer.Option(help="Longest step in seconds, for fewest-devices or memory.", min=0.0),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="Runners-up to print.")] = 5,
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="What exceeds a device's memory may lie in host memory, or be computed again.",
+        ),
+    ] = False,
     recipe: Annotated[
         Path | None, typer.Option(help="Plan what a recipe would train, instead of a model.")
     ] = None,
@@ -89,7 +96,7 @@ def plan(
         typer.echo(left.diff(right) or "the plans do not differ")
         return
     if recipe is not None:
-        searched = (pin, exclude, deadline, objective != "step-time")
+        searched = (pin, exclude, deadline, objective != "step-time", offload)
         if model is not None or seq_len or tokens_per_step or any(searched):
             raise Contradiction(
                 "a recipe names the model and the workload itself",
@@ -100,7 +107,7 @@ def plan(
     elif model is not None:
         workload = (seq_len, tokens_per_step)
         goal = (objective, deadline)
-        chosen = _plan_model(model, topology, devices, workload, pin, exclude, goal, top)
+        chosen = _plan_model(model, topology, devices, workload, pin, exclude, goal, top, offload)
     else:
         raise BadValue(
             "nothing to plan: give a model, a recipe, or two plans to compare",
@@ -131,6 +138,7 @@ def _plan_model(
     exclude: list[str] | None,
     goal: tuple[str, float | None],
     top: int,
+    offload: bool,
 ) -> Plan:
     from hyper_parallel import planner
     from hyper_parallel.model import load_model
@@ -163,6 +171,7 @@ def _plan_model(
         objective=goal[0],
         deadline_s=goal[1],
         top=top,
+        offload=offload,
     )
 
 

@@ -1,5 +1,6 @@
 """Cost model: step time, memory and communication of a strategy, each as terms with a formula and a source."""
 
+from hyper_parallel.cost._budget import offloaded_bytes
 from hyper_parallel.cost._candidates import (
     ORDERS,
     RECOMPUTE,
@@ -20,6 +21,7 @@ from hyper_parallel.cost._cards import (
 from hyper_parallel.cost._cells import RowError
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, step_collectives
 from hyper_parallel.cost._context_bytes import Exchange, context_bytes
+from hyper_parallel.cost._copies import COPIES, Away, Load, mixed_term, put_away
 from hyper_parallel.cost._expert_bytes import Rows
 from hyper_parallel.cost._fit import CONSTANTS, Constant, Fit, fit_runs, write_cards
 from hyper_parallel.cost._local import (
@@ -32,7 +34,7 @@ from hyper_parallel.cost._local import (
     mean_rates,
 )
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._memory import kept_bytes, memory_key, peak_bytes
+from hyper_parallel.cost._memory import kept_bytes, memory_key
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._own_cards import (
     at_ranks,
@@ -67,12 +69,14 @@ from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_ele
 
 __all__ = [
     "CONSTANTS",
+    "COPIES",
     "LINEAR_ENTRY",
     "LOCAL_CARD",
     "ORDERS",
     "RECOMPUTE",
     "SCHEDULES",
     "SHAPES",
+    "Away",
     "BlockWidths",
     "Candidates",
     "Cards",
@@ -80,6 +84,7 @@ __all__ = [
     "DeviceCard",
     "Exchange",
     "Fit",
+    "Load",
     "LocalRates",
     "Machine",
     "MeasuredStep",
@@ -109,13 +114,15 @@ __all__ = [
     "load_card",
     "mean_rates",
     "memory_key",
+    "mixed_term",
     "nonnegative",
+    "offloaded_bytes",
     "own_cards",
     "own_path",
-    "peak_bytes",
     "peak_memory",
     "predict",
     "predict_file",
+    "put_away",
     "read_card",
     "read_cards",
     "read_run",

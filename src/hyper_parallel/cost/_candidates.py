@@ -73,7 +73,7 @@ class Candidates:
         zero: What is sharded over dp_shard (x cp): 0 nothing, 1 optimizer states, 2 and gradients (parameters are
             gathered once per microbatch and kept for backward), 3 and parameters (gathered again in backward).
         order: Index into `ORDERS`.
-        offload: 1 where the optimizer states live in host memory.
+        offload: 1 where what exceeds the device's memory lies in host memory.
         regather: 1 where gathered inputs are gathered again in backward instead of kept.
         attention_tokens: 1 where 2-D attention scatters tokens over y, and gathers keys and values, instead of heads.
         cp_gather: 1 where all keys and values are gathered instead of passed around a ring.
@@ -152,7 +152,7 @@ class Candidates:
             vpp=s.virtual_stages, schedule=SCHEDULES.index(s.schedule), cp_ulysses=s.ulysses,
             attention_shape=SHAPES.index(s.attention_shape), mlp_shape=SHAPES.index(s.mlp_shape),
             recompute=RECOMPUTE.index(s.recompute), zero=2 if alone else s.zero_stage, etp=s.expert_tp,
-            order=ORDERS.index(s.order), offload=int(s.offload_optimizer),
+            order=ORDERS.index(s.order), offload=int(s.offload),
             regather=int(s.gathered_inputs == "re-gather"), attention_tokens=int(s.attention_scatter == "token"),
             cp_gather=int(s.cp_kind == "all_gather"),
         )  # fmt: skip
@@ -203,7 +203,7 @@ class Candidates:
             schedule=SCHEDULES[row["schedule"]], virtual_stages=row["vpp"],
             recompute=RECOMPUTE[row["recompute"]], reshard_after_forward=row["zero"] != 2,
             zero=(0, 1, None, None)[row["zero"]], etp=None if row["etp"] == folded else row["etp"],
-            order=ORDERS[row["order"]], offload_optimizer=bool(row["offload"]),
+            order=ORDERS[row["order"]], offload=bool(row["offload"]),
         )  # fmt: skip
         if strategy.pp == 1:  # the choices of a pipeline go with it
             default = Strategy()

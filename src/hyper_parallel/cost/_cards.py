@@ -49,8 +49,8 @@ class DeviceCard:
         latency: Seconds of a collective with a tiny message against the topology's.
         pace: Speed of a rank while a share of all ranks works, against all of them at work, by that share; for ranks
             that share cores, caches and memory.
-        maturing: How much of a stack's growth by release (`moe_month`) shows on the device: its kernels for a young
-            generation get better release by release, those of the one before hardly.
+        maturing: How much of a stack's growth by release (`moe_month`) shows on the device, against Blackwell, whose
+            runs that growth is made of; fitted where a generation has runs of several releases.
         sources: Where each number comes from, by attribute (`matmul.bfloat16`).
         priors: What was believed before a number was fitted to runs, by attribute.
     """
@@ -74,7 +74,7 @@ class DeviceCard:
     context_bytes: float
     fragmentation: float
     latency: float = 1.0
-    maturing: float = 0.25
+    maturing: float = 1.0
     pace: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     priors: Mapping[str, float] = field(default_factory=dict)

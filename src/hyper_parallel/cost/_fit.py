@@ -98,6 +98,7 @@ CONSTANTS: Final = (
     Constant("experts", 0.20, _STACKS, ("moe",)),
     Constant("expert host work", 0.40, _STACKS, ("moe_host_s",)),
     Constant("expert releases", 0.40, _STACKS, ("moe_month",)),
+    Constant("expert releases hopper", 1.00, _HOPPER, ("maturing",)),
     Constant("expert overlap", 0.30, _MODERN, ("overlap_ep",), rest=True),
 )  # fmt: skip
 """What `calibrate --runs` may change."""

@@ -30,6 +30,8 @@ class Machine:
         memory_bytes: Capacity of the device's own memory.
         memory_bytes_s: Peak bytes/s of the device's own memory.
         host_bytes_s: Bytes/s per device and direction to host memory; 0 when the topology names none.
+        host_bytes: Host memory of one device.
+        drops: A memory plan may drop results and compute them again.
         tiers: Interconnect levels, inner to outer.
         card: What the device's kernels reach.
         stack: How the training framework uses it.
@@ -47,6 +49,8 @@ class Machine:
     card: DeviceCard
     stack: StackCard
     crowd: float = 1.0
+    host_bytes: float = np.inf
+    drops: bool = True
 
     @classmethod
     def of(
@@ -71,7 +75,6 @@ class Machine:
             stack: Stack card; None: the one of our own runtime.
         """
         device = supernode.device
-        hosts = [pool.bytes_s.value for pool in supernode.pools if pool.kind == "dram"]
         matmul_dtype = matmul_dtype or compute_dtype
         measured = supernode.name == "local" and card is None and stack is None
         if measured and (own := own_cards(device.name, supernode.num_devices)):
@@ -83,11 +86,12 @@ class Machine:
             compute_dtype,
             int(device.memory_bytes.value),
             device.memory_bytes_s.value,
-            max(hosts, default=0.0),
+            supernode.host_bytes_s,
             supernode.tiers,
             card or device_card(device.name, device.kind),
             stack or stack_card("cpu" if device.kind == "cpu" else "hyper-parallel"),
             device.ranks_per_core,
+            np.inf if supernode.host_bytes is None else supernode.host_bytes,
         )
 
     @property

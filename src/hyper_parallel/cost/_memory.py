@@ -45,7 +45,7 @@ def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: C
     gathered = 2.0 * n.hidden * width * (1.0 - 1.0 / c.tp)
     kept = stack.keep_gathered * np.where(c.recompute > 1, 1.0, 1.0 - c.regather)
     extra = kept * stack.sequence_parallel * gathered
-    total = (dense - whole + experts + stack.eager * _eager_bytes(n, width)) / c.tp + whole + extra
+    total = (dense - whole + experts + stack.eager * eager_bytes(n, width)) / c.tp + whole + extra
     if not stack.flash:
         # Selective recomputation drops the scores.
         scores = (2.0 * width + 1.0) * n.num_heads * workload.seq_len / c.tp
@@ -55,7 +55,7 @@ def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: C
     return tokens * stack.kept * (total + statistics)
 
 
-def _eager_bytes(n: ModelNumbers, width: float) -> float:
+def eager_bytes(n: ModelNumbers, width: float) -> float:
     """What operators keep per token and layer when nothing fuses them, beyond `saved_elements`.
 
     A norm its float32 input and the normalised one; attention a copy of its output in the order of tokens; a gated
@@ -100,7 +100,7 @@ def memory_terms(
     of the others everything is taken to be there at once, which their constants were found with.
     """
     card = machine.card
-    found = _held(numbers, machine, workload, c)
+    found = held_parts(numbers, machine, workload, c)
     _, fullest = _fullest(found, machine, c)
     each = [parts.terms(card.context_bytes) for parts in found]
     terms = []
@@ -133,11 +133,16 @@ def peak_bytes(
         c: Strategies, columns of one length; `regather` and `recompute` are not read.
         choices: Pairs of `regather` and `recompute`.
     """
+    grid = under(c, choices)
+    return _fullest(held_parts(numbers, machine, workload, grid), machine, grid)[0]
+
+
+def under(c: Candidates, choices: Sequence[tuple[int, int]]) -> Candidates:
+    """An open grid of candidates under pairs of `regather` and `recompute`."""
     # What no choice changes is computed once a row.
     rows = {n: np.atleast_2d(getattr(c, n)) for n in Candidates.__slots__}
     regather, recompute = np.array(choices, dtype=np.float64).T[:, :, None]
-    grid = Candidates(**{**rows, "regather": regather, "recompute": recompute})
-    return _fullest(_held(numbers, machine, workload, grid), machine, grid)[0]
+    return Candidates(**{**rows, "regather": regather, "recompute": recompute})
 
 
 def memory_key(columns: Mapping[str, Array]) -> list[Array]:
@@ -166,26 +171,33 @@ def _fullest(
     found: Sequence[Parts], machine: Machine, c: Candidates
 ) -> tuple[Array, NDArray[np.intp]]:
     """Bytes, and which of the parts they are: the first one where states are not sharded."""
+    first, *others = total_bytes(found, machine, c)
+    shape = np.broadcast_shapes(first.shape, shape_of(c))
+    best, fullest = np.broadcast_to(first, shape), np.zeros(shape, dtype=np.intp)
+    for index, other in enumerate(others, 1):
+        better = other > best
+        best, fullest = np.where(better, other, best), np.where(better, index, fullest)
+    return best, fullest
+
+
+def total_bytes(found: Sequence[Parts], machine: Machine, c: Candidates) -> list[Array]:
+    """Bytes of each of `held_parts`; minus infinity where it does not describe a candidate."""
     card = machine.card
 
     def total(parts: Parts) -> Array:
         return parts.moving * (1.0 + card.fragmentation) + parts.staying + card.context_bytes
 
-    first = total(found[0])
-    shape = np.broadcast_shapes(first.shape, shape_of(c))
-    best, fullest = np.broadcast_to(first, shape), np.zeros(shape, dtype=np.intp)
+    totals = [total(parts) for parts in found]
     if len(found) > 1:
         sharded = (c.zero > 1) & (machine.stack.phased > 0.0)
         if not sharded.all():
-            best = np.where(sharded, 0.0, best)
-        for index, parts in enumerate(found[1:], 1):
-            other = total(parts)
-            better = sharded & (other > best)
-            best, fullest = np.where(better, other, best), np.where(better, index, fullest)
-    return best, fullest
+            first, *others = totals
+            totals = [np.where(sharded, -np.inf, first)]
+            totals += [np.where(sharded, other, -np.inf) for other in others]
+    return totals
 
 
-def _held(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> list[Parts]:
+def held_parts(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> list[Parts]:
     """Everything at once, and the phases of the first and the last stage where the stack is `phased`.
 
     The first of them stands for everything at once; where all candidates have phases it is one of these.

@@ -8,7 +8,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hyper_parallel.cost._budget import away_from, copy_load
 from hyper_parallel.cost._candidates import Candidates, distinct, shape_of
+from hyper_parallel.cost._copies import COPIES, put_away
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
@@ -36,9 +38,9 @@ class Scores:
 
     Attributes:
         time: Terms of the step time.
-        memory: Terms of the peak memory.
+        memory: Terms of the peak memory, offloaded or not.
         step_s: Sum of the time terms.
-        memory_bytes: Sum of the memory terms.
+        memory_bytes: Their bytes on the device: their sum, less what is away.
     """
 
     time: tuple[TimeTerm, ...]
@@ -48,11 +50,19 @@ class Scores:
 
     def cost_at(self, index: int) -> tuple[CostTerm, ...]:
         """Time terms of one candidate, those that are zero left out."""
-        return tuple(t.at(index) for t in self.time if t.seconds[index] > 0.0)
+        return tuple(t.at(index) for t in self.time if t.seconds[index] > 0.0 or _moves(t, index))
 
     def memory_at(self, index: int) -> tuple[MemoryTerm, ...]:
         """Memory terms of one candidate, those that are zero left out."""
-        return tuple(t.at(index) for t in self.memory if t.bytes[index] > 0.0)
+        held = tuple(t.at(index) for t in self.memory if t.bytes[index] > 0.0)
+        return put_away(held, self.cost_at(index))
+
+
+def _moves(term: TimeTerm, index: int) -> bool:
+    """Whether a term is that of copies, and there are any."""
+    if term.name != COPIES:
+        return False
+    return any(np.ravel(term.inputs[n])[index] > 0.0 for n in ("need_bytes", "end_bytes"))
 
 
 def score(
@@ -80,12 +90,10 @@ def score(
         time = time_terms(numbers, machine, workload, candidates, prices)
     if only != "time":
         memory = memory_terms(numbers, machine, workload, candidates)
-    return Scores(
-        time,
-        memory,
-        sum((t.seconds for t in time), np.zeros(1)),
-        sum((t.bytes for t in memory), np.zeros(1)),
-    )
+    held = sum((t.bytes for t in memory), np.zeros(1))
+    if memory and (candidates.offload > 0).any():
+        held = away_from(held, numbers, machine, workload, candidates)
+    return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), held)
 
 
 def layer_prices(
@@ -127,6 +135,9 @@ def step_seconds(
         layers = pace.stages.layers
         rest = Rest.of(numbers, machine, workload, c, Places.of(c), prices, layers)
         seconds = (seconds + rest.seconds) * (1.0 + rest.noise)
+        if (c.offload > 0).any():
+            load = copy_load(numbers, machine, workload, c, prices, pace, rest)
+            seconds = seconds + load.best()[1]
     return np.broadcast_to(seconds, shape_of(c))
 
 

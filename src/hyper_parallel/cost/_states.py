@@ -89,8 +89,7 @@ def state_bytes(
     states = mine * (2.0 * param + np.where(fully, 0.0, master))
     # AdamW reads gradient, parameter and two moments and writes three of them; a copy in the compute format is written.
     moved = mine * (7.0 * param + np.where(fully, 0.0, compute))
-    resident = np.where(c.offload > 0, 0.0, states)
-    return States(parameters, gradients, resident, moved)
+    return States(parameters, gradients, states, moved)
 
 
 def widths(workload: Workload) -> tuple[float, float]:

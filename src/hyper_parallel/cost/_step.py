@@ -193,7 +193,6 @@ class Rest:
         elements: Parameter elements of the rank before data sharding.
         moved: Bytes that the optimizer moves.
         optimizer: Seconds of that.
-        over_host: The same over the host link, where its states are there.
         accumulated: Sums of unsharded gradients.
         host: Core seconds of starting what the axes do.
         every: Data, logging and host.
@@ -207,7 +206,6 @@ class Rest:
     elements: Array
     moved: Array
     optimizer: Array
-    over_host: Array
     accumulated: Array
     host: Array
     every: float
@@ -238,7 +236,6 @@ class Rest:
         norm = 2.0 * machine.ring_seconds(np.full(1, 4.0), *every)
         elements = stage_elements(n, c)
         moved = state_bytes(n, workload, c, elements).optimizer_moved
-        over_host = np.where(c.offload > 0, moved / max(machine.host_bytes_s, 1.0), 0.0)
         added = (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (c.dp_shard * c.cp > 1)))
         sums = m * 8.0 * machine.card.saturation * elements.whole / machine.stream_bytes_s
         return cls(
@@ -249,7 +246,6 @@ class Rest:
             elements.whole,
             moved,
             moved / machine.stream_bytes_s,
-            over_host,
             np.where(added, sums, 0.0),
             machine.crowd * _host_work(stack.host_s, c, layers, n.moe_share),
             stack.step_s,
@@ -259,5 +255,5 @@ class Rest:
     @property
     def seconds(self) -> Array:
         """The sum, stragglers apart."""
-        once = self.tail + self.norm + self.optimizer + self.over_host + self.every
+        once = self.tail + self.norm + self.optimizer + self.every
         return self.fsdp + once + self.accumulated + self.host

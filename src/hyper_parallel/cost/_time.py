@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hyper_parallel.cost._budget import copy_load
 from hyper_parallel.cost._candidates import Candidates, shape_of
+from hyper_parallel.cost._copies import COPIES, FORMULA, SOURCE
 from hyper_parallel.cost._layer import tokens_of
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
@@ -175,18 +177,20 @@ def time_terms(
             card.source("stream"), {"bytes": rest.moved, "memory_bytes_s": machine.stream_bytes_s},
         ),
         TimeTerm(
-            "offload", rest.over_host, "optimizer bytes / host link", "topology", {"bytes": rest.moved},
-        ),
-        TimeTerm(
             "every step", np.full(1, rest.every), "data, logging, host", stack.source("step_s")
         ),
     )  # fmt: skip
     total = sum((t.seconds for t in terms), np.zeros(1))
     shape = shape_of(c)
-    return tuple(_spread(t, shape) for t in (*terms, TimeTerm(
+    late = TimeTerm(
         "stragglers", rest.noise * total, "share per doubling of the devices * the rest", stack.source("straggle"),
         {"devices": c.world_size},
-    )))  # fmt: skip
+    )  # fmt: skip
+    copies: tuple[TimeTerm, ...] = ()
+    if (c.offload > 0).any():
+        load = copy_load(n, machine, workload, c, prices, pace, rest)
+        copies = (TimeTerm(COPIES, load.best()[1], FORMULA, SOURCE, load.inputs()),)
+    return tuple(_spread(t, shape) for t in (*terms, late, *copies))
 
 
 def _spread(term: TimeTerm, shape: tuple[int, ...]) -> TimeTerm:

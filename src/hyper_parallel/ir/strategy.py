@@ -64,7 +64,7 @@ class Strategy:
         zero: 0 or 1 when less than FSDP is sharded over dp_shard x cp: nothing, or the optimizer states only; None:
             as `reshard_after_forward` says.
         recompute_layers: Layers of every rank that `recompute` applies to, the first of its stages; None: all.
-        offload_optimizer: Optimizer states live in host memory.
+        offload: What exceeds the device's memory lies in host memory while nothing needs it, by a memory plan.
         order: Mesh axes, outer to inner.
     """
 
@@ -91,7 +91,7 @@ class Strategy:
     etp: int | None = None
     zero: Literal[0, 1] | None = None
     recompute_layers: int | None = None
-    offload_optimizer: bool = False
+    offload: bool = False
     order: tuple[str, ...] = AXES
 
     @property
@@ -231,8 +231,8 @@ class Strategy:
         if self.recompute != "none":
             some = "" if self.recompute_layers is None else f":{self.recompute_layers}"
             shown.append(f"recompute={self.recompute}{some}")
-        if self.offload_optimizer:
-            shown.append("offload=optimizer")
+        if self.offload:
+            shown.append("offload")
         wide = [a for a in AXES if getattr(self, a) > 1]
         if [a for a in self.order if a in wide] != wide:
             shown.append("order=" + ">".join(a for a in self.order if a in wide))

@@ -21,7 +21,7 @@ from hyper_parallel.cost import (
     ModelNumbers,
     distinct,
     memory_key,
-    peak_bytes,
+    offloaded_bytes,
     sharing_seconds,
     step_seconds,
 )
@@ -127,7 +127,9 @@ class Completion:
         dense, experts = dense + n.embedding_weights + n.head_params, n.layers * n.expert_weights
         tp = columns["tp_x"] * columns["tp_y"]
         inner, fold = tp * columns["cp"], columns["ep"] * columns["etp"]
-        states = (2.0 if self.space.rules.offload else 4.0) * width * (dense + experts)
+        # What host memory holds need not be sharded.
+        offload = self.space.rules.offload
+        states = (0.0 if offload else 4.0) * width * (dense + experts)
         ranks = np.floor(states / self.goal.capacity_bytes / (columns["pp"] * inner))
         shard = np.clip(np.maximum(ranks, np.ceil(fold / inner)), 1.0, columns["dp"])
         rows = {**columns, "dp_shard": shard, "dp_replicate": np.ones(len(shard))}
@@ -139,7 +141,7 @@ class Completion:
         least = shared(2.0)[0]
         if 1 in zeros:
             whole = 1.5 * width * (dense / tp + experts / fold) / columns["pp"]
-            fits = whole <= self.goal.capacity_bytes
+            fits = (whole <= self.goal.capacity_bytes) | offload
             least = np.where(fits, np.minimum(least, shared(1.0)[1]), least)
         return least * (1 - TIE)
 
@@ -160,7 +162,7 @@ class Completion:
     ) -> Array:
         """Peak bytes under every choice, [choices, rows]."""
         c = self.candidates(rows, **fixed)
-        return peak_bytes(self.numbers, machine, self.workload, c, choices)
+        return offloaded_bytes(self.numbers, machine, self.workload, c, choices)
 
     def complete(self, columns: Columns, seconds: Seconds, peak: Peak) -> tuple[Leaves, Columns]:
         """Prices with the best way to free memory, of what can be among the best; and what does not fit at all.

@@ -21,6 +21,21 @@ MOST_TP = 64
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What a memory plan may use beside the device.
+
+    Attributes:
+        num_bytes: Host memory of one device; None: what the topology says.
+        bytes_s: Bytes/s of copies per direction; None: what the topology says.
+        drops: Results may also be dropped and computed again.
+    """
+
+    num_bytes: float | None = None
+    bytes_s: float | None = None
+    drops: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """Everything a planning call has read.
 
@@ -31,6 +46,8 @@ class Context:
         num_devices: Devices to use.
         notes: Sentences about what was assumed.
         from_recipe: The request is a recipe, so hints are overrides, not options of the plan command.
+        offload: What may lie in host memory; None: nothing.
+        capacity_bytes: Memory of a device that may be used; None: all of it.
         numbers: The numbers of the model that the cost formulas need.
     """
 
@@ -40,6 +57,8 @@ class Context:
     num_devices: int
     notes: tuple[str, ...] = ()
     from_recipe: bool = False
+    offload: HostMemory | None = None
+    capacity_bytes: float | None = None
     numbers: ModelNumbers = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +72,18 @@ class Context:
     @property
     def machine(self) -> Machine:
         """The numbers of the machine that the cost formulas need."""
-        return Machine.of(self.supernode, self.workload.compute_dtype)
+        machine = Machine.of(self.supernode, self.workload.compute_dtype)
+        if self.capacity_bytes is not None:
+            machine = replace(machine, memory_bytes=int(self.capacity_bytes))
+        host = self.offload
+        if host is None:
+            return machine
+        return replace(
+            machine,
+            host_bytes=machine.host_bytes if host.num_bytes is None else host.num_bytes,
+            host_bytes_s=machine.host_bytes_s if host.bytes_s is None else host.bytes_s,
+            drops=host.drops,
+        )
 
     def model_ref(self) -> ModelRef:
         """What the plan remembers of the model."""

@@ -9,6 +9,7 @@ import yaml
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import AXES, Plan, Strategy
+from hyper_parallel.units import format_bytes
 
 STACKS: Final = ("ours", "megatron", "torchtitan")
 
@@ -72,12 +73,19 @@ def _recipe(plan: Plan) -> str:
         "parallel": parallel,
         "topology": plan.topology,
     }
+    if s.offload:
+        recipe["offload"] = {"budget": "auto"}
     return str(yaml.safe_dump(recipe, sort_keys=False)).rstrip()
 
 
 def _reshards(s: Strategy) -> bool:
     """Whether sharded parameters are freed after forward; optimizer states alone are nearest to keeping them."""
     return s.zero_stage in (0, 3)
+
+
+def _away(plan: Plan) -> dict[str, int]:
+    """Bytes in host memory at the peak, by what they are."""
+    return {t.name: t.bytes for t in plan.memory if t.tier == "dram"}
 
 
 def _layers_per_rank(plan: Plan) -> list[int]:
@@ -131,8 +139,11 @@ def _megatron(plan: Plan) -> str:
         flags.append(f"--recompute-num-layers {layers}")
     elif s.recompute == "selective":
         flags.append("--recompute-granularity selective")
-    if s.offload_optimizer:
-        flags += ["--optimizer-cpu-offload", "--optimizer-offload-fraction 1.0"]
+    away = _away(plan)
+    if set(away) == {"optimizer states"}:
+        held = sum(t.bytes for t in plan.memory if t.name == "optimizer states")
+        share = away["optimizer states"] / held
+        flags += ["--optimizer-cpu-offload", f"--optimizer-offload-fraction {share:.2f}"]
     if w.compute_dtype in ("bfloat16", "float16"):
         flags.append("--bf16" if w.compute_dtype == "bfloat16" else "--fp16")
     head = f"torchrun --nproc-per-node <devices per node> pretrain_gpt.py  # {s.world_size} devices"
@@ -188,8 +199,9 @@ def _lost(plan: Plan, stack: str) -> Iterator[str]:
             "sharding of optimizer states only (zero=1); gradients and parameters are sharded too, "
             "but not freed after forward"
         )
-    if s.offload_optimizer and stack != "megatron":
-        yield "offload of the optimizer"
+    away = _away(plan)
+    if away and stack != "ours" and (stack != "megatron" or set(away) != {"optimizer states"}):
+        yield "offload of " + ", ".join(f"{format_bytes(b)} of {name}" for name, b in away.items())
     if s.etp is not None and stack == "ours":
         yield f"experts cut over etp={s.etp} ranks"
     if stack == "megatron" and s.pp > 1 and s.schedule not in ("1f1b", "interleaved"):

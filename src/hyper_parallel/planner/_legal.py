@@ -41,5 +41,6 @@ def space_of(context: Context, limits: Limits) -> Space:
             return error.what
         return None
 
-    rules = Rules.of(context.model, context.workload, context.machine.host_bytes_s > 0 and not runs)
+    offload = context.offload is not None and context.machine.host_bytes_s > 0
+    rules = Rules.of(context.model, context.workload, offload)
     return Space(rules, context.workload, limits, refusal if runs else None)

@@ -65,7 +65,6 @@ CHOICES: Final[Mapping[str, tuple[object, ...] | None]] = MappingProxyType(
         "cp_ulysses": None,
         "etp": None,
         "zero": (0, 1, 2, 3),
-        "offload": (0, 1),
         "recompute": RECOMPUTE,
         "schedule": SCHEDULES,
         "attention_shape": SHAPES,

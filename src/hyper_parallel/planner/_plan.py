@@ -24,13 +24,13 @@ from hyper_parallel.ir import (
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
 from hyper_parallel.planner._check import check_degrees, check_legal
-from hyper_parallel.planner._context import LOCAL, Context, resolve
+from hyper_parallel.planner._context import LOCAL, Context, HostMemory, resolve
 from hyper_parallel.planner._leaves import Found, Goal, Leaves
 from hyper_parallel.planner._legal import space_of
 from hyper_parallel.planner._limits import CHOICES, DEGREES, EXCLUDABLE, Limits, check_pins
 from hyper_parallel.planner._nearest import nothing_fits, nothing_legal
 from hyper_parallel.planner._priced import Priced, price
-from hyper_parallel.planner._reasons import not_executable, searched, slower, too_big
+from hyper_parallel.planner._reasons import not_executable, offloaded, searched, slower, too_big
 from hyper_parallel.planner._repair import follow_hints
 from hyper_parallel.planner._sensitivity import sensitivity
 from hyper_parallel.planner._solve import solve
@@ -56,6 +56,7 @@ def plan(
     objective: str = "step-time",
     deadline_s: float | None = None,
     top: int = 5,
+    offload: bool = False,
 ) -> Plan:
     """The best strategy of a model on a machine that fits in memory, as a Plan.
 
@@ -72,6 +73,8 @@ def plan(
             or fewer; the least memory; the fewest devices that meet `deadline_s`.
         deadline_s: Longest step for `fewest-devices`, or for the least memory.
         top: Runners-up to keep.
+        offload: What exceeds a device's memory may lie in host memory, or be computed again, by a memory plan; where
+            a strategy is given, its own `offload` says so.
 
     Raises:
         DegreesMismatch: HP301 when the strategy does not multiply to `num_devices`.
@@ -86,6 +89,8 @@ def plan(
     from hyper_parallel.planner._objective import search_for
 
     context = resolve(model, topology, workload, num_devices)
+    if offload:
+        context = replace(context, offload=HostMemory())
     fixed = {**check_pins(pins), **_excluded(exclude, pins or {})}
     limits = Limits(context.num_devices, fixed, (), executable=context.supernode.name == LOCAL)
     return search_for(context, limits, objective, deadline_s, top)
@@ -190,8 +195,10 @@ def find(
         capacity_bytes: Memory of a device; None: all of it.
         at_most_s_per_token: Slower strategies are of no interest.
     """
+    if capacity_bytes is not None:
+        context = replace(context, capacity_bytes=capacity_bytes)
     space = space_of(context, limits)
-    capacity = context.machine.memory_bytes if capacity_bytes is None else capacity_bytes
+    capacity = context.machine.memory_bytes
     wanted = max(keep, SIMULATED)
     refined: dict[tuple[Strategy, int], Priced] = {}
     while True:
@@ -228,18 +235,15 @@ def at(
     return replace(strategy, recompute_layers=layers if layers >= 0 else None), resolved
 
 
-def search(
-    context: Context, limits: Limits, top: int = 5, capacity_bytes: float | None = None
-) -> Plan:
+def search(context: Context, limits: Limits, top: int = 5) -> Plan:
     """The fastest Plan within limits; arguments as for `find`.
 
     Args:
         context: Model, machine and workload.
         limits: What may be chosen.
         top: Runners-up to keep.
-        capacity_bytes: Memory of a device; None: all of it.
     """
-    outcome = find(context, limits, top + 1, capacity_bytes)
+    outcome = find(context, limits, top + 1)
     require(context, limits, outcome)
     return to_plan(context, outcome, "step-time", top)
 
@@ -364,6 +368,7 @@ def _make(
     if strategy.pp > 1:
         strategy = replace(strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
     layouts, told = _layouts(context, strategy, where)
+    told += offloaded(priced.cost, context.machine.memory_bytes)
     if strategy.pp > 1 and layouts:
         # Verified before any process starts.
         step_schedule(strategy, workload.accumulation_steps or 1)

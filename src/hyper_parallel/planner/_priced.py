@@ -7,14 +7,22 @@ from typing import Final
 
 import numpy as np
 
-from hyper_parallel.cost import Candidates, Scores, kept_bytes, score
+from hyper_parallel.cost import (
+    COPIES,
+    Candidates,
+    Scores,
+    kept_bytes,
+    mixed_term,
+    put_away,
+    score,
+)
 from hyper_parallel.ir import CostTerm, MemoryTerm, Stage, Strategy, Workload
 from hyper_parallel.mpmd import makespan_s, schedule_name
 from hyper_parallel.planner._context import Context
 from hyper_parallel.planner._stages import make_stages
 
 ONCE: Final = frozenset(
-    {"data-parallel reduction", "gradient norm", "optimizer", "offload", "every step"}
+    {"data-parallel reduction", "gradient norm", "optimizer", "offload copies", "every step"}
 )
 """Terms that come once per step, after the last microbatch."""
 MOST_ACTIONS: Final = 20_000
@@ -49,7 +57,7 @@ class Priced:
     @property
     def memory_bytes(self) -> int:
         """Peak bytes of the fullest device."""
-        return sum(term.bytes for term in self.memory)
+        return sum(term.bytes for term in self.memory if term.tier == "hbm")
 
     @property
     def per_token_s(self) -> float:
@@ -83,7 +91,7 @@ def price(
         plain = _score(context, without, workload)
         kept = (1.0 - share) * _kept(context, without, workload) + share * kept
         cost = _mixed_time(plain, scores, share)
-        memory = _mixed_memory(plain, scores, share)
+        memory = put_away(_mixed_memory(plain, scores, share), cost)
     terms = {t.name: t.seconds for t in cost}
     sends = next((t for t in scores.time if t.name == "pipeline sends"), None)
     send_s = float(np.ravel(sends.inputs.get("send_s", 0.0))[0]) if sends is not None else 0.0
@@ -133,6 +141,10 @@ def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ..
     mixed = []
     for one, other in zip(plain.time, full.time, strict=True):
         term = other.at(0)
+        if term.name == COPIES:
+            copies = mixed_term(one.at(0), term, share)
+            mixed += [] if copies is None else [copies]
+            continue
         seconds = (1.0 - share) * float(one.seconds[0]) + share * term.seconds
         if seconds > 0.0:
             mixed.append(replace(term, seconds=seconds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hyper_parallel.cost import COPIES, Load
 from hyper_parallel.ir import AXES, Certificate, CostTerm, Strategy
 from hyper_parallel.units import format_bytes, format_seconds
 
@@ -48,13 +49,26 @@ def not_executable(strategy: Strategy) -> str | None:
         missing.append(f"etp={s.etp}")
     if s.recompute == "selective":
         missing.append("selective recomputation")
-    if s.offload_optimizer:
-        missing.append("offload of the optimizer")
     if not missing:
         return None
     return (
         f"this version cannot run this plan yet ({', '.join(missing)} not implemented): it is a prediction, and the "
         "layouts are left out"
+    )
+
+
+def offloaded(cost: Sequence[CostTerm], capacity_bytes: int) -> tuple[str, ...]:
+    """The note that says what a memory plan has to move; nothing where it moves nothing."""
+    term = next((t for t in cost if t.name == COPIES), None)
+    if term is None:
+        return ()
+    away, _ = Load.of_term(term).best()
+    copied, again = float(away.copied[0]), float(away.passing[0] + away.products[0])
+    held, moved, redone = (format_bytes(int(b)) for b in (capacity_bytes, copied, again))
+    return (
+        f"offload: beside {held} on a device, {moved} lie in host memory at the peak and {redone} are computed again, "
+        f"for {format_seconds(term.seconds)} per step; the memory plan decides before the first step whether its "
+        "budget can be kept",
     )
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from hyper_parallel.config import Recipe
+from hyper_parallel.config import Offload, Recipe
 from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES
-from hyper_parallel.errors import Contradiction, DegreesMismatch, DoesNotFit
+from hyper_parallel.errors import Contradiction, DegreesMismatch
 from hyper_parallel.ir import Plan, Rule, Strategy, Workload
 from hyper_parallel.mpmd import check_virtual
 from hyper_parallel.planner._check import check_degrees
-from hyper_parallel.planner._context import Context, resolve
+from hyper_parallel.planner._context import Context, HostMemory, resolve
 from hyper_parallel.planner._limits import CP_KINDS, DEGREES, Limits, check_pins
 from hyper_parallel.planner._plan import evaluate, search
-from hyper_parallel.units import format_bytes
 
 PIPELINE: Final = ("schedule", "schedule_file", "virtual_stages", "stage_layers")
 KEPT: Final = ("attention_scatter", "gathered_inputs")
@@ -60,7 +58,8 @@ def plan_recipe(
             recipe.model.path, recipe.topology, _workload(recipe), strategy.world_size
         )
         ranks = world_size or parallel.world_size
-        return evaluate(_keep_batch(context, recipe, None), strategy, culprit, ranks)
+        context = _beside(_keep_batch(context, recipe, None), recipe.offload)
+        return evaluate(context, strategy, culprit, ranks)
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(
             f"the recipe plans for {parallel.world_size} ranks, but {world_size} were started",
@@ -72,36 +71,28 @@ def plan_recipe(
     context = resolve(
         recipe.model.path, recipe.topology, _workload(recipe), world_size or parallel.world_size
     )
-    context = replace(_keep_batch(context, recipe, context.num_devices), from_recipe=True)
+    context = _beside(_keep_batch(context, recipe, context.num_devices), recipe.offload)
+    context = replace(context, from_recipe=True)
     pins = _pins(recipe, strategy, where)
     kept = {name: getattr(strategy, name) for name in (*PIPELINE, *KEPT)}
     base = Strategy(rules=strategy.rules, **kept)
     limits = Limits(context.num_devices, pins, (), executable=True, base=base)
-    try:
-        return search(context, limits)
-    except DoesNotFit:
-        if not recipe.offload.on:
-            raise
-    return _with_host_memory(recipe, context, limits)
+    return search(context, limits)
 
 
-def _with_host_memory(recipe: Recipe, context: Context, limits: Limits) -> Plan:
-    """The fastest plan whose memory device and host hold together; offload decides what lies where.
-
-    Raises:
-        DoesNotFit: HP401 when that is not enough either.
-    """
-    device, host = context.machine.memory_bytes, context.supernode.host_bytes
-    if recipe.offload.dram is not None:
-        host = float(recipe.offload.dram)
-    plan = search(context, limits, capacity_bytes=device + (math.inf if host is None else host))
-    held = "host memory" if host is None else f"{format_bytes(host)} of host memory"
-    note = (
-        f"no strategy fits {format_bytes(device)} without offload: this one, with a predicted peak of "
-        f"{format_bytes(plan.memory_bytes)}, is the fastest that device and {held} hold; its time is without copies, "
-        "and the memory plan decides before the first step whether its budget can be kept"
+def _beside(context: Context, offload: Offload) -> Context:
+    """With a goal of `offload` the budget is what a device may hold, and host memory holds the rest."""
+    if not offload.on:
+        return context
+    budget = offload.budget if isinstance(offload.budget, int) else None
+    if budget is not None:
+        budget = min(budget, context.machine.memory_bytes)
+    host = HostMemory(
+        None if offload.dram is None else float(offload.dram),
+        None if offload.bandwidth is None else float(offload.bandwidth),
+        offload.recompute,
     )
-    return replace(plan, notes=(*plan.notes, note))
+    return replace(context, offload=host, capacity_bytes=budget)
 
 
 def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> dict[str, int]:
@@ -178,6 +169,7 @@ def _strategy(recipe: Recipe) -> Strategy:
         rules=tuple(Rule(pattern, style) for pattern, style in p.rules.items()),
         recompute=recipe.training.recompute,
         recompute_layers=recipe.training.recompute_layers,
+        offload=recipe.offload.on,
     )
 
 

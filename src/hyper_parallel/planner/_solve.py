@@ -39,8 +39,9 @@ from hyper_parallel.cost import (
     step_seconds,
 )
 from hyper_parallel.ir import AXES, Workload
-from hyper_parallel.planner._completion import FULL, Choice, Completion
+from hyper_parallel.planner._completion import FULL, Choice
 from hyper_parallel.planner._leaves import BLOCKS, TIE, Found, Goal, Leaves
+from hyper_parallel.planner._offloading import Offloading
 from hyper_parallel.planner._relax import Relaxed
 from hyper_parallel.planner._space import Columns, Space
 
@@ -84,7 +85,7 @@ def solve(
     return _Search(numbers, machine, workload, space, goal).run()
 
 
-class _Search(Completion):
+class _Search(Offloading):
     """The state of one search: what is still open, the best so far, and counts."""
 
     def __init__(

@@ -120,11 +120,14 @@ class PoolEntry(Section):
     """GB/s per device and direction."""
     shared_by: int = Field(ge=1)
     """Devices that share one pool."""
+    total_gb_s: Number | None = None
+    """GB/s of the pool itself, reads and writes of all devices together. None: never what limits."""
 
     def resolve(self) -> MemoryPool:
         """The pool in base units."""
         size = _one(capacity_gb=(self.capacity_gb, GB), capacity_gib=(self.capacity_gib, GiB))
-        return MemoryPool(self.kind, size, self.gb_s.scaled(GB), self.shared_by)
+        total = None if self.total_gb_s is None else self.total_gb_s.scaled(GB)
+        return MemoryPool(self.kind, size, self.gb_s.scaled(GB), self.shared_by, total)
 
     @model_validator(mode="after")
     def _resolvable(self) -> PoolEntry:

@@ -79,12 +79,21 @@ class MemoryPool:
         bytes: Capacity of one pool.
         bytes_s: Bytes/s per device and direction.
         shared_by: Devices that share one pool.
+        total_bytes_s: Bytes/s of the pool itself, reads and writes of all devices together; None: not said.
     """
 
     kind: Literal["dram", "pool", "flash"]
     bytes: Quantity
     bytes_s: Quantity
     shared_by: int
+    total_bytes_s: Quantity | None = None
+
+    @property
+    def shared_bytes_s(self) -> float:
+        """Bytes/s per device and direction when all devices of the pool copy in both directions."""
+        if self.total_bytes_s is None:
+            return self.bytes_s.value
+        return min(self.bytes_s.value, self.total_bytes_s.value / self.shared_by / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +119,24 @@ class Supernode:
     @property
     def host_bytes(self) -> float | None:
         """Host memory of one device: its share of the `dram` pool, else of the supernode's pool; None: not said."""
-        pools = {pool.kind: pool for pool in self.pools}
-        host = pools.get("dram") or pools.get("pool")
+        host = self._host
         return None if host is None else host.bytes.value / host.shared_by
+
+    @property
+    def host_bytes_s(self) -> float:
+        """Bytes/s of copies to and from that memory per device and direction, all devices at work; 0: there is none.
+
+        Ranks that compute in host memory move half its bandwidth: a copy reads and writes.
+        """
+        host = self._host
+        if host is not None:
+            return host.shared_bytes_s
+        return self.device.memory_bytes_s.value / 2 if self.device.kind == "cpu" else 0.0
+
+    @property
+    def _host(self) -> MemoryPool | None:
+        pools = {pool.kind: pool for pool in self.pools}
+        return pools.get("dram") or pools.get("pool")
 
     def peak_flops(self, dtype: str) -> float:
         """Dense peak FLOP/s of one device for a dtype name.

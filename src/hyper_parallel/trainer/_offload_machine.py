@@ -148,11 +148,8 @@ def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachin
 
 def host_bytes_s(node: Supernode) -> float:
     """Bytes/s of a copy between device and host memory, per direction."""
-    for pool in node.pools:
-        if pool.kind in ("dram", "pool"):
-            return pool.bytes_s.value
-    # A machine whose ranks compute in host memory: a copy reads and writes it, so it moves half the bytes per second.
-    return node.device.memory_bytes_s.value / 2
+    # Where the topology names no host memory, a copy reads and writes the only one that it names.
+    return node.host_bytes_s or node.device.memory_bytes_s.value / 2
 
 
 def flash_channel(node: Supernode) -> Channel:

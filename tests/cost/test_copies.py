@@ -1,0 +1,112 @@
+"""Seconds of offload copies: what hides, what does not, and what the terms of a plan say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyper_parallel.cost import COPIES, Load, peak_memory, step_cost
+from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.topology import MemoryPool
+from tests.cost.machines import machine, quantity, small_model
+
+pytestmark = pytest.mark.unit
+
+
+def load(**given_values):
+    """10 GB/s, a second of forward and two of backward, one microbatch, 100 GB of activations that may leave."""
+    values = {
+        "need_bytes": 0.0, "end_bytes": 0.0, "host_bytes": 1e15, "optimizer_bytes": 0.0, "parameters_bytes": 0.0,
+        "gradients_bytes": 0.0, "activations_bytes": 100e9, "passing_bytes": 0.0, "products_bytes": 0.0,
+        "passing_s": 0.0, "products_s": 0.0, "forward_s": 1.0, "backward_s": 2.0, "update_s": 0.0,
+        "microbatches": 1.0, "in_flight": 1.0, "alternating": 1.0, "link_bytes_s": 10e9,
+    }  # fmt: skip
+    assert not set(given_values) - set(values)
+    return Load(**{k: np.full(1, float(v)) for k, v in {**values, **given_values}.items()})
+
+
+@pytest.mark.parametrize(
+    ("values", "seconds"),
+    [
+        ({"need_bytes": 10e9}, 0.0),  # leaves beside forward
+        ({"need_bytes": 15e9}, 0.5),  # waits before the peak, returns beside backward
+        ({"need_bytes": 30e9}, 3.0),  # and waits in backward
+        ({"need_bytes": 15e9, "microbatches": 4}, 2.0),
+        # In flight both lanes have all of the time, and a microbatch carries its share.
+        ({"need_bytes": 60e9, "in_flight": 4, "alternating": 0, "forward_s": 1.5, "backward_s": 1.5}, 0.0),
+        ({"need_bytes": 80e9, "in_flight": 4, "alternating": 0, "forward_s": 1.5, "backward_s": 1.5}, 0.5),
+        # States: in beside backward, out after the update.
+        ({"need_bytes": 15e9, "optimizer_bytes": 5e9, "update_s": 0.5}, 0.0),
+        ({"end_bytes": 15e9, "need_bytes": 15e9, "optimizer_bytes": 20e9}, 1.5),
+        ({"end_bytes": 25e9, "need_bytes": 25e9, "parameters_bytes": 30e9}, 1.5 + 0.5 + 2.5),
+        # Computed again where that is cheaper, and where host memory is full.
+        ({"need_bytes": 15e9, "passing_bytes": 10e9, "passing_s": 0.2}, 0.1),
+        ({"need_bytes": 15e9, "passing_bytes": 10e9, "passing_s": 4.0}, 0.5),
+        ({"need_bytes": 15e9, "products_bytes": 20e9, "products_s": 4.0, "host_bytes": 10e9}, 1.0),
+    ],
+)  # fmt: skip
+def test_what_no_work_hides_costs_time(values, seconds):
+    away, found = load(**values).best()
+    assert found[0] == pytest.approx(seconds, abs=1e-12)
+    gone = away.copied + away.passing + away.products
+    assert gone[0] == pytest.approx(
+        max(values.get("need_bytes", 0.0), values.get("end_bytes", 0.0))
+    )
+    assert away.copied[0] <= values.get("host_bytes", 1e15)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    need=st.floats(0, 80e9), states=st.floats(0, 20e9), again=st.floats(0, 30e9), again_s=st.floats(0, 5),
+    micro=st.integers(1, 8), flight=st.sampled_from([1, 2, 4]), shorter=st.floats(0, 1), more=st.floats(1, 3),
+)  # fmt: skip
+def test_a_shorter_step_with_its_copies_is_not_longer(
+    need, states, again, again_s, micro, flight, shorter, more
+):
+    """What the bounds of the search rest on: less time to hide behind costs at most the time that is gone."""
+    values = {
+        "need_bytes": need, "optimizer_bytes": states, "passing_bytes": again, "passing_s": again_s,
+        "microbatches": micro, "in_flight": flight, "alternating": float(flight == 1),
+    }  # fmt: skip
+    # In flight both lanes have the seconds of forward and backward.
+    forward, backward = (1.0, 2.0) if flight == 1 else (3.0, 3.0)
+    long = load(**values, forward_s=forward, backward_s=backward)
+    short = load(**values, forward_s=forward - shorter, backward_s=backward - shorter)
+    gained = micro * 2 * shorter if flight == 1 else micro * shorter
+    assert short.best()[1][0] <= long.best()[1][0] + gained + 1e-9
+    faster = dataclasses.replace(long, link_bytes_s=long.link_bytes_s * more)
+    assert faster.best()[1][0] <= long.best()[1][0] + 1e-9
+
+
+def test_terms_say_what_is_away():
+    pool = MemoryPool("dram", quantity(1e12), quantity(20e9), 8)
+    supernode = dataclasses.replace(machine(memory_gib=1.08), pools=(pool,))
+    model, workload = small_model(), Workload(512, 512 * 16, 4).resolve(2)
+    plain, moved = Strategy(dp_shard=2), Strategy(dp_shard=2, offload=True)
+    whole = sum(t.bytes for t in peak_memory(model, supernode, plain, workload))
+    capacity = supernode.device.memory_bytes.value
+    assert whole > capacity
+    memory = peak_memory(model, supernode, moved, workload)
+    held = sum(t.bytes for t in memory if t.tier == "hbm")
+    away = sum(t.bytes for t in memory if t.tier == "dram")
+    assert held == pytest.approx(capacity, rel=1e-6)
+    cost = step_cost(model, supernode, moved, workload)
+    (term,) = [t for t in cost if t.name == COPIES]
+    found, seconds = Load.of_term(term).best()
+    assert seconds[0] == term.seconds
+    again = float(found.passing[0] + found.products[0])
+    assert away + again == pytest.approx(whole - capacity, rel=1e-6)
+    assert sum(t.seconds for t in cost) - term.seconds == pytest.approx(
+        sum(t.seconds for t in step_cost(model, supernode, plain, workload))
+    )
+
+
+def test_devices_share_what_host_memory_moves():
+    link, memory = quantity(50e9), quantity(400e9)
+    assert MemoryPool("dram", quantity(1e12), link, 8).shared_bytes_s == 50e9
+    assert MemoryPool("dram", quantity(1e12), link, 8, memory).shared_bytes_s == 25e9
+    assert MemoryPool("dram", quantity(1e12), link, 2, memory).shared_bytes_s == 50e9
