@@ -336,7 +336,7 @@ def test_inputs_gathered_again_and_scattered_tokens_equal_brute_force(
 
 def test_gathering_again_is_chosen_pinned_excluded_and_told():
     asked = {"topology": "dgx-h100", "num_devices": 16}
-    pins = {"tp": 4, "pp": 1, "cp": 1}
+    pins = {"tp": 4, "pp": 1, "cp": 1, "zero": 2}
     free = plan("llama-3-8b", pins=pins, **asked)
     assert free.strategy.gathered_inputs == "re-gather"
     assert any("inputs are gathered again" in note for note in free.notes)
@@ -350,7 +350,7 @@ def test_gathering_again_is_chosen_pinned_excluded_and_told():
     with pytest.raises(BadValue, match="pinned and excluded"):
         plan(
             "llama-3-8b",
-            pins={"gathered_inputs": "re-gather"},
+            pins={**pins, "gathered_inputs": "re-gather"},
             exclude=["gathered_inputs"],
             **asked,
         )
