@@ -4,6 +4,7 @@
     python benchmarks/offload_policies.py --json              # the same as JSON
     python benchmarks/offload_policies.py --step prefill      # or decode
     python benchmarks/offload_policies.py --bandwidths 50 --goals peak --policies ours,full-recompute
+    python benchmarks/offload_policies.py --front-end graph   # the step after torch's min-cut partitioner
 
 Two goals: the least peak at <= 2 % more time than the step with everything kept, and the least time under a budget.
 Policies other than ours are our models of them, with the same order of operators and the same simulator:
@@ -26,7 +27,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -69,6 +70,15 @@ class Row:
     arena_over_peak: float | None = None
     planning_cpu_s: float = 0.0
     note: str = ""
+
+
+def fused(program: MemoryProgram, share: float) -> MemoryProgram:
+    """The program as if operators without products moved a share of their bytes, which fusion would leave them."""
+    ops = (
+        op if op.flops else replace(op, access_bytes=int(op.access_bytes * share))
+        for op in program.operators
+    )
+    return replace(program, operators=tuple(ops))
 
 
 def machine(gb_s: float) -> MemoryMachine:
@@ -216,6 +226,13 @@ def main() -> None:
     parser.add_argument(
         "--model-loss", action="store_true", help="the model's own loss, not chunked"
     )
+    parser.add_argument("--front-end", choices=("eager", "graph"), default="eager")
+    parser.add_argument(
+        "--pointwise-bytes",
+        type=float,
+        default=1.0,
+        help="share that operators without products move",
+    )
     parser.add_argument("--bandwidths", default="25,50,100,200")
     parser.add_argument("--goals", default="peak,time")
     parser.add_argument("--budget-gb", type=float, default=64.0)
@@ -227,11 +244,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.step == "training":
         chunks = None if args.model_loss else 8
-        program = training(args.tokens, args.layers, chunks, args.shards)
+        program = training(args.tokens, args.layers, chunks, args.shards, args.front_end)
     else:
         tokens = args.tokens if args.step == "prefill" else 1
         program = inference(tokens, args.tokens + 128, args.layers)
-    program = ROOFLINE.annotate(program)
+    program = ROOFLINE.annotate(fused(program, args.pointwise_bytes))
     order = refine_order(program)[0]
     start = order_peak(program, range(len(program.operators)))
     policies, links = args.policies.split(","), [float(b) for b in args.bandwidths.split(",")]
