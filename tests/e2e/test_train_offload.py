@@ -140,7 +140,11 @@ def test_the_graph_of_one_rank_is_trained_with_the_bits_of_the_plain_run(train):
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [("model.path={place}/experts.json", "experts"), ("training.recompute=full", "partitioner")],
+    [
+        ("model.path={place}/experts.json", "experts"),
+        ("training.recompute=full", "partitioner"),
+        ("parallel.dp_shard=2", "hooks"),
+    ],
 )
 def test_a_step_that_is_no_graph_is_refused_by_name(place, train, given, text):
     with pytest.raises(CaptureUnsupported, match=text) as caught:

@@ -23,12 +23,14 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hyper_parallel.errors import CaptureUnsupported, HyperParallelError, StepChanged
 
+_HINT = "record the eager step instead: `offload.capture=eager` (in Python front_end='eager')"
 _READ = torch.ops.aten._local_scalar_dense.default
 _Value = bool | int | float
 _Tensors = dict[str, torch.Tensor]
@@ -42,12 +44,20 @@ class GraphForward:
         forward: Computes one tensor from keyword arguments, by calling the model.
 
     Raises:
-        CaptureUnsupported: HP511, when called, for a step that cannot be traced; names the operator.
+        CaptureUnsupported: HP511 for parameters that are spread over ranks; when called, for a step that cannot be
+            traced, naming the operator.
         StepChanged: HP512, when called, when a value that Python code reads is not the one it was traced with.
     """
 
     def __init__(self, model: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            raise CaptureUnsupported(
+                "this step cannot be captured as a graph: hooks gather its parameters from other ranks, which a traced "
+                "graph would do once",
+                hint=_HINT,
+            )
         self._model = _Holder(model, forward)
+        self._root = model
         self._traced: dict[Any, _Traced] = {}
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
@@ -55,7 +65,13 @@ class GraphForward:
         tensors = {name: v for name, v in inputs.items() if isinstance(v, torch.Tensor)}
         rest = {name: v for name, v in inputs.items() if name not in tensors}
         kinds = tuple((k, v.shape, v.stride(), v.dtype, v.device) for k, v in tensors.items())
-        key = kinds, repr(rest), self._model.training
+        casts = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in sorted({"cpu", *(t.device.type for t in tensors.values())})
+            if torch.is_autocast_enabled(kind)
+        ]
+        modes = self._root.training, torch.is_grad_enabled(), tuple(casts)
+        key = kinds, repr(rest), modes
         if key not in self._traced:
             self._traced[key] = _Traced(self._model, tensors, rest)
         return self._traced[key](tensors)
@@ -86,7 +102,6 @@ class _Holder(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.model, self.call = model, forward
-        self.training = model.training
 
     def forward(self, **inputs: Any) -> torch.Tensor:
         return self.call(**inputs)
@@ -145,7 +160,8 @@ class _Traced:
 
     def __call__(self, tensors: _Tensors) -> torch.Tensor:
         out, *read = self._run(self._model.state(), dict(tensors))
-        for tensor, value in zip(read, self._values, strict=True):
+        # Tracing may have read fewer values than were noted; what it used is compared, in its order.
+        for tensor, value in zip(read, self._values, strict=False):
             now = tensor.item()
             if now != value:
                 raise StepChanged(
@@ -215,22 +231,21 @@ def _compiling(fake: bool) -> Iterator[None]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    hint = "record the eager step instead: `offload.capture=eager` (in Python front_end='eager')"
     try:
         yield
     except HyperParallelError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CaptureUnsupported(
-            f"`{error.func}` depends on the data, so the step is no graph", hint=hint
+            f"`{error.func}` depends on the data, so the step is no graph", hint=_HINT
         ) from error
     except GuardOnDataDependentSymNode as error:
         raise CaptureUnsupported(
-            "a size depends on the data, so the step is no graph", got=str(error.cond), hint=hint
+            "a size depends on the data, so the step is no graph", got=str(error.cond), hint=_HINT
         ) from error
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise CaptureUnsupported(
             "ahead-of-time autograd cannot trace the step",
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            hint=hint,
+            hint=_HINT,
         ) from error
