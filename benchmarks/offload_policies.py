@@ -115,15 +115,20 @@ def decoder_seconds(program: MemoryProgram) -> float:
 
 
 def rows_of(
-    program: MemoryProgram, gb_s: float, goal: str, policies: list[str], budget: int
+    program: MemoryProgram,
+    gb_s: float,
+    goal: str,
+    policies: list[str],
+    budget: int,
+    slowdown: float = SLOWDOWN,
 ) -> list[Row]:
     """All policies for one bandwidth and goal."""
     m = machine(gb_s)
     start = order_peak(program, range(len(program.operators)))
     order = refine_order(program)[0]
-    limit_s = program.seconds * (1 + SLOWDOWN)
+    limit_s = program.seconds * (1 + slowdown)
     wanted: dict[str, Any] = (
-        {"max_slowdown": SLOWDOWN} if goal == "peak" else {"budget_bytes": budget}
+        {"max_slowdown": slowdown} if goal == "peak" else {"budget_bytes": budget}
     )
     full_s = program.seconds + decoder_seconds(program)
     rows = []
@@ -226,6 +231,7 @@ def main() -> None:
     parser.add_argument(
         "--model-loss", action="store_true", help="the model's own loss, not chunked"
     )
+    parser.add_argument("--slowdown", type=float, default=SLOWDOWN)
     parser.add_argument("--front-end", choices=("eager", "graph"), default="eager")
     parser.add_argument(
         "--pointwise-bytes",
@@ -256,11 +262,13 @@ def main() -> None:
         row
         for gb_s in links
         for goal in args.goals.split(",")
-        for row in rows_of(program, gb_s, goal, policies, int(args.budget_gb * 1e9))
+        for row in rows_of(
+            program, gb_s, goal, policies, int(args.budget_gb * 1e9), args.slowdown
+        )
     ]
     identity = replay(program, program.on_device, identity_actions(program, order))
     arena = assign_addresses(identity.residency, program.sizes)[1]
-    limit_s = program.seconds * (1 + SLOWDOWN)
+    limit_s = program.seconds * (1 + args.slowdown)
     result = {
         "what": "simulated, not run on an accelerator",
         "command": sys.argv[1:],
