@@ -262,9 +262,7 @@ def main() -> None:
         row
         for gb_s in links
         for goal in args.goals.split(",")
-        for row in rows_of(
-            program, gb_s, goal, policies, int(args.budget_gb * 1e9), args.slowdown
-        )
+        for row in rows_of(program, gb_s, goal, policies, int(args.budget_gb * 1e9), args.slowdown)
     ]
     identity = replay(program, program.on_device, identity_actions(program, order))
     arena = assign_addresses(identity.residency, program.sizes)[1]
