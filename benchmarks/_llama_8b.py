@@ -7,7 +7,7 @@ makes under tracing does not exist there.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from transformers import (
 from hyper_parallel.backends.torch.offload import (
     capture_inference,
     capture_training,
+    chunked_loss,
+    graph_forward,
     model_state,
     record,
     training_step,
@@ -66,7 +68,11 @@ def _model(layers: int) -> Any:
 
 
 def training(
-    tokens: int = 8192, layers: int = 32, loss_chunks: int | None = 8, shards: int = 1
+    tokens: int = 8192,
+    layers: int = 32,
+    loss_chunks: int | None = 8,
+    shards: int = 1,
+    front_end: Literal["eager", "graph"] = "eager",
 ) -> MemoryProgram:
     """One training step.
 
@@ -76,6 +82,7 @@ def training(
         loss_chunks: See `chunked_loss`; None: the model's own loss.
         shards: 1: AdamW on the bf16 weights, state in bf16. More: ZeRO-1 as one of so many ranks sees it, with master
             weights and state in float32 for its part of every weight; collectives are not in the program.
+        front_end: See `capture_training`.
     """
     with FakeTensorMode():
         model = _model(layers)
@@ -84,13 +91,16 @@ def training(
         if shards == 1:
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             training_step(model, optimizer, batch, loss_chunks=loss_chunks)
-            return capture_training(model, optimizer, batch, loss_chunks=loss_chunks).program
-        return _sharded(model, batch, loss_chunks, shards)
+            return capture_training(
+                model, optimizer, batch, loss_chunks=loss_chunks, front_end=front_end
+            ).program
+        return _sharded(model, batch, loss_chunks, shards, front_end)
 
 
-def _sharded(model: Any, batch: Any, loss_chunks: int | None, shards: int) -> MemoryProgram:
-    from hyper_parallel.backends.torch.offload import chunked_loss
-
+def _sharded(
+    model: Any, batch: Any, loss_chunks: int | None, shards: int, front_end: str
+) -> MemoryProgram:
+    forward = graph_forward(model, loss_chunks) if front_end == "graph" else None
     named = model_state(model)
     slots = {}
     for name, p in model.named_parameters():
@@ -103,9 +113,9 @@ def _sharded(model: Any, batch: Any, loss_chunks: int | None, shards: int) -> Me
 
     def step(**inputs: Any) -> Any:
         if loss_chunks is None:
-            loss = model(**inputs, use_cache=False).loss
+            loss = forward(**inputs) if forward else model(**inputs, use_cache=False).loss
         else:
-            loss = chunked_loss(model, inputs, loss_chunks)
+            loss = chunked_loss(model, inputs, loss_chunks, hidden_states=forward)
         loss.backward()
         with torch.no_grad():
             for name, p in model.named_parameters():

@@ -132,6 +132,26 @@ def test_one_rank_through_three_tiers(place, train):
     assert "host memory: predicted peak" in page
 
 
+def test_the_graph_of_one_rank_is_trained_with_the_bits_of_the_plain_run(train):
+    mine = train("one-graph", FREE, "offload.capture=graph", "offload.max_slowdown=0.02")
+    assert_same_run(mine, train("one", FREE))
+    assert any("min-cut" in note for note in Plan.load(mine / "plan.json").notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("model.path={place}/experts.json", "experts"),
+        ("training.recompute=full", "partitioner"),
+        ("parallel.dp_shard=2", "hooks"),
+    ],
+)
+def test_a_step_that_is_no_graph_is_refused_by_name(place, train, given, text):
+    with pytest.raises(CaptureUnsupported, match=text) as caught:
+        train("no-graph", "offload.capture=graph", "offload.max_slowdown=0.02", given.format(place=place))  # fmt: skip
+    assert "offload.capture=eager" in caught.value.hint
+
+
 @pytest.mark.parametrize("reorder", ["true", "false"])
 def test_two_ranks_of_fsdp(train, reorder):
     given = ("parallel.dp_shard=2", FREE)

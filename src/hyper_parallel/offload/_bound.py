@@ -159,7 +159,8 @@ class _Model:
                     for gap in self.gaps:
                         if gap.storage == s and gap.home is None:
                             gap.dropped = self.lp.variable(1.0)
-                            reruns.append((gap.last, gap.dropped, made.seconds))
+                            # One run gives all its results again.
+                            reruns.append((gap.last, gap.dropped, made.seconds / len(made.allocs)))
                             for v in gap.away:
                                 self.lp.at_least({v: -1.0, gap.dropped: -1.0}, -1.0)
         # A wait before every operator and one at the end; recomputation is part of it.

@@ -1,13 +1,14 @@
 """Recompute: drop a result between two uses and run its operator again before the later one.
 
-A result may be recomputed when its operator is repeatable, makes nothing else, and its inputs still have the contents
-of the first run. An input that is dead by then is recomputed too, for the moment only, up to a small depth, or lives
-on when it is small against what it gives again. A result is judged by its recompute density: seconds of compute per
-byte it frees.
+A result may be recomputed when its operator is repeatable and its inputs still have the contents of the first run. What
+the operator makes besides (the sums of an attention, the statistics of a norm) is dropped and comes back with it. An
+input that is dead by then is recomputed too, for the moment only, up to a small depth, or lives on when it is small
+against what it gives again. A result is judged by its recompute density: seconds of compute per byte it frees.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -98,9 +99,11 @@ class Chains:
         if maker < 0:
             return None
         op = program.operators[maker]
-        if not op.repeatable or op.writes or op.allocs != (storage,):
+        # A dead input that has companions would bring those back too, whatever became of them meanwhile.
+        alone = len(op.allocs) == 1 or depth == MAX_CHAIN
+        if not op.repeatable or op.writes or not alone:
             return None
-        if any(w < until for w in chains.writes[storage]):
+        if any(w < until for s in op.allocs for w in chains.writes[s]):
             return None
         operators: dict[int, None] = {}
         helpers: dict[int, None] = {}
@@ -196,11 +199,12 @@ def choose_recomputes(
     finder = Chains(program, chains)
     place = finder.place
     for s in sorted(chosen, key=lambda s: -place[chains.maker[s]]):
-        gap = _longest_gap(found.uses[s])
+        gap = None if s in found.gaps else _longest_gap(found.uses[s])
         if gap is None:
             continue
         chain = finder.find(s, gap[1])
-        if chain is None:
+        others = [x for x in program.operators[chains.maker[s]].allocs if x != s]
+        if chain is None or any(program.storages[x].at_end or x in found.gaps for x in others):
             continue
         found.gaps[s] = gap
         rerun = found.rerun.setdefault(gap[1], [])
@@ -208,6 +212,14 @@ def choose_recomputes(
         rerun.sort(key=place.__getitem__)
         helpers = found.helpers.setdefault(gap[1], [])
         helpers += [h for h in chain.helpers if h not in helpers]
+        for x in others:
+            uses = found.uses[x]
+            if uses[-1] < gap[1]:
+                helpers.append(x)
+                continue
+            if gap[1] not in uses:
+                insort(uses, gap[1])
+            found.gaps[x] = uses[uses.index(gap[1]) - 1], gap[1]
         for x in chain.inputs:
             if gap[1] not in found.uses[x]:
                 found.uses[x].append(gap[1])

@@ -27,6 +27,7 @@ from hyper_parallel.backends.torch.offload import (
     Recorder,
     ResizeWatch,
     Room,
+    forward_as_graph,
     model_state,
     optimizer_state,
 )
@@ -40,7 +41,13 @@ from hyper_parallel.trainer._offload_machine import (
     resolved_budget,
 )
 from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs, planned_wait_s
-from hyper_parallel.trainer._offload_rehearsal import Phases, digest, refuse_hidden_state, same
+from hyper_parallel.trainer._offload_rehearsal import (
+    Phases,
+    digest,
+    refuse_graph,
+    refuse_hidden_state,
+    same,
+)
 from hyper_parallel.trainer._optimizer import set_lr
 
 DRIFT = 0.02
@@ -113,7 +120,7 @@ class PlannedSteps:
         self._expected, empty = self._rehearsed(first)
         if self._where.type != "cpu":
             self._spread = self._run_to_run(self._expected, self._rehearsed(first)[0])
-        with self._undone():
+        with self._undone(), self._front_end():
             self._captured = self._capture(second, empty)
         self._program = self._assumed.annotate(self._captured.program)
         self.plan = _agreed(lambda: self._planned(self._machine))
@@ -171,6 +178,14 @@ class PlannedSteps:
                 for tensor, _ in optimizer_state(self._model, self._optimizer).values():
                     tensor.zero_()
         self._reshard()
+
+    def _front_end(self) -> AbstractContextManager[None]:
+        """What the recorded step runs; the step it is compared with is always the plain one."""
+        if self._assumed.choice.capture == "eager":
+            return nullcontext()
+        refuse_graph(handle(self._model))
+        self.notes += ("offload: planned is the step after torch's min-cut partitioner",)
+        return forward_as_graph(self._model)
 
     def _reshard(self) -> None:
         for module in handle(self._model).fsdp:

@@ -9,6 +9,7 @@ from hyper_parallel.backends.torch.offload._generation import (
     MemoryUse,
     PlannedGeneration,
 )
+from hyper_parallel.backends.torch.offload._graph import GraphForward, forward_as_graph
 from hyper_parallel.backends.torch.offload._record import Recorder
 from hyper_parallel.backends.torch.offload._resized import ResizeWatch
 from hyper_parallel.backends.torch.offload._room import Room
@@ -16,6 +17,7 @@ from hyper_parallel.backends.torch.offload._steps import (
     cache_state,
     capture_inference,
     capture_training,
+    graph_forward,
     model_state,
     optimizer_state,
     record,
@@ -30,6 +32,7 @@ __all__ = [
     "Captured",
     "DeviceApi",
     "FileTier",
+    "GraphForward",
     "Measured",
     "MemoryLimits",
     "MemoryUse",
@@ -45,6 +48,8 @@ __all__ = [
     "capture_inference",
     "capture_training",
     "chunked_loss",
+    "forward_as_graph",
+    "graph_forward",
     "model_state",
     "optimizer_state",
     "record",

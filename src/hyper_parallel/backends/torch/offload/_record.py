@@ -27,6 +27,7 @@ from hyper_parallel.backends.torch.offload._calls import (
     Messages,
     View,
     count_flops,
+    draws,
     is_message,
     is_repeatable,
     split_lists,
@@ -256,6 +257,7 @@ class Recorder(TorchDispatchMode):
         if not made and not written and not guards and not is_message(func):
             return  # a view, or an alias: an address, not work
         flops = count_flops(func, args, kwargs, out)
+        random = draws(func, args, kwargs)
         parts = split_lists(func, views[0], views[1], len(made))
         for number, (part_args, part_kwargs) in enumerate(parts):
             mine, shapes = made, sizes
@@ -270,7 +272,6 @@ class Recorder(TorchDispatchMode):
             moved += sum(
                 v.num_bytes for v in views_in((part_args, part_kwargs)) if v.storage in writes
             )
-            draws = torch.Tag.nondeterministic_seeded in func.tags
             self._keep(
                 Operator(
                     name,
@@ -280,8 +281,8 @@ class Recorder(TorchDispatchMode):
                     flops=flops / len(parts),
                     access_bytes=moved,
                     phase=phase,
-                    repeatable=is_repeatable(func, bool(writes)) and not guards,
-                    ordered=bool(guards) or draws or func.namespace in COMMUNICATION,
+                    repeatable=is_repeatable(func, bool(writes), random) and not guards,
+                    ordered=bool(guards) or random or func.namespace in COMMUNICATION,
                 ),
                 Call(func, part_args, part_kwargs, tuple(mine), tuple(shapes), guards),
             )
