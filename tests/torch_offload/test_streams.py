@@ -116,9 +116,8 @@ def ordered(folder, monkeypatch, flash, drop=None):
         order.access(source, False, "file write")
         write(self, storage, source)
 
-    on_device, in_dram = Hardware.on_device, Hardware.in_dram
+    in_dram = Hardware.in_dram
     with monkeypatch.context() as patch:
-        patch.setattr(Hardware, "on_device", lambda *a: order.allocated(on_device(*a)))
         patch.setattr(Hardware, "in_dram", lambda *a: order.allocated(in_dram(*a)))
         patch.setattr(FileTier, "read", reading)
         patch.setattr(FileTier, "write", writing)

@@ -99,11 +99,12 @@ def plan_memory(
         reason = (
             f"identity: the step takes {identity.peak} bytes and fits the budget; nothing moves"
         )
-        plan = _finish(program, true_machine, identity, (*said, reason))
-        if plan.device_bytes <= budget_bytes:
-            return plan
+        whole = _finish(program, true_machine, identity, (*said, reason))
+        if whole.device_bytes <= budget_bytes:
+            return whole
     slack_s = None if max_slowdown is None else max_slowdown * identity.seconds
     search = _search(program, machine, order, identity, move, recompute, slack_s)
+    plan: MemoryPlan | None = None
     if budget_bytes is not None:
         best, plan = _least_time(
             search, budget_bytes, lambda e: _finish(program, true_machine, e, said)
@@ -111,7 +112,6 @@ def plan_memory(
     else:
         assert max_slowdown is not None
         best = _least_peak(search, identity, identity.seconds * (1 + max_slowdown))
-        plan = None
     if best is identity:
         said = (
             *said,
@@ -228,9 +228,7 @@ def _least_time(
             return best
     floor = working_set_bytes(search.program)
     # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
-    again = Search(
-        search.program, search.machine, search.order, search.selectors, search.best_seen
-    )
+    again = Search(search.program, search.machine, search.order, search.selectors, search.best_seen)
     lowest = again.portfolio(floor)
     found += [*lowest, *again.portfolio((floor + room) // 2, budget=room)]
     if (best := first(found)) is not None:
@@ -242,7 +240,7 @@ def _least_time(
         machine, needs = search.machine, with_room.peaks
         caps: dict[MemoryTier, int | None]
         caps = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-        room = " ".join(
+        more = " ".join(
             f"offload.{tier}={needs[tier]}"
             for tier, most in caps.items()
             if most is not None and needs[tier] > most
@@ -250,7 +248,7 @@ def _least_time(
         raise TierFull(
             "the device budget needs more bytes in DRAM or flash than the machine allows",
             got=f"budget {budget}, dram {machine.dram_bytes}, flash {machine.flash_bytes}",
-            hint=f"set `{room}`, or `offload.budget={least}`",
+            hint=f"set `{more}`, or `offload.budget={least}`",
         )
     error = BudgetImpossible(
         f"no memory plan fits {format_bytes(budget)}",
