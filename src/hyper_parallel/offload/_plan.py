@@ -235,16 +235,8 @@ def _least_time(
         return best
     candidates = sorted(lowest, key=lambda e: (e.peak, e.seconds))[:3] or [search.best_seen]
     least = min((plans.get(id(e)) or finish(e)).device_bytes for e in candidates)
-    with_room = _with_room_elsewhere(search, room, floor)
-    if with_room is not None:
-        machine, needs = search.machine, with_room.peaks
-        caps: dict[MemoryTier, int | None]
-        caps = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-        more = " ".join(
-            f"offload.{tier}={needs[tier]}"
-            for tier, most in caps.items()
-            if most is not None and needs[tier] > most
-        )
+    if more := _more_elsewhere(search, room, floor):
+        machine = search.machine
         raise TierFull(
             "the device budget needs more bytes in DRAM or flash than the machine allows",
             got=f"budget {budget}, dram {machine.dram_bytes}, flash {machine.flash_bytes}",
@@ -260,18 +252,24 @@ def _least_time(
     raise error
 
 
-def _with_room_elsewhere(search: Search, room: int, floor: int) -> Emitted | None:
-    """A program that would live in the room if DRAM and flash were unlimited."""
+def _more_elsewhere(search: Search, room: int, floor: int) -> str:
+    """Settings of DRAM and flash with which a program would live in the room; empty when they are not what is short."""
     machine = search.machine
-    if machine.dram_bytes is None and machine.flash_bytes is None:
-        return None
+    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
+    if all(most is None for most in caps.values()):
+        return ""
     unlimited = replace(machine, dram_bytes=None, flash_bytes=None)
     free = Search(search.program, unlimited, search.order, search.selectors, search.best_seen)
     for target in (room, floor):
         fitting = [e for e in free.portfolio(target, budget=room) if e.peak <= room]
         if fitting:
-            return min(fitting, key=lambda e: (e.peaks["flash"], e.peaks["dram"]))
-    return None
+            needs = min(fitting, key=lambda e: (e.peaks["flash"], e.peaks["dram"])).peaks
+            return " ".join(
+                f"offload.{tier}={needs[tier]}"
+                for tier, most in caps.items()
+                if most is not None and needs[tier] > most
+            )
+    return ""
 
 
 def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
