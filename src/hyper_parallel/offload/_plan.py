@@ -40,7 +40,7 @@ from hyper_parallel.offload._usedef import (
 )
 from hyper_parallel.units import format_bytes
 
-_GAPS = (256, 50)  # part of the room that is left for gaps between addresses, tried in turn
+_GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
 _LARGE = 1500  # operators; below, trying everything takes a few seconds
 _SHARES = (0.25, 0.6, 0.95)  # of the allowed time, spent on recomputation
 _LONGER = (0.01, 0.03)  # of the step: recomputation under a budget
@@ -220,10 +220,15 @@ def _least_time(
                     return e, plan
         return None
 
+    def afresh() -> Search:
+        return Search(
+            search.program, search.machine, search.order, search.selectors, search.best_seen
+        )
+
     found: list[Emitted] = []
     for part in _GAPS:
         aim = max(room - room // part, 0)
-        found += search.portfolio(aim, budget=aim)
+        found += afresh().portfolio(aim, budget=aim)
         if (best := first(found)) is not None:
             return best
     floor = working_set_bytes(search.program)

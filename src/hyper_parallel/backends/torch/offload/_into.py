@@ -57,6 +57,10 @@ def into(call: Call) -> _Into | None:
         if name in _IN_PLACE and same:
             change = _twin(func, f"{name}_")
             return None if change is None else _changing(change)
+        if name == "rsub":
+            return _subtracting
+        if func is torch.ops.aten.sum.default:
+            return _adding_up
         if name in ("slice_backward", "select_backward"):
             return _scattering(name.removesuffix("_backward"))
         if name == "embedding" and isinstance(call.args[1], View) and _dense(call.args[1]):
@@ -175,6 +179,20 @@ def _scattering(name: str) -> _Into:
         return run
 
     return bind
+
+
+def _subtracting(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
+    """The operands of a subtraction, the other way round."""
+    left, right = args[1], args[0]
+    alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
+    op = torch.ops.aten.sub.out._op
+    return lambda: op(left, right, alpha=alpha, out=outs[0])
+
+
+def _adding_up(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
+    """A sum over everything is one over no dims in particular."""
+    op = torch.ops.aten.sum.IntList_out._op
+    return lambda: op(args[0], [], False, out=outs[0], **kwargs)
 
 
 def _gathering(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
