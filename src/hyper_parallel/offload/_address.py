@@ -23,13 +23,14 @@ _Item = tuple[Extent, ...]
 
 
 def assign_addresses(
-    stays: Sequence[Extent], sizes: Sequence[int]
+    stays: Sequence[Extent], sizes: Sequence[int], enough_bytes: int = 0
 ) -> tuple[tuple[Extent, ...], int]:
     """Offsets such that two stays that overlap in time never overlap in space.
 
     Args:
         stays: Intervals of actions, one per stay.
         sizes: Bytes in the arena by storage index.
+        enough_bytes: An arena of this size need not become smaller.
 
     Returns:
         The stays with offsets, in the given order, and the arena's bytes.
@@ -46,7 +47,7 @@ def assign_addresses(
     items = _items([stay for stay in stays if stay not in offset], end)
     arena = 0
     if items:
-        offsets, arena = _fitted(items, sizes)
+        offsets, arena = _fitted(items, sizes, enough_bytes - bottom)
         for item, at in zip(items, offsets, strict=True):
             offset.update(dict.fromkeys(item, bottom + int(at)))
     placed = tuple(Extent(e.storage, e.start, e.stop, offset[e]) for e in stays)
@@ -104,7 +105,7 @@ def _items(stays: Sequence[Extent], end: int) -> list[_Item]:
     return [around.get(stay, (stay,)) for stay in stays if stay not in ends]
 
 
-def _fitted(items: Sequence[_Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]:
+def _fitted(items: Sequence[_Item], sizes: Sequence[int], enough: int) -> tuple[np.ndarray, int]:
     """The best of several fits: an offset for every item, and the end of the highest one."""
     live = _live(items, sizes)
     floor = int(live.max())
@@ -119,25 +120,33 @@ def _fitted(items: Sequence[_Item], sizes: Sequence[int]) -> tuple[np.ndarray, i
         lambda i: (stays[i].start - stays[i].stop, -sizes[stays[i].storage]),
         lambda i: (-sizes[stays[i].storage] * (stays[i].stop - stays[i].start), stays[i].start),
     )
+    tight, good = max(floor * _TIGHT, enough), max(floor * _GOOD, enough)
     rounds = max(8, min(40, 30_000 // len(items)))
-    tried = [_squeaky_wheel(items, sizes, sorted(range(len(items)), key=orders[1]), floor, 1)]
+    tried = [
+        _squeaky_wheel(items, sizes, sorted(range(len(items)), key=orders[1]), floor, tight, 1)
+    ]
     for key in orders:
-        if min(arena for _, arena in tried) <= floor * (_TIGHT if len(tried) == 1 else _GOOD):
+        if min(arena for _, arena in tried) <= (tight if len(tried) == 1 else good):
             break
         order = sorted(range(len(items)), key=key)
-        tried.append(_squeaky_wheel(items, sizes, order, floor, rounds))
+        tried.append(_squeaky_wheel(items, sizes, order, floor, tight, rounds))
     return min(tried, key=lambda result: result[1])
 
 
 def _squeaky_wheel(
-    items: Sequence[_Item], sizes: Sequence[int], order: list[int], floor: int, rounds: int
+    items: Sequence[_Item],
+    sizes: Sequence[int],
+    order: list[int],
+    floor: int,
+    tight: float,
+    rounds: int,
 ) -> tuple[np.ndarray, int]:
     """First fit, repeated with every item that ended above the live peak moved half way to the front."""
     size = np.array([sizes[item[0].storage] for item in items])
     best = _first_fit(items, sizes, order)
     offsets = best[0]
     for _ in range(rounds - 1):
-        if best[1] <= floor * _TIGHT:
+        if best[1] <= tight:
             break
         over = offsets + size > floor
         key = {i: at * 0.5 if over[i] else float(at) for at, i in enumerate(order)}

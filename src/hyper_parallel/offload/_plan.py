@@ -107,7 +107,9 @@ def plan_memory(
     plan: MemoryPlan | None = None
     if budget_bytes is not None:
         best, plan = _least_time(
-            search, budget_bytes, lambda e: _finish(program, true_machine, e, said)
+            search,
+            budget_bytes,
+            lambda e: _finish(program, true_machine, e, said, budget_bytes - program.staging_bytes),
         )
     else:
         assert max_slowdown is not None
@@ -213,11 +215,10 @@ def _least_time(
     plans: dict[int, MemoryPlan] = {}
 
     def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
-        for e in sorted(found, key=lambda e: (e.seconds, e.peak)):
-            if e.peak <= room:
-                plan = plans[id(e)] = plans.get(id(e)) or finish(e)
-                if plan.device_bytes <= budget:
-                    return e, plan
+        for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
+            plan = plans[id(e)] = plans.get(id(e)) or finish(e)
+            if plan.device_bytes <= budget:
+                return e, plan
         return None
 
     def afresh() -> Search:
@@ -303,11 +304,15 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
 
 
 def _finish(
-    program: MemoryProgram, machine: MemoryMachine, emitted: Emitted, said: tuple[str, ...]
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    emitted: Emitted,
+    said: tuple[str, ...],
+    enough: int = 0,
 ) -> MemoryPlan:
     judged = replay(program, emitted.homes, emitted.actions)
     assert judged.peak_bytes == emitted.peaks, "the emitter and the replay count differently"
-    addresses, arena = assign_addresses(judged.residency, program.spans)
+    addresses, arena = assign_addresses(judged.residency, program.spans, enough)
     clock = Clock(program, machine)
     for action in emitted.actions:
         clock.apply(action)
