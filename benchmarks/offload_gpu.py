@@ -199,7 +199,7 @@ def planned(
             case.module.synchronize(case.device)
             seconds.append(time.perf_counter() - begin)
             losses[number] = loss
-    peak, predicted = measured.peak_bytes["device"], plan.peak_bytes["device"]
+    peak, predicted = measured.device_bytes, plan.device_bytes
     return {
         "step_s": statistics.median(seconds[1:]),
         "peak_bytes": peak,

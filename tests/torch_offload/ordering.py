@@ -3,8 +3,9 @@ the timing.
 
 `Order` has the names of torch's device modules. Every stream and every thread is an agent with a clock; an event
 carries the clock of its stream; waiting joins clocks. An access to bytes must come after every earlier access to them
-by another agent, unless both read. Giving a buffer back counts as a write by the compute stream, because that is where
-the allocator hands it out again. A new buffer may be any that was given back before, wherever it lies here.
+by another agent, unless both read. Giving bytes back counts as a write by the compute stream, because that is where
+they are handed out again. Bytes that were `allocated` may be any that were given back before, wherever they lie here;
+of others only the addresses count, as in the arena.
 """
 
 import threading
@@ -80,6 +81,10 @@ class Order:
         self._after[base._cdata] = self._last_back
         return base
 
+    def given_back(self, base):
+        """Its bytes are free from here on, although its range of the arena still exists."""
+        self._back(base.data_ptr(), base.nbytes())
+
     def access(self, base, write, label):
         """The agent at work here touches a storage."""
         stream = getattr(self._here, "stream", None)
@@ -103,6 +108,10 @@ class Order:
         with self._lock:
             self._watch.pop(key, None)
             self._after.pop(key, None)
+            self._back(start, size)
+
+    def _back(self, start, size):
+        with self._lock:
             clock = self.compute.clock
             _join(clock, self.host())
             clock["compute"] = clock.get("compute", 0) + 1

@@ -101,8 +101,8 @@ def test_bits_do_not_depend_on_when_copies_happen(tmp_path):
         captured.program
     )  # recompute is cheap beside a copy
     disk = Channel(5e8, 1e-6)
-    machine = MemoryMachine(Channel(1e9), Channel(1e9), disk, disk, dram_bytes=300_000)
-    plan = plan_memory(program, machine, budget_bytes=300_000)
+    machine = MemoryMachine(Channel(1e9), Channel(1e9), disk, disk, dram_bytes=150_000)
+    plan = plan_memory(program, machine, budget_bytes=420_000)
     assert plan.peak_bytes["flash"] > 0
     assert plan.replayed.recompute_seconds > 0
     steps = iter(range(2, STEPS))

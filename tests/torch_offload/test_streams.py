@@ -2,15 +2,18 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hyper_parallel.backends.torch.offload import DeviceApi, FileTier, PlannedDevice, record
+from hyper_parallel.backends.torch.offload import _held_state as held_state
 from hyper_parallel.backends.torch.offload import _streams as streams
 from hyper_parallel.backends.torch.offload._hardware import Hardware
+from hyper_parallel.backends.torch.offload._held_state import HeldState
 from hyper_parallel.errors import TransferFailed
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory, wrong_address
 from tests.torch_offload.ordering import Order, Watch, executor_of
 
 pytestmark = pytest.mark.torch
@@ -101,10 +104,15 @@ def test_streams_give_the_bits_and_the_predicted_peaks(tmp_path, flash):
         assert torch.equal(a, b)
 
 
-def ordered(folder, monkeypatch, flash, drop=None):
-    """Two steps on logging streams; what was found unordered, and the number of waits per agent and step."""
+def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None):
+    """Two steps on logging streams; what was found unordered, and the number of waits per agent and step.
+
+    Args:
+        anywhere: A range of the arena must be used after everything that was given up before; else its addresses count.
+        plan: Run this one, whatever its addresses are.
+    """
     order = Order(drop)
-    _, captured, plan, machine = made(flash)
+    _, captured, known, machine = made(flash)
     monkeypatch.setattr(streams, "ThreadPoolExecutor", executor_of(order))
     read, write = FileTier.read, FileTier.write
 
@@ -116,13 +124,26 @@ def ordered(folder, monkeypatch, flash, drop=None):
         order.access(source, False, "file write")
         write(self, storage, source)
 
-    on_device, in_dram = Hardware.on_device, Hardware.in_dram
+    in_dram, enter, leave = Hardware.in_dram, HeldState._enter, HeldState._leave
+
+    def entering(self, storage, base):
+        enter(self, storage, order.allocated(base))
+
+    def leaving(self, storage):
+        order.given_back(self._on["device"][storage])
+        leave(self, storage)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Hardware, "on_device", lambda *a: order.allocated(on_device(*a)))
+        if anywhere:
+            patch.setattr(HeldState, "_enter", entering)
+            patch.setattr(HeldState, "_leave", leaving)
+        if plan is not None:
+            patch.setattr(held_state, "wrong_address", lambda _: None)
         patch.setattr(Hardware, "in_dram", lambda *a: order.allocated(in_dram(*a)))
         patch.setattr(FileTier, "read", reading)
         patch.setattr(FileTier, "write", writing)
-        with PlannedDevice(captured, plan, machine, flash=folder, queues=order.api()) as device:
+        device = PlannedDevice(captured, plan or known, machine, flash=folder, queues=order.api())
+        with device:
             with Watch(order):
                 device.step(batch(1))
                 first = dict(order.waits)
@@ -151,6 +172,33 @@ def test_leaving_out_one_wait_is_found(tmp_path, monkeypatch, agent, share):
     assert len(numbers) > 8
     found = [n for n in numbers if ordered(tmp_path, monkeypatch, False, (agent, n))[0]]
     assert len(found) >= share * len(numbers), found
+
+
+def test_without_a_wait_addresses_that_are_used_again_are_found(tmp_path, monkeypatch):
+    """By the addresses alone: what is unordered lies in the same place of the arena."""
+    found, first, waits = ordered(tmp_path, monkeypatch, False, anywhere=False)
+    assert not found
+    numbers = range(first["compute"] + 1, waits["compute"] + 1)
+    found = [n for n in numbers if ordered(tmp_path, monkeypatch, False, ("compute", n), False)[0]]
+    assert len(found) >= 0.75 * len(numbers), found
+
+
+def test_two_stays_at_one_address_are_found(tmp_path, monkeypatch):
+    """A reload that lands where an operator still works, as no plan that passes the check has it."""
+    plan, _ = planned(False)
+    stays = list(plan.addresses)
+    loads = {(a.target, at) for at, a in enumerate(plan.actions) if a.kind == "prefetch"}
+    at, other = next(
+        (i, j)
+        for i, a in enumerate(stays)
+        if (a.storage, a.start) in loads
+        for j, b in enumerate(stays)
+        if b.start == a.start + 1 and b.stop > a.start + 2 and plan.program.sizes[b.storage] > 4
+    )
+    stays[at] = replace(stays[at], offset_bytes=stays[other].offset_bytes)
+    forged = replace(plan, addresses=tuple(stays))
+    assert wrong_address(forged)
+    assert ordered(tmp_path, monkeypatch, False, anywhere=False, plan=forged)[0]
 
 
 @pytest.mark.parametrize("agent", ["hyper-copy_in", "hyper-copy_out"])

@@ -72,6 +72,7 @@ class Operator:
         phase: Part of the step it belongs to.
         repeatable: Running it again on the same inputs gives the same bits and has no other effect.
         ordered: Draws random numbers or checks a captured branch: ordered operators keep their mutual order.
+        staged: It cannot write its results at given addresses: they are made beside the arena, copied, and dropped.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Operator:
     phase: Phase = "forward"
     repeatable: bool = False
     ordered: bool = False
+    staged: bool = False
 
     @property
     def touched(self) -> tuple[int, ...]:
@@ -101,18 +103,32 @@ class MemoryProgram:
         operators: All operators in the order the model issued them.
         alignment_bytes: Every allocation is rounded up to a multiple of this; 512 is what CUDA's allocator does, 1
             counts requested bytes.
+        address_bytes: Addresses in the arena are multiples of this.
     """
 
     name: str
     storages: tuple[Storage, ...]
     operators: tuple[Operator, ...]
     alignment_bytes: int = 512
+    address_bytes: int = 1
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Rounded bytes of every storage."""
         unit = self.alignment_bytes
         return tuple(-(-s.num_bytes // unit) * unit for s in self.storages)
+
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """Bytes of every storage in the arena: `sizes`, rounded up to whole addresses."""
+        unit = self.address_bytes
+        return tuple(-(-size // unit) * unit for size in self.sizes)
+
+    @cached_property
+    def staging_bytes(self) -> int:
+        """Most bytes that one operator makes beside the arena, on the way to it."""
+        staged = (op for op in self.operators if op.staged)
+        return max((sum(self.sizes[s] for s in op.allocs) for op in staged), default=0)
 
     @cached_property
     def touched(self) -> tuple[tuple[int, ...], ...]:

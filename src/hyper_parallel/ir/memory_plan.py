@@ -44,8 +44,13 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Peak bytes per tier, by replay."""
+        """Peak bytes per tier, by replay; on the device those of the storages that live at the same time."""
         return self.replayed.peak_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """What the device gives: the arena, and the results that are on their way to it."""
+        return self.arena_bytes + self.program.staging_bytes
 
     def to_json(self) -> str:
         """The plan as one JSON document; equal plans give equal text."""

@@ -5,9 +5,9 @@ or stream it, emits residency actions, simulates them, and assigns static addres
 how a back end runs the result is in `backends`.
 """
 
-from hyper_parallel.offload._address import assign_addresses
+from hyper_parallel.offload._address import assign_addresses, find_overlap, wrong_address
 from hyper_parallel.offload._bound import least_peak_bound, least_time_bound
-from hyper_parallel.offload._cache import find_overlap, plan_memory_cached
+from hyper_parallel.offload._cache import plan_memory_cached
 from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.offload._order import order_peak, refine_order
 from hyper_parallel.offload._plan import plan_memory
@@ -49,4 +49,5 @@ __all__ = [
     "summarise",
     "use_definitions",
     "working_set_bytes",
+    "wrong_address",
 ]

@@ -1,95 +1,175 @@
 """Static addresses: one arena for every stay on the device, no allocator at run time.
 
 Interval colouring with sizes is NP-hard. First fit comes within a few percent of the live peak (the lower bound); what
-ended above it is then placed earlier and the fit repeated.
+ended above it is then placed earlier and the fit repeated. What is there all the time lies at the bottom, in an order
+that depends on nothing else. A storage that is there at both ends of the step but not in between has one address at
+both: the next step finds it where this one leaves it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hyper_parallel.ir import Extent
+from hyper_parallel.ir import Extent, MemoryPlan
 
 _TIGHT = 1.002  # an arena this close to the live peak is not worth another fit
 _GOOD = 1.02  # above this another order is tried
 _CROWDED = 0.9  # stays that see this share of the live peak are placed before the others
+_Item = tuple[Extent, ...]
+"""Stays that share an address: one, or the last and the first of a storage that goes around."""
 
 
 def assign_addresses(
-    stays: Sequence[Extent], sizes: Sequence[int]
+    stays: Sequence[Extent], sizes: Sequence[int], enough_bytes: int = 0
 ) -> tuple[tuple[Extent, ...], int]:
     """Offsets such that two stays that overlap in time never overlap in space.
 
     Args:
         stays: Intervals of actions, one per stay.
-        sizes: Rounded bytes by storage index.
+        sizes: Bytes in the arena by storage index.
+        enough_bytes: An arena of this size need not become smaller.
 
     Returns:
         The stays with offsets, in the given order, and the arena's bytes.
 
     Source: squeaky wheel optimization, Joslin and Clements 1999, over first fit.
     """
-    if not stays:
-        return (), 0
-    floor = _live_peak(stays, sizes)
+    end = max((stay.stop for stay in stays), default=0)
+    offset: dict[Extent, int] = {}
+    bottom = 0
+    always = [stay for stay in stays if stay.start == 0 and stay.stop == end]
+    for stay in sorted(always, key=lambda stay: (-sizes[stay.storage], stay.storage)):
+        offset[stay] = bottom
+        bottom += sizes[stay.storage]
+    items = _items([stay for stay in stays if stay not in offset], end)
+    arena = 0
+    if items:
+        offsets, arena = _fitted(items, sizes, enough_bytes - bottom)
+        for item, at in zip(items, offsets, strict=True):
+            offset.update(dict.fromkeys(item, bottom + int(at)))
+    placed = tuple(Extent(e.storage, e.start, e.stop, offset[e]) for e in stays)
+    return placed, bottom + arena
+
+
+def wrong_address(plan: MemoryPlan) -> str | None:
+    """A sentence when something in the plan has no address, or a wrong one; None when all is well."""
+    placed = [(e.storage, e.start, e.stop) for e in plan.addresses]
+    if placed != [(e.storage, e.start, e.stop) for e in plan.replayed.residency]:
+        return "the addresses are not those of its actions"
+    unit = plan.program.address_bytes
+    if any(e.offset_bytes % unit for e in plan.addresses):
+        return f"an address is no multiple of {unit}"
+    if any(
+        len({stay.offset_bytes for stay in item}) > 1
+        for item in _items(plan.addresses, len(plan.actions))
+    ):
+        return "a storage ends the step at another address than it begins the next one"
+    return find_overlap(plan.addresses, plan.program.spans, plan.arena_bytes)
+
+
+def find_overlap(stays: Sequence[Extent], sizes: Sequence[int], arena_bytes: int) -> str | None:
+    """A sentence when two stays overlap in time and space or one ends above the arena; None when all is well."""
+    real = [e for e in stays if sizes[e.storage]]
+    events = sorted(
+        [(e.start, 1, e.offset_bytes, sizes[e.storage]) for e in real]
+        + [(e.stop, 0, e.offset_bytes, sizes[e.storage]) for e in real]
+    )
+    taken: list[tuple[int, int]] = []  # (offset, end) of what is there now, ascending and disjoint
+    for _, begins, offset, size in events:
+        block = (offset, offset + size)
+        at = bisect_left(taken, block)
+        if not begins:
+            del taken[at]
+            continue
+        below = taken[at - 1][1] if at else 0
+        above = taken[at][0] if at < len(taken) else arena_bytes
+        if offset < below or block[1] > above:
+            return f"two stays share address {offset}, or one ends above the arena"
+        insort(taken, block)
+    return None
+
+
+def _items(stays: Sequence[Extent], end: int) -> list[_Item]:
+    """Stays one by one, but the first and the last of a storage that is there at both ends of the step together."""
+    first = {stay.storage: stay for stay in stays if stay.start == 0 and stay.stop < end}
+    last = {
+        stay.storage: stay
+        for stay in stays
+        if stay.stop == end and stay.start > 0 and stay.storage in first
+    }
+    around = {stay: (last[s], stay) for s, stay in first.items() if s in last}
+    ends = set(last.values())
+    return [around.get(stay, (stay,)) for stay in stays if stay not in ends]
+
+
+def _fitted(items: Sequence[_Item], sizes: Sequence[int], enough: int) -> tuple[np.ndarray, int]:
+    """The best of several fits: an offset for every item, and the end of the highest one."""
+    live = _live(items, sizes)
+    floor = int(live.max())
+    # What goes around is as long as both of its stays, from the later one on.
+    stays = [
+        Extent(e[0].storage, e[0].start, e[0].stop + sum(x.stop - x.start for x in e[1:]))
+        for e in items
+    ]
     orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
-        _from_the_peak(stays, sizes),
+        _from_the_peak(stays, sizes, live),
         lambda i: (-sizes[stays[i].storage], stays[i].start - stays[i].stop),
         lambda i: (stays[i].start - stays[i].stop, -sizes[stays[i].storage]),
         lambda i: (-sizes[stays[i].storage] * (stays[i].stop - stays[i].start), stays[i].start),
     )
-    rounds = max(8, min(40, 30_000 // len(stays)))
-    tried = [_squeaky_wheel(stays, sizes, sorted(range(len(stays)), key=orders[1]), floor, 1)]
+    tight, good = max(floor * _TIGHT, enough), max(floor * _GOOD, enough)
+    rounds = max(8, min(40, 30_000 // len(items)))
+    tried = [
+        _squeaky_wheel(items, sizes, sorted(range(len(items)), key=orders[1]), floor, tight, 1)
+    ]
     for key in orders:
-        if min(arena for _, arena in tried) <= floor * (_TIGHT if len(tried) == 1 else _GOOD):
+        if min(arena for _, arena in tried) <= (tight if len(tried) == 1 else good):
             break
-        order = sorted(range(len(stays)), key=key)
-        tried.append(_squeaky_wheel(stays, sizes, order, floor, rounds))
-    offsets, arena = min(tried, key=lambda result: result[1])
-    placed = tuple(
-        Extent(e.storage, e.start, e.stop, int(o)) for e, o in zip(stays, offsets, strict=True)
-    )
-    return placed, arena
+        order = sorted(range(len(items)), key=key)
+        tried.append(_squeaky_wheel(items, sizes, order, floor, tight, rounds))
+    return min(tried, key=lambda result: result[1])
 
 
 def _squeaky_wheel(
-    stays: Sequence[Extent], sizes: Sequence[int], order: list[int], floor: int, rounds: int
+    items: Sequence[_Item],
+    sizes: Sequence[int],
+    order: list[int],
+    floor: int,
+    tight: float,
+    rounds: int,
 ) -> tuple[np.ndarray, int]:
-    """First fit, repeated with every stay that ended above the live peak moved half way to the front."""
-    size = np.array([sizes[stay.storage] for stay in stays])
-    best = _first_fit(stays, sizes, order)
+    """First fit, repeated with every item that ended above the live peak moved half way to the front."""
+    size = np.array([sizes[item[0].storage] for item in items])
+    best = _first_fit(items, sizes, order)
     offsets = best[0]
     for _ in range(rounds - 1):
-        if best[1] <= floor * _TIGHT:
+        if best[1] <= tight:
             break
         over = offsets + size > floor
         key = {i: at * 0.5 if over[i] else float(at) for at, i in enumerate(order)}
         order = sorted(order, key=key.__getitem__)
-        offsets, arena = _first_fit(stays, sizes, order)
+        offsets, arena = _first_fit(items, sizes, order)
         if arena < best[1]:
             best = offsets, arena
     return best
 
 
-def _live(stays: Sequence[Extent], sizes: Sequence[int]) -> np.ndarray:
+def _live(items: Sequence[_Item], sizes: Sequence[int]) -> np.ndarray:
     """Bytes of all stays at every action."""
+    stays = [stay for item in items for stay in item]
     change = np.zeros(max(stay.stop for stay in stays) + 1, np.int64)
     np.add.at(change, [stay.start for stay in stays], [sizes[stay.storage] for stay in stays])
     np.add.at(change, [stay.stop for stay in stays], [-sizes[stay.storage] for stay in stays])
     return np.cumsum(change)
 
 
-def _live_peak(stays: Sequence[Extent], sizes: Sequence[int]) -> int:
-    return int(_live(stays, sizes).max())
-
-
 def _from_the_peak(
-    stays: Sequence[Extent], sizes: Sequence[int]
+    stays: Sequence[Extent], sizes: Sequence[int], live: np.ndarray
 ) -> Callable[[int], tuple[int, ...]]:
     """An order that begins where there is no room to lose: at the peak, the longest lowest, then away from it."""
-    live = _live(stays, sizes)
     top, at = int(live.max()), int(live.argmax())
 
     def key(i: int) -> tuple[int, ...]:
@@ -103,18 +183,19 @@ def _from_the_peak(
 
 
 def _first_fit(
-    stays: Sequence[Extent], sizes: Sequence[int], order: Sequence[int]
+    items: Sequence[_Item], sizes: Sequence[int], order: Sequence[int]
 ) -> tuple[np.ndarray, int]:
-    n = len(stays)
+    n = sum(len(item) for item in items)
     start, stop = np.zeros(n, np.int64), np.zeros(n, np.int64)
     low, high = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    offsets = np.zeros(n, np.int64)
-    arena = 0
-    for count, i in enumerate(order):
-        stay, size = stays[i], sizes[stays[i].storage]
-        clash = (
-            (start[:count] < stay.stop) & (stop[:count] > stay.start) & (high[:count] > low[:count])
-        )
+    offsets = np.zeros(len(items), np.int64)
+    arena = count = 0
+    for i in order:
+        size = sizes[items[i][0].storage]
+        clash = np.zeros(count, bool)
+        for stay in items[i]:
+            clash |= (start[:count] < stay.stop) & (stop[:count] > stay.start)
+        clash &= high[:count] > low[:count]
         lows, highs = low[:count][clash], high[:count][clash]
         by_low = np.argsort(lows, kind="stable")
         lows, tops = lows[by_low], np.maximum.accumulate(highs[by_low])
@@ -122,8 +203,10 @@ def _first_fit(
         begin = np.concatenate(([0], tops))
         room = np.concatenate((lows, [np.iinfo(np.int64).max])) - begin
         offset = int(begin[int(np.argmax(room >= size))])
-        start[count], stop[count] = stay.start, stay.stop
-        low[count], high[count] = offset, offset + size
+        for stay in items[i]:
+            start[count], stop[count] = stay.start, stay.stop
+            low[count], high[count] = offset, offset + size
+            count += 1
         offsets[i] = offset
         arena = max(arena, offset + size)
     return offsets, arena

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import tempfile
-from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,12 +30,13 @@ from hyper_parallel.ir import (
     Storage,
     StorageKind,
 )
+from hyper_parallel.offload._address import wrong_address
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._plan import plan_memory
 from hyper_parallel.offload._simulate import Clock
 from hyper_parallel.topology import cache_dir
 
-PLANNER = 4
+PLANNER = 5
 """Number of the planner's rules and of the file's form: raised with every change, so that old files are not met."""
 
 _KINDS: tuple[MemoryActionKind, ...] = get_args(MemoryActionKind)
@@ -117,7 +117,8 @@ def plan_memory_cached(
 def fingerprint(program: MemoryProgram, machine: MemoryMachine, goal: object) -> str:
     """Hash of everything a plan follows from; equal arguments give equal text in every process."""
     # `repr` of a frozen dataclass of numbers is exact, but slow for thousands of operators; columns are not.
-    digest = hashlib.sha256(repr((PLANNER, machine, goal, program.alignment_bytes)).encode())
+    units = program.alignment_bytes, program.address_bytes
+    digest = hashlib.sha256(repr((PLANNER, machine, goal, units)).encode())
     columns: list[tuple[type, Sequence[Any]]] = [
         (Storage, program.storages),
         (Operator, program.operators),
@@ -213,8 +214,8 @@ def _natural(value: Any) -> int:
 def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
     """The plan keeps what was asked for, and no two stays share an address."""
     peak = plan.peak_bytes
-    if goal.budget_bytes is not None and peak["device"] > goal.budget_bytes:
-        raise _Unusable(f"its peak of {peak['device']} bytes is above the budget")
+    if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
+        raise _Unusable(f"it takes {plan.device_bytes} bytes of the device, above the budget")
     if goal.max_slowdown is not None:
         limit_s = plan.program.seconds * (1 + goal.max_slowdown) * (1 + 1e-9)
         if plan.seconds > limit_s:
@@ -222,27 +223,5 @@ def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
     for tier, cap in (("dram", machine.dram_bytes), ("flash", machine.flash_bytes)):
         if cap is not None and peak[tier] > cap:
             raise _Unusable(f"it takes {peak[tier]} bytes of {tier}, the machine has {cap}")
-    if overlap := find_overlap(plan.addresses, plan.program.sizes, plan.arena_bytes):
-        raise _Unusable(overlap)
-
-
-def find_overlap(stays: Sequence[Extent], sizes: Sequence[int], arena_bytes: int) -> str | None:
-    """A sentence when two stays overlap in time and space or one ends above the arena; None when all is well."""
-    real = [e for e in stays if sizes[e.storage]]
-    events = sorted(
-        [(e.start, 1, e.offset_bytes, sizes[e.storage]) for e in real]
-        + [(e.stop, 0, e.offset_bytes, sizes[e.storage]) for e in real]
-    )
-    taken: list[tuple[int, int]] = []  # (offset, end) of what is there now, ascending and disjoint
-    for _, begins, offset, size in events:
-        block = (offset, offset + size)
-        at = bisect_left(taken, block)
-        if not begins:
-            del taken[at]
-            continue
-        below = taken[at - 1][1] if at else 0
-        above = taken[at][0] if at < len(taken) else arena_bytes
-        if offset < below or block[1] > above:
-            return f"two stays share address {offset}, or one ends above the arena"
-        insort(taken, block)
-    return None
+    if wrong := wrong_address(plan):
+        raise _Unusable(wrong)

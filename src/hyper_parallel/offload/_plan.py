@@ -7,7 +7,7 @@ strength of an estimate.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
@@ -40,6 +40,7 @@ from hyper_parallel.offload._usedef import (
 )
 from hyper_parallel.units import format_bytes
 
+_GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
 _LARGE = 1500  # operators; below, trying everything takes a few seconds
 _SHARES = (0.25, 0.6, 0.95)  # of the allowed time, spent on recomputation
 _LONGER = (0.01, 0.03)  # of the step: recomputation under a budget
@@ -62,7 +63,8 @@ def plan_memory(
     Args:
         program: Operators with their seconds.
         machine: Channels and capacities.
-        budget_bytes: Device bytes the step may take at any time; the plan is the fastest one found under it.
+        budget_bytes: Device bytes the step may take, the arena and what is made beside it; the plan is the fastest one
+            found under it.
         max_slowdown: Allowed extra time as a share (0.02 is 2 %); the plan is the one with the least peak found.
         move: Kinds of storages that may leave the device; None: all but inputs and outputs.
         recompute: Results may be dropped and computed again.
@@ -76,7 +78,7 @@ def plan_memory(
 
     Raises:
         BadValue: HP102 unless exactly one goal is given.
-        BudgetImpossible: HP402 with the least peak reached and the bound no plan can pass.
+        BudgetImpossible: HP402 with the least bytes reached and the bound no plan can pass.
         TierFull: HP403 when only the DRAM or flash capacity stands in the way.
     """
     if (budget_bytes is None) == (max_slowdown is None):
@@ -93,15 +95,22 @@ def plan_memory(
     true_machine, machine = machine, machine.derated(margin)
     order, said = refine_order(program) if reorder else (tuple(range(len(program.operators))), ())
     identity = _identity(program, order)
-    if budget_bytes is not None and identity.peak <= budget_bytes:
+    if budget_bytes is not None and identity.peak + program.staging_bytes <= budget_bytes:
         reason = (
             f"identity: the step takes {identity.peak} bytes and fits the budget; nothing moves"
         )
-        return _finish(program, true_machine, identity, (*said, reason))
+        whole = _finish(program, true_machine, identity, (*said, reason))
+        if whole.device_bytes <= budget_bytes:
+            return whole
     slack_s = None if max_slowdown is None else max_slowdown * identity.seconds
     search = _search(program, machine, order, identity, move, recompute, slack_s)
+    plan: MemoryPlan | None = None
     if budget_bytes is not None:
-        best = _least_time(search, budget_bytes)
+        best, plan = _least_time(
+            search,
+            budget_bytes,
+            lambda e: _finish(program, true_machine, e, said, budget_bytes - program.staging_bytes),
+        )
     else:
         assert max_slowdown is not None
         best = _least_peak(search, identity, identity.seconds * (1 + max_slowdown))
@@ -112,7 +121,7 @@ def plan_memory(
             "nothing moves",
         )
         return _finish(program, true_machine, best, said)
-    plan = _finish(program, true_machine, best, said)
+    plan = plan or _finish(program, true_machine, best, said)
     reserve = f", with links {margin:.0%} slower {best.seconds:.6g}" if margin else ""
     told = (
         f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {plan.seconds:.6g}{reserve} "
@@ -198,32 +207,46 @@ def _recompute_sets(
     return distinct
 
 
-def _least_time(search: Search, budget: int) -> Emitted:
-    fitting = [e for e in search.portfolio(budget, budget=budget) if e.peak <= budget]
-    if fitting:
-        return min(fitting, key=lambda e: (e.seconds, e.peak))
-    floor = working_set_bytes(search.program)
-    lowest = search.portfolio(floor, budget=budget)
-    for found in (lowest, search.portfolio((floor + budget) // 2, budget=budget)):
-        fitting += [e for e in found if e.peak <= budget]
-    if fitting:
-        return min(fitting, key=lambda e: (e.seconds, e.peak))
-    # Programs that aim at the floor are made for every budget, so their least peak is one that planning finds again.
-    least = min((e.peak for e in lowest), default=search.best_seen.peak)
-    with_room = _with_room_elsewhere(search, budget, floor)
-    if with_room is not None:
-        machine, needs = search.machine, with_room.peaks
-        caps: dict[MemoryTier, int | None]
-        caps = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-        room = " ".join(
-            f"offload.{tier}={needs[tier]}"
-            for tier, most in caps.items()
-            if most is not None and needs[tier] > most
+def _least_time(
+    search: Search, budget: int, finish: Callable[[Emitted], MemoryPlan]
+) -> tuple[Emitted, MemoryPlan]:
+    """The fastest program whose arena, with what is made beside it, is within the budget; and its plan."""
+    room = budget - search.program.staging_bytes
+    plans: dict[int, MemoryPlan] = {}
+
+    def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
+        for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
+            plan = plans[id(e)] = plans.get(id(e)) or finish(e)
+            if plan.device_bytes <= budget:
+                return e, plan
+        return None
+
+    def afresh() -> Search:
+        return Search(
+            search.program, search.machine, search.order, search.selectors, search.best_seen
         )
+
+    found: list[Emitted] = []
+    for part in _GAPS:
+        aim = max(room - room // part, 0)
+        found += afresh().portfolio(aim, budget=aim)
+        if (best := first(found)) is not None:
+            return best
+    floor = working_set_bytes(search.program)
+    # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
+    again = Search(search.program, search.machine, search.order, search.selectors, search.best_seen)
+    lowest = again.portfolio(floor)
+    found += [*lowest, *again.portfolio((floor + room) // 2, budget=room)]
+    if (best := first(found)) is not None:
+        return best
+    candidates = sorted(lowest, key=lambda e: (e.peak, e.seconds))[:3] or [search.best_seen]
+    least = min((plans.get(id(e)) or finish(e)).device_bytes for e in candidates)
+    if more := _more_elsewhere(search, room, floor):
+        machine = search.machine
         raise TierFull(
             "the device budget needs more bytes in DRAM or flash than the machine allows",
             got=f"budget {budget}, dram {machine.dram_bytes}, flash {machine.flash_bytes}",
-            hint=f"set `{room}`, or `offload.budget={least}`",
+            hint=f"set `{more}`, or `offload.budget={least}`",
         )
     error = BudgetImpossible(
         f"no memory plan fits {format_bytes(budget)}",
@@ -235,18 +258,24 @@ def _least_time(search: Search, budget: int) -> Emitted:
     raise error
 
 
-def _with_room_elsewhere(search: Search, budget: int, floor: int) -> Emitted | None:
-    """A program that would keep the budget if DRAM and flash were unlimited."""
+def _more_elsewhere(search: Search, room: int, floor: int) -> str:
+    """Settings of DRAM and flash with which a program would live in the room; empty when they are not what is short."""
     machine = search.machine
-    if machine.dram_bytes is None and machine.flash_bytes is None:
-        return None
+    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
+    if all(most is None for most in caps.values()):
+        return ""
     unlimited = replace(machine, dram_bytes=None, flash_bytes=None)
     free = Search(search.program, unlimited, search.order, search.selectors, search.best_seen)
-    for target in (budget, floor):
-        fitting = [e for e in free.portfolio(target, budget=budget) if e.peak <= budget]
+    for target in (room, floor):
+        fitting = [e for e in free.portfolio(target, budget=room) if e.peak <= room]
         if fitting:
-            return min(fitting, key=lambda e: (e.peaks["flash"], e.peaks["dram"]))
-    return None
+            needs = min(fitting, key=lambda e: (e.peaks["flash"], e.peaks["dram"])).peaks
+            return " ".join(
+                f"offload.{tier}={needs[tier]}"
+                for tier, most in caps.items()
+                if most is not None and needs[tier] > most
+            )
+    return ""
 
 
 def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
@@ -275,11 +304,15 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
 
 
 def _finish(
-    program: MemoryProgram, machine: MemoryMachine, emitted: Emitted, said: tuple[str, ...]
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    emitted: Emitted,
+    said: tuple[str, ...],
+    enough: int = 0,
 ) -> MemoryPlan:
     judged = replay(program, emitted.homes, emitted.actions)
     assert judged.peak_bytes == emitted.peaks, "the emitter and the replay count differently"
-    addresses, arena = assign_addresses(judged.residency, program.sizes)
+    addresses, arena = assign_addresses(judged.residency, program.spans, enough)
     clock = Clock(program, machine)
     for action in emitted.actions:
         clock.apply(action)

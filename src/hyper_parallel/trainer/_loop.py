@@ -120,7 +120,7 @@ class Loop:
         else:
             with span("planned step", "compute"):
                 (loss_sum, grad_norm, counted), measured = self.planned.step(inputs)
-        memory = measured.peak_bytes["device"] if measured else self._gauge.peak_bytes()
+        memory = measured.device_bytes if measured else self._gauge.peak_bytes()
         with span("loss", "communication"):
             mean, peaks = _read(self.share(loss_sum, memory))
             norm = grad_norm.item()

@@ -285,8 +285,11 @@ class PlannedSteps:
         wait_s = planned_wait_s(plan)
         again = self._watch(measured, wait_s)
         return OffloadRecord(
-            predicted["device"],
-            max(abs(measured.peak_bytes[tier] - predicted[tier]) for tier in predicted),
+            plan.device_bytes,
+            max(
+                abs(measured.device_bytes - plan.device_bytes),
+                *(abs(measured.peak_bytes[tier] - predicted[tier]) for tier in predicted),
+            ),
             measured.peak_bytes["dram"],
             measured.peak_bytes["flash"],
             measured.seconds,
@@ -333,12 +336,26 @@ class PlannedSteps:
             self._flash.rmdir()
 
     def memory_terms(self) -> tuple[MemoryTerm, ...]:
-        """The predicted peak of this rank as terms of a plan."""
+        """The predicted device memory of this rank as terms of a plan, and what is in the other tiers."""
+        plan = self.plan
         at_peak = "memory plan: bytes of this kind at the device peak"
-        kinds = [(kind, "hbm", size, at_peak) for kind, size in peak_by_kind(self.plan).items()]
+        kinds = [(kind, "hbm", size, at_peak) for kind, size in peak_by_kind(plan).items()]
+        unused = plan.arena_bytes - plan.peak_bytes["device"]
+        kinds += [
+            (name, "hbm", size, why)
+            for name, size, why in (
+                ("gaps", unused, "memory plan: between the addresses of the arena"),
+                (
+                    "staging",
+                    plan.program.staging_bytes,
+                    "memory plan: results made beside the arena",
+                ),
+            )
+            if size
+        ]
         tiers = [
             (f"offloaded to {tier}", tier, size, "memory plan: peak of the tier")
-            for tier, size in self.plan.peak_bytes.items()
+            for tier, size in plan.peak_bytes.items()
             if size and tier != "device"
         ]
         return tuple(MemoryTerm(*term) for term in (*kinds, *tiers))

@@ -40,7 +40,8 @@ class OffloadRecord:
     """What offload predicted and measured in one step, over all ranks.
 
     Attributes:
-        pred_memory_bytes: Predicted device peak of the fullest rank; measured: `memory_bytes` of the step.
+        pred_memory_bytes: Predicted device memory of the fullest rank, the arena and what is made beside it; measured:
+            `memory_bytes` of the step.
         difference_bytes: Largest distance between predicted and measured peak of any tier on any rank.
         dram_bytes: Measured host-memory peak of the fullest rank.
         flash_bytes: Measured peak of the files of the fullest rank.
@@ -106,9 +107,8 @@ def with_memory(
 def offload_line(plan: MemoryPlan) -> str:
     """What a memory plan promises, in one line."""
     before = order_peak(plan.program, range(len(plan.program.operators)))
-    tiers = ", ".join(
-        f"{tier} {format_bytes(size)}" for tier, size in plan.peak_bytes.items() if size
-    )
+    most = {**plan.peak_bytes, "device": plan.device_bytes}
+    tiers = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in most.items() if size)
     return (
         f"offload: predicted peak {tiers} (without: {format_bytes(before)}); simulated step "
         f"{format_seconds(plan.seconds)} (without: {format_seconds(plan.program.seconds)})"

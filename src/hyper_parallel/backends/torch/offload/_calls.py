@@ -7,7 +7,6 @@ done when their call returns. All of them are ordered, so every rank issues them
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that wait for other ranks."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
 """Operators of c10d that exchange with one other rank; neighbours in the program may depend on each other."""
-_LET_GO_S = 30.0
 _UNMARKED = {
     ("fsdp", "all_gather_copy_in", "all_gather_output"),
     ("_c10d_functional", "wait_tensor", "tensor"),
@@ -59,16 +57,14 @@ class Call:
         func: The operator overload.
         args: Positional arguments with `View` leaves.
         kwargs: Keyword arguments with `View` leaves.
-        made: (flat output index, storage) of every output that came with a fresh storage.
-        sizes: Size of each tensor in `made`, checked at replay.
+        made: (flat output index, its view) of every output that came with a fresh storage.
         guards: (flat output index, value) of outputs the model's Python code saw as plain numbers.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: tuple[tuple[int, int], ...] = ()
-    sizes: tuple[tuple[int, ...], ...] = ()
+    made: tuple[tuple[int, View], ...] = ()
     guards: tuple[tuple[int, Any], ...] = ()
 
     @property
@@ -120,19 +116,14 @@ def is_message(func: Any) -> bool:
 
 
 class Mail:
-    """Messages that are under way, by the storage they are sent from or arrive in.
+    """Messages that are under way, by the storage they are sent from or arrive in."""
 
-    Args:
-        counted: Bytes must be free at once when the plan frees them, so the library's references are waited for too.
-    """
+    def __init__(self) -> None:
+        self._works: dict[int, list[Any]] = {}
 
-    def __init__(self, counted: bool) -> None:
-        self._counted = counted
-        self._works: dict[int, list[tuple[torch.UntypedStorage, int, list[Any]]]] = {}
-
-    def add(self, storage: int, base: torch.UntypedStorage, held: int, out: list[Any]) -> None:
-        """A message was issued; `held` are the owners its storage had before."""
-        self._works.setdefault(storage, []).append((base, held, out))
+    def add(self, storage: int, out: Any) -> None:
+        """A message was issued."""
+        self._works.setdefault(storage, []).append(out)
 
     def arrive_all(self, storages: tuple[int, ...]) -> None:
         """Wait for the messages of several storages."""
@@ -142,11 +133,8 @@ class Mail:
 
     def arrive(self, storage: int) -> None:
         """Wait for the messages of a storage, before anything touches it."""
-        for base, held, out in self._works.pop(storage, ()):
+        for out in self._works.pop(storage, ()):
             finished(out)
-            out.clear()
-            if self._counted:
-                let_go([base], [held])
 
 
 def finished(out: Any) -> list[Any]:
@@ -156,27 +144,6 @@ def finished(out: Any) -> list[Any]:
         if _is_work(value):
             dist.Work.unbox(value).wait()
     return flat
-
-
-def let_go(bases: list[torch.UntypedStorage], held: list[int]) -> None:
-    """Wait until the collective library has dropped its own references, which it does on a thread after the work.
-
-    Until then a buffer that the program frees would still take bytes.
-
-    Args:
-        bases: Storages that took part.
-        held: What `references` said before.
-    """
-    until = time.monotonic() + _LET_GO_S
-    while any(now > then for now, then in zip(references(bases), held, strict=True)) and (
-        time.monotonic() < until
-    ):
-        time.sleep(1e-5)
-
-
-def references(bases: list[torch.UntypedStorage]) -> list[int]:
-    """How many owners each storage has."""
-    return [torch._C._storage_Use_Count(base._cdata) for base in bases]
 
 
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

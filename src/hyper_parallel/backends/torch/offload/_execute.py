@@ -1,12 +1,15 @@
 """The executor: run a memory plan for real and measure it.
 
-Operators are torch's own, buffers are really freed, copied and recomputed, results are the model's. On an accelerator
-copies run on streams, time is measured by events and the peak by the allocator. On a CPU the device is simulated: all
-tiers are host memory or files, every buffer is counted, and a virtual clock keeps the time.
+Operators are torch's own, results are the model's. The device gives one buffer, in which every storage lies at its
+planned address while it is there. What an operator cannot write at an address is made beside it, copied, and dropped.
+
+On an accelerator copies run on streams, time is measured by events and the bytes by the allocator. On a CPU the device
+is simulated: all tiers are host memory or files, every buffer is counted, and a virtual clock keeps the time.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,9 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hyper_parallel.backends.torch.offload._calls import Mail, View, let_go, references
+from hyper_parallel.backends.torch.offload._calls import (
+    COMMUNICATION,
+    Mail,
+    View,
+    finished,
+)
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._copies import Copies
 from hyper_parallel.backends.torch.offload._held_state import HeldState
@@ -26,13 +34,17 @@ from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import COPIES, Counter, MemoryAction, MemoryPlan, Timeline
 from hyper_parallel.offload import Clock, Copied, MemoryMachine
 
+_LET_GO_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What one executed step took.
 
     Attributes:
-        peak_bytes: Highest bytes per tier: counted, on an accelerator as the allocator says.
+        peak_bytes: Highest bytes per tier; of the device those of the storages that are in the arena.
+        device_bytes: Highest bytes that the device gave, the arena included: counted, on an accelerator as the
+            allocator says.
         seconds: Time of the step: of the virtual clock, on an accelerator measured by events.
         wait_s: Of it, seconds the compute lane waited for copies.
         copied: Per kind of copy how many there were, their bytes, and the seconds their lane was busy.
@@ -40,6 +52,7 @@ class Measured:
     """
 
     peak_bytes: dict[str, int]
+    device_bytes: int
     seconds: float
     wait_s: float
     copied: dict[str, Copied]
@@ -57,6 +70,7 @@ class PlannedDevice(HeldState):
             (when it is waited for), or on one thread per direction. A correct plan gives the same bits in all three.
         flash: Folder of the file tier; needed when the plan uses it.
         queues: Streams and events to run on. None: those of the device that the step was captured on; a CPU has none.
+        arena_bytes: Size of the arena when it must be larger than the plan's own, for the plan of a successor.
     """
 
     def __init__(
@@ -68,13 +82,10 @@ class PlannedDevice(HeldState):
         copies: Copies = "at_wait",
         flash: Path | None = None,
         queues: DeviceApi | None = None,
+        arena_bytes: int | None = None,
     ) -> None:
-        super().__init__(captured, plan, machine, copies, flash, queues)
-        self._mail = Mail(counted=self.hardware.timed is None)
-        self._ready = [
-            Prepared(call, operator, self._resident)
-            for call, operator in zip(captured.calls, plan.program.operators, strict=True)
-        ]
+        super().__init__(captured, plan, machine, copies, flash, queues, arena_bytes)
+        self._mail = Mail()
         self._clock = Clock(plan.program, machine)
         if self.hardware.timed is None:
             for action in plan.actions:
@@ -109,9 +120,9 @@ class PlannedDevice(HeldState):
             timed.begin(self.plan.program, trace)
         try:
             with torch.no_grad(), self._without_autocast():
-                for action in self.plan.actions:
+                for action, ready in zip(self.plan.actions, self._actions, strict=True):
                     begin = timed.now() if trace and timed is not None else None
-                    self._apply(action)
+                    self._apply(action, ready)
                     if not trace:
                         continue
                     if timed is None:
@@ -121,6 +132,7 @@ class PlannedDevice(HeldState):
                         if action.kind in ("run", "recompute"):
                             timed.ran(action, begin)
                         samples.append((timed.now(), hardware.live))
+                peaks, device_bytes = hardware.peaks, hardware.gauge.peak_bytes
                 outputs = tree_map_only(
                     View, lambda v: v.on(self._base(v.storage)).clone(), self.captured.outputs
                 )
@@ -130,7 +142,7 @@ class PlannedDevice(HeldState):
             raise
         for s, storage in enumerate(self.plan.program.storages):
             if storage.at_end and not storage.at_start:
-                self._resident.drop(s)
+                self._leave(s)
         timeline = None
         if trace:
             counters = [
@@ -139,7 +151,9 @@ class PlannedDevice(HeldState):
                 for name, live in tiers
             ]
             timeline = Timeline("measured", tuple(times.spans or ()), tuple(counters))
-        return outputs, Measured(hardware.peaks, times.now_s, times.wait_s, times.copied, timeline)
+        return outputs, Measured(
+            peaks, device_bytes, times.now_s, times.wait_s, times.copied, timeline
+        )
 
     @contextmanager
     def _without_autocast(self) -> Iterator[None]:
@@ -171,76 +185,86 @@ class PlannedDevice(HeldState):
     def _base(self, storage: int) -> torch.UntypedStorage:
         return self._on["device"][storage]
 
-    def _apply(self, action: MemoryAction) -> None:
+    def _apply(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> None:
         s, kind = action.target, action.kind
-        if kind in ("run", "recompute"):
-            self._run(s)
+        if isinstance(ready, Prepared):
+            self._run(ready)
             return
         self._mail.arrive(s)
         if kind in COPIES:
-            self._copy(s, kind)
+            self._copy(s, kind, ready)
         elif kind == "wait":
             self.hardware.lanes.wait(s, action.tier)
         elif kind == "detach":
             self._drop(s, action.tier)
         else:
-            if s in self._resident.bytes:
-                self._resident.drop(s)
+            if s in self._on["device"]:
+                self._leave(s)
             self._on["dram"].pop(s, None)
             if s in self._files:
                 self._files.drop(s)
 
     def _drop(self, s: int, tier: str) -> None:
         if tier == "device":
-            self._resident.drop(s)
+            self._leave(s)
         elif tier == "dram":
             del self._on[tier][s]
         else:
             self._files.drop(s)
 
-    def _run(self, index: int) -> None:
-        ready = self._ready[index]
+    def _run(self, ready: Prepared) -> None:
         self._mail.arrive_all(ready.touched)
-        adopt = self.hardware.gauge.adopt
-        if not ready.talks:
-            out = ready.run()
-        elif self.hardware.timed is not None and not ready.message:
-            # The compute stream waits for the collective; its library may let go of the buffers later.
-            out = ready.run()
-            out = out if ready.made else ()
-        else:
-            shared = [self._base(s) for s in ready.touched]
-            owners = references(shared)
-            out = ready.run()
-            if ready.message:
-                self._mail.add(ready.touched[0], shared[0], owners[0], list(out))
-                return
-            out = out if ready.made else ()  # the work, and the arguments again
-            let_go(shared, owners)
-        for value in out:
-            if isinstance(value, torch.Tensor):
-                adopt(value.untyped_storage())
-        storages = self.plan.program.storages
-        for position, s, size in ready.made:
-            base = out[position].untyped_storage()
-            planned = storages[s].num_bytes
-            if base.nbytes() != planned or out[position].shape != size:
-                raise StepChanged(
-                    f"`{ready.func}` made a result of another size than in the captured step",
-                    got=f"{tuple(out[position].shape)}, {base.nbytes()} bytes",
-                    allowed=f"{size}, {planned} bytes",
-                    hint="the size depends on the data; for experts use `experts_implementation='grouped_mm'`",
-                )
-        ready.keep(out)
+        for s, base in ready.results:
+            self._enter(s, base)
+        out = ready.run()
+        if ready.plain:
+            return
+        if ready.message:
+            self._mail.add(ready.touched[0], out)
+            return
+        flat = finished(out) if ready.talks else tree_flatten(out)[0]
+        if ready.staged:
+            self._bring_in(ready, flat)
         for position, value in ready.guards:
-            if out[position] != value:
+            if flat[position] != value:
                 raise StepChanged(
-                    f"the captured step took a branch because `{ready.func}` gave {value}, and now {out[position]}",
-                    where=f"operator {index}",
+                    f"the captured step took a branch because `{ready.func}` gave {value}, and now {flat[position]}",
                     hint="capture again; for an optimizer keep the step count in tensors with `fused=True`",
                 )
+        if ready.staged and ready.talks:
+            del out, flat
+            self._let_go()
 
-    def _copy(self, s: int, kind: str) -> None:
+    def _bring_in(self, ready: Prepared, flat: list[Any]) -> None:
+        """Copy what an operator has made beside the arena to its addresses."""
+        for position, _, _ in ready.staged:
+            self.hardware.gauge.adopt(flat[position].untyped_storage())
+        for position, view, target in ready.staged:
+            made = flat[position]
+            base = made.untyped_storage()
+            if base.nbytes() != target.nbytes() or made.shape != view.size:
+                raise StepChanged(
+                    f"`{ready.func}` made a result of another size than in the captured step",
+                    got=f"{tuple(made.shape)}, {base.nbytes()} bytes",
+                    allowed=f"{view.size}, {target.nbytes()} bytes",
+                    hint="the size depends on the data; for experts use `experts_implementation='grouped_mm'`",
+                )
+            if ready.func.namespace in COMMUNICATION:
+                torch.ops._c10d_functional.wait_tensor(made)
+            target.copy_(base)
+
+    def _let_go(self) -> None:
+        """Wait until the collective library has dropped its own references to a result, which it does on a thread."""
+        gauge = self.hardware.gauge
+        until = time.monotonic() + _LET_GO_S
+        while (
+            self.hardware.timed is None
+            and gauge.live_bytes > gauge.rounded(self._arena_bytes)
+            and time.monotonic() < until
+        ):
+            time.sleep(1e-5)
+
+    def _copy(self, s: int, kind: str, place: torch.UntypedStorage | None) -> None:
         src, dst = COPIES[kind]
         size = self.plan.program.storages[s].num_bytes
         move: Callable[[], None]
@@ -253,9 +277,12 @@ class PlannedDevice(HeldState):
 
         else:
             into = self._on[dst].get(s)
-            if into is None:
-                new = self._device_buffer(s) if dst == "device" else self.hardware.in_dram(size)
-                into = self._on[dst][s] = new
+            if into is None and dst == "device":
+                assert place is not None
+                self._enter(s, place)
+                into = place
+            elif into is None:
+                into = self._on[dst][s] = self.hardware.in_dram(size)
             target = into
             if src == "flash":
 

@@ -59,8 +59,8 @@ class MemoryUse:
     """What was predicted and what was measured.
 
     Attributes:
-        predicted_bytes: Peak per tier of the two plans.
-        measured_bytes: Peak per tier of everything that ran, the move from one plan to the other included.
+        predicted_bytes: Peak per tier of the two plans; of the device what it gives, the arena included.
+        measured_bytes: The same of everything that ran, the move from one plan to the other included.
         state_bytes: Weights, buffers and KV cache.
         seconds: Seconds of all steps.
         wait_s: Those of them in which the device waited for copies.
@@ -123,6 +123,9 @@ class PlannedGeneration:
         self.use.predicted_bytes = {
             tier: max(plan.peak_bytes[tier] for plan in self._plans) for tier in MEMORY_TIERS
         }
+        # One arena serves both steps.
+        self._arena_bytes = max(plan.arena_bytes for plan in self._plans)
+        self.use.predicted_bytes["device"] = self._arena_bytes + self._staging_bytes
 
     def _capture(self, prompt_tokens: int) -> list[Captured]:
         """Prompt step and, when it is needed, decode step, recorded on tensors without bytes."""
@@ -155,12 +158,13 @@ class PlannedGeneration:
         limits, plans, least = self.limits, [], 0
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
+            # What the other step makes beside the arena must fit too.
+            other = self._staging_bytes - program.staging_bytes
+            budget = limits.device_bytes - other
             try:
-                plans.append(
-                    plan_memory_cached(program, limits.machine, budget_bytes=limits.device_bytes)
-                )
+                plans.append(plan_memory_cached(program, limits.machine, budget_bytes=budget))
             except BudgetImpossible as error:
-                least = max(least, error.least_bytes)
+                least = max(least, error.least_bytes + other)
             except TierFull as error:
                 raise TierFull(
                     "DRAM and flash cannot hold what the device does not",
@@ -182,11 +186,19 @@ class PlannedGeneration:
         )
         return plans
 
+    @property
+    def _staging_bytes(self) -> int:
+        return max(captured.program.staging_bytes for captured in self._captured)
+
     def prompt(self, ids: list[int]) -> Tensor:
         """Logits [V] after the prompt."""
         flash = self._folder("prompt")
         self._device = PlannedDevice(
-            self._captured[0], self._plans[0], self.limits.machine, flash=flash
+            self._captured[0],
+            self._plans[0],
+            self.limits.machine,
+            flash=flash,
+            arena_bytes=self._arena_bytes,
         )
         self.position = len(ids)
         return self._run(prompt_inputs(self.model, ids))
@@ -201,7 +213,6 @@ class PlannedGeneration:
                 self._captured[1],
                 self._plans[1],
                 self.limits.machine,
-                device_bytes=self.use.predicted_bytes["device"],
                 flash=self._folder("decode"),
             )
             self._count({"device": self._device.hardware.gauge.peak_bytes})
@@ -230,7 +241,7 @@ class PlannedGeneration:
         assert self._device is not None
         measured: Measured
         logits, measured = self._device.step(inputs)
-        self._count(measured.peak_bytes)
+        self._count({**measured.peak_bytes, "device": measured.device_bytes})
         self.use.seconds += measured.seconds
         self.use.wait_s += measured.wait_s
         self.use.steps += 1

@@ -28,7 +28,8 @@ class Hardware:
         owned: Tensors whose bytes the plans will own.
 
     Attributes:
-        gauge: Bytes of the device: a meter that sees every buffer, or the allocator of an accelerator.
+        gauge: What the device gives, the arena included: a meter that sees every buffer, or an accelerator's allocator.
+        inside: Bytes of the storages that are in the arena.
         lanes: Running copies.
         pool: DRAM buffers.
     """
@@ -45,6 +46,7 @@ class Hardware:
         self.device = device
         self.dram = Meter("dram", alignment_bytes, machine.dram_bytes)
         self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
+        self.inside = Meter("device", alignment_bytes)
         self.gauge: Meter | AllocatorGauge = Meter("device", alignment_bytes)
         self.lanes: CopyLanes | StreamLanes
         self.lanes = CopyLanes(copies) if queues is None else StreamLanes(queues)
@@ -83,9 +85,9 @@ class Hardware:
                 hint=f"allow at least {self.pool.held_bytes} bytes in dram",
             )
 
-    def on_device(self, num_bytes: int, device: torch.device | None = None) -> torch.UntypedStorage:
-        """A counted buffer on the device, or on another one for what never was on it."""
-        base = torch.UntypedStorage(num_bytes, device=device or self.device)
+    def arena(self, num_bytes: int) -> torch.UntypedStorage:
+        """The buffer on the device in which a plan's storages have their addresses."""
+        base = torch.UntypedStorage(num_bytes, device=self.device)
         self.gauge.adopt(base)
         return base
 
@@ -101,14 +103,14 @@ class Hardware:
 
     def reset_peaks(self) -> None:
         """Measure peaks from here on."""
-        for meter in (self.gauge, self.dram, self.flash):
+        for meter in (self.gauge, self.inside, self.dram, self.flash):
             meter.reset_peak()
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Highest bytes per tier since `reset_peaks`."""
+        """Highest bytes per tier since `reset_peaks`; of the device those inside the arena."""
         return {
-            "device": self.gauge.peak_bytes,
+            "device": self.inside.peak_bytes,
             "dram": self.dram.peak_bytes,
             "flash": self.flash.peak_bytes,
         }
@@ -116,4 +118,4 @@ class Hardware:
     @property
     def live(self) -> tuple[tuple[str, int], ...]:
         """Bytes taken now, per tier."""
-        return tuple((m.name, m.live_bytes) for m in (self.gauge, self.dram, self.flash))
+        return tuple((m.name, m.live_bytes) for m in (self.inside, self.dram, self.flash))

@@ -14,7 +14,7 @@ from hyper_parallel.backends.torch.offload._calls import View
 from hyper_parallel.backends.torch.offload._captured import Captured, as_view
 from hyper_parallel.backends.torch.offload._copies import Copies
 from hyper_parallel.backends.torch.offload._hardware import Hardware
-from hyper_parallel.backends.torch.offload._prepared import Held, Resident
+from hyper_parallel.backends.torch.offload._prepared import Addresses, Held, Prepared
 from hyper_parallel.backends.torch.offload._streams import DeviceApi
 from hyper_parallel.backends.torch.offload._tiers import FileTier
 from hyper_parallel.errors import (
@@ -24,7 +24,7 @@ from hyper_parallel.errors import (
     TransferFailed,
 )
 from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.offload import MemoryMachine
+from hyper_parallel.offload import MemoryMachine, wrong_address
 
 
 class HeldState:
@@ -41,6 +41,7 @@ class HeldState:
         copies: Copies,
         flash: Path | None,
         queues: DeviceApi | None,
+        arena_bytes: int | None,
     ) -> None:
         if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
             captured.calls
@@ -53,6 +54,12 @@ class HeldState:
             )
         self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
         _ = plan.replayed  # an illegal plan is refused before anything moves
+        if wrong := wrong_address(plan):
+            raise MemoryPlanInvalid(
+                f"the plan cannot run at its addresses: {wrong}",
+                where=plan.program.name,
+                hint="plan again",
+            )
         if plan.peak_bytes["flash"] and flash is None:
             raise MemoryPlanInvalid(
                 "the plan uses the flash tier, but no folder was given for it",
@@ -63,8 +70,10 @@ class HeldState:
         self.hardware = self._find_hardware(queues)
         self.hardware.reserve(plan)
         self._files = FileTier(flash or Path(), self.hardware.flash)
-        self._resident = Resident()
-        self._on: dict[str, Held] = {"device": self._resident.bytes, "dram": {}}
+        self._on: dict[str, Held] = {"device": {}, "dram": {}}
+        self._actions: list[Prepared | torch.UntypedStorage | None] = []
+        self._arena_bytes = plan.arena_bytes if arena_bytes is None else arena_bytes
+        self._arena: torch.UntypedStorage | None = None
         self._failed = False
         self._closed = False
         self._take_state()
@@ -82,38 +91,66 @@ class HeldState:
     def _is_input(self, storage: int) -> bool:
         return self.plan.program.storages[storage].kind == "input"
 
-    def _device_buffer(self, storage: int) -> torch.UntypedStorage:
-        """New bytes for a storage, on the device unless it was never there."""
-        size = self.plan.program.storages[storage].num_bytes
-        away = storage in self.captured.on_host
-        return self.hardware.on_device(size, torch.device("cpu") if away else None)
+    def _enter(self, s: int, base: torch.UntypedStorage) -> None:
+        """A storage comes to its range on the device."""
+        self._on["device"][s] = base
+        self.hardware.inside.add(self.plan.program.sizes[s])
+
+    def _leave(self, s: int) -> None:
+        """A storage's range on the device is given up."""
+        del self._on["device"][s]
+        self.hardware.inside.add(-self.plan.program.sizes[s])
+
+    def _give_up(self) -> None:
+        """Let go of everything on the device, and of the arena itself."""
+        for s in list(self._on["device"]):
+            self._leave(s)
+        self._actions, self._arena = [], None
+
+    def _take_arena(self) -> Addresses:
+        if self._arena is None:
+            self._arena = self.hardware.arena(self._arena_bytes)
+        addresses = Addresses(self.captured, self.plan, self._arena)
+        self._actions = addresses.actions
+        return addresses
 
     def _take_state(self) -> None:
         """Move the state's bytes into buffers of the device, and empty the tensors that owned them.
 
         A storage that another tensor still holds would not be free when the plan detaches it.
         """
+        waiting: Held = {}
         for s, tensor in self.captured.state.items():
             home = self.plan.homes[s]
             base = tensor.untyped_storage()
             if home == "flash":
                 self._files.take(s, base.nbytes())
-                staged = torch.UntypedStorage(base.nbytes())
-                staged.copy_(base)
-                self._files.write(s, staged)
+                self._files.write(s, _host_copy(base))
+            elif home == "dram":
+                self._on[home][s] = self.hardware.in_dram(base.nbytes())
+                self._on[home][s].copy_(base)
             else:
-                on_device = home == "device"
-                mine = self._device_buffer(s) if on_device else self.hardware.in_dram(base.nbytes())
-                mine.copy_(base)
-                self._on[home][s] = mine
+                # The device may not have room for the arena beside what is there now.
+                waiting[s] = _host_copy(base)
             if not self._is_input(s):
                 # All tensors on this storage share it, so emptying it in place frees the bytes of all of them. Inputs
                 # stay with the caller, who may pass the very same tensors again.
                 base.resize_(0)
+        for s, target in self._take_arena().at_start.items():
+            self._enter(s, target)
+            target.copy_(waiting.pop(s))
 
     def _give_state(self) -> None:
         """Give the state's bytes back to the tensors that owned them."""
         given = {view.storage for view in self.captured.inputs.values()}
+        kept: Held = {}
+        if not self._failed:
+            kept = {
+                s: _host_copy(self._bytes(s))
+                for s in self.captured.state
+                if s not in given and self.plan.homes[s] == "device"
+            }
+        self._give_up()
         for s, tensor in self.captured.state.items():
             if s not in given:
                 base = tensor.untyped_storage()
@@ -121,9 +158,8 @@ class HeldState:
                 if self._failed:
                     base.fill_(0xFF)
                 else:
-                    base.copy_(self._bytes(s))
+                    base.copy_(kept.pop(s) if s in kept else self._bytes(s))
         self._files.clear()
-        self._resident.clear()
         self._on["dram"].clear()
 
     @contextmanager
@@ -216,3 +252,10 @@ class HeldState:
             f"the captured step has no state named `{name}`",
             allowed=[self.plan.program.storages[s].name for s in self.captured.state][:20],
         )
+
+
+def _host_copy(base: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A copy in host memory, which is in no tier."""
+    copy = torch.UntypedStorage(base.nbytes())
+    copy.copy_(base)
+    return copy

@@ -1,168 +1,138 @@
-"""Calls made ready to run many times: where the views lie among the arguments is found once, not in every step."""
+"""The actions of a plan made ready to run many times: every tensor lies at its address before the first step.
+
+A stay of a storage on the device is a range of the arena, so the tensors on it are the same in every step, and an
+operator is a call with nothing left to look up. Ranges own nothing and cannot be resized.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.backends.torch.offload._calls import Call, View, finished, is_message
-from hyper_parallel.backends.torch.offload._captured import as_view
-from hyper_parallel.ir import Operator
+from hyper_parallel.backends.torch.offload._calls import View, is_message
+from hyper_parallel.backends.torch.offload._captured import Captured
+from hyper_parallel.backends.torch.offload._into import Bound, into
+from hyper_parallel.ir import MemoryPlan
 
 Held = dict[int, torch.UntypedStorage]
-"""Bytes of every storage that is on the device."""
+"""Bytes by storage."""
 
 
-class Resident:
-    """What is on the device: bytes by storage, and the tensors on them that were made so far.
-
-    Making a tensor on given bytes costs more than a small operator; most views are used several times, and most are
-    the very result of an operator. A tensor is kept as long as its storage stays.
-
-    Attributes:
-        bytes: By storage.
-    """
-
-    def __init__(self) -> None:
-        self.bytes: Held = {}
-        self._numbers: dict[View, int] = {}
-        self._of: dict[int, list[int]] = {}
-        self.tensors: dict[int, torch.Tensor] = {}
-
-    def number(self, view: View) -> int:
-        """The number under which `tensors` may have a view."""
-        if view not in self._numbers:
-            self._numbers[view] = len(self._numbers)
-            self._of.setdefault(view.storage, []).append(self._numbers[view])
-        return self._numbers[view]
-
-    def known(self, view: View) -> int | None:
-        """The number of a view that some operator takes."""
-        return self._numbers.get(view)
-
-    def drop(self, storage: int) -> None:
-        """Let go of the bytes of a storage."""
-        del self.bytes[storage]
-        for number in self._of.get(storage, ()):
-            self.tensors.pop(number, None)
-
-    def clear(self) -> None:
-        """Let go of everything."""
-        self.bytes.clear()
-        self.tensors.clear()
-
-
-_Make = Callable[[], Any]
-
-
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """One operator of a program, ready to run.
-
-    Args:
-        call: What was recorded.
-        operator: Its entry in the program.
-        resident: Where its arguments are found.
+    """One operator at one place of the plan, with its tensors.
 
     Attributes:
         func: The operator overload.
+        run: Runs it; the results are at their addresses, or when `staged` what it returns.
+        results: (storage, its range) of every fresh result.
+        staged: (flat output index, view, range) of every result that must be copied to its address.
         touched: Storages that must be there before it runs.
         talks: It sends to or receives from other ranks.
         message: It is a message to or from one rank, under way until its storage is needed.
-        made: (flat output index, storage, size) of every output with a fresh storage.
         guards: (flat output index, value) of outputs that were seen as plain numbers.
+        plain: What it returns is of no interest.
     """
 
-    __slots__ = (
-        "_args", "_holes", "_known", "_kwargs", "_kwholes", "_op", "_resident", "func", "guards", "made", "message",
-        "talks", "touched",
-    )  # fmt: skip
+    func: Any
+    run: Bound
+    results: tuple[tuple[int, torch.UntypedStorage], ...]
+    staged: tuple[tuple[int, View, torch.UntypedStorage], ...]
+    touched: tuple[int, ...]
+    talks: bool
+    message: bool
+    guards: tuple[tuple[int, Any], ...]
+    plain: bool
 
-    def __init__(self, call: Call, operator: Operator, resident: Resident) -> None:
+
+class Addresses:
+    """Ranges of an arena, by the stays of a plan.
+
+    Args:
+        captured: The recorded step.
+        plan: A plan for it whose addresses are right.
+        arena: The device's buffer.
+
+    Attributes:
+        at_start: Ranges of what is on the device between steps.
+        actions: For every action of the plan: an operator, the range that a copy to the device fills, or None.
+    """
+
+    def __init__(self, captured: Captured, plan: MemoryPlan, arena: torch.UntypedStorage) -> None:
+        self._captured, self._plan, self._arena = captured, plan, arena
+        self._offsets = {(e.storage, e.start): e.offset_bytes for e in plan.addresses}
+        self._ranges: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._tensors: dict[tuple[View, int], torch.Tensor] = {}
+        self._now: dict[int, int] = {}  # storages on the device -> offset
+        for s, storage in enumerate(plan.program.storages):
+            if storage.at_start and (not storage.persistent or plan.homes[s] == "device"):
+                self._place(s, 0)
+        self.at_start = {s: self._range(s) for s in self._now}
+        self.actions = [self._action(at) for at in range(len(plan.actions))]
+        self._tensors.clear()
+
+    def _place(self, s: int, at: int) -> torch.UntypedStorage:
+        self._now[s] = self._offsets[s, at]
+        return self._range(s)
+
+    def _range(self, s: int) -> torch.UntypedStorage:
+        """Bytes of a storage where it is now; of one that never is on the device, its own."""
+        key = s, self._now[s]
+        if key not in self._ranges:
+            size = self._plan.program.storages[s].num_bytes
+            if s in self._captured.on_host:
+                self._ranges[key] = torch.UntypedStorage(size)
+            else:
+                part = self._arena[key[1] : key[1] + size]
+                assert isinstance(part, torch.UntypedStorage)
+                self._ranges[key] = part
+        return self._ranges[key]
+
+    def _tensor(self, view: View) -> torch.Tensor:
+        key = view, self._now[view.storage]
+        if key not in self._tensors:
+            self._tensors[key] = view.on(self._range(view.storage))
+        return self._tensors[key]
+
+    def _action(self, at: int) -> Prepared | torch.UntypedStorage | None:
+        action = self._plan.actions[at]
+        kind, s = action.kind, action.target
+        if kind in ("run", "recompute"):
+            return self._operator(s, at)
+        if kind == "prefetch":
+            return self._place(s, at) if s not in self._now else self._range(s)
+        if kind == "free" or (kind == "detach" and action.tier == "device"):
+            self._now.pop(s, None)
+        return None
+
+    def _operator(self, index: int, at: int) -> Prepared:
+        call, operator = self._captured.calls[index], self._plan.program.operators[index]
+        results = tuple((s, self._place(s, at)) for s in operator.allocs)
+        args, kwargs = tree_map_only(View, self._tensor, (call.args, call.kwargs))
+        outs = [self._tensor(view) for _, view in call.made]
+        bind = into(call)
+        staged: tuple[tuple[int, View, torch.UntypedStorage], ...] = ()
+        if bind is not None:
+            run = bind(args, kwargs, outs)
+        else:
+            run = _calling(getattr(call.func, "_op", call.func), args, kwargs)
+            staged = tuple((i, view, self._range(view.storage)) for i, view in call.made)
         fresh = set(operator.allocs)
-        self.func = call.func
-        self._op = getattr(call.func, "_op", call.func)  # without the overload's Python
-        self.talks = call.talks
-        self.message = is_message(call.func)
-        self.touched = tuple(s for s in operator.touched if s not in fresh)
-        self.made = tuple(
-            (at, s, size) for (at, s), size in zip(call.made, call.sizes, strict=True)
+        return Prepared(
+            call.func,
+            run,
+            results,
+            staged,
+            tuple(s for s in operator.touched if s not in fresh),
+            call.talks,
+            is_message(call.func),
+            call.guards,
+            not (staged or call.talks or call.guards),
         )
-        self.guards = call.guards
-        self._resident = resident
-        self._known: list[int | None] | None = None
-        # Who communicates counts the owners of the bytes, so its arguments are not kept.
-        kept = not self.talks
-        self._args = list(call.args)
-        self._kwargs = dict(call.kwargs)
-        made = [(i, _maker(value, resident, kept)) for i, value in enumerate(call.args)]
-        self._holes = [(i, make) for i, make in made if make is not None]
-        named = [(name, _maker(value, resident, kept)) for name, value in call.kwargs.items()]
-        self._kwholes = [(name, make) for name, make in named if make is not None]
-
-    def run(self) -> list[Any] | tuple[Any, ...]:
-        """Run on the bytes that are on the device; the outputs, flat. Communication has ended, except of a message."""
-        args = self._args.copy()
-        for i, make in self._holes:
-            args[i] = make()
-        kwargs = self._kwargs
-        if self._kwholes:
-            kwargs = {**kwargs, **{name: make() for name, make in self._kwholes}}
-        out = self._op(*args, **kwargs)
-        if isinstance(out, torch.Tensor):
-            return (out,)
-        if self.talks:
-            return tree_flatten(out)[0] if self.message else finished(out)
-        return tree_flatten(out)[0]
-
-    def keep(self, out: list[Any] | tuple[Any, ...]) -> None:
-        """Put the results on the device: their bytes, and the very tensors where a later operator takes them so."""
-        resident = self._resident
-        if self._known is None:
-            self._known = [resident.known(as_view(out[at], s)) for at, s, _ in self.made]
-        for (at, s, _), number in zip(self.made, self._known, strict=True):
-            resident.bytes[s] = out[at].untyped_storage()
-            if number is not None:
-                resident.tensors[number] = out[at]
 
 
-def _maker(value: Any, resident: Resident, kept: bool) -> _Make | None:
-    """What makes an argument from the bytes on the device; None: it has no view in it."""
-    if isinstance(value, View):
-        return _view(value, resident) if kept else _fresh(value, resident.bytes)
-    if isinstance(value, dict):
-        parts = {k: _maker(v, resident, kept) for k, v in value.items()}
-        if not any(parts.values()):
-            return None
-        return lambda: {k: value[k] if m is None else m() for k, m in parts.items()}
-    if not isinstance(value, (list, tuple)):
-        return None
-    makers = [_maker(v, resident, kept) for v in value]
-    if not any(makers):
-        return None
-    both = list(zip(value, makers, strict=True))
-    kind = list if isinstance(value, list) else tuple
-    return lambda: kind([v if m is None else m() for v, m in both])
-
-
-def _view(view: View, resident: Resident) -> _Make:
-    number, tensors, held, storage = (
-        resident.number(view),
-        resident.tensors,
-        resident.bytes,
-        view.storage,
-    )
-
-    def make() -> torch.Tensor:
-        found = tensors.get(number)
-        if found is None:
-            found = tensors[number] = view.on(held[storage])
-        return found
-
-    return make
-
-
-def _fresh(view: View, held: Held) -> _Make:
-    return lambda: view.on(held[view.storage])
+def _calling(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+    return lambda: op(*args, **kwargs)

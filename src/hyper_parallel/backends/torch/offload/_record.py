@@ -47,9 +47,12 @@ from hyper_parallel.backends.torch.offload._captured import (
     views_in,
     where_it_runs,
 )
+from hyper_parallel.backends.torch.offload._into import into
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, Storage, StorageKind
 
+ADDRESS_BYTES = 64
+"""Where a storage begins, as torch's CPU allocator has it: some kernels add in another order elsewhere."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -137,8 +140,7 @@ class Recorder(TorchDispatchMode):
                 torch.ops.aten.empty.memory_format,
                 ([num_bytes],),
                 {"dtype": torch.uint8, "device": tensor.device},
-                ((0, index),),
-                ((num_bytes,),),
+                ((0, View(index, torch.uint8, (num_bytes,), (1,), 0)),),
             ),
         )
         return index
@@ -245,12 +247,11 @@ class Recorder(TorchDispatchMode):
         flat = tree_flatten(out)[0]
         name = str(func).removeprefix("aten.").removesuffix(".default")
         phase = self.phase
-        made: list[tuple[int, int]] = []
-        sizes: list[tuple[int, ...]] = []
+        made: list[tuple[int, View]] = []
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
-                made.append((position, self._add(tensor, Entry(name, 0, "activation"))))
-                sizes.append(tuple(tensor.shape))
+                index = self._add(tensor, Entry(name, 0, "activation"))
+                made.append((position, as_view(tensor, index)))
         guards = tuple(
             (i, v) for i, v in enumerate(flat) if isinstance(v, (bool, int, float)) and leaves
         )
@@ -260,13 +261,12 @@ class Recorder(TorchDispatchMode):
         random = draws(func, args, kwargs)
         parts = split_lists(func, views[0], views[1], len(made))
         for number, (part_args, part_kwargs) in enumerate(parts):
-            mine, shapes = made, sizes
-            if made and len(parts) > 1:
-                mine, shapes = [(0, made[number][1])], [sizes[number]]
+            mine = [(0, made[number][1])] if made and len(parts) > 1 else made
+            call = Call(func, part_args, part_kwargs, tuple(mine), guards)
             reads = storages_in((part_args, part_kwargs))
             changed = dict.fromkeys(self.view(t).storage for t in written)
             writes = [s for s in changed if s in reads]
-            allocs = tuple(s for _, s in mine)
+            allocs = tuple(view.storage for _, view in mine)
             moved = sum(v.num_bytes for v in views_in((part_args, part_kwargs)))
             moved += sum(self.tables.entries[s].num_bytes for s in allocs)
             moved += sum(
@@ -283,8 +283,9 @@ class Recorder(TorchDispatchMode):
                     phase=phase,
                     repeatable=is_repeatable(func, bool(writes), random) and not guards,
                     ordered=bool(guards) or random or func.namespace in COMMUNICATION,
+                    staged=bool(mine) and into(call) is None,
                 ),
-                Call(func, part_args, part_kwargs, tuple(mine), tuple(shapes), guards),
+                call,
             )
 
     def _keep(self, operator: Operator, call: Call) -> None:
@@ -350,6 +351,7 @@ class Recorder(TorchDispatchMode):
             ),
             tuple(tables.operators),
             self._alignment,
+            ADDRESS_BYTES,
         )
         views = {k: self.view(t) for k, t in inputs.items()}
         return Captured(

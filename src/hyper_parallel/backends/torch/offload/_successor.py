@@ -1,7 +1,9 @@
-"""A device that takes over from another one: the same state, another captured step, another plan."""
+"""A device that takes over from another one: the same state, another captured step, another plan, the same arena."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -9,24 +11,48 @@ import torch
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._execute import PlannedDevice
 from hyper_parallel.backends.torch.offload._hardware import Hardware
+from hyper_parallel.backends.torch.offload._prepared import Held
 from hyper_parallel.backends.torch.offload._streams import DeviceApi
+from hyper_parallel.backends.torch.offload._tiers import Meter
 from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryTier
 from hyper_parallel.offload import MemoryMachine
+
+
+@dataclass(slots=True)
+class _Moving:
+    """A storage on its way.
+
+    Attributes:
+        old: Its number in the old step.
+        to: Its number in the new one.
+        tier: Where it is now.
+        begin: Where it begins in the arena, when it is there.
+        end: Where it ends there.
+        base: Its bytes; None: in a file.
+    """
+
+    old: int
+    to: int
+    tier: MemoryTier
+    begin: int = 0
+    end: int = 0
+    base: torch.UntypedStorage | None = None
 
 
 class SuccessorDevice(PlannedDevice):
     """Moves the state of `before` to the homes of a new plan, storage by storage, within the capacities.
 
     The meters go on counting, so what the way between two plans takes is measured like everything else. `before` is
-    closed by it.
+    closed by it. A storage moves inside the arena as soon as nothing else lies where it belongs; when none can, one of
+    them waits in DRAM.
 
     Args:
-        before: An open device between two steps; its persistent storages are known by name.
+        before: An open device between two steps, with an arena that both plans fit into; its persistent storages are
+            known by name.
         captured: The next step.
         plan: A plan for it.
         machine: See `PlannedDevice`.
-        device_bytes: Device bytes the move may take, its own copies included.
         flash: Folder of the file tier, another one than that of `before`.
     """
 
@@ -37,11 +63,18 @@ class SuccessorDevice(PlannedDevice):
         plan: MemoryPlan,
         machine: MemoryMachine,
         *,
-        device_bytes: int,
         flash: Path | None = None,
     ) -> None:
-        self._before, self._device_bytes = before, device_bytes
-        super().__init__(captured, plan, machine, copies=before.copies, flash=flash)
+        assert before._arena_bytes >= plan.arena_bytes
+        self._before = before
+        super().__init__(
+            captured,
+            plan,
+            machine,
+            copies=before.copies,
+            flash=flash,
+            arena_bytes=before._arena_bytes,
+        )
 
     def _find_hardware(self, queues: DeviceApi | None) -> Hardware:
         return self._before.hardware  # its meters go on counting
@@ -49,82 +82,116 @@ class SuccessorDevice(PlannedDevice):
     def _take_state(self) -> None:
         before = self._before
         for view in before.captured.inputs.values():
-            before._resident.drop(view.storage)
-        known = {
-            before.plan.program.storages[s].name: s
-            for s in before.captured.state
-            if s not in {v.storage for v in before.captured.inputs.values()}
-        }
-        before._resident.tensors.clear()
-        waiting = []
-        for s in self.captured.state:
-            name = self.plan.program.storages[s].name
-            if name in known:
-                waiting.append((known.pop(name), s))
-        assert not known, f"the next step does not know {sorted(known)}"
+            before._leave(view.storage)
+        self._arena, before._arena, before._actions = before._arena, None, []
+        ranges = self._take_arena().at_start
+        waiting = self._on_the_move()
         while waiting:
-            left = [pair for pair in waiting if not self._move(*pair)]
-            if len(left) == len(waiting):
+            stuck = len(waiting)
+            for moving in list(waiting):
+                if self._move(moving, waiting, ranges):
+                    waiting.remove(moving)
+            if len(waiting) == stuck and not any(self._step_aside(m) for m in waiting):
                 self._failed = before._failed = True
-                name = self.plan.program.storages[left[0][1]].name
+                name = self.plan.program.storages[waiting[0].to].name
                 raise TierFull(
                     f"`{name}` cannot change its tier between two steps: both ends are full",
                     got=", ".join(f"{live} bytes in {tier}" for tier, live in self.hardware.live),
                     hint="allow more DRAM or more device memory",
                 )
-            waiting = left
         for view in self.captured.inputs.values():
-            self._on["device"][view.storage] = self._device_buffer(view.storage)
+            self._enter(view.storage, ranges[view.storage])
         # The bytes are here now; closing the old device must not touch the tensors that own them.
         before._closed = True
 
-    def _move(self, old: int, to: int) -> bool:
-        """One storage from its old home to its new one; False when there is no room for it yet."""
-        before, size = self._before, self.plan.program.storages[to].num_bytes
-        source, target = before.plan.homes[old], self.plan.homes[to]
-        if source == target:
-            if source != "flash":
-                self._on[source][to] = before._on[source].pop(old)
-            else:
-                before._files.path(old).replace(self._files.path(to))
-                self._files._sizes[to] = before._files._sizes.pop(old)
+    def _on_the_move(self) -> list[_Moving]:
+        """The persistent storages where the old plan has them."""
+        before = self._before
+        given = {view.storage for view in before.captured.inputs.values()}
+        known = {
+            before.plan.program.storages[s].name: s for s in before.captured.state if s not in given
+        }
+        begins = {e.storage: e.offset_bytes for e in before.plan.addresses if e.start == 0}
+        spans = before.plan.program.spans
+        found = []
+        for s in self.captured.state:
+            old = known.pop(self.plan.program.storages[s].name, None)
+            if old is None:
+                continue
+            tier = before.plan.homes[old]
+            moving = _Moving(old, s, tier)
+            if tier == "device":
+                moving.base = before._on[tier][old]
+                moving.begin, moving.end = begins[old], begins[old] + spans[old]
+                before._leave(old)
+            elif tier == "dram":
+                moving.base = before._on[tier].pop(old)
+            found.append(moving)
+        assert not known, f"the next step does not know {sorted(known)}"
+        return found
+
+    def _move(self, moving: _Moving, waiting: list[_Moving], ranges: Held) -> bool:
+        """One storage to its new home; False when there is no room for it yet."""
+        s, now, home = moving.to, moving.tier, self.plan.homes[moving.to]
+        size = self.plan.program.storages[s].num_bytes
+        before = self._before
+        if now == home == "flash":
+            before._files.path(moving.old).replace(self._files.path(s))
+            self._files._sizes[s] = before._files._sizes.pop(moving.old)
             return True
-        if not self._fits(target, size) or (
-            "flash" in (source, target) and source != "dram" and not self._fits("dram", size)
-        ):
+        if home == "device" and not self._is_free(moving, waiting):
             return False
-        base: torch.UntypedStorage
-        if source == "flash":
+        through_dram = (home == "dram" and now != "dram") or (now, home) == ("device", "flash")
+        if (through_dram or now == "flash") and not self._fits(self.hardware.dram, size):
+            return False
+        if home == "flash" and not self._fits(self.hardware.flash, size):
+            return False
+        base = moving.base
+        if now == "flash":
             base = self.hardware.in_dram(size)
-            before._files.read(old, base)
-            before._files.drop(old)
+            before._files.read(moving.old, base)
+            before._files.drop(moving.old)
+        elif through_dram:
+            base = self._in_dram(moving)
+        assert base is not None
+        if home == "device":
+            if base.data_ptr() != ranges[s].data_ptr():
+                ranges[s].copy_(base)
+            self._enter(s, ranges[s])
+        elif home == "dram":
+            self._on[home][s] = base
         else:
-            base = before._on[source].pop(old)
-        if target == "flash":
-            if source == "device":
-                base = _filled(self.hardware.in_dram(size), base)
-            self._files.take(to, size)
-            self._files.write(to, base)
-        else:
-            # A buffer read from flash is in DRAM already.
-            if source != "flash" or target != "dram":
-                new = self.hardware.on_device if target == "device" else self.hardware.in_dram
-                base = _filled(new(size), base)
-            self._on[target][to] = base
+            self._files.take(s, size)
+            self._files.write(s, base)
+        moving.base = None
         return True
 
-    def _fits(self, tier: MemoryTier, size: int) -> bool:
-        hardware = self.hardware
-        meter = {"device": hardware.gauge, "dram": hardware.dram, "flash": hardware.flash}[tier]
-        caps = {
-            "device": self._device_bytes,
-            "dram": self.machine.dram_bytes,
-            "flash": self.machine.flash_bytes,
-        }
-        cap = caps[tier]
+    def _is_free(self, moving: _Moving, waiting: list[_Moving]) -> bool:
+        """Nothing lies where a storage belongs, but for itself in that very place."""
+        begin = self._begins[moving.to]
+        end = begin + self.plan.program.spans[moving.to]
+        there = (m for m in waiting if m.tier == "device" and m.begin < end and begin < m.end)
+        return all(m is moving and m.begin == begin for m in there)
+
+    @cached_property
+    def _begins(self) -> dict[int, int]:
+        return {e.storage: e.offset_bytes for e in self.plan.addresses if e.start == 0}
+
+    def _step_aside(self, moving: _Moving) -> bool:
+        """Let a storage that blocks others wait in DRAM; False when it cannot."""
+        size = self.plan.program.storages[moving.to].num_bytes
+        if moving.tier != "device" or not self._fits(self.hardware.dram, size):
+            return False
+        moving.base, moving.tier = self._in_dram(moving), "dram"
+        return True
+
+    def _in_dram(self, moving: _Moving) -> torch.UntypedStorage:
+        assert moving.base is not None
+        base = self.hardware.in_dram(moving.base.nbytes())
+        base.copy_(moving.base)
+        return base
+
+    def _fits(self, meter: Meter, size: int) -> bool:
+        machine = self.machine
+        cap = machine.dram_bytes if meter is self.hardware.dram else machine.flash_bytes
         return cap is None or meter.live_bytes + meter.rounded(size) <= cap
-
-
-def _filled(new: torch.UntypedStorage, base: torch.UntypedStorage) -> torch.UntypedStorage:
-    new.copy_(base)
-    return new

@@ -1,0 +1,161 @@
+"""One buffer on the device: every storage at its planned address, no allocation in a step but what is counted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hyper_parallel.backends.torch.offload import PlannedDevice
+from hyper_parallel.backends.torch.offload import _held_state as held_state
+from hyper_parallel.backends.torch.offload._calls import View
+from hyper_parallel.backends.torch.offload._into import into
+from hyper_parallel.errors import MemoryPlanInvalid
+from hyper_parallel.offload import plan_memory, wrong_address
+from tests.torch_offload.test_parity import MACHINE, ROOFLINE, batch, captured_training
+from tests.torch_offload.test_streams import Net, captured_net, planned
+from tests.torch_offload.test_streams import batch as net_batch
+
+pytestmark = pytest.mark.torch
+
+
+def allocations(run):
+    """Bytes of every allocation while `run` runs, kernels' own included, and the most that live at the same time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        run()
+    sizes = [e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = most = 0
+    for size in sizes:
+        live += size
+        most = max(most, live)
+    return [size for size in sizes if size > 0], most
+
+
+def test_a_step_allocates_nothing():
+    """All operators of this step can write at an address; what is left are numbers, and the loss that is handed out."""
+    _, captured = captured_net()
+    plan, machine = planned(False)
+    assert plan.program.staging_bytes == 0
+    with PlannedDevice(captured, plan, machine) as device:
+        device.step(net_batch(1))
+        given = net_batch(2)
+        sizes, _ = allocations(lambda: device.step(given))
+        _, measured = device.step(given)
+    assert max(sizes) <= 8, sizes
+    assert measured.device_bytes == plan.device_bytes == plan.arena_bytes
+    net = Net()
+    eager, _ = allocations(lambda: net.step(**given))
+    assert sum(eager) > 4 * plan.arena_bytes  # every result
+
+
+def test_a_model_allocates_what_is_counted():
+    _, _, captured = captured_training("llama")
+    program = ROOFLINE.annotate(captured.program)
+    plan = plan_memory(program, MACHINE, max_slowdown=0.05)
+    staged = [op for op in program.operators if op.staged]
+    made = [op for op in program.operators if op.allocs]
+    assert len(staged) < 0.05 * len(made)
+    with PlannedDevice(captured, plan, MACHINE, copies="at_issue") as device:
+        device.step(batch(2))
+        given = batch(3)
+        _, most = allocations(lambda: device.step(given))
+        _, measured = device.step(given)
+    assert measured.device_bytes == plan.device_bytes == plan.arena_bytes + program.staging_bytes
+    assert 0 < most <= program.staging_bytes + 4096  # numbers, and what kernels take for themselves
+
+
+def test_a_wrong_address_is_refused_and_would_be_seen(monkeypatch):
+    """One storage at the address of another that comes while it is needed."""
+    _, captured = captured_net()
+    plan, machine = planned(False)
+    sizes, stays = plan.program.sizes, plan.addresses
+    used = {
+        at: a.target for at, a in enumerate(plan.actions) if a.kind == "run"
+    }  # action -> operator
+    assert wrong_address(plan) is None
+    seen = []
+    for i, a in enumerate(stays):
+        reads = [at for at, op in used.items() if a.storage in plan.program.operators[op].reads]
+        made = [b for b in stays if a.start < b.start < max(reads, default=0) and b.start in used]
+        b = next((b for b in made if b.stop - b.start > 1 and max(reads) < a.stop), None)
+        if b is None or min(sizes[a.storage], sizes[b.storage]) <= 512:
+            continue
+        forged = replace(
+            plan,
+            addresses=(*stays[:i], replace(a, offset_bytes=b.offset_bytes), *stays[i + 1 :]),
+        )
+        assert wrong_address(forged)
+        with pytest.raises(MemoryPlanInvalid, match="HP404"):
+            PlannedDevice(captured, forged, machine)
+        net, known = captured_net()
+        reference = Net()
+        reference.step(**net_batch(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(held_state, "wrong_address", lambda _: None)
+            with PlannedDevice(known, forged, machine) as device:
+                for number in (1, 2):
+                    device.step(net_batch(number))
+                    reference.step(**net_batch(number))
+        seen.append(
+            not all(torch.equal(x, y) for x, y in zip(net.weights, reference.weights, strict=True))
+        )
+    assert len(seen) > 4
+    assert all(seen)
+
+
+def test_an_arena_too_small_or_moved_between_steps_is_refused():
+    plan, _ = planned(False)
+    assert wrong_address(replace(plan, arena_bytes=plan.arena_bytes - 1))
+    assert wrong_address(replace(plan, addresses=plan.addresses[1:]))
+    odd = [replace(plan.addresses[0], offset_bytes=plan.addresses[0].offset_bytes + 1)]
+    assert "multiple of 64" in wrong_address(replace(plan, addresses=(*odd, *plan.addresses[1:])))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
+def test_every_operator_gives_the_same_bits_at_an_address(family):
+    """Each recorded operator with a way to write at an address, on drawn operands, against its own result."""
+    _, _, captured = captured_training(family, clip_norm=0.5)
+    seen = set()
+    for call in captured.calls:
+        bind = into(call)
+        if bind is None or "empty" in str(call.func):
+            continue
+        views = _views((call.args, call.kwargs))
+        key = str(call.func), tuple((v.dtype, v.size, v.stride) for v in views)
+        if key in seen or torch.Tag.nondeterministic_seeded in call.func.tags:
+            continue
+        seen.add(key)
+        bases = {v.storage: _drawn(v, captured) for v in views}
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            View, lambda v, bases=bases: v.on(bases[v.storage]), (call.args, call.kwargs)
+        )
+        expected = torch.utils._pytree.tree_flatten(call.func(*args, **kwargs))[0]
+        outs = [
+            view.on(torch.full((_size(view, captured),), 77, dtype=torch.uint8).untyped_storage())
+            for _, view in call.made
+        ]
+        before = [(o.data_ptr(), o.shape, o.stride()) for o in outs]
+        bind(args, kwargs, outs)()
+        assert before == [(o.data_ptr(), o.shape, o.stride()) for o in outs], key
+        for (position, _), out in zip(call.made, outs, strict=True):
+            assert expected[position].stride() == out.stride(), key
+            assert torch.equal(expected[position].nan_to_num(7.0), out.nan_to_num(7.0)), key
+    assert len(seen) > 50
+
+
+def _views(tree):
+    return [v for v in torch.utils._pytree.tree_flatten(tree)[0] if isinstance(v, View)]
+
+
+def _size(view, captured):
+    return captured.program.storages[view.storage].num_bytes
+
+
+def _drawn(view, captured):
+    size = _size(view, captured)
+    if view.dtype.is_floating_point:
+        count = size // view.dtype.itemsize
+        return torch.rand(count).to(view.dtype).untyped_storage()
+    if view.dtype == torch.bool:
+        return torch.randint(0, 2, (size,), dtype=torch.bool).untyped_storage()
+    return torch.randint(0, 2, (size // view.dtype.itemsize,)).to(view.dtype).untyped_storage()
