@@ -142,6 +142,7 @@ class Completion:
         if 1 in zeros:
             whole = 1.5 * width * (dense / tp + experts / fold) / columns["pp"]
             fits = (whole <= self.goal.capacity_bytes) | offload
+            fits &= self.space.shards(1, columns)
             least = np.where(fits, np.minimum(least, shared(1.0)[1]), least)
         return least * (1 - TIE)
 

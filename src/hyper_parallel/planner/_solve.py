@@ -255,9 +255,10 @@ class _Search(Offloading):
         """Least peak bytes, with everything sharded and offloaded that may be."""
         wanted, offload = self.space.zeros(), float(self.space.rules.offload)
         # Parameters and gradients sharded hold less than gradients alone.
-        zeros = [float(z) for z in wanted if z != 2 or 3 not in wanted]
-        each = [self.peak(rows, self.relaxed, choices, zero=z, offload=offload) for z in zeros]
-        least: Array = np.min(each, axis=0)
+        least: Array = np.full(1, np.inf)
+        for zero in (z for z in wanted if z != 2 or 3 not in wanted):
+            held = self.peak(rows, self.relaxed, choices, zero=float(zero), offload=offload)
+            least = np.minimum(least, np.where(self.space.shards(zero, rows), held, np.inf))
         return least
 
     def _pipelines_of(self, *key: float) -> Array:
@@ -301,7 +302,7 @@ class _Search(Offloading):
         keys = np.column_stack([columns["dp"], inner, columns["ep"] * columns["etp"]]).astype(int)
         options = [self._remembered(self.space.states, *key) for key in keys.tolist()]
         grown = _grow(columns, options, _STATES)
-        kept = self.space.shards(grown)
+        kept = self.space.shards(grown["zero"], grown)
         grown = {n: c[kept] for n, c in grown.items()}
         if not len(grown["pp"]):
             return grown, np.empty(0)

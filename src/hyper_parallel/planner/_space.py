@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.ir import AXES, Strategy, Workload
@@ -330,13 +330,13 @@ class Space:
         pinned = self.limits.pins.get("zero")
         return [3, 2, 1] if pinned is None else [pinned]
 
-    def shards(self, rows: Columns) -> NDArray[np.bool_]:
-        """Rows whose `zero` is a choice of its own.
+    def shards(self, zero: ArrayLike, rows: Columns) -> NDArray[np.bool_]:
+        """Rows for which a `zero` is a choice of its own.
 
         A pipeline, or a single microbatch, reduces gradients once per step anyway: nothing is left for ZeRO-1 there.
         """
         once = (rows["pp"] > 1) | (rows["accumulation"] == 1)
-        own: NDArray[np.bool_] = (rows["zero"] != 1) | ~once
+        own: NDArray[np.bool_] = (np.asarray(zero) != 1) | ~once
         return own | ("zero" in self.limits.pins)
 
     def schedules(self, pp: int, microbatches: int) -> list[tuple[int, int]]:
