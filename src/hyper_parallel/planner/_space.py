@@ -4,7 +4,7 @@ A strategy is chosen level by level, so the space is a few tables instead of one
 
     mesh       pp, tp_x, tp_y, cp, the data-parallel ranks, sequences per microbatch
     blocks     shapes of attention and MLP, ep and etp, Ulysses ranks inside cp
-    states     dp_replicate x dp_shard, what is sharded (zero), offload of the optimizer
+    states     dp_replicate x dp_shard, what is sharded (zero), whether what exceeds the device is offloaded
     schedule   pipeline schedule and virtual stages
     order      axes outer to inner, as far as they cross different tiers
 
@@ -52,7 +52,7 @@ class Rules:
         layers: Decoder layers.
         experts: Routed experts; 0 for a dense model.
         seq_len: Tokens of a sequence.
-        offload: The machine has host memory to put optimizer states in.
+        offload: What exceeds the device may lie in host memory.
     """
 
     heads: int
@@ -304,7 +304,7 @@ class Space:
         return self.refusal(row.at(0, self.limits.base, Workload(self.workload.seq_len))[0])
 
     def states(self, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
-        """Level three: (dp_replicate, dp_shard, zero, offload); offload is 0 unless pinned, the search adds it.
+        """Level three: (dp_replicate, dp_shard, zero, offload); offload is 0 here, the search adds it.
 
         Args:
             dp: Data-parallel ranks.
@@ -318,11 +318,7 @@ class Space:
                 continue
             if (shard * inner) % fold:
                 continue
-            for zero in self.zeros():
-                found += [
-                    (dp // shard, shard, zero, offload)
-                    for offload in (self.limits.pins.get("offload", 0),)
-                ]
+            found += [(dp // shard, shard, zero, 0) for zero in self.zeros()]
         return found
 
     def zeros(self) -> list[int]:
