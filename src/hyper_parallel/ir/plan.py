@@ -18,7 +18,7 @@ from hyper_parallel.ir.strategy import Strategy
 from hyper_parallel.ir.workload import Workload
 from hyper_parallel.serde import DecodeError, decode, encode
 
-PLAN_VERSION: Final = 1
+PLAN_VERSION: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
