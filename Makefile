@@ -1,7 +1,8 @@
 # Everything a newcomer needs; each target sets up .venv first when needed.
 #   make train   plan, train on local ranks, sample text, write a report (runs/quickstart/)
 #   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
-#   make test    formatting, types, import layers, and the whole test suite
+#   make test    formatting, types, import layers, and the whole test suite in two processes
+#   make bench   every benchmark, one after the other, as JSON (hours on 2 cores; each is a script of its own)
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -29,13 +30,14 @@ check: setup
 	$(bin)/python tools/size_report.py
 
 test: check
-	$(bin)/pytest
+	$(bin)/python tools/test_in_parallel.py
 
 fuzz: setup
 	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -s -q
 
 bench: setup
-	@for script in benchmarks/[!_]*.py; do echo "== $$script"; $(bin)/python $$script --json || exit 1; done
+	@failed=; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(bin)/python $$script --json || failed="$$failed $$script"; done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 clean:
 	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -59,12 +59,13 @@ def _flash(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _model(layers: int) -> Any:
+def llama(layers: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model, made under whatever mode is active."""
     AttentionInterface.register("causal_plain", _flash)
     AttentionMaskInterface.register("causal_plain", lambda *args, **kwargs: None)
     config = LlamaConfig(**SHAPES, num_hidden_layers=layers)
     config._attn_implementation = "causal_plain"
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def training(
@@ -85,7 +86,7 @@ def training(
         front_end: See `capture_training`.
     """
     with FakeTensorMode():
-        model = _model(layers)
+        model = llama(layers)
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids}
         if shards == 1:
@@ -154,7 +155,7 @@ def as_kernels(program: MemoryProgram) -> MemoryProgram:
 def inference(tokens: int, context: int, layers: int = 32, batch: int = 1) -> MemoryProgram:
     """One forward pass of `tokens` tokens with a static cache of `context` tokens: prefill, or decode with one."""
     with FakeTensorMode():
-        model = _model(layers).eval()
+        model = llama(layers).eval()
         cache = StaticCache(config=model.config, max_cache_len=context)
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
         with torch.no_grad():

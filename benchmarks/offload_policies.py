@@ -12,6 +12,7 @@ Policies other than ours are our models of them, with the same order of operator
 * keep: nothing moves. full-recompute: only the inputs of the decoder layers are kept, so the decoder's forward
   operators run once more; its seconds are their sum, its peak is not computed.
 * recompute-only: our planner without copies, the best of its sets.
+* ours-host: ours, and optimizer updates may run in host memory at --host-gb-s.
 * ours-margin: ours with the default reserve for links that are slower than was said; ours itself plans without one.
 * longest-gap, largest-first: gaps in that order of activations until the target is met, reloads as late as possible.
 * on-demand: longest-gap, and every reload is issued by its consumer.
@@ -68,6 +69,9 @@ class Row:
     against_keep_s: float | None = None
     against_full_recompute_s: float | None = None
     arena_over_peak: float | None = None
+    device_bytes: int | None = None
+    simulated_dram_bytes: int | None = None
+    on_host: int = 0
     planning_cpu_s: float = 0.0
     note: str = ""
 
@@ -81,9 +85,10 @@ def fused(program: MemoryProgram, share: float) -> MemoryProgram:
     return replace(program, operators=tuple(ops))
 
 
-def machine(gb_s: float) -> MemoryMachine:
-    """Copies of 10 us + bytes / link, both directions at once."""
-    return MemoryMachine(Channel(gb_s * 1e9), Channel(gb_s * 1e9))
+def machine(gb_s: float, host_gb_s: float | None = None) -> MemoryMachine:
+    """Copies of 10 us + bytes / link, both directions at once; updates in host memory at its bandwidth, beside them."""
+    host = None if host_gb_s is None else Roofline(flops_s=float("inf"), bytes_s=host_gb_s * 1e9)
+    return MemoryMachine(Channel(gb_s * 1e9), Channel(gb_s * 1e9), host=host)
 
 
 def best_peak(
@@ -121,6 +126,7 @@ def rows_of(
     policies: list[str],
     budget: int,
     slowdown: float = SLOWDOWN,
+    host_gb_s: float | None = None,
 ) -> list[Row]:
     """All policies for one bandwidth and goal."""
     m = machine(gb_s)
@@ -136,10 +142,10 @@ def rows_of(
         begin = time.process_time()
         row = Row(policy, goal, gb_s, None, None)
         try:
-            if policy in ("ours", "ours-margin", "ours-copies-only", "recompute-only"):
+            if policy in ("ours", "ours-host", "ours-margin", "ours-copies-only", "recompute-only"):
                 plan = plan_memory(
                     program,
-                    m,
+                    machine(gb_s, host_gb_s) if policy == "ours-host" else m,
                     **wanted,
                     bandwidth_margin=None if policy == "ours-margin" else 0.0,
                     recompute=policy != "ours-copies-only",
@@ -147,7 +153,10 @@ def rows_of(
                 )
                 row.simulated_peak_bytes = plan.peak_bytes["device"]
                 row.simulated_step_s = plan.seconds
+                row.device_bytes = plan.device_bytes
                 row.arena_over_peak = plan.arena_bytes / plan.peak_bytes["device"] - 1
+                row.simulated_dram_bytes = plan.peak_bytes["dram"]
+                row.on_host = sum(action.kind == "update" for action in plan.actions)
             elif policy == "keep":
                 row.simulated_peak_bytes, row.simulated_step_s = start, program.seconds
             elif policy == "full-recompute":
@@ -246,6 +255,9 @@ def main() -> None:
         "--policies",
         default="ours,ours-margin,ours-copies-only,recompute-only,longest-gap,largest-first,on-demand,full-recompute,keep",
     )
+    parser.add_argument(
+        "--host-gb-s", type=float, default=200.0, help="host memory for updates there (ours-host)"
+    )
     parser.add_argument("--skip-error", action="store_true", help="leave out the wrong bandwidths")
     args = parser.parse_args()
     if args.step == "training":
@@ -262,7 +274,9 @@ def main() -> None:
         row
         for gb_s in links
         for goal in args.goals.split(",")
-        for row in rows_of(program, gb_s, goal, policies, int(args.budget_gb * 1e9), args.slowdown)
+        for row in rows_of(
+            program, gb_s, goal, policies, int(args.budget_gb * 1e9), args.slowdown, args.host_gb_s
+        )
     ]
     identity = replay(program, program.on_device, identity_actions(program, order))
     arena = assign_addresses(identity.residency, program.sizes)[1]

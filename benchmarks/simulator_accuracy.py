@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from small_runs import MODEL, measure, recipe, with_experts
+from _small_runs import MODEL, measure, recipe, with_experts
 
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.mpmd import bubble_fraction

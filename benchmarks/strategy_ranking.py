@@ -14,7 +14,7 @@ import platform
 import statistics
 
 import torch
-from small_runs import legal, measure, rank_correlation
+from _small_runs import legal, measure, rank_correlation
 
 from hyper_parallel.topology import detect_local
 

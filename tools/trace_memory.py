@@ -51,6 +51,13 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (EXPERTS, ("parallel.dp_shard=8", "parallel.ep=8")),
     (EXPERTS, ("parallel.dp_shard=8", "parallel.ep=4", "training.accumulation_steps=2")),
     (EXPERTS, ("parallel.dp_shard=4", "parallel.tp=2", "parallel.ep=8", "training.recompute=full")),
+    (DENSE, ("parallel.dp_shard=8", "training.recompute=full", "training.recompute_layers=2")),
+    (DENSE, ("parallel.pp=2", "parallel.dp_shard=4", "training.accumulation_steps=4", "training.recompute=full",
+             "training.recompute_layers=1")),
+    (DENSE, ("parallel.dp_shard=8", "training.recompute=full", "training.recompute_layers=3")),
+    (DENSE, ("parallel.dp_shard=4", "parallel.tp=2", "training.accumulation_steps=4", "training.recompute=full",
+             "training.recompute_layers=3")),
+    (EXPERTS, ("parallel.dp_shard=8", "parallel.ep=8", "training.recompute=full", "training.recompute_layers=2")),
 )  # fmt: skip
 
 

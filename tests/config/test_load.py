@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.config import Parallel, Recipe, load_recipe, recipe_to_yaml
@@ -166,6 +166,7 @@ def test_two_names_of_one_degree_must_agree(write):
         st.from_regex(r"[a-z.*]{1,12}", fullmatch=True), st.just("colwise"), max_size=2
     ),
 )
+@example(lr=1.0, seed=0, prompt="a\x85b", degrees={}, auto=False, rules={})
 def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees, auto, rules):
     recipe = Recipe(
         model={"path": "tiny"},

@@ -35,6 +35,8 @@ from hyper_parallel.serde import decode
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
+CURVE = ("checkpoint.export=false", "training.eval_tokens=100")
+"""Of a run whose losses are compared: it evaluates, but on three sequences."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def one_rank(place):
 def test_two_tensor_parallel_axes_equal_one_rank(place, one_rank):
     out = place / "grid"
     shapes = ("parallel.attention_shape=2d", "parallel.mlp_shape=weight")
-    train(place, out, "parallel.tp_x=2", "parallel.tp_y=2", *shapes, "checkpoint.export=false")
+    train(place, out, "parallel.tp_x=2", "parallel.tp_y=2", *shapes, *CURVE)
     assert_same_curve(curve(out), curve(one_rank))
     strategy = Plan.load(out / "plan.json").strategy
     assert (strategy.tp_x, strategy.tp_y, strategy.mlp_shape) == (2, 2, "weight")
@@ -129,16 +131,15 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     ids=["tp2-to-dp2", "4-ranks-to-2", "cp3-to-cp2"],
 )
 def test_a_run_resumes_on_another_layout(place, one_rank, tmp_path, before, after):
-    common = ("checkpoint.export=false",)
-    train(place, tmp_path, *before, "training.steps=2", *common)
-    train(place, tmp_path, *after, "checkpoint.resume=must", *common)
+    train(place, tmp_path, *before, "training.steps=2", *CURVE)
+    train(place, tmp_path, *after, "checkpoint.resume=must", *CURVE)
     assert_same_curve(curve(tmp_path), curve(one_rank))
     assert [r["step"] for r in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("degrees", ["parallel.dp_shard=1", "parallel.dp_shard=2", "parallel.tp=2"])
 def test_bfloat16_computes_near_float64_with_float32_parameters(place, one_rank, tmp_path, degrees):
-    train(place, tmp_path, degrees, "training.dtype=bfloat16", "checkpoint.export=false")
+    train(place, tmp_path, degrees, "training.dtype=bfloat16", *CURVE)
     mine, exact = curve(tmp_path), curve(one_rank)
     for (loss, norm), (loss_0, norm_0) in zip(mine, exact, strict=True):
         # 8 bits of mantissa: near, and visibly not the float64 run.
@@ -150,13 +151,13 @@ def test_bfloat16_computes_near_float64_with_float32_parameters(place, one_rank,
 def test_never_resuming_starts_over(place, one_rank):
     out = place / "again"
     for _ in range(2):
-        train(place, out, "training.steps=2", "checkpoint.resume=never", "checkpoint.export=false")
+        train(place, out, "training.steps=2", "checkpoint.resume=never", *CURVE)
         assert curve(out) == curve(one_rank)[:2]
 
 
 def test_microbatches_and_recompute_change_nothing(place, one_rank):
     out = place / "accumulated"
-    train(place, out, "training.microbatch=4", "training.recompute=full", "checkpoint.export=false")
+    train(place, out, "training.microbatch=4", "training.recompute=full", *CURVE)
     assert_same_curve(curve(out), curve(one_rank))
 
 
@@ -172,8 +173,7 @@ def test_ranks_with_different_numbers_of_labels_share_one_mean(place):
     chats = place / "chats.jsonl"
     chats.write_text("".join(json.dumps(row) + "\n" for row in conversations))
     common = (
-        "stage=sft", f"data.source={chats}", "data.format=sharegpt", "training.steps=3",
-        "checkpoint.export=false",
+        "stage=sft", f"data.source={chats}", "data.format=sharegpt", "training.steps=3", *CURVE
     )  # fmt: skip
     outs = [place / f"chat_{n}" for n in (1, 2)]
     train(place, outs[0], *common)
@@ -253,12 +253,20 @@ def _start(place, out, *overrides, launcher=("-m", "hyper_parallel")):
 
 
 def _wait_for_steps(process, out: Path, steps: int):
-    deadline = time.monotonic() + 90
     path = out / "metrics.jsonl"
-    while not path.exists() or len(path.read_text().splitlines()) < steps:
+    _wait_until(process, lambda: path.exists() and len(path.read_text().splitlines()) >= steps)
+
+
+def _wait_until(process, reached):
+    deadline = time.monotonic() + 90
+    while not reached():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def _published(out: Path) -> list[str]:
+    return [p.name for p in (out / "checkpoints").glob("step_*")]
 
 
 def test_when_a_rank_dies_the_run_ends_with_its_name(place):
@@ -266,6 +274,9 @@ def test_when_a_rank_dies_the_run_ends_with_its_name(place):
     with _start(place, out, "parallel.dp_shard=3", "training.tokens_per_step=192",
                 "training.steps=100000", "checkpoint.every=5") as process:  # fmt: skip
         _wait_for_steps(process, out, 8)
+        _wait_until(
+            process, lambda: _published(out)
+        )  # saved beside the steps, on a slow disk later
         ranks = sorted(child.pid for child in psutil.Process(process.pid).children())
         assert len(ranks) == 3
         os.kill(ranks[1], signal.SIGKILL)
@@ -277,7 +288,7 @@ def test_when_a_rank_dies_the_run_ends_with_its_name(place):
     assert sum(line.startswith(("rank 0:", "rank 2:")) for line in errors.splitlines()) == 2
     assert not any(psutil.pid_exists(pid) for pid in ranks)
     assert [r["step"] for r in rows(out / "metrics.jsonl")][:8] == list(range(1, 9))
-    published = [p.name for p in (out / "checkpoints").iterdir() if p.name.startswith("step_")]
+    published = _published(out)
     assert published
     assert all((out / "checkpoints" / name / "manifest.json").exists() for name in published)
 

@@ -184,6 +184,16 @@ def test_messages_between_two_ranks(place, train, given):
     assert_same_run(mine, train(name, *given), last=5)
 
 
+def test_two_ranks_update_their_shards_on_the_host(train):
+    """Where the link is slow: gradients and parameters cross it, moments do not."""
+    given = ("parallel.dp_shard=2", FREE)
+    slow = ("offload.budget=600KiB", "offload.bandwidth=50MB", "offload.update_on_host=true")
+    mine = train("two-host", *given, *slow)
+    assert_same_run(mine, train("two", *given))
+    assert any("update on host" in note for note in Plan.load(mine / "plan.json").notes)
+    assert ">host<" in (mine / "report.html").read_text()  # its lane
+
+
 def test_a_checkpoint_of_a_plain_run_is_continued_by_plan(place, train):
     """And the first planned step is then not the first step of all."""
     plain = train("two", "parallel.dp_shard=2", FREE)

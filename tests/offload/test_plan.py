@@ -106,6 +106,13 @@ def test_a_full_dram_is_named_and_flash_takes_the_rest():
     assert plan.peak_bytes["device"] <= 7000
     assert plan.peak_bytes["dram"] <= 9000
     assert plan.peak_bytes["flash"] > 0
+    # A wait for a file stops the host of an accelerator, so it comes no earlier than it must.
+    waits = [at for at, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device"]
+    assert waits
+    for at in waits:
+        last = next(i for i, a in enumerate(plan.actions) if i > at and a.kind == "run")
+        runs = [a.target for a in plan.actions[at : last + 1] if a.kind in ("run", "recompute")]
+        assert any(plan.actions[at].target in program.touched[i] for i in runs)
 
 
 def test_one_goal_exactly():

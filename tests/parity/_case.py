@@ -8,11 +8,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hyper_parallel.cost import step_collectives
-from hyper_parallel.ir import ModelRef, Plan, Strategy, Workload
+from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec, spec_from_config
 from hyper_parallel.runtime import (
     CommCounter,
@@ -21,7 +19,7 @@ from hyper_parallel.runtime import (
     forward_backward,
     parallelize,
 )
-from hyper_parallel.shard import family_rules, plan_layouts
+from tests.parity.planned import ByGroup, by_group, make_plan, whole
 
 STEPS = 5
 COUNTED_STEP = 1
@@ -85,15 +83,6 @@ class Case:
 
     def plan(self, strategy: Strategy) -> Plan:
         """A plan as planning makes it: starred names, rules of the family table, no framework."""
-        spec = self.spec
-        params = {p.name: p for b in spec.blocks for p in b.params}
-        attention = next(b.attention for b in spec.blocks if b.attention)
-        planned = plan_layouts(
-            [(p.name, p.shape, p.dims) for p in params.values()], family_rules(spec.family), strategy,
-            num_heads=attention.num_heads, num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.qk_head_dim, vocab_size=spec.vocab_size,
-            tied={p.name: p.tied_to for p in params.values() if p.tied_to},
-        )  # fmt: skip
         workload = Workload(
             seq_len=self.seq_len,
             microbatch=self.sequences // strategy.dp // self.accumulation,
@@ -102,12 +91,7 @@ class Case:
             param_dtype=self.dtype,
             reduce_dtype=self.reduce_dtype or self.dtype,
         )
-        reference = ModelRef("tiny", spec.family, spec.num_params, spec.num_params, 0.0, "")
-        return Plan(
-            reference, "local", 0.0, workload.resolve(strategy.dp), strategy, planned.layouts,
-            0.0, (), (), 0,
-            collectives=step_collectives(spec, planned.layouts, strategy, workload),
-        )  # fmt: skip
+        return make_plan(self.spec, strategy, workload)
 
 
 @dataclass
@@ -116,8 +100,8 @@ class Run:
 
     losses: list[float]  # this rank's share; the sum over all ranks is the loss
     norms: list[float]
-    counted: dict[tuple[str, tuple[str, ...]], tuple[int, int]]
-    planned: dict[tuple[str, tuple[str, ...]], tuple[int, int]]
+    counted: ByGroup
+    planned: ByGroup
     gradient_error: float = 0.0
 
 
@@ -145,15 +129,29 @@ class Reference:
             return _train(model, self.case, Strategy(), 0, keep=kept)
 
 
-def run(reference: Reference, strategy: Strategy, world: World, gradients: bool = True) -> Run:
-    """Train a copy of the reference's model on one layout."""
+def run(
+    reference: Reference,
+    strategy: Strategy,
+    world: World,
+    gradients: bool = True,
+    fused: bool = False,
+) -> Run:
+    """Train a copy of the reference's model on one layout.
+
+    Args:
+        reference: Of the same case.
+        strategy: Its layout.
+        world: Joined by as many ranks.
+        gradients: Compare those of the first step one by one.
+        fused: With the trainer's optimizer, which updates all parameters in one operation. The plain one does ten on
+            each parameter, and DTensor first works out for each of them, on each rank, how the result lies.
+    """
     case = reference.case
     model = copy.deepcopy(reference.model)
     plan = case.plan(strategy)
     parallelize(model, plan, world)
-    return _train(
-        model, case, strategy, world.rank, plan, reference.gradients if gradients else None
-    )
+    expected = reference.gradients if gradients else None
+    return _train(model, case, strategy, world.rank, plan, expected, fused=fused)
 
 
 def _train(
@@ -164,12 +162,15 @@ def _train(
     plan: Plan | None = None,
     expected: dict[str, Tensor] | None = None,
     keep: dict[str, Tensor] | None = None,
+    fused: bool = False,
 ) -> Run:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
+    )
     where = strategy.mesh().coordinate(rank)
     share = case.sequences // strategy.dp
     first = (where["dp_replicate"] * strategy.dp_shard + where["dp_shard"]) * share
-    result = Run([], [], {}, _by_group(plan))
+    result = Run([], [], {}, by_group(plan.collectives if plan else ()))
     for number, (ids, labels) in enumerate(case.batches()):
         count = int((labels != -100).sum())
         data = ids[first : first + share], labels[first : first + share]
@@ -180,7 +181,7 @@ def _train(
             result.counted = {k: (counter.calls[k], counter.sent_bytes[k]) for k in counter.calls}
         elif number == 0 and (expected or keep is not None):
             loss, norm = _step(model, *data, count, case.accumulation, clip=None)
-            found = {n: _full(p.grad) for n, p in model.named_parameters()}
+            found = {n: whole(p.grad) for n, p in model.named_parameters()}
             if keep is not None:
                 keep.update(found)
             else:
@@ -204,21 +205,9 @@ def _step(
     return float(share), float(clip_grad_norm_(model, clip))
 
 
-def _full(grad: Tensor) -> Tensor:
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-
-
 def _distance(a: Tensor, b: Tensor) -> float:
     """Largest difference over the largest value."""
     return float((a - b).abs().max() / b.abs().max())
-
-
-def _by_group(plan: Plan | None) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-    total: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
-    for item in plan.collectives if plan else ():
-        calls, sent = total.get((item.kind, item.axes), (0, 0))
-        total[item.kind, item.axes] = (calls + item.count, sent + item.sent_bytes)
-    return total
 
 
 def strategies(world_size: int, **more: object) -> list[Strategy]:

@@ -29,7 +29,10 @@ CASES = {
 
 
 ON_EIGHT = ("qwen3-tied-accumulated", "qwen3-uneven")
-"""Cases that also run on eight ranks. Eight processes on few cores are slow, and these two hold what the others do."""
+"""Cases that also run on eight ranks, with the trainer's optimizer against the plain one of one device.
+
+Eight processes on few cores are slow, and these two hold what the others do.
+"""
 
 
 def _matrix() -> list[tuple[str, int, Strategy]]:
@@ -66,7 +69,7 @@ def _results(case: str, size: int) -> dict[Strategy, list[Run]]:
 
     def rank(_: int) -> list[Run]:
         with World.join("cpu") as world:
-            return [run(reference, s, world, gradients=size <= 4) for s in wanted]
+            return [run(reference, s, world, gradients=size <= 4, fused=size > 4) for s in wanted]
 
     ranks = launch(rank, size, timeout_s=280)
     return {s: [r[i] for r in ranks] for i, s in enumerate(wanted)}

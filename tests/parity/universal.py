@@ -14,11 +14,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from hyper_parallel.cost import Rows, step_collectives
-from hyper_parallel.ir import Collective, ModelRef, Plan, Strategy, Workload
+from hyper_parallel.ir import Collective, Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec, spec_from_config
 from hyper_parallel.runtime import (
     CommCounter,
@@ -28,7 +27,7 @@ from hyper_parallel.runtime import (
     handle,
     parallelize,
 )
-from hyper_parallel.shard import family_rules, plan_layouts
+from tests.parity.planned import ByGroup, by_group, make_plan, whole
 
 RTOL = 1e-10
 _BASE = {
@@ -145,22 +144,7 @@ class Setup:
 
     def plan(self, strategy: Strategy) -> Plan:
         """A plan as planning makes it: starred names, rules of the family table, no framework."""
-        spec = self.spec
-        params = {p.name: p for b in spec.blocks for p in b.params}
-        attention = next(b.attention for b in spec.blocks if b.attention)
-        planned = plan_layouts(
-            [(p.name, p.shape, p.dims) for p in params.values()], family_rules(spec.family), strategy,
-            num_heads=attention.num_heads, num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.qk_head_dim, vocab_size=spec.vocab_size,
-            tied={p.name: p.tied_to for p in params.values() if p.tied_to},
-        )  # fmt: skip
-        workload = self.workload(strategy)
-        reference = ModelRef("tiny", spec.family, spec.num_params, spec.num_params, 0.0, "")
-        return Plan(
-            reference, "local", 0.0, workload.resolve(strategy.dp), strategy, planned.layouts,
-            0.0, (), (), 0,
-            collectives=step_collectives(spec, planned.layouts, strategy, workload),
-        )  # fmt: skip
+        return make_plan(self.spec, strategy, self.workload(strategy))
 
 
 @dataclass
@@ -178,8 +162,8 @@ class Result:
     share: float
     norm: float
     grads: dict[str, Tensor]
-    counted: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = field(default_factory=dict)
-    planned: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = field(default_factory=dict)
+    counted: ByGroup = field(default_factory=dict)
+    planned: ByGroup = field(default_factory=dict)
 
 
 class Reference:
@@ -225,12 +209,9 @@ def run(
     with counter:
         loss = forward_backward(model, parts, num_tokens)
         norm = clip_grad_norm_(model, None)
-    grads = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     counted = {key: (counter.calls[key], counter.sent_bytes[key]) for key in counter.calls}
-    planned: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
-    for item in _collectives(setup, plan, model, where["pp"]):
-        calls, sent = planned.get((item.kind, item.axes), (0, 0))
-        planned[item.kind, item.axes] = (calls + item.count, sent + item.sent_bytes)
+    planned = by_group(_collectives(setup, plan, model, where["pp"]))
     return Result(float(loss), float(norm), grads, counted, planned)
 
 
@@ -301,7 +282,3 @@ def _comparable(found: Result, largest: bool) -> tuple[dict, dict]:
 
 def _close(what: str, found: float, expected: float, rtol: float) -> None:
     assert abs(found - expected) <= rtol * abs(expected), f"{what} {found} instead of {expected}"
-
-
-def _whole(grad: Tensor) -> Tensor:
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()

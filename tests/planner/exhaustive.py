@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hyper_parallel.cost import SHAPES, Candidates, score
+from hyper_parallel.cost import SHAPES, Candidates, memory_terms, score
 from hyper_parallel.ir import AXES
 from hyper_parallel.planner._legal import space_of
 from hyper_parallel.planner._priced import price
@@ -102,6 +102,11 @@ def closed_forms(context, limits):
             legal &= whole | (columns["offload"] == 0) if kind else True
             step = (1 - share) * scores[0].step_s + share * scores[kind].step_s
             memory = (1 - share) * scores[0].memory_bytes + share * scores[kind].memory_bytes
+            if j > 0:
+                c = Candidates.of_columns(**columns, recompute=float(kind))
+                terms = memory_terms(context.numbers, context.machine, context.workload, c, j)
+                mixed = sum(t.bytes for t in terms)
+                memory = np.where((columns["offload"] == 0) & (j < layers), mixed, memory)
             legal &= memory <= context.machine.memory_bytes * (1 + 1e-9)
             value = np.where(legal, step / tokens, np.inf)
             found += [(value, kind, np.where(whole, -1, j))]

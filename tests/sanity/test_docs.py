@@ -34,3 +34,10 @@ def test_every_page_of_docs_is_in_the_index() -> None:
 def test_every_public_name_exists() -> None:
     for name in hyper_parallel.__all__:
         assert getattr(hyper_parallel, name) is not None
+
+
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "benchmarks").glob("[!_]*.py")), ids=lambda p: p.stem
+)
+def test_every_benchmark_takes_json(script: Path) -> None:
+    assert 'add_argument("--json"' in script.read_text(encoding="utf-8"), "`make bench` passes it"

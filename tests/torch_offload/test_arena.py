@@ -6,13 +6,21 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hyper_parallel.backends.torch.offload import PlannedDevice
+from hyper_parallel.backends.torch.offload import PlannedDevice, capture_training, training_step
 from hyper_parallel.backends.torch.offload import _held_state as held_state
-from hyper_parallel.backends.torch.offload._calls import View
+from hyper_parallel.backends.torch.offload._calls import Call, View
 from hyper_parallel.backends.torch.offload._into import into
+from hyper_parallel.backends.torch.offload._pieces import columns, in_pieces, piece_bytes
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.offload import plan_memory, wrong_address
-from tests.torch_offload.test_parity import MACHINE, ROOFLINE, batch, captured_training
+from tests.torch_offload.test_parity import (
+    MACHINE,
+    ROOFLINE,
+    assert_same_state,
+    batch,
+    captured_training,
+    trainer,
+)
 from tests.torch_offload.test_streams import Net, captured_net, planned
 from tests.torch_offload.test_streams import batch as net_batch
 
@@ -52,7 +60,7 @@ def test_a_model_allocates_what_is_counted():
     _, _, captured = captured_training("llama")
     program = ROOFLINE.annotate(captured.program)
     plan = plan_memory(program, MACHINE, max_slowdown=0.05)
-    staged = [op for op in program.operators if op.staged]
+    staged = [op for op in program.operators if op.beside]
     made = [op for op in program.operators if op.allocs]
     assert len(staged) < 0.05 * len(made)
     with PlannedDevice(captured, plan, MACHINE, copies="at_issue") as device:
@@ -159,3 +167,58 @@ def _drawn(view, captured):
     if view.dtype == torch.bool:
         return torch.randint(0, 2, (size,), dtype=torch.bool).untyped_storage()
     return torch.randint(0, 2, (size // view.dtype.itemsize,)).to(view.dtype).untyped_storage()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [-1, 5])
+def test_an_embeddings_gradient_in_pieces_has_the_same_bits(dtype, padding):
+    """Rows that repeat often, so that a sum in another order would show; odd numbers of columns."""
+    op, rows, width = torch.ops.aten.embedding_dense_backward.default, 1500, 98
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(2, 1500, width, generator=generator).to(dtype)
+    indices = torch.randint(0, 40, (2, 1500), generator=generator)
+    rest = (indices, rows, padding, False)
+    made = View(1, dtype, (rows, width), (width, 1), 0)
+    given = View(0, dtype, grad.shape, grad.stride(), 0)
+    call = Call(op, (given, *rest), {}, ((0, made),))
+    pieces = columns(call)
+    assert [c for piece in pieces for c in piece] == list(range(width))
+    assert len(pieces) > 1
+    assert not columns(replace(call, args=(*call.args[:4], True)))
+    beside = []
+    out = torch.full((rows, width), 7.0, dtype=dtype)
+    in_pieces(pieces, (grad, *rest), {}, out, lambda t: beside.append(t.nbytes))()
+    assert torch.equal(out, op(grad, *rest))
+    assert (beside[1], beside[0]) == piece_bytes(call, pieces)
+
+
+def test_an_embeddings_gradient_is_not_beside_the_arena_as_a_whole():
+    model, optimizer = trainer("llama", vocab_size=1 << 10)
+    reference, other = trainer("llama", vocab_size=1 << 10)
+    for number in (0, 1):
+        training_step(reference, other, batch(number))
+    training_step(model, optimizer, batch(0))
+    captured = capture_training(model, optimizer, batch(1))
+    plan = plan_memory(ROOFLINE.annotate(captured.program), MACHINE, max_slowdown=0.05)
+    table = model.model.embed_tokens.weight.nbytes
+    assert 0.5 * table < plan.program.staging_bytes < 0.6 * table
+    with PlannedDevice(captured, plan, MACHINE, copies="at_issue") as device:
+        for number in (2, 3):
+            loss, measured = device.step(batch(number))
+            assert torch.equal(loss, training_step(reference, other, batch(number)))
+            assert measured.device_bytes == plan.device_bytes
+    assert_same_state(model, optimizer, reference, other)
+
+
+@pytest.mark.parametrize("pad", [(0, 1), (2, 0, 0, 3)])
+def test_a_border_is_written_at_an_address(pad):
+    op = torch.ops.aten.constant_pad_nd.default
+    given = torch.arange(12.0).view(3, 4)
+    expected = op(given, list(pad), -100)
+    made = View(1, given.dtype, expected.shape, expected.stride(), 0)
+    views = (View(0, given.dtype, given.shape, given.stride(), 0), list(pad), -100)
+    out = torch.full_like(expected, 7.0)
+    into(Call(op, views, {}, ((0, made),)))((given, *views[1:]), {}, [out])()
+    assert torch.equal(out, expected)
+    crop = Call(op, (views[0], [0, -1]), {}, ((0, made),))
+    assert into(crop) is None

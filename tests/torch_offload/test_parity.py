@@ -40,8 +40,8 @@ def batch(step):
     return {"input_ids": tokens(step), "labels": tokens(step)}
 
 
-def trainer(family):
-    model = tiny_model(family).train()
+def trainer(family, **changes):
+    model = tiny_model(family, **changes).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     torch.manual_seed(5)  # dropout draws from here on
     return model, optimizer

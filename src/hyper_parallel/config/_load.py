@@ -305,4 +305,16 @@ def recipe_to_yaml(recipe: Recipe) -> str:
                 del data["parallel"][name]
         if "recompute" not in recipe.training.model_fields_set:
             del data["training"]["recompute"]
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes the control character NEL escaped, which PyYAML writes as it is and reads as a line break."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    style = '"' if "\x85" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)

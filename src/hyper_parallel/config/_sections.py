@@ -248,6 +248,8 @@ class Offload(Section):
     """Operators may change their order, never what they compute."""
     recompute: bool = True
     """Results may be dropped and computed again."""
+    update_on_host: bool = False
+    """Optimizer updates may run on the CPU, on state that stays in host memory. It may round differently there."""
     capture: Literal["eager", "graph"] = "eager"
     """What is planned: the step as PyTorch runs it, or its graph after torch's min-cut partitioner (one rank)."""
 

@@ -34,7 +34,7 @@ from hyper_parallel.cost._local import (
     mean_rates,
 )
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._memory import kept_bytes, memory_key
+from hyper_parallel.cost._memory import few_layers, kept_bytes, memory_key, memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._own_cards import (
     at_ranks,
@@ -105,6 +105,7 @@ __all__ = [
     "device_card",
     "distinct",
     "fastest_rates",
+    "few_layers",
     "fit_device",
     "fit_probes",
     "fit_runs",
@@ -114,6 +115,7 @@ __all__ = [
     "load_card",
     "mean_rates",
     "memory_key",
+    "memory_terms",
     "mixed_term",
     "nonnegative",
     "offloaded_bytes",

@@ -17,7 +17,7 @@ from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import Parts
 from hyper_parallel.cost._pipeline import in_flight
 from hyper_parallel.cost._step import LayerPrices, Pace, Rest
-from hyper_parallel.ir import Workload
+from hyper_parallel.ir import GRADIENT_PIECES, Workload
 
 Array = NDArray[np.float64]
 
@@ -71,6 +71,7 @@ def load_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candida
     kept = [total - moving for total, moving in zip(totals, going, strict=True)]
     end, emptiest = _most(found, kept, machine, shape, ending=True)
     asked = c.offload > 0
+    staged = _staged(n, machine, workload, c) + np.zeros(shape)
 
     def of(values: Sequence[Array], which: NDArray[np.intp]) -> Array:
         chosen = np.broadcast_to(values[0], shape)
@@ -97,7 +98,7 @@ def load_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candida
     zero, one = np.zeros(shape), np.ones(shape)
     reachable = machine.host_bytes if machine.host_bytes_s > 0 else 0.0
     return Load(
-        np.where(asked, need, 0.0), np.where(asked, end, 0.0), one * reachable,
+        np.where(asked, need + staged, 0.0), np.where(asked, end + staged, 0.0), staged, one * reachable,
         movable["optimizer"], movable["parameters"], movable["gradients"],
         held, np.minimum(passing * again, held), np.minimum(products * again, held),
         zero, zero, zero, zero, zero, c.accumulation * one, flight * one,
@@ -150,6 +151,17 @@ def _operands(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidat
     """Bytes of the weight and the inputs of the largest matrix product."""
     matrix = max([float(n.head_weights), *(float(m.inputs * m.outputs) for m in n.matmuls)])
     return (matrix + tokens_of(workload, c) * n.hidden) / c.tp * machine.width
+
+
+def _staged(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
+    """Bytes of the largest result that no kernel writes at a given address.
+
+    It is a piece of the embedding's gradient, before that is reduced, with the columns that it is made from, or what
+    attention gives.
+    """
+    tokens = tokens_of(workload, c)
+    piece = (n.embedding_weights + tokens * n.hidden) / GRADIENT_PIECES
+    return np.maximum(piece, tokens * n.v_width) / c.tp * machine.width
 
 
 def _again_bytes(

@@ -30,6 +30,9 @@ SHAPES: Final = BLOCK_SHAPES
 
 RECOMPUTE: Final[tuple[Literal["none", "selective", "full"], ...]] = ("none", "selective", "full")
 """Recomputation; column `recompute` is an index."""
+SOME: Final = 3
+"""Column `recompute` of full recomputation that leaves the last layers: they are worked on while everything is held, so
+nothing is made again beside it."""
 
 
 def _orders() -> tuple[tuple[str, ...], ...]:

@@ -57,6 +57,8 @@ _ORDERS: Final = tuple(
         "optimizer passing products parameters gradients activations",
         "optimizer parameters passing products gradients activations",
         "optimizer parameters gradients activations passing products",
+        "activations optimizer passing products parameters gradients",
+        "passing activations optimizer products parameters gradients",
     )
 )
 """Orders in which what costs time is tried."""
@@ -88,8 +90,9 @@ class Load:
     """What decides the copies of a step.
 
     Attributes:
-        need_bytes: Bytes over the budget at the peak.
-        end_bytes: Bytes over the budget when no activations are left.
+        need_bytes: Bytes over the budget at the peak, `staged_bytes` included.
+        end_bytes: The same when no activations are left.
+        staged_bytes: What a memory plan makes beside its buffer before it is copied there.
         host_bytes: Host memory.
         optimizer_bytes: Optimizer states that may be away.
         parameters_bytes: Parameters that may be away.
@@ -111,6 +114,7 @@ class Load:
 
     need_bytes: Array
     end_bytes: Array
+    staged_bytes: Array
     host_bytes: Array
     optimizer_bytes: Array
     parameters_bytes: Array
@@ -276,6 +280,10 @@ def put_away(memory: tuple[MemoryTerm, ...], cost: tuple[CostTerm, ...]) -> tupl
         for name, size in gone.items()
         if size >= 1.0
     )
+    staged = float(Load.of_term(term).staged_bytes[0])
+    if staged >= 1.0:
+        told = "made beside the one buffer before it is copied there: the largest result without an address of its own"
+        moved = (MemoryTerm("staged results", "hbm", math.floor(staged), told), *moved)
     # Activations first, then what else comes and goes: they are the fullest there.
     gone["activations"] += float(away.passing[0] + away.products[0])
     passing = gone.pop("activations")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import Candidates, shape_of
+from hyper_parallel.cost._candidates import SOME, Candidates, shape_of
 from hyper_parallel.cost._layer import saved_elements, tokens_of
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
@@ -23,6 +23,8 @@ from hyper_parallel.ir import Workload
 from hyper_parallel.units import DTYPE_BYTES
 
 Array = NDArray[np.float64]
+_TIE = 1e-9  # of a layer: what rounding may add to the layers that fit
+_LEFT = 2.0  # layers at the end of every stage that are not recomputed, so that nothing is made again at the peak
 
 
 def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
@@ -92,15 +94,33 @@ def kept_bytes(
 
 
 def memory_terms(
-    numbers: ModelNumbers, machine: Machine, workload: Workload, c: Candidates
+    numbers: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    c: Candidates,
+    again: int | None = None,
 ) -> tuple[SpaceTerm, ...]:
     """All terms of the peak memory of the fullest device; their sum is the prediction.
 
     Of a stack whose card says `phased` and that shards parameters the terms are those of the fullest phase of a step;
     of the others everything is taken to be there at once, which their constants were found with.
+
+    Args:
+        numbers: The model.
+        machine: The machine and its cards.
+        workload: Sequence length and number formats.
+        c: Strategies.
+        again: Layers of a rank that `recompute` applies to; None: all. Every phase has a mixture then, and the fullest
+            one need not be that of none or of all.
     """
     card = machine.card
     found = held_parts(numbers, machine, workload, c)
+    if again is not None:
+        layers = np.ceil(numbers.layers / c.pp)
+        kind = np.where((c.recompute > 1) & (again <= layers - _LEFT * c.vpp), SOME, c.recompute)
+        ends = [_with(c, recompute=0.0 * c.recompute), _with(c, recompute=kind)]
+        plain, other = (held_parts(numbers, machine, workload, end) for end in ends)
+        found = [a.mixed(b, again / layers) for a, b in zip(plain, other, strict=True)]
     _, fullest = _fullest(found, machine, c)
     each = [parts.terms(card.context_bytes) for parts in found]
     terms = []
@@ -135,6 +155,58 @@ def peak_bytes(
     """
     grid = under(c, choices)
     return _fullest(held_parts(numbers, machine, workload, grid), machine, grid)[0]
+
+
+def few_layers(
+    numbers: ModelNumbers,
+    machine: Machine,
+    workload: Workload,
+    c: Candidates,
+    kind: int,
+    capacity_bytes: float,
+) -> tuple[Array, Array]:
+    """As few layers of a rank as have to be recomputed, all at most, and the peak bytes with them.
+
+    Every phase of a step falls in a line with the layers, and all have to fit.
+
+    Args:
+        numbers: The model.
+        machine: The machine and its cards.
+        workload: Sequence length and number formats.
+        c: Strategies, columns of one length; `recompute` is not read.
+        kind: Index into `RECOMPUTE`.
+        capacity_bytes: What the peak must not exceed.
+    """
+    layers = np.ceil(numbers.layers / c.pp)
+
+    def totals(recompute: int) -> list[Array]:
+        end = _with(c, recompute=np.full(1, float(recompute)))
+        return total_bytes(held_parts(numbers, machine, workload, end), machine, end)
+
+    plain, whole = totals(0), totals(kind)
+    needed, used = layers, np.max(np.broadcast_arrays(*whole), axis=0)
+    ends = [(whole, layers - 1.0)]
+    if kind > 1:
+        ends.append((totals(SOME), layers - _LEFT * c.vpp))
+    for other, most in ends:
+        few, held = np.ones(1), np.full(1, -np.inf)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            for a, b in zip(plain, other, strict=True):
+                fit = np.where(
+                    a > b, np.ceil((a - capacity_bytes) / (a - b) * layers - _TIE), np.inf
+                )
+                few = np.maximum(few, np.where(a <= capacity_bytes, 1.0, fit))
+            if kind > 1 and other is whole:
+                few = np.maximum(few, layers - _LEFT * c.vpp + 1.0)
+            for a, b in zip(plain, other, strict=True):
+                held = np.fmax(held, a - few / layers * (a - b))
+        fits = few <= most
+        needed, used = np.where(fits, few, needed), np.where(fits, held, used)
+    return needed, used
+
+
+def _with(c: Candidates, **columns: Array) -> Candidates:
+    return Candidates(**{n: columns.get(n, getattr(c, n)) for n in Candidates.__slots__})
 
 
 def under(c: Candidates, choices: Sequence[tuple[int, int]]) -> Candidates:
@@ -206,12 +278,13 @@ def held_parts(n: ModelNumbers, machine: Machine, workload: Workload, c: Candida
     tokens, layers = tokens_of(workload, c), np.ceil(n.layers / c.pp)
     one_layer = activation_bytes(n, machine, workload, c)
     kept = kept_bytes(n, machine, workload, c, one_layer)
-    worked = np.where(c.recompute > 1, one_layer, 0.0)
+    worked = np.where((c.recompute > 1) & (c.recompute < SOME), one_layer, 0.0)
+    freed = np.where(c.recompute < SOME, kept, one_layer)
     routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * width * stack.imbalance
     exchange = np.where(c.ep > 1, 2.0 * tokens / c.tp * routed, 0.0) if n.experts else np.zeros(1)
     found: list[Parts] = []
     if stack.phased and bool((c.zero > 1).any()):
-        stages = _stages(n, machine, workload, c, kept, worked, exchange)
+        stages = _stages(n, machine, workload, c, kept, freed, worked, exchange)
         # Without a pipeline the last stage is the first.
         for stage in stages[: 2 if bool((c.pp > 1).any()) else 1]:
             found += phases(n, workload, c, stage)
@@ -233,6 +306,7 @@ def _stages(
     workload: Workload,
     c: Candidates,
     kept: Array,
+    freed: Array,
     worked: Array,
     exchange: Array,
 ) -> tuple[Stage, Stage]:
@@ -253,7 +327,7 @@ def _stages(
     every = n.embedding_weights + n.head_params
     width, tokens = machine.width, tokens_of(workload, c)
     logits = tokens * n.vocab / c.tp * machine.stack.logit_bytes * max(width, 2.0) / 2.0
-    shared = (kept, worked, exchange)
+    shared = (kept, freed, worked, exchange)
     first = np.where(one, every, n.embedding_weights) * 1.0
     last = np.where(one, every, n.head_weights) * 1.0
     return (

@@ -11,7 +11,7 @@ reduces them at the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,15 @@ class Parts:
     working: Array
     exchange: Array
     logits: Array
+
+    def mixed(self, other: Parts, share: Array) -> Parts:
+        """What is held when a share of the layers is as in the other one."""
+        names = [f.name for f in fields(Parts) if f.name != "states"]
+        values = {
+            name: (1.0 - share) * getattr(self, name) + share * getattr(other, name)
+            for name in names
+        }
+        return replace(self, **values)
 
     @property
     def staying(self) -> Array:
@@ -134,6 +143,7 @@ class Stage:
         flight: Microbatches in flight.
         logits: Bytes of logits and their gradient; 0 where the head is elsewhere.
         kept: Bytes that a layer and microbatch keeps.
+        freed: Bytes of one that go when the backward of the last layer is done.
         worked: Bytes that recomputation makes again of one layer.
         exchange: Bytes of the dispatched tokens of one layer.
     """
@@ -143,6 +153,7 @@ class Stage:
     flight: Array
     logits: Array
     kept: Array
+    freed: Array
     worked: Array
     exchange: Array
 
@@ -185,7 +196,7 @@ def phases(n: ModelNumbers, workload: Workload, c: Candidates, stage: Stage) -> 
     saved = held + message * (stage.flight + 2.0)
     gradients = tokens * width * (2.0 * n.hidden + 2.0 * n.mlp_width) / c.tp
     gradients = gradients + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
-    left = np.maximum(saved - stage.kept, 0.0) + stage.worked
+    left = np.maximum(saved - stage.freed, 0.0) + stage.worked
     return (
         Parts(states, before, root + coming, sums, saved + final, none, none, stage.logits),
         Parts(states, before, root + two, sums + head, saved + stage.worked, gradients, stage.exchange, none),

@@ -3,7 +3,9 @@
 from hyper_parallel.ir.layout import Layout, MemoryKind
 from hyper_parallel.ir.memory import (
     COPIES,
+    GRADIENT_PIECES,
     MEMORY_TIERS,
+    OF_OPERATORS,
     Choice,
     Extent,
     MemoryAction,
@@ -58,7 +60,9 @@ __all__ = [
     "AXES",
     "BLOCK_SHAPES",
     "COPIES",
+    "GRADIENT_PIECES",
     "MEMORY_TIERS",
+    "OF_OPERATORS",
     "PLAN_VERSION",
     "Action",
     "ActionKind",

@@ -20,10 +20,22 @@ StorageKind = Literal[
 ]
 Phase = Literal["forward", "backward", "optimizer", "inference"]
 MemoryActionKind = Literal[
-    "run", "recompute", "prefetch", "store", "copy_in", "copy_out", "wait", "detach", "free"
+    "run",
+    "recompute",
+    "prefetch",
+    "store",
+    "copy_in",
+    "copy_out",
+    "wait",
+    "detach",
+    "free",
+    "join",
+    "update",
 ]
 
 MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
+GRADIENT_PIECES = 16
+"""Parts of its columns in which the gradient of an embedding is made beside the arena, one after the other."""
 COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
     "prefetch": ("dram", "device"),
     "store": ("device", "dram"),
@@ -31,6 +43,8 @@ COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
     "copy_out": ("dram", "flash"),
 }
 """Source and destination tier of each copying action."""
+OF_OPERATORS: tuple[MemoryActionKind, ...] = ("run", "recompute", "update", "join")
+"""Actions whose target is an operator; that of all others is a storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +86,14 @@ class Operator:
         phase: Part of the step it belongs to.
         repeatable: Running it again on the same inputs gives the same bits and has no other effect.
         ordered: Draws random numbers or checks a captured branch: ordered operators keep their mutual order.
-        staged: It cannot write its results at given addresses: they are made beside the arena, copied, and dropped.
+        beside: Requested bytes of each allocation that is beside the arena at the same time, because results cannot be
+            written at given addresses: they are made there, copied, and dropped. On an accelerator also what a kernel
+            takes for itself.
+        group: Process group it communicates with; empty: it works alone. With a group it is only begun by `run`, goes
+            on beside the compute lane, and is done after its `join`.
+        talk_s: Time on the communication lane.
+        message: It goes to or comes from single ranks, which may not be there yet: it is joined where its operands are
+            needed and nowhere before. Without a group: the end of such messages.
     """
 
     name: str
@@ -85,7 +106,10 @@ class Operator:
     phase: Phase = "forward"
     repeatable: bool = False
     ordered: bool = False
-    staged: bool = False
+    beside: tuple[int, ...] = ()
+    group: str = ""
+    talk_s: float = 0.0
+    message: bool = False
 
     @property
     def touched(self) -> tuple[int, ...]:
@@ -127,8 +151,10 @@ class MemoryProgram:
     @cached_property
     def staging_bytes(self) -> int:
         """Most bytes that one operator makes beside the arena, on the way to it."""
-        staged = (op for op in self.operators if op.staged)
-        return max((sum(self.sizes[s] for s in op.allocs) for op in staged), default=0)
+        unit = self.alignment_bytes
+        return max(
+            (sum(-(-n // unit) * unit for n in op.beside) for op in self.operators), default=0
+        )
 
     @cached_property
     def touched(self) -> tuple[tuple[int, ...], ...]:
@@ -143,8 +169,18 @@ class MemoryProgram:
 
     @property
     def seconds(self) -> float:
-        """Compute seconds of the step without any stall."""
+        """Compute seconds of the step without any stall: no wait for copies or for other ranks."""
         return sum(op.seconds for op in self.operators)
+
+    @property
+    def talks(self) -> bool:
+        """Other ranks take part in some operator."""
+        return any(op.group for op in self.operators)
+
+    @property
+    def talk_seconds(self) -> float:
+        """Seconds of the step on the communication lane."""
+        return sum(op.talk_s for op in self.operators)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +188,12 @@ class MemoryAction:
     """One step of an emitted program.
 
     Attributes:
-        kind: `run` or `recompute` an operator; start a copy (`prefetch` DRAM to device, `store` device to DRAM,
-            `copy_in` flash to DRAM, `copy_out` DRAM to flash); `wait` until the newest copy of a storage into `tier` is
-            done; `detach` the storage's bytes in `tier` without a copy; `free` the storage in every tier.
-        target: Operator index for run and recompute, else storage index.
+        kind: `run` or `recompute` an operator; `update`: begin an operator in host memory, on what is in DRAM; `join`:
+            stop until an operator that goes on beside the compute lane is done; start a copy (`prefetch` DRAM to
+            device, `store` device to DRAM, `copy_in` flash to DRAM, `copy_out` DRAM to flash); `wait` until the newest
+            copy of a storage into `tier` is done; `detach` the storage's bytes in `tier` without a copy; `free` the
+            storage in every tier.
+        target: Operator index for `OF_OPERATORS`, else storage index.
         tier: For wait: the copy's destination. For detach: the tier that is left.
     """
 
@@ -186,7 +224,7 @@ class Choice:
     """What was decided for one idle gap of one storage, and why."""
 
     storage: int
-    what: Literal["offload", "recompute", "stream"]
+    what: Literal["offload", "recompute", "stream", "update"]
     first: int
     last: int
     tier: MemoryTier

@@ -9,6 +9,7 @@ from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir.memory import (
     COPIES,
     MEMORY_TIERS,
+    OF_OPERATORS,
     Extent,
     MemoryAction,
     MemoryProgram,
@@ -50,6 +51,8 @@ class _Walk:
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
     peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
     since: dict[int, int] = field(default_factory=dict)
+    talking: dict[int, None] = field(default_factory=dict)  # operators begun and not joined
+    updating: dict[int, None] = field(default_factory=dict)  # begun in host memory, not joined
     stays: list[Extent] = field(default_factory=list)
 
     def take(self, storage: int, tier: str, version: int, at: int) -> None:
@@ -70,6 +73,19 @@ class _Walk:
         """A copy into or out of `tier` is still running."""
         return any(tier in (dst, _source(dst, tier)) for dst in self.in_flight[storage])
 
+    def filled(self, storage: int) -> bool:
+        """Other ranks are still writing it."""
+        operators = self.program.operators
+        return any(storage in (*operators[i].writes, *operators[i].allocs) for i in self.talking)
+
+    def sent(self, storage: int) -> bool:
+        """Other ranks are still reading or writing it."""
+        return any(storage in self.program.touched[i] for i in self.talking)
+
+    def updated(self, storage: int) -> bool:
+        """An operator in host memory still reads or writes it there."""
+        return any(storage in self.program.touched[i] for i in self.updating)
+
 
 def _source(destination: str, tier: str) -> str:
     """The other end of the copy into `destination` that could involve `tier`."""
@@ -86,9 +102,11 @@ def replay(
     Bytes are taken in program order: a copy takes its destination when it is issued, `detach` and `free` give bytes
     back, an operator's results are taken before it runs. So the profile does not depend on how fast copies are.
 
-    Checked: operands are on the device with their newest content; nothing is dropped, written or freed under a running
-    copy; a recomputed operator sees the same contents as its first run; every operator runs once; persistent storages
-    end at home with their newest content.
+    Checked: operands are on the device with their newest content, those of an operator in host memory in DRAM or on the
+    way there; nothing is dropped, written or freed under a running copy, nor under an operator that other ranks take
+    part in, or that runs in host memory, before its `join`, and what the former makes is not read before; a recomputed
+    operator sees the same contents as its first run; every operator runs once; persistent storages end at home with
+    their newest content.
 
     Raises:
         MemoryPlanInvalid: HP404, naming the first illegal action.
@@ -108,6 +126,12 @@ def replay(
             _step_operator(walk, action, at, seen)
             if action.kind == "recompute":
                 again_s += program.operators[action.target].seconds
+        elif action.kind == "update":
+            _step_update(walk, action, at, seen)
+        elif action.kind == "join":
+            begun = walk.updating if action.target in walk.updating else walk.talking
+            if begun.pop(action.target, 0) is not None:
+                raise _illegal(walk, at, action, "it was not begun, or has ended")
         elif action.kind in COPIES:
             _step_copy(walk, action, at)
             copied[action.kind] += program.storages[action.target].num_bytes
@@ -125,7 +149,7 @@ def replay(
 
 def _illegal(walk: _Walk, at: int, action: MemoryAction, why: str) -> MemoryPlanInvalid:
     names: tuple[Operator, ...] | tuple[Storage, ...]
-    names = walk.program.operators if action.kind in ("run", "recompute") else walk.program.storages
+    names = walk.program.operators if action.kind in OF_OPERATORS else walk.program.storages
     name = names[action.target].name if action.target < len(names) else "?"
     return MemoryPlanInvalid(
         f"an action of the memory plan is illegal: {why}",
@@ -147,6 +171,8 @@ def _step_operator(
                 raise _illegal(walk, at, action, f"its result `{_name(walk, s)}` already exists")
         elif walk.held[s].get("device") != walk.version[s] or "device" in walk.in_flight[s]:
             raise _illegal(walk, at, action, f"`{_name(walk, s)}` is not on the device")
+        if walk.talking and (walk.sent(s) if s in op.writes else walk.filled(s)):
+            raise _illegal(walk, at, action, f"`{_name(walk, s)}` is in use by other ranks")
     inputs = tuple(walk.version[s] for s in op.reads if s not in fresh)
     if action.kind == "recompute":
         if not op.repeatable or op.writes or inputs != seen[action.target]:
@@ -162,6 +188,29 @@ def _step_operator(
             walk.held[s]["device"] = walk.version[s]
     for s in op.allocs:
         walk.take(s, "device", walk.version[s], at)
+    if op.group:
+        walk.talking[action.target] = None
+
+
+def _step_update(
+    walk: _Walk, action: MemoryAction, at: int, seen: dict[int, tuple[int, ...]]
+) -> None:
+    op = walk.program.operators[action.target]
+    if action.target in seen:
+        raise _illegal(walk, at, action, "it ran before")
+    if op.allocs:
+        raise _illegal(walk, at, action, "its results come to life on the device")
+    for s in op.touched:
+        # On its way counts: the operator starts when what fills its operands is done.
+        if walk.held[s].get("dram") != walk.version[s]:
+            raise _illegal(walk, at, action, f"`{_name(walk, s)}` is not in dram")
+        if s in op.writes and any(dst != "dram" for dst in walk.in_flight[s]):
+            raise _illegal(walk, at, action, f"`{_name(walk, s)}` is written while it is copied")
+    seen[action.target] = tuple(walk.version[s] for s in op.reads)
+    for s in op.writes:
+        walk.version[s] += 1
+        walk.held[s]["dram"] = walk.version[s]
+    walk.updating[action.target] = None
 
 
 def _step_copy(walk: _Walk, action: MemoryAction, at: int) -> None:
@@ -175,6 +224,10 @@ def _step_copy(walk: _Walk, action: MemoryAction, at: int) -> None:
         raise _illegal(walk, at, action, f"the content is already in {dst}")
     if dst in walk.in_flight[s]:
         raise _illegal(walk, at, action, f"another copy into {dst} is running")
+    if dst == "dram" and walk.updated(s):
+        raise _illegal(walk, at, action, "an operator in host memory uses it")
+    if src == "device" and walk.talking and walk.filled(s):
+        raise _illegal(walk, at, action, "it is in use by other ranks")
     walk.take(s, dst, version, at)
     walk.in_flight[s][dst] = version
 
@@ -191,6 +244,10 @@ def _step_release(walk: _Walk, action: MemoryAction, at: int) -> None:
             raise _illegal(walk, at, action, f"it holds no bytes in {tier}")
         if walk.busy(s, tier):
             raise _illegal(walk, at, action, f"a copy of it in {tier} is still running")
+        if tier == "dram" and walk.updated(s):
+            raise _illegal(walk, at, action, "an operator in host memory uses it")
+        if tier == "device" and walk.talking and walk.sent(s):
+            raise _illegal(walk, at, action, "it is in use by other ranks")
         walk.drop(s, tier, at + 1)
 
 
@@ -202,6 +259,9 @@ def _check_end(
         raise MemoryPlanInvalid(
             f"operator {missing} ({walk.program.operators[missing].name}) never runs"
         )
+    for index in (*walk.talking, *walk.updating):
+        name = walk.program.operators[index].name
+        raise MemoryPlanInvalid(f"`{name}` is never joined, so the step could end before it has")
     for s, storage in enumerate(walk.program.storages):
         home = homes[s] if storage.persistent else "device"
         want = {home: walk.version[s]} if storage.at_end else {}

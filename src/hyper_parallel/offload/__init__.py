@@ -5,11 +5,17 @@ or stream it, emits residency actions, simulates them, and assigns static addres
 how a back end runs the result is in `backends`.
 """
 
-from hyper_parallel.offload._address import assign_addresses, find_overlap, wrong_address
+from hyper_parallel.offload._address import (
+    assign_addresses,
+    can_fit,
+    find_overlap,
+    wrong_address,
+)
 from hyper_parallel.offload._bound import least_peak_bound, least_time_bound
 from hyper_parallel.offload._cache import plan_memory_cached
 from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
-from hyper_parallel.offload._order import order_peak, refine_order
+from hyper_parallel.offload._order import order_peak, order_seconds, refine_order
+from hyper_parallel.offload._overlap import overlapped
 from hyper_parallel.offload._plan import plan_memory
 from hyper_parallel.offload._policies import simple_policy
 from hyper_parallel.offload._profile import peak_by_kind, predicted_timeline, summarise
@@ -32,12 +38,15 @@ __all__ = [
     "Roofline",
     "UseDef",
     "assign_addresses",
+    "can_fit",
     "dependencies",
     "find_overlap",
     "identity_actions",
     "least_peak_bound",
     "least_time_bound",
     "order_peak",
+    "order_seconds",
+    "overlapped",
     "peak_by_kind",
     "plan_memory",
     "plan_memory_cached",

@@ -14,10 +14,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hyper_parallel.ir import Extent, MemoryPlan
+from hyper_parallel.offload._exact import Packing, search
 
 _TIGHT = 1.002  # an arena this close to the live peak is not worth another fit
-_GOOD = 1.02  # above this another order is tried
+GOOD = 1.02  # above this another order is tried
+_CLOSER = 6  # times closer to the live peak than one fit: what further fits have reached at most
 _CROWDED = 0.9  # stays that see this share of the live peak are placed before the others
+_SEARCHED = 1500  # items: above, one placement of an exact search takes too long
+_NODES = 400
 _Item = tuple[Extent, ...]
 """Stays that share an address: one, or the last and the first of a storage that goes around."""
 
@@ -30,7 +34,8 @@ def assign_addresses(
     Args:
         stays: Intervals of actions, one per stay.
         sizes: Bytes in the arena by storage index.
-        enough_bytes: An arena of this size need not become smaller.
+        enough_bytes: An arena of this size need not become smaller, and what is far from it is given up; 0: the
+            smallest is wanted.
 
     Returns:
         The stays with offsets, in the given order, and the arena's bytes.
@@ -47,11 +52,28 @@ def assign_addresses(
     items = _items([stay for stay in stays if stay not in offset], end)
     arena = 0
     if items:
-        offsets, arena = _fitted(items, sizes, enough_bytes - bottom)
+        offsets, arena = _fitted(items, sizes, bottom, enough_bytes)
         for item, at in zip(items, offsets, strict=True):
             offset.update(dict.fromkeys(item, bottom + int(at)))
     placed = tuple(Extent(e.storage, e.start, e.stop, offset[e]) for e in stays)
     return placed, bottom + arena
+
+
+def can_fit(stays: Sequence[Extent], sizes: Sequence[int], limit_bytes: int) -> bool | None:
+    """Whether there are addresses for these stays below a limit; None when the search was given up.
+
+    Args: as those of `assign_addresses`.
+    """
+    end = max((stay.stop for stay in stays), default=0)
+    moving = [stay for stay in stays if stay.start > 0 or stay.stop < end]
+    bottom = sum(sizes[stay.storage] for stay in stays) - sum(sizes[s.storage] for s in moving)
+    items = _items(moving, end)
+    if not items:
+        return bottom <= limit_bytes
+    found = _searched(items, sizes, limit_bytes - bottom)
+    if found.offsets is not None:
+        return True
+    return False if found.ended else None
 
 
 def wrong_address(plan: MemoryPlan) -> str | None:
@@ -105,8 +127,10 @@ def _items(stays: Sequence[Extent], end: int) -> list[_Item]:
     return [around.get(stay, (stay,)) for stay in stays if stay not in ends]
 
 
-def _fitted(items: Sequence[_Item], sizes: Sequence[int], enough: int) -> tuple[np.ndarray, int]:
-    """The best of several fits: an offset for every item, and the end of the highest one."""
+def _fitted(
+    items: Sequence[_Item], sizes: Sequence[int], bottom: int, enough: int
+) -> tuple[np.ndarray, int]:
+    """The best of several fits above the bottom: an offset for every item, and the end of the highest one."""
     live = _live(items, sizes)
     floor = int(live.max())
     # What goes around is as long as both of its stays, from the later one on.
@@ -120,17 +144,39 @@ def _fitted(items: Sequence[_Item], sizes: Sequence[int], enough: int) -> tuple[
         lambda i: (stays[i].start - stays[i].stop, -sizes[stays[i].storage]),
         lambda i: (-sizes[stays[i].storage] * (stays[i].stop - stays[i].start), stays[i].start),
     )
-    tight, good = max(floor * _TIGHT, enough), max(floor * _GOOD, enough)
+    good = (bottom + floor) * GOOD - bottom
+    tight = max((bottom + floor) * _TIGHT - bottom, min(enough - bottom, good))
     rounds = max(8, min(40, 30_000 // len(items)))
     tried = [
         _squeaky_wheel(items, sizes, sorted(range(len(items)), key=orders[1]), floor, tight, 1)
     ]
     for key in orders:
-        if min(arena for _, arena in tried) <= (tight if len(tried) == 1 else good):
+        least = min(arena for _, arena in tried)
+        if least <= (tight if len(tried) == 1 else good):
             break
+        if enough and enough - bottom < floor + (least - floor) / _CLOSER:
+            return min(tried, key=lambda result: result[1])  # too far from what is wanted
         order = sorted(range(len(items)), key=key)
         tried.append(_squeaky_wheel(items, sizes, order, floor, tight, rounds))
-    return min(tried, key=lambda result: result[1])
+    best = min(tried, key=lambda result: result[1])
+    if best[1] > good and len(items) <= _SEARCHED:
+        found = _searched(items, sizes, int(good))
+        if found.offsets is not None:
+            size = np.array([sizes[item[0].storage] for item in items])
+            return found.offsets, int((found.offsets + size).max())
+    return best
+
+
+def _searched(items: Sequence[_Item], sizes: Sequence[int], limit: int) -> Packing:
+    """Search for offsets below a limit."""
+    real = [i for i, item in enumerate(items) if sizes[item[0].storage]]
+    times = [[(stay.start, stay.stop) for stay in items[i]] for i in real]
+    found = search(times, [sizes[items[i][0].storage] for i in real], limit, _NODES)
+    if found.offsets is None:
+        return found
+    offsets = np.zeros(len(items), np.int64)
+    offsets[real] = found.offsets
+    return Packing(offsets, found.ended)
 
 
 def _squeaky_wheel(
@@ -185,28 +231,35 @@ def _from_the_peak(
 def _first_fit(
     items: Sequence[_Item], sizes: Sequence[int], order: Sequence[int]
 ) -> tuple[np.ndarray, int]:
+    """Every item, in an order, at the lowest address that is free during all of its stays."""
     n = sum(len(item) for item in items)
-    start, stop = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    low, high = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    # What is placed, by its low end: start, stop, low, high.
+    placed = np.zeros((4, n + 1), np.int64)
     offsets = np.zeros(len(items), np.int64)
     arena = count = 0
     for i in order:
-        size = sizes[items[i][0].storage]
-        clash = np.zeros(count, bool)
-        for stay in items[i]:
-            clash |= (start[:count] < stay.stop) & (stop[:count] > stay.start)
-        clash &= high[:count] > low[:count]
-        lows, highs = low[:count][clash], high[:count][clash]
-        by_low = np.argsort(lows, kind="stable")
-        lows, tops = lows[by_low], np.maximum.accumulate(highs[by_low])
+        item = items[i]
+        size = sizes[item[0].storage]
+        if not size:
+            continue
+        start, stop, low, high = placed[:, :count]
+        clash = (start < item[0].stop) & (stop > item[0].start)
+        for stay in item[1:]:
+            clash |= (start < stay.stop) & (stop > stay.start)
+        lows = low[clash]
         # Gaps between neighbours: from the highest end so far to the next start.
-        begin = np.concatenate(([0], tops))
-        room = np.concatenate((lows, [np.iinfo(np.int64).max])) - begin
-        offset = int(begin[int(np.argmax(room >= size))])
-        for stay in items[i]:
-            start[count], stop[count] = stay.start, stay.stop
-            low[count], high[count] = offset, offset + size
-            count += 1
+        tops = np.maximum.accumulate(high[clash])
+        offset = 0
+        if len(lows) and lows[0] < size:
+            fits = lows[1:] - tops[:-1] >= size
+            first = int(fits.argmax()) if len(fits) else 0
+            offset = int(tops[first] if len(fits) and fits[first] else tops[-1])
+        at = int(low.searchsorted(offset, "right"))
+        num = len(item)
+        placed[:, at + num : count + num] = placed[:, at:count].copy()
+        for k, stay in enumerate(item):
+            placed[:, at + k] = stay.start, stay.stop, offset, offset + size
+        count += num
         offsets[i] = offset
         arena = max(arena, offset + size)
     return offsets, arena

@@ -3,7 +3,7 @@
 A real plan moves whole storages; here fractions may move, copies may be cut and spread freely over their channel, and a
 recomputation needs no inputs. What remains is what binds: bytes at every operator, seconds between two positions that a
 channel has for what must be copied between them, and seconds of compute. So the optimum is a lower bound for every plan
-of that order, with any policy.
+of that order, with any policy. Updates that may run in host memory cost nothing here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hyper_parallel.ir import MemoryProgram, StorageKind
+from hyper_parallel.offload._host import device_part
 from hyper_parallel.offload._linear import LinearProgram
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._usedef import use_definitions
@@ -39,6 +40,7 @@ def least_time_bound(
         move: See `plan_memory`.
         recompute: See `plan_memory`.
     """
+    program = device_part(program, machine)
     model = _Model(
         program, machine, tuple(order), move, recompute, max(most_s - program.seconds, 0.0)
     )
@@ -78,6 +80,7 @@ def least_peak_program(
     Solved in whole numbers it is the least peak of any plan of this order but for two freedoms: copies may be cut, and
     recomputation needs no inputs. So its optimum is a bound as well, a higher one.
     """
+    program = device_part(program, machine)
     model = _Model(
         program, machine, tuple(order), move, recompute, max(limit_s - program.seconds, 0.0)
     )

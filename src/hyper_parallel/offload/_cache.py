@@ -20,6 +20,7 @@ from typing import Any, cast, get_args
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir import (
     MEMORY_TIERS,
+    OF_OPERATORS,
     Choice,
     Extent,
     MemoryAction,
@@ -32,15 +33,15 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.offload._address import wrong_address
 from hyper_parallel.offload._machine import MemoryMachine
-from hyper_parallel.offload._plan import plan_memory
+from hyper_parallel.offload._plan import plan_memory, unmoved_seconds
 from hyper_parallel.offload._simulate import Clock
 from hyper_parallel.topology import cache_dir
 
-PLANNER = 5
+PLANNER = 6
 """Number of the planner's rules and of the file's form: raised with every change, so that old files are not met."""
 
 _KINDS: tuple[MemoryActionKind, ...] = get_args(MemoryActionKind)
-_WHATS = ("offload", "recompute", "stream")
+_WHATS = ("offload", "recompute", "stream", "update")
 _log = logging.getLogger(__name__)
 
 
@@ -182,7 +183,7 @@ def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMach
     actions = []
     for kind_at, target, tier_at in zip(*document["actions"], strict=True):
         kind = _KINDS[_natural(kind_at)]
-        if _natural(target) >= (operators if kind in ("run", "recompute") else storages):
+        if _natural(target) >= (operators if kind in OF_OPERATORS else storages):
             raise _Unusable(f"an action refers to {target}, which does not exist")
         actions.append(MemoryAction(kind, target, MEMORY_TIERS[_natural(tier_at)]))
     choices = tuple(
@@ -217,7 +218,8 @@ def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
     if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
         raise _Unusable(f"it takes {plan.device_bytes} bytes of the device, above the budget")
     if goal.max_slowdown is not None:
-        limit_s = plan.program.seconds * (1 + goal.max_slowdown) * (1 + 1e-9)
+        unmoved_s = unmoved_seconds(plan.program, reorder=goal.reorder)
+        limit_s = unmoved_s * (1 + goal.max_slowdown) * (1 + 1e-9)
         if plan.seconds > limit_s:
             raise _Unusable(f"it takes {plan.seconds} s where {limit_s} s are allowed")
     for tier, cap in (("dram", machine.dram_bytes), ("flash", machine.flash_bytes)):

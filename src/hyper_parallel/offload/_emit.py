@@ -13,20 +13,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hyper_parallel.ir import (
-    MEMORY_TIERS,
-    MemoryAction,
-    MemoryActionKind,
-    MemoryProgram,
-    MemoryTier,
-)
+from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryProgram
 from hyper_parallel.offload._issue import Gap, Pending, early_stores, issue_positions
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
-from hyper_parallel.offload._simulate import Clock
+from hyper_parallel.offload._talks import Talks
+from hyper_parallel.offload._underway import Underway
 
 
-class Emitter:
+class Emitter(Underway):
     """One emission; `emit` gives the actions, `clock` the time."""
 
     def __init__(
@@ -42,22 +37,17 @@ class Emitter:
         window: float | None = None,
         eager: bool = False,
     ) -> None:
+        super().__init__(program, machine, recomputes)
         n = len(program.storages)
-        self.planned = planned  # bytes per position as selected
+        gaps = [*recomputes.host.gaps, *gaps]
+        self.planned = np.zeros(0, np.int64) if planned is None else planned
         self.back = back or {}  # (storage, end of gap) -> where `planned` counts it again
-        self.program, self.order, self.again = program, order, recomputes
+        self.order = order
         self.budget = budget_bytes
-        self.clock = Clock(program, machine)
-        self.actions: list[MemoryAction] = []
-        self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        self.held: list[int] = []  # device bytes while each position runs
-        self.homes: list[MemoryTier] = ["device"] * n
+        self.talks = Talks(program)
         for gap in gaps:
             if gap.first < 0:
                 self.homes[gap.storage] = gap.tier
-        # Per storage: tier -> content is newest.
-        self.current: list[dict[MemoryTier, bool]] = [{} for _ in range(n)]
         for s, storage in enumerate(program.storages):
             if storage.at_start:
                 self._set(s, self.homes[s])
@@ -65,21 +55,17 @@ class Emitter:
         self.leaving: dict[int, list[int]] = {}
         for g in gaps:
             self.leaving.setdefault(g.storage, []).append(g.first)
-        seconds = [program.operators[i].seconds for i in order]
+        seconds = recomputes.host.seconds(program, order)
         starts = np.cumsum([0.0, *seconds])[:-1]
         self.left_s = float(starts[-1]) - starts if len(starts) else starts
-        self.events = issue_positions(gaps, starts, program, machine, window)
-        self.pending: list[Pending] = []
+        self.events = issue_positions(gaps, starts, program, machine, window, recomputes.host.ready)
         self.due: set[int] = set()  # reload is due, but there is no room yet
-        self.flying: dict[tuple[int, str], None] = {}  # copies towards the device not waited for
-        self.writes: list[list[int]] = [[] for _ in range(n)]
-        for position, index in enumerate(order):
-            for s in program.operators[index].writes:
-                self.writes[s].append(position)
+        self.crowded: dict[Gap, int] = {}  # no room for its reload until there
+        written = recomputes.host.device_writes(program, order)
+        self.writes = [written.get(s, []) for s in range(n)]
         self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
         # A store lane takes what leaves next when it is idle, or would be during the next operator.
         self.eager_s = [*seconds[1:], 0.0] if eager else [0.0] * len(seconds)
-        self.ahead: set[int] = set()  # stored before they leave: the copy stays until then
 
     def emit(self, limit_s: float = float("inf")) -> tuple[MemoryAction, ...] | None:
         """The whole program, or None as soon as it must take longer than the limit."""
@@ -89,17 +75,26 @@ class Emitter:
         waiting: list[tuple[int, Gap, MemoryActionKind]] = []
         queue, ready = 0, list[Gap]()
         for position, index in enumerate(self.order):
+            self.place = position
             if self.clock.now_s + self.left_s[position] > limit_s:
                 return None
-            self._retire()
+            self._retire(position)
             while queue < len(self.events) and self.events[queue][0] <= position:
                 waiting.append(self.events[queue])
                 queue += 1
             waiting = [event for event in waiting if not self._reload(event, position)]
-            self._operator(position, index)
+            if index in self.again.host.operators:
+                for running in self.talks.before(self.program.operators[index]):
+                    self._join(running, position)
+                self._update(index)
+            else:
+                self._operator(position, index)
             for gap in self.early[position]:
                 insort(ready, gap, key=lambda g: (g.first, -self.program.sizes[g.storage]))
             ready = self._store_early(ready, position)
+        self.place = len(self.order)
+        for running in (*self.talks.running, *self.host.running):
+            self._join(running, len(self.order))
         while self.pending:
             self._finish(self.pending[0])
         self._clear()
@@ -126,11 +121,13 @@ class Emitter:
             wanted.update(dict.fromkeys(self.program.operators[i].reads))
         fresh = {*op.allocs, *(s for i in rerun for s in self.program.operators[i].allocs)}
         wanted = {s: None for s in wanted if s not in fresh}
+        for running in self.talks.before(op, wanted):
+            self._join(running, position)
         if self.budget is not None:
             sizes = self.program.sizes
             operands = {*wanted, *fresh}
             need = sum(sizes[s] for s in operands if "device" not in self.current[s])
-            self._make_room(need, operands)
+            self._make_room(need, operands, position)
         for s in wanted:
             self._bring(s)
         for s in wanted:
@@ -153,27 +150,46 @@ class Emitter:
                 self.current[s][tier] = tier == "device"
         self.held.append(self.live["device"])
         self._do("run", index)
+        if op.group:
+            self.talks.begin(index)
         touched = self.program.touched[index]
         if rerun:
             touched = tuple(dict.fromkeys((*touched, *wanted, *fresh)))
         for s in touched:
             if "device" in self.current[s]:
-                self._after(s, position)
+                self._after(s, position, position)
+
+    def _join(self, index: int, position: int) -> None:
+        """Wait for other ranks or the host before a position; then happens what was put off until now."""
+        if index in self.host.running:
+            self._end_update(index)
+        elif index in self.talks.running:  # else it ended with another one, for room
+            self._do("join", index)
+            for s, since in self.talks.end(index):
+                self._after(s, since, position)
 
     def _used_at(self, s: int, position: int) -> bool:
         uses = self.again.uses[s]
         at = bisect_right(uses, position)
         return at > 0 and uses[at - 1] == position
 
-    def _after(self, s: int, position: int) -> None:
-        """What happens to a storage once an operator is done with it."""
+    def _after(self, s: int, position: int, now: int) -> None:
+        """What happens to a storage once the operator at a position is done with it, which may be later."""
         uses = self.again.uses[s]
         gap = self.leave.get((s, position))
+        dropped = s in self.again.gaps and self.again.gaps[s][0] == position
+        over = uses[-1] <= position and not self.program.storages[s].at_end
+        if not (gap or dropped or over) or (self.talks and self.talks.hold(s, position)):
+            return
         if gap is not None:
-            self._depart(gap)
-        elif s in self.again.gaps and self.again.gaps[s][0] == position:
-            self._detach(s, "device")
-        elif uses[-1] <= position and not self.program.storages[s].at_end:
+            if now < gap.last or gap.last == len(self.order):
+                self._depart(gap)
+        elif dropped:
+            if now < self.again.gaps[s][1]:
+                self._detach(s, "device")
+        elif s in self.host:
+            self._depart(Gap(s, position, len(self.order), "dram"))
+        else:
             self._release(s)
 
     # -- leaving and coming back ---------------------------------------------------------------
@@ -219,7 +235,8 @@ class Emitter:
             held = self.current[s]
             if gap.first <= position or "device" not in held or held.get("dram"):
                 continue
-            if (s, "device") in self.flying or not self._dram_fits(s):
+            busy = (s, "device") in self.flying or self.talks.fills(s)
+            if busy or not self._dram_fits(s):
                 left.append(gap)
                 continue
             self._set(s, "dram")
@@ -228,33 +245,15 @@ class Emitter:
             self.ahead.add(s)
         return left
 
-    def _retire(self) -> None:
-        """Detach what has been copied by now."""
+    def _retire(self, position: int) -> None:
+        """Detach what has been copied by now, and what other ranks or the host are done with."""
+        for index in (*self.talks.holding(), *self.host.running):
+            if self.clock.joined_s(index) <= self.clock.now_s:
+                self._join(index, position)
         for item in list(self.pending):
             if self.clock.arrival_s(item.storage, item.into) <= self.clock.now_s:
-                if item.storage in self.due:
-                    item.leaves = False
+                item.leaves = item.leaves and item.storage not in self.due
                 self._finish(item)
-
-    def _finish(self, item: Pending) -> None:
-        """Wait for a copy and give its source's bytes back."""
-        s = item.storage
-        if item not in self.pending:
-            return
-        if item.into == "flash":
-            for other in [p for p in self.pending if p.storage == s and p.into == "dram"]:
-                self._finish(other)
-        self.pending.remove(item)
-        self._do("wait", s, item.into)
-        if item.leaves:
-            self._detach(s, "device" if item.into == "dram" else "dram")
-        elif item.into == "dram" and not (
-            s in self.ahead or self.homes[s] == "dram" or self._going(s, "flash")
-        ):
-            self._detach(s, "dram")
-
-    def _going(self, s: int, into: str) -> bool:
-        return any(p.storage == s and p.into == into for p in self.pending)
 
     def _reload(self, event: tuple[int, Gap, MemoryActionKind], position: int) -> bool:
         """Issue a planned reload; False when it must be tried again later for lack of room."""
@@ -263,6 +262,8 @@ class Emitter:
         self.due.discard(s)
         if position > gap.last:
             return True
+        if self.talks and self.talks.keep(s):
+            return True  # other ranks still use it: its leave is called off
         if "device" in self.current[s]:
             going = [p for p in self.pending if p.storage == s and p.leaves]
             if going and self.budget is not None and position < gap.last:
@@ -280,6 +281,10 @@ class Emitter:
             return True
         if position < gap.last and not self._has_room(s, gap, position):
             return False
+        if position < gap.last and any(
+            self.clock.joined_s(i) > self.clock.now_s for i in self.host.using(s)
+        ):
+            return False  # the copies behind it need not stand in line
         self._bring(s)
         return True
 
@@ -288,13 +293,13 @@ class Emitter:
         if self.budget is None:
             return True
         size = self.program.sizes[s]
-        if self.live["device"] + size > self.budget:
+        crowded = self.crowded.get(gap, 0) > position
+        if crowded or self.live["device"] + size > self.budget:
             return False
-        counted = self.back.get((s, gap.last), gap.last)
-        if self.planned is None or position >= counted:
-            return True
-        ahead = self.planned[position:counted]
-        if int(ahead.max()) + size > self.budget:
+        ahead = self.planned[position : self.back.get((s, gap.last), gap.last)]
+        over = np.flatnonzero(ahead + size > self.budget)
+        if len(over):  # what is planned only grows
+            self.crowded[gap] = position + int(over[-1]) + 1
             return False
         ahead += size  # the next early reload sees this one
         return True
@@ -303,6 +308,7 @@ class Emitter:
         """Start the copy to the device unless the bytes are there or on their way."""
         held = self.current[s]
         if "device" in held:
+            self.talks.keep(s)
             for item in self.pending:
                 if item.storage == s:
                     item.leaves = False
@@ -327,74 +333,25 @@ class Emitter:
         again = [p for p in self.leaving.get(s, ()) if p >= position]
         clean = again and not any(position <= w <= again[0] for w in self.writes[s])
         home = self.homes[s]
-        if "dram" in self.current[s] and home != "dram" and not clean:
+        if "dram" in self.current[s] and home != "dram" and not clean and s not in self.host:
             self._detach(s, "dram")
         if "flash" in self.current[s] and home != "flash" and not clean:
             self._detach(s, "flash")
 
-    def _make_room(self, need: int, keep: set[int]) -> None:
-        """Wait for running stores until `need` more bytes fit under the budget."""
+    def _make_room(self, need: int, keep: set[int], position: int) -> None:
+        """Wait for running stores and other ranks until `need` more bytes fit under the budget."""
         if self.budget is None:
             return
         while self.live["device"] + need > self.budget:
-            item = next(
-                (
-                    p
-                    for p in self.pending
-                    if p.leaves and p.into == "dram" and p.storage not in keep
-                ),
-                None,
-            )
-            if item is None:
+            going = (p for p in self.pending if p.leaves and p.into == "dram")
+            item = next((p for p in going if p.storage not in keep), None)
+            other = next(iter(self.talks.holding()), None)
+            if other is not None and (
+                item is None
+                or self.clock.joined_s(other) <= self.clock.arrival_s(item.storage, "dram")
+            ):
+                self._join(other, position)
+            elif item is None:
                 return
-            self._finish(item)
-
-    def _copy_in(self, s: int) -> None:
-        self._make_dram_room(s)
-        self._set(s, "dram")
-        self._do("copy_in", s)
-        self.flying[s, "dram"] = None
-
-    def _dram_fits(self, s: int) -> bool:
-        cap = self.clock.machine.dram_bytes
-        return (
-            cap is None
-            or "dram" in self.current[s]
-            or self.live["dram"] + self.program.sizes[s] <= cap
-        )
-
-    def _make_dram_room(self, s: int) -> None:
-        """Wait for bytes on their way to flash until a storage fits into DRAM; replay refuses it when none are."""
-        while not self._dram_fits(s):
-            going = (p for p in self.pending if p.leaves and p.into == "flash" and p.storage != s)
-            item = next(going, None)
-            if item is None:
-                return
-            self._finish(item)
-
-    # -- bookkeeping ---------------------------------------------------------------------------
-
-    def _set(self, s: int, tier: MemoryTier) -> None:
-        if tier not in self.current[s]:
-            self.live[tier] += self.program.sizes[s]
-            self.peaks[tier] = max(self.peaks[tier], self.live[tier])
-        self.current[s][tier] = True
-
-    def _detach(self, s: int, tier: MemoryTier) -> None:
-        del self.current[s][tier]
-        self.live[tier] -= self.program.sizes[s]
-        self._do("detach", s, tier)
-
-    def _release(self, s: int) -> None:
-        for item in [p for p in self.pending if p.storage == s]:
-            item.leaves = False
-            self._finish(item)
-        for tier in self.current[s]:
-            self.live[tier] -= self.program.sizes[s]
-        self.current[s] = {}
-        self._do("free", s)
-
-    def _do(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
-        action = MemoryAction(kind, target, tier)
-        self.actions.append(action)
-        self.clock.apply(action)
+            else:
+                self._finish(item)

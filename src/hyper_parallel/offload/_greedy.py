@@ -103,6 +103,16 @@ class _Lanes:
         self.selector = selector
         self.store, self.prefetch = Lane(end_s, stretch), Lane(end_s, stretch)
         self.taken: dict[int, set[int]] = {}  # storage -> starts of its chosen gaps
+        host = selector.again.host
+        for gap in host.gaps:
+            num_bytes = selector.program.storages[gap.storage].num_bytes
+            if gap.storage not in host.at_home:
+                released = self.ends_s[selector.since(gap)]
+                self.store.take_first(released, selector.machine.store.seconds(num_bytes))
+            elif gap.last < selector.n:
+                due = self.starts_s[gap.last]
+                self.prefetch.take_last(due, selector.machine.prefetch.seconds(num_bytes))
+            self.taken.setdefault(gap.storage, set()).add(gap.first)
 
     def take(self, candidate: Candidate, at: int, close: float | None = None) -> Candidate | None:
         """The candidate with the spans that the channels can still give; None when `at` would not be freed.

@@ -7,14 +7,17 @@ is final.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hyper_parallel.ir import MemoryActionKind, MemoryProgram, MemoryTier
 from hyper_parallel.offload._machine import MemoryMachine
-from hyper_parallel.offload._recompute import Recomputes
+
+if TYPE_CHECKING:
+    from hyper_parallel.offload._recompute import Recomputes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ def issue_positions(
     program: MemoryProgram,
     machine: MemoryMachine,
     window: float | None = None,
+    ready: Callable[[Gap], int] = lambda gap: gap.first + 1,
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
     """When to issue every reload: as late as possible on one serial channel per direction, deadlines kept.
 
@@ -59,6 +63,7 @@ def issue_positions(
         machine: Channels.
         window: No copy starts earlier than this many of its own durations before its deadline. On a channel that is
             asked for more than it can carry, the serial schedule alone would fetch everything at once.
+        ready: Position from which on a gap's reload may be issued.
 
     Returns:
         (position before which to issue, gap, prefetch or copy_in), in issue order.
@@ -79,7 +84,7 @@ def issue_positions(
             if window is not None:
                 begin = max(begin, deadline - window * seconds)
             free_s[kind] = deadline = begin
-            position = max(bisect_right(times, begin) - 1, gap.first + 1, 0)
+            position = max(bisect_right(times, begin) - 1, ready(gap), 0)
             events.append((min(position, gap.last), -2 * rank - (kind == "copy_in"), gap, kind))
     events.sort(key=lambda e: (e[0], e[1]))
     return [(position, gap, kind) for position, _, gap, kind in events]

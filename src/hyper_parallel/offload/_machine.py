@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hyper_parallel.ir import MemoryProgram
+from hyper_parallel.ir import MemoryProgram, Operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,15 @@ class Roofline:
     bytes_s: float
     overhead_s: float = 2e-6
 
+    def seconds(self, op: Operator) -> float:
+        """Seconds of one operator."""
+        return self.overhead_s + max(op.flops / self.flops_s, op.access_bytes / self.bytes_s)
+
     def annotate(self, program: MemoryProgram) -> MemoryProgram:
         """The program with `seconds` filled in from its flops and access bytes."""
         return replace(
             program,
-            operators=tuple(
-                replace(
-                    op,
-                    seconds=self.overhead_s
-                    + max(op.flops / self.flops_s, op.access_bytes / self.bytes_s),
-                )
-                for op in program.operators
-            ),
+            operators=tuple(replace(op, seconds=self.seconds(op)) for op in program.operators),
         )
 
 
@@ -66,6 +63,7 @@ class MemoryMachine:
         copy_in: Flash to DRAM.
         dram_bytes: Pinned bytes this device may use; None: unlimited.
         flash_bytes: File bytes this device may use; None: unlimited.
+        host: What the host computes for this device, beside its copies; None: optimizer updates run on the device only.
     """
 
     store: Channel
@@ -74,9 +72,10 @@ class MemoryMachine:
     copy_in: Channel | None = None
     dram_bytes: int | None = None
     flash_bytes: int | None = None
+    host: Roofline | None = None
 
     def derated(self, margin: float) -> MemoryMachine:
-        """The machine when every channel is slower by the factor 1 + margin than was said."""
+        """The machine when every channel, and the host's memory, is slower by the factor 1 + margin than was said."""
 
         def slower(channel: Channel | None) -> Channel | None:
             return channel and replace(channel, bytes_s=channel.bytes_s / (1 + margin))
@@ -87,7 +86,16 @@ class MemoryMachine:
             prefetch=replace(self.prefetch, bytes_s=self.prefetch.bytes_s / (1 + margin)),
             copy_out=slower(self.copy_out),
             copy_in=slower(self.copy_in),
+            host=self.host and replace(self.host, bytes_s=self.host.bytes_s / (1 + margin)),
         )
+
+    def host_seconds(self, op: Operator) -> float:
+        """Duration of an operator in host memory."""
+        if self.host is None:
+            raise ValueError(
+                f"the plan updates `{op.name}` in host memory, but the machine has no host"
+            )
+        return self.host.seconds(op)
 
     def channel(self, kind: str) -> Channel:
         """The channel of a copying action."""

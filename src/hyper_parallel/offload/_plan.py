@@ -7,8 +7,8 @@ strength of an estimate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
 from hyper_parallel.ir import (
@@ -21,9 +21,12 @@ from hyper_parallel.ir import (
     replay,
 )
 from hyper_parallel.offload._address import assign_addresses
+from hyper_parallel.offload._goals import least_peak, least_time
+from hyper_parallel.offload._host import HostUpdates, hostable
+from hyper_parallel.offload._host_sets import host_sets, readers_late
 from hyper_parallel.offload._machine import MemoryMachine
-from hyper_parallel.offload._order import order_peak, refine_order
-from hyper_parallel.offload._polish import LARGEST, polish
+from hyper_parallel.offload._order import order_peak, order_seconds, refine_order
+from hyper_parallel.offload._overlap import DEPTHS, overlapped
 from hyper_parallel.offload._portfolio import Emitted, Search
 from hyper_parallel.offload._recompute import (
     cheapest_at_peak,
@@ -36,11 +39,8 @@ from hyper_parallel.offload._usedef import (
     UseDef,
     identity_actions,
     use_definitions,
-    working_set_bytes,
 )
-from hyper_parallel.units import format_bytes
 
-_GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
 _LARGE = 1500  # operators; below, trying everything takes a few seconds
 _SHARES = (0.25, 0.6, 0.95)  # of the allowed time, spent on recomputation
 _LONGER = (0.01, 0.03)  # of the step: recomputation under a budget
@@ -92,8 +92,89 @@ def plan_memory(
         margin = _MARGIN if budget_bytes is None else 0.0
     if margin < 0:
         raise BadValue("bandwidth_margin is a share of at least 0", got=margin, allowed="0 or more")
-    true_machine, machine = machine, machine.derated(margin)
-    order, said = refine_order(program) if reorder else (tuple(range(len(program.operators))), ())
+    goal = _Goal(budget_bytes, max_slowdown, move, recompute, margin)
+    orders, said = _orders(program, reorder)
+    if not program.talks:
+        return _in_order(program, machine, goal, orders[0], said)
+    return _best_order(program, machine, goal, orders, said)
+
+
+def unmoved_seconds(program: MemoryProgram, *, reorder: bool) -> float:
+    """Simulated seconds of a step in which nothing moves; what a slowdown is measured against."""
+    if not program.talks:
+        return program.seconds
+    return min(order_seconds(program, order) for order in _orders(program, reorder)[0])
+
+
+def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
+    """Orders to plan in, the one that takes fewest bytes when nothing moves among them, and what was found."""
+    if not reorder:
+        return [tuple(range(len(program.operators)))], ()
+    order, said = refine_order(program)
+    if not program.talks:
+        return [order], said
+    return list(dict.fromkeys(overlapped(program, order, depth) for depth in (*DEPTHS, 0))), said
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """What `plan_memory` was asked for."""
+
+    budget_bytes: int | None
+    max_slowdown: float | None
+    move: Collection[StorageKind] | None
+    recompute: bool
+    margin: float
+
+
+def _best_order(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    goal: _Goal,
+    orders: Sequence[tuple[int, ...]],
+    said: tuple[str, ...],
+) -> MemoryPlan:
+    """The best plan over orders that begin what ranks do together more or less early.
+
+    Tried are the fastest order, when nothing moves, and the one that takes fewest bytes.
+    """
+    alone = {order: _identity(program, order) for order in orders}
+    fast = min(orders, key=lambda o: (alone[o].seconds, alone[o].peak))
+    small = min(orders, key=lambda o: (alone[o].peak, alone[o].seconds))
+    recorded_s = order_seconds(program, range(len(program.operators)))
+    told = (
+        f"communication: recorded order {recorded_s:.6g} s, begun early {alone[fast].seconds:.6g} s, of "
+        f"{program.seconds:.6g} s computation and {program.talk_seconds:.6g} s on the link; ranks keep one order"
+    )
+    limit_s = alone[fast].seconds * (1 + (goal.max_slowdown or 0.0))
+    plans, errors = list[MemoryPlan](), list[BudgetImpossible | TierFull]()
+    for order in dict.fromkeys((fast, small)):
+        if goal.max_slowdown is not None and alone[order].seconds > limit_s:
+            continue
+        if plans and goal.budget_bytes is not None and plans[0].seconds <= alone[order].seconds:
+            continue
+        try:
+            plans.append(_in_order(program, machine, goal, order, (*said, told), limit_s))
+        except (BudgetImpossible, TierFull) as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda e: getattr(e, "least_bytes", 0))
+    if goal.budget_bytes is not None:
+        return min(plans, key=lambda p: (p.seconds, p.device_bytes))
+    return min(plans, key=lambda p: (p.peak_bytes["device"], p.seconds))
+
+
+def _in_order(
+    program: MemoryProgram,
+    true_machine: MemoryMachine,
+    goal: _Goal,
+    order: tuple[int, ...],
+    said: tuple[str, ...],
+    limit_s: float | None = None,
+) -> MemoryPlan:
+    """The plan of one order; the time limit is that of the order itself unless another is given."""
+    machine = true_machine.derated(goal.margin)
+    budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
     identity = _identity(program, order)
     if budget_bytes is not None and identity.peak + program.staging_bytes <= budget_bytes:
         reason = (
@@ -102,27 +183,42 @@ def plan_memory(
         whole = _finish(program, true_machine, identity, (*said, reason))
         if whole.device_bytes <= budget_bytes:
             return whole
-    slack_s = None if max_slowdown is None else max_slowdown * identity.seconds
-    search = _search(program, machine, order, identity, move, recompute, slack_s)
-    plan: MemoryPlan | None = None
+    if limit_s is None and max_slowdown is not None:
+        limit_s = identity.seconds * (1 + max_slowdown)
+    slack_s = None if max_slowdown is None or limit_s is None else limit_s - identity.seconds
+    searches = [
+        _search(
+            program,
+            machine,
+            readers_late(program, machine, order, where[1]),
+            identity,
+            goal,
+            slack_s,
+            where,
+        )
+        for where in host_sets(program, machine, order, slack_s or 0.0)
+    ]
     if budget_bytes is not None:
-        best, plan = _least_time(
-            search,
+        best, plan = least_time(
+            searches,
             budget_bytes,
-            lambda e: _finish(program, true_machine, e, said, budget_bytes - program.staging_bytes),
+            lambda e, enough: _finish(program, true_machine, e, said, enough),
         )
     else:
-        assert max_slowdown is not None
-        best = _least_peak(search, identity, identity.seconds * (1 + max_slowdown))
+        assert limit_s is not None
+        best, plan = least_peak(
+            searches, identity, limit_s, lambda e: _finish(program, true_machine, e, said)
+        )
     if best is identity:
         said = (
             *said,
             f"identity: no plan lowers the peak of {identity.peak} bytes within {max_slowdown:.1%} more time; "
             "nothing moves",
         )
-        return _finish(program, true_machine, best, said)
-    plan = plan or _finish(program, true_machine, best, said)
-    reserve = f", with links {margin:.0%} slower {best.seconds:.6g}" if margin else ""
+        return replace(plan, statement=said)
+    if best.again is not None and best.again.host.operators:
+        said = (*said, _on_host(program, true_machine, best.again.host))
+    reserve = f", with links {goal.margin:.0%} slower {best.seconds:.6g}" if goal.margin else ""
     told = (
         f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {plan.seconds:.6g}{reserve} "
         f"({best.rule})"
@@ -134,7 +230,9 @@ def _identity(program: MemoryProgram, order: tuple[int, ...]) -> Emitted:
     actions = identity_actions(program, order)
     peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
     peaks["device"] = order_peak(program, order)
-    return Emitted(actions, program.on_device, program.seconds, peaks, (), None, "identity")
+    return Emitted(
+        actions, program.on_device, order_seconds(program, order), peaks, (), None, "identity"
+    )
 
 
 def _search(
@@ -142,11 +240,13 @@ def _search(
     machine: MemoryMachine,
     order: tuple[int, ...],
     identity: Emitted,
-    move: Collection[StorageKind] | None,
-    recompute: bool,
+    goal: _Goal,
     slack_s: float | None,
+    where: tuple[str, frozenset[int]],
 ) -> Search:
-    chains = use_definitions(program, order)
+    """All rules for one set of updates in host memory."""
+    (on_host, hosted), move = where, goal.move
+    chains = use_definitions(program, order, hosted)
     movable = [
         s
         for s, storage in enumerate(program.storages)
@@ -155,8 +255,9 @@ def _search(
     ]
     large = len(program.operators) > _LARGE
     selectors = []
-    for name, chosen in _recompute_sets(program, machine, chains, slack_s, recompute):
+    for name, chosen in _recompute_sets(program, machine, chains, slack_s, goal.recompute):
         again = choose_recomputes(program, chains, chosen)
+        again.host = HostUpdates.of(program, order, hosted, again.uses)
         # Gaps shorter than their copies cost waits: for a budget they may be needed, for a time limit they rarely pay.
         stretch = 1 + (slack_s or 0.0) / max(identity.seconds, 1e-30)
         ways: list[tuple[str, bool, float | None]] = [("", False, stretch)]
@@ -166,7 +267,7 @@ def _search(
             selector = Selector(
                 program, machine, order, again, movable, stall=stall, stretch=factor
             )
-            selectors.append((name + label, selector))
+            selectors.append((name + label + on_host, selector))
     return Search(program, machine, order, selectors, identity)
 
 
@@ -207,102 +308,6 @@ def _recompute_sets(
     return distinct
 
 
-def _least_time(
-    search: Search, budget: int, finish: Callable[[Emitted], MemoryPlan]
-) -> tuple[Emitted, MemoryPlan]:
-    """The fastest program whose arena, with what is made beside it, is within the budget; and its plan."""
-    room = budget - search.program.staging_bytes
-    plans: dict[int, MemoryPlan] = {}
-
-    def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
-        for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
-            plan = plans[id(e)] = plans.get(id(e)) or finish(e)
-            if plan.device_bytes <= budget:
-                return e, plan
-        return None
-
-    def afresh() -> Search:
-        return Search(
-            search.program, search.machine, search.order, search.selectors, search.best_seen
-        )
-
-    found: list[Emitted] = []
-    for part in _GAPS:
-        aim = max(room - room // part, 0)
-        found += afresh().portfolio(aim, budget=aim)
-        if (best := first(found)) is not None:
-            return best
-    floor = working_set_bytes(search.program)
-    # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
-    again = Search(search.program, search.machine, search.order, search.selectors, search.best_seen)
-    lowest = again.portfolio(floor)
-    found += [*lowest, *again.portfolio((floor + room) // 2, budget=room)]
-    if (best := first(found)) is not None:
-        return best
-    candidates = sorted(lowest, key=lambda e: (e.peak, e.seconds))[:3] or [search.best_seen]
-    least = min((plans.get(id(e)) or finish(e)).device_bytes for e in candidates)
-    if more := _more_elsewhere(search, room, floor):
-        machine = search.machine
-        raise TierFull(
-            "the device budget needs more bytes in DRAM or flash than the machine allows",
-            got=f"budget {budget}, dram {machine.dram_bytes}, flash {machine.flash_bytes}",
-            hint=f"set `{more}`, or `offload.budget={least}`",
-        )
-    error = BudgetImpossible(
-        f"no memory plan fits {format_bytes(budget)}",
-        got=f"{budget} bytes",
-        allowed=f"at least {least} bytes (the largest operator alone takes {floor})",
-        hint=f"set `offload.budget={least}`",
-    )
-    error.least_bytes = least
-    raise error
-
-
-def _more_elsewhere(search: Search, room: int, floor: int) -> str:
-    """Settings of DRAM and flash with which a program would live in the room; empty when they are not what is short."""
-    machine = search.machine
-    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-    if all(most is None for most in caps.values()):
-        return ""
-    unlimited = replace(machine, dram_bytes=None, flash_bytes=None)
-    free = Search(search.program, unlimited, search.order, search.selectors, search.best_seen)
-    for target in (room, floor):
-        fitting = [e for e in free.portfolio(target, budget=room) if e.peak <= room]
-        if fitting:
-            needs = min(fitting, key=lambda e: (e.peaks["flash"], e.peaks["dram"])).peaks
-            return " ".join(
-                f"offload.{tier}={needs[tier]}"
-                for tier, most in caps.items()
-                if most is not None and needs[tier] > most
-            )
-    return ""
-
-
-def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
-    """Bisect the target; every success is judged by its real peak, so the answer never depends on monotony."""
-    low, high = working_set_bytes(search.program), identity.peak
-    best = identity
-    for _ in range(10):
-        target = (low + high) // 2
-        if high - low <= max(identity.peak // 200, search.program.alignment_bytes):
-            break
-        fine = [
-            e
-            for e in search.portfolio(target, limit_s)
-            if e.seconds <= limit_s and e.peak < best.peak
-        ]
-        if fine:
-            best = min(fine, key=lambda e: (e.peak, e.seconds))
-            high = min(best.peak, high)
-            if best.peak > target:
-                low = target
-        else:
-            low = target
-    if len(search.program.operators) <= LARGEST and best.again is not None:
-        best = polish(search, best, limit_s)
-    return best
-
-
 def _finish(
     program: MemoryProgram,
     machine: MemoryMachine,
@@ -328,6 +333,7 @@ def _finish(
         for g in emitted.gaps
     ]
     if emitted.again is not None:
+        choices += _updates(program, emitted.again.host)
         choices += [
             Choice(s, "recompute", a, b, "device", "cheaper to run again than to keep or copy")
             for s, (a, b) in sorted(emitted.again.gaps.items())
@@ -341,4 +347,23 @@ def _finish(
         said,
         addresses,
         arena,
+    )
+
+
+def _updates(program: MemoryProgram, host: HostUpdates) -> list[Choice]:
+    """What is changed in host memory."""
+    return [
+        Choice(s, "update", positions[0], positions[-1], "dram", "changed in host memory")
+        for s, positions in sorted(host.at_home.items())
+        if positions and program.sizes[s]
+    ]
+
+
+def _on_host(program: MemoryProgram, machine: MemoryMachine, host: HostUpdates) -> str:
+    """A sentence about what runs in host memory."""
+    seconds = sum(machine.host_seconds(program.operators[i]) for i in host.operators)
+    state = sum(program.sizes[s] for s in host.at_home)
+    return (
+        f"update on host: {len(host.operators)} of {len(hostable(program))} optimizer operators, on {state} bytes that "
+        f"stay in host memory, {seconds:.6g} s beside the compute lane; another processor may round differently"
     )

@@ -111,7 +111,9 @@ class Search:
         }
         emitted: Emitted | None = None
         for share in _DRAM_SHARES:
-            gaps = assign_tiers(self.program, self.machine, chosen, share)
+            gaps = assign_tiers(
+                self.program, self.machine, chosen, share, selector.again.host.at_home
+            )
             emitter = Emitter(
                 self.program,
                 self.machine,

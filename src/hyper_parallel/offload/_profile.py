@@ -19,7 +19,7 @@ from hyper_parallel.offload._simulate import Clock
 
 
 def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
-    """The step of a plan: spans of compute and copies, and after every action the bytes taken in each tier."""
+    """The step of a plan: spans of all lanes, and after every action the bytes taken in each tier."""
     clock = Clock(plan.program, machine, record=True)
     holds: list[set[MemoryTier]] = [
         {home} if storage.at_start else set()
@@ -62,18 +62,31 @@ def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
     Neighbouring operators of one phase become one span; copies are named after what they move; counters keep only
     what changes.
     """
-    runs = iter([a for a in plan.actions if a.kind in ("run", "recompute")])
+    operators = plan.program.operators
+    runs = iter(
+        [
+            a
+            for a in plan.actions
+            if a.kind in ("run", "recompute") and not operators[a.target].group
+        ]
+    )
     copies = {kind: iter([a for a in plan.actions if a.kind == kind]) for kind in COPIES}
     spans: list[Span] = []
     last: Span | None = None
     for span in timeline.spans:
+        if span.lane == "host":
+            spans.append(replace(span, name="update", category="host"))
+            continue
+        if span.lane == "communication":
+            spans.append(replace(span, name=span.name.rpartition(".")[2].strip("_")))
+            continue
         if span.lane != "compute":
             kind = plan.program.storages[next(copies[span.lane]).target].kind
             spans.append(replace(span, name=kind, category=span.lane))
             continue
         name = "wait"
         if span.category != "wait":
-            operator = plan.program.operators[next(runs).target]
+            operator = operators[next(runs).target]
             name = "recompute" if span.category == "recompute" else operator.phase
         joined = last is not None and last.name == name and last.end_s >= span.start_s * (1 - 1e-9)
         if last is not None and joined:

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from hyper_parallel.ir import MemoryProgram
+from hyper_parallel.offload._host import HostUpdates
 from hyper_parallel.offload._usedef import UseDef, live_bytes
 
 MAX_CHAIN = 4
@@ -23,7 +24,7 @@ MAX_CHAIN = 4
 
 @dataclass
 class Recomputes:
-    """What is dropped and what is run again where, for one order.
+    """What is dropped and what is run again where, for one order; and what does not run on the device at all.
 
     Attributes:
         uses: Accesses per storage in this order, the inputs of recomputed operators included.
@@ -31,6 +32,7 @@ class Recomputes:
         rerun: Operators to run again before a position, in original order.
         helpers: Results that exist for the moment of a position only.
         seconds: Compute seconds added.
+        host: What runs in host memory; it is in no `uses`.
     """
 
     uses: list[list[int]]
@@ -38,6 +40,7 @@ class Recomputes:
     rerun: dict[int, list[int]] = field(default_factory=dict)
     helpers: dict[int, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
+    host: HostUpdates = field(default_factory=HostUpdates)
 
 
 @dataclass(frozen=True)

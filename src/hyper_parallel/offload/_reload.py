@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.ir import MemoryProgram
+from hyper_parallel.offload._host import device_part
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._usedef import UseDef, use_definitions
 
@@ -59,6 +60,7 @@ def reload_bound(
         limit_s: Seconds the step may take.
         recompute: Results may be computed again.
     """
+    program = device_part(program, machine)
     chains = use_definitions(program, order)
     n = len(order)
     live = np.zeros(n + 1, np.int64)

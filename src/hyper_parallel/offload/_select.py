@@ -70,15 +70,12 @@ class Selector:
     ) -> None:
         self.program, self.machine, self.again = program, machine, recomputes
         self.stall, self.stretch = stall, stretch
-        seconds = [program.operators[i].seconds for i in order]
+        seconds = recomputes.host.seconds(program, order)
         self.ends_s = np.cumsum(seconds)
         self.starts_s = self.ends_s - seconds
         self.n = len(order)
-        self.written = {s for op in program.operators for s in op.writes}
-        self.writes: dict[int, list[int]] = {s: [] for s in self.written}
-        for position, index in enumerate(order):
-            for s in program.operators[index].writes:
-                self.writes[s].append(position)
+        self.writes = recomputes.host.device_writes(program, order)
+        self.written = set(self.writes)
         self.profile = self._profile()
         self.sequences: dict[Rank, Greedy] = {}
         # A copy that is nearly all latency takes a channel's time for next to no bytes.
@@ -108,7 +105,23 @@ class Selector:
             extra = sum(sizes[h] for h in helpers)
             change[position] += extra
             change[position + 1] -= extra
+        for gap in self.again.host.gaps:
+            low, high, extra = self._for_host(gap)
+            change[low] += extra
+            change[high] -= extra
         return np.cumsum(change[:-1])
+
+    def _for_host(self, gap: Gap) -> tuple[int, int, int]:
+        """(low, high, bytes): what updates in host memory change on the device, as if their copies were alone."""
+        s, low = gap.storage, gap.first + 1
+        num_bytes = self.program.storages[s].num_bytes
+        if s in self.again.host.at_home:  # gone, but for its way back
+            back = self.machine.prefetch.seconds(num_bytes)
+            high = self._begun(gap.last, back) if gap.last < self.n else self.n
+            return low, max(low, high), -self.program.sizes[s]
+        # A gradient that is used no more has to be sent first.
+        high = self._done(self.since(gap), self.machine.store.seconds(num_bytes))
+        return low, max(low, high), self.program.sizes[s]
 
     def _of(self, s: int) -> list[Candidate]:
         size = self.program.sizes[s]
@@ -121,16 +134,23 @@ class Selector:
         back = self.machine.prefetch.seconds(storage.num_bytes)
         moves = out + back
         dropped = self.again.gaps.get(s)
+        host = self.again.host
+        home = s in host.at_home  # then it leaves between two uses without a copy
+        taken = {(g.first, g.last) for g in host.gaps if g.storage == s} if home else set()
+        if home:
+            out, moves = 0.0, back
         if self.stall:
             out = back = 0.0
         for a, b in pairwise(uses):
-            if b - a > 1 and (a, b) != dropped:
+            if b - a > 1 and (a, b) != dropped and (a, b) not in taken:
                 idle = float(self.starts_s[b] - self.ends_s[a])
                 gap = Gap(s, a, b, "dram")
-                low = max(self._done(self.since(gap), out), a + 1)
+                low = a + 1 if home else max(self._done(self.since(gap), out), a + 1)
                 high = self._begun(b, back)
                 if low < high:
                     found.append(Candidate((gap,), ((low, high),), size, idle, moves))
+        if home:
+            return found
         if storage.persistent and uses:
             first, last = uses[0], uses[-1]
             high = self._begun(first, back)
@@ -222,7 +242,11 @@ class Selector:
 
 
 def assign_tiers(
-    program: MemoryProgram, machine: MemoryMachine, chosen: list[Candidate], share: float
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    chosen: list[Candidate],
+    share: float,
+    at_home: Collection[int] = (),
 ) -> list[Gap]:
     """DRAM while its budget lasts; then the candidates with the longest idle time go on to flash.
 
@@ -234,15 +258,18 @@ def assign_tiers(
         machine: Capacities.
         chosen: What leaves the device.
         share: Part of the DRAM to fill; the rest is for bytes on their way through DRAM to flash and back.
+        at_home: Storages that live in DRAM whatever is chosen.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes
     tiers: dict[int, MemoryTier] = {}
     if room is not None and flash:
-        used = 0
+        used = sum(program.sizes[s] for s in at_home)
         by_storage: dict[int, float] = {}
         for c in chosen:
             s = c.gaps[0].storage
+            if s in at_home:
+                continue
             by_storage[s] = max(by_storage.get(s, 0.0), c.idle_s)
         for s in sorted(by_storage, key=lambda s: by_storage[s]):
             if used + program.sizes[s] <= room * share:

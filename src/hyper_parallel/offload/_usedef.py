@@ -6,12 +6,13 @@ access to the storage, and creating a view is none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram
+from hyper_parallel.offload._talks import plain_actions
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,22 @@ class UseDef:
     maker: tuple[int, ...]
 
 
-def use_definitions(program: MemoryProgram, order: Sequence[int]) -> UseDef:
-    """Collect every storage's accesses in the given order."""
+def use_definitions(
+    program: MemoryProgram, order: Sequence[int], elsewhere: Collection[int] = ()
+) -> UseDef:
+    """Collect every storage's accesses in the given order.
+
+    Args:
+        program: Operators.
+        order: Their order.
+        elsewhere: Operators that run in host memory: they write, but use nothing on the device.
+    """
     uses: list[list[int]] = [[] for _ in program.storages]
     writes: list[list[int]] = [[] for _ in program.storages]
     maker = [-1] * len(program.storages)
     for position, index in enumerate(order):
         op = program.operators[index]
-        for s in program.touched[index]:
+        for s in program.touched[index] if index not in elsewhere else ():
             uses[s].append(position)
         for s in op.writes:
             writes[s].append(position)
@@ -63,14 +72,19 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
     """Operators that must run before each operator, judged in the original order.
 
     True dependence (read after write), anti-dependence (write after read), output dependence (write after write), and
-    the mutual order of operators that draw random numbers or check a branch.
+    the mutual order of operators that draw random numbers, check a branch, or talk to other ranks. What needs a message
+    waits for another rank, so it stays behind everything that was sent before it: no rank waits for one that waits for
+    it (see `_talks`).
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
-    last_ordered = -1
+    last_ordered, last_talk, last_exchange = -1, -1, -1
+    messages: set[int] = set()
     for index, op in enumerate(program.operators):
         deps: set[int] = set()
+        if last_talk >= 0 and not messages.isdisjoint(op.touched):
+            deps.add(last_talk)
         for s in op.reads:
             if s in writer:
                 deps.add(writer[s])
@@ -84,10 +98,18 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
             readers[s] = []
         for s in op.reads:
             readers.setdefault(s, []).append(index)
-        if op.ordered:
+        if op.group or op.message:
+            if last_exchange >= 0:
+                deps.add(last_exchange)
+            last_exchange = index
+        elif op.ordered:
             if last_ordered >= 0:
                 deps.add(last_ordered)
             last_ordered = index
+        if op.group:
+            last_talk = index
+        if op.message:
+            messages.update(op.writes)
         deps.discard(index)
         before.append(deps)
     return before
@@ -97,19 +119,13 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
     """The program without any cache operator: every operator once, every storage freed right after its last use."""
     chains = use_definitions(program, order)
     keep = [s.at_end for s in program.storages]
-    actions = [
+    unused = [
         MemoryAction("free", s)
         for s, storage in enumerate(program.storages)
         if storage.at_start and not storage.at_end and not chains.uses[s]
     ]
-    for position, index in enumerate(order):
-        actions.append(MemoryAction("run", index))
-        actions += [
-            MemoryAction("free", s)
-            for s in program.touched[index]
-            if not keep[s] and chains.uses[s][-1] == position
-        ]
-    return tuple(actions)
+    last = [-1 if k or not uses else uses[-1] for k, uses in zip(keep, chains.uses, strict=True)]
+    return (*unused, *plain_actions(program, order, last))
 
 
 def working_set_bytes(program: MemoryProgram) -> int:

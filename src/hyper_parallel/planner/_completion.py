@@ -20,6 +20,7 @@ from hyper_parallel.cost import (
     Machine,
     ModelNumbers,
     distinct,
+    few_layers,
     memory_key,
     offloaded_bytes,
     sharing_seconds,
@@ -35,6 +36,8 @@ Choice: TypeAlias = tuple[int, int]
 """Whether inputs are gathered again, and the kind of recomputation: columns `regather` and `recompute`."""
 Seconds: TypeAlias = Callable[[Columns, Choice], Array]
 Peak: TypeAlias = Callable[[Columns, Sequence[Choice]], Array]
+Few: TypeAlias = Callable[[Columns, Choice], tuple[Array, Array]]
+"""As few layers of a rank as have to be recomputed under a choice, and the peak bytes with them."""
 
 FULL: Final = RECOMPUTE.index("full")
 _MANY: Final = 1e12
@@ -146,8 +149,8 @@ class Completion:
             least = np.where(fits, np.minimum(least, shared(1.0)[1]), least)
         return least * (1 - TIE)
 
-    def pricers(self, machine: Machine) -> tuple[Seconds, Peak]:
-        """Seconds per step and peak bytes of complete strategies."""
+    def pricers(self, machine: Machine) -> tuple[Seconds, Peak, Few]:
+        """Seconds per step and peak bytes of complete strategies, and the layers that they have to recompute."""
 
         def seconds(rows: Columns, choice: Choice) -> Array:
             c = self.candidates(rows, regather=float(choice[0]), recompute=float(choice[1]))
@@ -156,7 +159,13 @@ class Completion:
         def peak(rows: Columns, choices: Sequence[Choice]) -> Array:
             return self.peak(rows, machine, choices)
 
-        return seconds, peak
+        return seconds, peak, self.few
+
+    def few(self, rows: Columns, choice: Choice, **fixed: float) -> tuple[Array, Array]:
+        """See `Few`."""
+        c = self.candidates(rows, regather=float(choice[0]), **fixed)
+        capacity = self.goal.capacity_bytes * (1 + TIE)
+        return few_layers(self.numbers, self.machine, self.workload, c, choice[1], capacity)
 
     def peak(
         self, rows: Columns, machine: Machine, choices: Sequence[Choice], **fixed: float
@@ -165,21 +174,25 @@ class Completion:
         c = self.candidates(rows, **fixed)
         return offloaded_bytes(self.numbers, machine, self.workload, c, choices)
 
-    def complete(self, columns: Columns, seconds: Seconds, peak: Peak) -> tuple[Leaves, Columns]:
+    def complete(
+        self, columns: Columns, seconds: Seconds, peak: Peak, few: Few
+    ) -> tuple[Leaves, Columns]:
         """Prices with the best way to free memory, of what can be among the best; and what does not fit at all.
 
         Gathered inputs are kept where that fits, for gathering them again takes longer. Recomputation is none, or of
-        one kind as few layers of a rank as make it fit: between nothing and everything recomputed, time and memory
-        are linear in the layers, which are equal. Memory is cheaper to price than time, so what cannot fit goes first;
-        few of the columns matter to it, so each distinct row is priced once.
+        one kind as few layers of a rank as make it fit: between nothing and everything recomputed, time and the bytes
+        of every phase are linear in the layers, which are equal. Memory is cheaper to price than time, so what cannot
+        fit goes first; few of the columns matter to it, so each distinct row is priced once.
 
         Args:
             columns: Strategies.
             seconds: Seconds per step of strategies under one choice.
             peak: Peak bytes of them under several.
+            few: Layers that they have to recompute under one choice.
         """
         if not len(columns["pp"]):
             return _none(columns), columns
+        given = columns
         capacity = self.goal.capacity_bytes * (1 + TIE)
         first, index = distinct(memory_key(columns))
         table = peak({n: c[first] for n, c in columns.items()}, self.choices)
@@ -223,16 +236,16 @@ class Completion:
                 more = whole[mine[can]] if known else seconds(some, (regather, kind))
                 if kind == FULL:
                     whole[mine[can]] = more
-                more, less = more - start[can], memory[can] - least[can]
+                more = more - start[can]
                 layers = np.ceil(self.numbers.layers / some["pp"])
-                needed = layers
+                needed, used = layers, least[can]
                 if 0 in self.kinds:
-                    with np.errstate(divide="ignore", invalid="ignore"):
-                        few = np.ceil((memory[can] - capacity) / less * layers - TIE)
-                    needed = np.where((less > 0) & (few >= 1) & (few < layers), few, layers)
+                    those, which = np.unique(index[mine[can]], return_inverse=True)
+                    rows = {n: c[first[those]] for n, c in given.items()}
+                    needed, used = (v[which] for v in few(rows, (regather, kind)))
                 share = needed / layers
                 some_layers = np.where(needed < layers, needed, -1.0)
-                value, used = start[can] + share * more, memory[can] - share * less
+                value = start[can] + share * more
                 best.offer(mine[can], value, used, regather, kind, some_layers)
         filled = {**columns, "recompute": best.kind, "regather": best.regather}
         leaves = Leaves(filled, best.value / tokens, best.memory, best.layers, step / tokens)

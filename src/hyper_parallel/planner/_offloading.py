@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.planner._completion import Completion, Peak, Seconds
+from hyper_parallel.cost import distinct, memory_key
+from hyper_parallel.planner._completion import Completion, Few, Peak, Seconds
 from hyper_parallel.planner._leaves import TIE, Leaves
 from hyper_parallel.planner._space import Columns
 
@@ -17,42 +18,57 @@ Array = NDArray[np.float64]
 class Offloading(Completion):
     """Completion where some strategies offload."""
 
-    def complete(self, columns: Columns, seconds: Seconds, peak: Peak) -> tuple[Leaves, Columns]:
+    def complete(
+        self, columns: Columns, seconds: Seconds, peak: Peak, few: Few
+    ) -> tuple[Leaves, Columns]:
         """See `Completion.complete`. A strategy that offloads recomputes no layer or all of them, whichever is faster.
 
         What lies between is the memory plan's: it drops single results, at the price that the copies' term has.
         """
         if "offload" not in columns or not (columns["offload"] > 0).any():
-            return super().complete(columns, seconds, peak)
+            return super().complete(columns, seconds, peak, few)
         moved = columns["offload"] > 0
         leaves, lost = self._moved({n: c[moved] for n, c in columns.items()}, seconds, peak)
         if moved.all():
             return leaves, lost
-        others, more = super().complete({n: c[~moved] for n, c in columns.items()}, seconds, peak)
+        stay = {n: c[~moved] for n, c in columns.items()}
+        others, more = super().complete(stay, seconds, peak, few)
         lost = {n: np.concatenate([c, more[n]]) for n, c in lost.items()}
         return Leaves.join([others, leaves]), lost
 
     def _moved(self, columns: Columns, seconds: Seconds, peak: Peak) -> tuple[Leaves, Columns]:
         capacity = self.goal.capacity_bytes * (1 + TIE)
-        size = len(columns["pp"])
-        best, least = np.full(size, np.inf), np.full(size, np.inf)
-        used, chosen, regathers = np.zeros(size), np.zeros(size), np.zeros(size)
         choices = list(itertools.product(self.regathers, self.kinds))
-        for choice, memory in zip(choices, peak(columns, choices), strict=True):
-            step = seconds(columns, choice)
-            least = np.minimum(least, step)
-            better = (memory <= capacity) & (step < best * (1 - TIE))
-            best, used = np.where(better, step, best), np.where(better, memory, used)
-            regathers = np.where(better, choice[0], regathers)
-            chosen = np.where(better, choice[1], chosen)
-        fits = np.isfinite(best)
+        first, index = distinct(memory_key(columns))
+        held = peak({n: c[first] for n, c in columns.items()}, choices)
+        fits = np.any(held <= capacity, axis=0)[index]
         self.cut["does not fit in memory"] += int((~fits).sum())
         lost = {n: c[~fits] for n, c in columns.items()}
+        columns, index = {n: c[fits] for n, c in columns.items()}, index[fits]
         tokens = self.tokens(columns)
-        keep = fits & (best <= self.threshold * (1 + TIE) * tokens)
-        self.cut["slower by its bound"] += int((fits & ~keep).sum())
-        filled = {
-            n: c[keep] for n, c in {**columns, "recompute": chosen, "regather": regathers}.items()
-        }
-        value, below = best / tokens, least / tokens
-        return Leaves(filled, value[keep], used[keep], -np.ones(int(keep.sum())), below[keep]), lost
+        # Copies, and whatever is made or gathered again, only add to what the usual choice takes without them.
+        usual = self.regathers[0], 0
+        stays = {**columns, "offload": np.zeros(len(index))}
+        least = seconds(stays, usual) if len(index) else np.empty(0)
+        most = self.threshold * (1 + TIE) * tokens
+        fast = least <= most
+        columns, index = {n: c[fast] for n, c in columns.items()}, index[fast]
+        least, most, tokens = least[fast], most[fast], tokens[fast]
+        best, used = np.full(len(index), np.inf), np.zeros(len(index))
+        chosen, regathers = np.zeros(len(index)), np.zeros(len(index))
+        for choice, table in zip(choices, held, strict=True):
+            memory = table[index]
+            # Nothing is better than what adds nothing.
+            which = np.flatnonzero((memory <= capacity) & (best > least * (1 + TIE)))
+            if not len(which):
+                continue
+            step = seconds({n: c[which] for n, c in columns.items()}, choice)
+            better = step < best[which] * (1 - TIE)
+            which, step = which[better], step[better]
+            best[which], used[which] = step, memory[which]
+            regathers[which], chosen[which] = choice
+        keep = best <= most
+        self.cut["slower by its bound"] += int((~fast).sum() + (~keep).sum())
+        filled = {**columns, "recompute": chosen, "regather": regathers}
+        leaves = Leaves(filled, best / tokens, used, -np.ones(len(index)), least / tokens)
+        return leaves.take(keep), lost

@@ -12,6 +12,7 @@ from hyper_parallel.cost import (
     Candidates,
     Scores,
     kept_bytes,
+    memory_terms,
     mixed_term,
     put_away,
     score,
@@ -91,7 +92,14 @@ def price(
         plain = _score(context, without, workload)
         kept = (1.0 - share) * _kept(context, without, workload) + share * kept
         cost = _mixed_time(plain, scores, share)
-        memory = put_away(_mixed_memory(plain, scores, share), cost)
+        held = memory_terms(
+            context.numbers,
+            context.machine,
+            workload,
+            Candidates.of(whole, workload),
+            strategy.recompute_layers,
+        )
+        memory = put_away(tuple(t.at(0) for t in held if t.bytes[0] > 0.0), cost)
     terms = {t.name: t.seconds for t in cost}
     sends = next((t for t in scores.time if t.name == "pipeline sends"), None)
     send_s = float(np.ravel(sends.inputs.get("send_s", 0.0))[0]) if sends is not None else 0.0
@@ -148,15 +156,6 @@ def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ..
         seconds = (1.0 - share) * float(one.seconds[0]) + share * term.seconds
         if seconds > 0.0:
             mixed.append(replace(term, seconds=seconds))
-    return tuple(mixed)
-
-
-def _mixed_memory(plain: Scores, full: Scores, share: float) -> tuple[MemoryTerm, ...]:
-    mixed = []
-    for one, other in zip(plain.memory, full.memory, strict=True):
-        size = (1.0 - share) * float(one.bytes[0]) + share * float(other.bytes[0])
-        if size > 0.0:
-            mixed.append(replace(other.at(0), bytes=int(size)))
     return tuple(mixed)
 
 

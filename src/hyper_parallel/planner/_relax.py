@@ -110,3 +110,12 @@ def _size(axes: tuple[Axis, ...]) -> Array:
     for degree, _ in axes:
         size = size * degree
     return size
+
+
+def link_domains(machine: Machine) -> tuple[int, ...]:
+    """Sizes of the domains beyond which other links are used; tiers of one fabric count as one domain."""
+    return tuple(
+        tier.size
+        for tier, outer in itertools.pairwise(machine.tiers)
+        if tier.size and not outer.shares_links
+    )

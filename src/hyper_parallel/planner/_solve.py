@@ -42,7 +42,7 @@ from hyper_parallel.ir import AXES, Workload
 from hyper_parallel.planner._completion import FULL, Choice
 from hyper_parallel.planner._leaves import BLOCKS, TIE, Found, Goal, Leaves
 from hyper_parallel.planner._offloading import Offloading
-from hyper_parallel.planner._relax import Relaxed
+from hyper_parallel.planner._relax import Relaxed, link_domains
 from hyper_parallel.planner._space import Columns, Space
 
 Array = NDArray[np.float64]
@@ -236,7 +236,7 @@ class _Search(Offloading):
         if not len(grown["pp"]):
             return grown, np.empty(0)
         grown["dp_replicate"], grown["dp_shard"] = np.ones(len(grown["pp"])), grown["dp"]
-        leaves, lost = self.complete(grown, self._bare_s, self._lean_bytes)
+        leaves, lost = self.complete(grown, self._bare_s, self._lean_bytes, self._lean_layers)
         self.lost.append({n: c[:TOO_BIG_PRICED] for n, c in lost.items()})
         columns = {n: c for n, c in leaves.columns.items() if n not in FREED}
         least = leaves.per_token_s
@@ -260,6 +260,18 @@ class _Search(Offloading):
             held = self.peak(rows, self.relaxed, choices, zero=float(zero), offload=offload)
             least = np.minimum(least, np.where(self.space.shards(zero, rows), held, np.inf))
         return least
+
+    def _lean_layers(self, rows: Columns, choice: Choice) -> tuple[Array, Array]:
+        """Fewest layers to recompute with everything sharded that may be; one where offload leaves it open."""
+        least, used = np.full(len(rows["pp"]), np.inf), np.zeros(len(rows["pp"]))
+        if self.space.rules.offload:
+            return np.ones(len(least)), used
+        wanted = self.space.zeros()
+        for zero in (z for z in wanted if z != 2 or 3 not in wanted):
+            few, held = self.few(rows, choice, zero=float(zero))
+            better = self.space.shards(zero, rows) & (few < least)
+            least, used = np.where(better, few, least), np.where(better, held, used)
+        return least, used
 
     def _pipelines_of(self, *key: float) -> Array:
         """Rows (pp, dp, accumulation, schedule, vpp) of a tuple."""
@@ -323,7 +335,7 @@ class _Search(Offloading):
 
     def _orders(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
         """Complete strategies: every order of the axes that makes a difference."""
-        sizes = _link_domains(self.machine)
+        sizes = link_domains(self.machine)
         keys = np.column_stack([columns[n] for n in AXES]).astype(int).tolist()
         options = [self._remembered(self.space.orders, tuple(key), sizes) for key in keys]
         grown = _grow(columns, options, ("order",))
@@ -383,12 +395,3 @@ def _grow(
     source = np.repeat(np.arange(len(counts)), counts)
     table = np.array(list(itertools.chain(*options)), dtype=np.float64).reshape(-1, len(names))
     return {**{n: c[source] for n, c in columns.items()}, **dict(zip(names, table.T, strict=True))}
-
-
-def _link_domains(machine: Machine) -> tuple[int, ...]:
-    """Sizes of the domains beyond which other links are used; tiers of one fabric count as one domain."""
-    return tuple(
-        tier.size
-        for tier, outer in itertools.pairwise(machine.tiers)
-        if tier.size and not outer.shares_links
-    )

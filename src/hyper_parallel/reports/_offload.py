@@ -1,4 +1,4 @@
-"""The offload section of the page: bytes of every tier over one step, copies beside compute, predicted and measured."""
+"""The offload section of the page: bytes of every tier, and lanes beside compute, predicted and measured."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _MOST_POINTS = 1500
 _TIERS = {"device": "device", "dram": "host memory", "flash": "files"}
 _LANES = {
     "compute": "compute",
+    "communication": "communication",
+    "host": "host",
     "store": "device to host",
     "prefetch": "host to device",
     "copy_out": "host to file",
@@ -55,7 +57,9 @@ def offload_section(run: Run) -> str:
             )
         )
     for kind, timeline in (("predicted", predicted), ("measured", measured)):
-        out.append(f"<h3>{kind}: compute and copy engines</h3>" + _gantt(timeline))
+        out.append(
+            f"<h3>{kind}: compute, communication, host and copy engines</h3>" + _gantt(timeline)
+        )
     out.append(
         '<p class="muted">One planned step of rank 0. Bytes are counted as buffers really come and go; time is the '
         "virtual clock of the simulated device.</p>"
@@ -70,7 +74,8 @@ def _sentence(run: Run, last: dict[str, float]) -> str:
         f"Largest distance between predicted and measured peak, over all steps, tiers and ranks: {worst} bytes. "
         f"Simulated step {format_seconds(last['sim_step_s'])}, predicted "
         f"{format_seconds(last['pred_sim_step_s'])}; waiting for copies {format_seconds(last['wait_s'])}, predicted "
-        f"{format_seconds(last['pred_wait_s'])}. Planned again: {again} times."
+        f"{format_seconds(last['pred_wait_s'])}, for other ranks {format_seconds(last.get('join_s', 0.0))}, predicted "
+        f"{format_seconds(last.get('pred_join_s', 0.0))}. Planned again: {again} times."
     )
 
 

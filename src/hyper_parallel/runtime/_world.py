@@ -16,8 +16,6 @@ from hyper_parallel.errors import DegreesMismatch, DeviceUnavailable
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime._launch import INIT_METHOD
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
-
 
 class World:
     """Ranks that train one or more models together.
@@ -47,7 +45,7 @@ class World:
         """Join the world the environment describes: our launcher's, torchrun's, or a world of one.
 
         Args:
-            device: cpu, cuda or npu. None: an accelerator when there is one, else cpu.
+            device: cpu, cuda, npu, ... None: the accelerator of this machine when there is one, else cpu.
 
         Raises:
             DeviceUnavailable: HP502 when this process finds no accelerator of its own.
@@ -81,7 +79,7 @@ class World:
 
     def _open(self, init_method: str | None) -> None:
         """Create the default process group; without a method a group of one."""
-        self.backend = _BACKENDS[self.device.type]
+        self.backend = _libraries(self.device.type)
         options = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
         dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
         self._owns_group = True
@@ -200,10 +198,15 @@ def _fitting_shard(strategy: Strategy, ranks: int) -> int:
 
 
 def _default_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    npu = getattr(torch, "npu", None)
-    return "npu" if npu is not None and npu.is_available() else "cpu"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def _libraries(kind: str) -> str:
+    """Collective libraries by device kind: what torch or the device's plug-in has registered, gloo on the host."""
+    if kind == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 def _device(kind: str, local_rank: int) -> torch.device:

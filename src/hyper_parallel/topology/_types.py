@@ -134,6 +134,18 @@ class Supernode:
         return self.device.memory_bytes_s.value / 2 if self.device.kind == "cpu" else 0.0
 
     @property
+    def update_bytes_s(self) -> float:
+        """Bytes/s at which one device's part of the host works on that memory; 0: there is none.
+
+        Half of its share of the memory's bandwidth, because copies to and from the device take the rest; of a memory
+        whose bandwidth is not said, what one copy direction gets.
+        """
+        host = self._host
+        if host is None or host.total_bytes_s is None:
+            return self.host_bytes_s
+        return host.total_bytes_s.value / host.shared_by / 2
+
+    @property
     def _host(self) -> MemoryPool | None:
         pools = {pool.kind: pool for pool in self.pools}
         return pools.get("dram") or pools.get("pool")

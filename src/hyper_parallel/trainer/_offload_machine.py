@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -22,7 +23,6 @@ MARGIN: Final = 0.04
 """Share of a device's memory that `budget: auto` leaves to kernels and to the allocator."""
 NOTICED: Final = 0.02
 """Share by which a measured bandwidth must differ from the assumed one to be worth another plan."""
-_COMMUNICATION: Final = ("c10d.", "_c10d_functional.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class Assumed:
         )
 
     def annotate(self, program: MemoryProgram) -> MemoryProgram:
-        """The program with seconds: a roofline for what the device computes, the link for collectives."""
+        """The program with seconds: a roofline for what the device computes, the link for what ranks exchange."""
         timed = self.roofline.annotate(program)
         return replace(
             timed,
             operators=tuple(
-                replace(op, seconds=self.link.seconds(op.access_bytes))
-                if op.name.startswith(_COMMUNICATION)
+                replace(op, seconds=0.0, talk_s=self.link.seconds(op.access_bytes))
+                if op.group
                 else op
                 for op in timed.operators
             ),
@@ -166,4 +166,10 @@ def _machine(node: Supernode, choice: Offload, host_bytes_s: float) -> MemoryMac
     flash = None
     if choice.flash_dir is not None:
         flash = flash_channel(node)
-    return MemoryMachine(channel, channel, flash, flash, dram_bytes=dram, flash_bytes=choice.flash)
+    host = None
+    if choice.update_on_host:
+        # The topology knows no arithmetic rate of the host; updates are bound by its memory.
+        host = Roofline(math.inf, node.update_bytes_s or host_bytes_s)
+    return MemoryMachine(
+        channel, channel, flash, flash, dram_bytes=dram, flash_bytes=choice.flash, host=host
+    )

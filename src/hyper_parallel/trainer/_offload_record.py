@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
-from hyper_parallel.offload import order_peak
+from hyper_parallel.offload import Clock, MemoryMachine, order_peak, order_seconds
 from hyper_parallel.trainer._files import write_timeline
+from hyper_parallel.trainer._offload_rehearsal import ULPS
 from hyper_parallel.units import format_bytes, format_seconds
 
 
@@ -49,6 +52,8 @@ class OffloadRecord:
         pred_sim_step_s: What the plan predicts for it.
         wait_s: Of it, seconds the compute lane stood still for copies.
         pred_wait_s: What the plan predicts for that.
+        join_s: Of it, seconds the compute lane stood still for other ranks.
+        pred_join_s: What the plan predicts for that.
         replanned: A rank made a new plan after this step.
     """
 
@@ -60,17 +65,17 @@ class OffloadRecord:
     pred_sim_step_s: float
     wait_s: float
     pred_wait_s: float
+    join_s: float
+    pred_join_s: float
     replanned: bool
 
 
-def planned_wait_s(plan: MemoryPlan) -> float:
-    """Seconds of a planned step in which the compute lane waits for copies."""
-    running = sum(
-        plan.program.operators[a.target].seconds
-        for a in plan.actions
-        if a.kind in ("run", "recompute")
-    )
-    return max(plan.seconds - running, 0.0)
+def planned_waits(plan: MemoryPlan, machine: MemoryMachine) -> tuple[float, float]:
+    """Seconds of a planned step in which the compute lane waits: for copies, and for other ranks."""
+    clock = Clock(plan.program, machine)
+    for action in plan.actions:
+        clock.apply(action)
+    return clock.wait_s, clock.join_s
 
 
 def over_ranks(mine: OffloadRecord) -> OffloadRecord:
@@ -106,12 +111,25 @@ def with_memory(
 
 def offload_line(plan: MemoryPlan) -> str:
     """What a memory plan promises, in one line."""
-    before = order_peak(plan.program, range(len(plan.program.operators)))
+    recorded = range(len(plan.program.operators))
+    before, before_s = order_peak(plan.program, recorded), order_seconds(plan.program, recorded)
     most = {**plan.peak_bytes, "device": plan.device_bytes}
     tiers = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in most.items() if size)
     return (
         f"offload: predicted peak {tiers} (without: {format_bytes(before)}); simulated step "
-        f"{format_seconds(plan.seconds)} (without: {format_seconds(plan.program.seconds)})"
+        f"{format_seconds(plan.seconds)} (without: {format_seconds(before_s)})"
+    )
+
+
+def updates_line(plan: MemoryPlan, *, bitwise: bool) -> str:
+    """How many optimizer operators run in host memory, and how the first step is checked, in one line."""
+    count = sum(action.kind == "update" for action in plan.actions)
+    how = "bit for bit"
+    if count and not bitwise:
+        how = f"up to {ULPS} units in the last place of a tensor's largest value"
+    return (
+        f"offload: {count} optimizer operators run in host memory; the state after the first step is compared with the "
+        f"plain one's {how}"
     )
 
 
@@ -128,3 +146,27 @@ def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> No
     """Predicted and measured timeline of one planned step, for the report."""
     for timeline, name in zip(timelines, ("predicted", "measured"), strict=True):
         write_timeline(timeline, directory / f"offload_{name}.json")
+
+
+def agreed(make: Callable[[], MemoryPlan]) -> MemoryPlan:
+    """This rank's plan; when any rank has none, every rank raises the error that asks for most."""
+    plan: MemoryPlan | None = None
+    error: HyperParallelError | None = None
+    try:
+        plan = make()
+    except HyperParallelError as raised:
+        error = raised
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        errors: list[HyperParallelError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        error = max((e for e in errors if e is not None), key=_needs, default=None)
+    if error is not None:
+        raise error
+    assert plan is not None
+    return plan
+
+
+def _needs(error: HyperParallelError) -> int:
+    """Bytes that an error's hint asks for."""
+    digits = "".join(c if c.isdigit() else " " for c in error.hint or "").split()
+    return max((int(d) for d in digits), default=0)

@@ -19,6 +19,11 @@ _ACTION = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, what, microbatch."""
 
 
+_SAMPLED = 4096
+ULPS = 4
+"""Units in the last place by which an update on a CPU may be away from the same one on an accelerator."""
+
+
 class Phases:
     """Spans of the loop, told to the recorder as phases of the program."""
 
@@ -74,7 +79,24 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
-def digest(tensor: Tensor) -> int:
+def digests(state: dict[str, Tensor]) -> dict[str, int]:
+    """What a whole state is compared by, bit for bit."""
+    return {name: _digest(tensor) for name, tensor in state.items()}
+
+
+def _digest(tensor: Tensor) -> int:
     # A copy: what NumPy has looked at can no longer be resized.
     flat = tensor.detach().reshape(-1).to("cpu", copy=True).view(torch.uint8)
     return zlib.crc32(memoryview(flat.numpy()))
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Up to so many elements of a tensor, evenly spread, in float64 on the host."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(flat.numel() // _SAMPLED, 1)].to("cpu", torch.float64, copy=True)
+
+
+def near(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Two samples of a tensor of this type that differ by rounding: a few units in the last place of the largest."""
+    unit = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return bool(((a - b).abs() <= ULPS * unit * b.abs().max()).all())

@@ -283,7 +283,9 @@ class _Run:
         import transformers
 
         device = self._world.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+        module = torch.get_device_module(device)
+        known = device.type != "cpu" and hasattr(module, "get_device_name")
+        name = module.get_device_name(device) if known else platform.machine()
         return {
             "device": f"{device.type} ({name})",
             "ranks": self._world.world_size,

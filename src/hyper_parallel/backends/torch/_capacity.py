@@ -13,51 +13,13 @@ No size depends on the data, so nothing is read by the host, and a step can be c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch._dispatch import all_to_all
-
-
-def _filled(rows: Tensor, slot: Tensor, size: int) -> Tensor:
-    """[size, D] with the rows in their slots; those of slot `size` are left out."""
-    return rows.new_zeros(size + 1, *rows.shape[1:]).index_copy_(0, slot, rows)[:size]
-
-
-def _taken(filled: Tensor, slot: Tensor) -> Tensor:
-    """The rows of every slot, zero for the slot behind the last."""
-    return torch.cat((filled, filled.new_zeros(1, *filled.shape[1:])))[slot]
-
-
-class _ToSlots(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, slot: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(slot)
-        return _filled(rows, slot, size)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slot,) = ctx.saved_tensors
-        return _taken(grad, slot), None, None
-
-
-class _FromSlots(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, filled: Tensor, slot: Tensor) -> Tensor:
-        ctx.save_for_backward(slot)
-        ctx.size = filled.shape[0]
-        return _taken(filled, slot)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (slot,) = ctx.saved_tensors
-        return _filled(grad, slot, ctx.size), None
+from hyper_parallel.backends.torch._rows import place, take
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +73,11 @@ class CapacityDispatch:
         """[ep * E/ep * capacity, D]: the rows of all ranks for the experts of this one, from [N, D]."""
         k = len(self.slot) // max(1, hidden.shape[0])
         repeated = hidden.unsqueeze(1).expand(-1, k, -1).reshape(-1, hidden.shape[-1])
-        return self._exchanged(_ToSlots.apply(repeated, self.slot, self.slots))
+        return self._exchanged(place(repeated, self.slot, self.slots, spare=True))
 
     def gather(self, results: Tensor) -> Tensor:
         """[N k, D] results of this rank's tokens in the order of the index, zero for dropped rows."""
-        return _FromSlots.apply(self._exchanged(results), self.slot)
+        return take(self._exchanged(results), self.slot, spare=True)
 
     def _exchanged(self, rows: Tensor) -> Tensor:
         if self.group is None:

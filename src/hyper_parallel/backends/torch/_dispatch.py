@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hyper_parallel.backends.torch._rows import place, take
+
 
 def _exchange(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
@@ -43,42 +45,6 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send, receive = ctx.splits
         return _exchange(grad, receive, send, ctx.group), None, None, None
-
-
-class _Take(torch.autograd.Function):
-    """Rows by index, each at most once, so that backward places gradients instead of adding them."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.size = rows.shape[0]
-        return rows[order]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return _placed(grad, order, ctx.size), None
-
-
-class _Put(torch.autograd.Function):
-    """Rows to their index, each at most once; zero where none goes."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(order)
-        return _placed(rows, order, size)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return grad[order], None, None
-
-
-def _placed(rows: Tensor, order: Tensor, size: int) -> Tensor:
-    make = rows.new_empty if len(order) == size else rows.new_zeros
-    return make(size, *rows.shape[1:]).index_copy_(0, order, rows)
 
 
 class _Touch(torch.autograd.Function):
@@ -105,11 +71,6 @@ def all_to_all(
 def touch(out: Tensor, params: list[Tensor]) -> Tensor:
     """`out`, and a zero gradient for each of `params`: reductions over ranks need one on every rank."""
     return _Touch.apply(out, *params)
-
-
-def place(rows: Tensor, order: Tensor, size: int) -> Tensor:
-    """[size, D] with `rows` at the indices `order`, each at most once, and zero elsewhere."""
-    return _Put.apply(rows, order, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +129,7 @@ class Dispatch:
         """[R, D]: the rows of all ranks for the experts of this one, from [N, D]."""
         k = self.size // max(1, hidden.shape[0])
         repeated = hidden.unsqueeze(1).expand(-1, k, -1).reshape(-1, hidden.shape[-1])
-        rows = _Take.apply(repeated, self.order)
+        rows = take(repeated, self.order)
         if self.group is None:
             return rows
         return all_to_all(rows, self.send, self.receive, self.group)

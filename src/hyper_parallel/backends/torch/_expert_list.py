@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._dispatch import Dispatch, place, touch
+from hyper_parallel.backends.torch._dispatch import Dispatch, touch
 from hyper_parallel.backends.torch._routing import LayerRouting, counts_now
+from hyper_parallel.backends.torch._rows import place
 from hyper_parallel.backends.torch._stages import Absent
 from hyper_parallel.errors import UnsupportedSharding
 

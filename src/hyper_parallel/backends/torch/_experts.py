@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from hyper_parallel.backends.torch._capacity import CapacityDispatch
-from hyper_parallel.backends.torch._dispatch import Dispatch, place, touch
+from hyper_parallel.backends.torch._dispatch import Dispatch, touch
 from hyper_parallel.backends.torch._expert_list import ExpertList, ListBlock, is_list
 from hyper_parallel.backends.torch._gradients import TpGradients, to_local
 from hyper_parallel.backends.torch._routing import (
@@ -36,6 +36,7 @@ from hyper_parallel.backends.torch._routing import (
     counts_now,
     watch_routers,
 )
+from hyper_parallel.backends.torch._rows import place
 from hyper_parallel.backends.torch._state import Handle
 from hyper_parallel.backends.torch._tokens import Tokens
 from hyper_parallel.errors import UnsupportedSharding

@@ -36,7 +36,8 @@ class _KeepFloat64(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
-            if torch.float32 in args or kwargs.get("dtype") is torch.float32:
+            # Identity: `in` would compare float32 with every tensor, and each comparison raises inside torch.
+            if kwargs.get("dtype") is torch.float32 or any(a is torch.float32 for a in args):
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
                 kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
         return func(*args, **kwargs)

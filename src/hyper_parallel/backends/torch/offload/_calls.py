@@ -1,12 +1,13 @@
 """Captured operator calls: a torch operator with tensors replaced by views of numbered storages.
 
-Collectives are operators like any other: they run when the program says, on the group they were captured with, and are
-done when their call returns. All of them are ordered, so every rank issues them as it did when it was captured.
+Collectives are operators like any other, on the group they were captured with, but their call only begins them: a plan
+says where they are waited for. All of them are ordered, so every rank begins them as it did when it was captured.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""Namespaces of operators that wait for other ranks."""
+"""Namespaces of operators that other ranks take part in."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
 """Operators of c10d that exchange with one other rank; neighbours in the program may depend on each other."""
-_UNMARKED = {
-    ("fsdp", "all_gather_copy_in", "all_gather_output"),
-    ("_c10d_functional", "wait_tensor", "tensor"),
-}
+_UNMARKED = {("fsdp", "all_gather_copy_in", "all_gather_output")}
 """Arguments (namespace, operator, name) that are written although their schema does not say so."""
 
 
@@ -67,12 +65,6 @@ class Call:
     made: tuple[tuple[int, View], ...] = ()
     guards: tuple[tuple[int, Any], ...] = ()
 
-    @property
-    def talks(self) -> bool:
-        """It sends to or receives from other ranks."""
-        alone = isinstance(self.func, (Messages, Arrived))
-        return alone or self.func.namespace in COMMUNICATION
-
 
 @dataclass(frozen=True, slots=True)
 class Messages:
@@ -80,10 +72,8 @@ class Messages:
 
     funcs: tuple[Any, ...]
 
-    def __call__(self, *calls: tuple[Any, ...]) -> None:
-        issued = [func(*args) for func, args in zip(self.funcs, calls, strict=True)]
-        for out in issued:
-            finished(out)
+    def __call__(self, *calls: tuple[Any, ...]) -> list[Any]:
+        return [func(*args) for func, args in zip(self.funcs, calls, strict=True)]
 
 
 def without_work(out: Any) -> Any:
@@ -107,7 +97,7 @@ class Arrived:
     """The end of all messages that were sent alone."""
 
     def __call__(self) -> None:
-        """Nothing: who runs the program has waited for every message whose storage this operator reads."""
+        """Nothing: what it reads is free after it, and so is waited for."""
 
 
 def is_message(func: Any) -> bool:
@@ -115,33 +105,13 @@ def is_message(func: Any) -> bool:
     return getattr(func, "namespace", "") == "c10d" and func._opname in MESSAGES
 
 
-class Mail:
-    """Messages that are under way, by the storage they are sent from or arrive in."""
-
-    def __init__(self) -> None:
-        self._works: dict[int, list[Any]] = {}
-
-    def add(self, storage: int, out: Any) -> None:
-        """A message was issued."""
-        self._works.setdefault(storage, []).append(out)
-
-    def arrive_all(self, storages: tuple[int, ...]) -> None:
-        """Wait for the messages of several storages."""
-        if self._works:
-            for storage in storages:
-                self.arrive(storage)
-
-    def arrive(self, storage: int) -> None:
-        """Wait for the messages of a storage, before anything touches it."""
-        for out in self._works.pop(storage, ()):
-            finished(out)
-
-
 def finished(out: Any) -> list[Any]:
     """The flat outputs of an operator, once the communication it began has ended."""
     flat = tree_flatten(out)[0]
     for value in flat:
-        if _is_work(value):
+        if isinstance(value, dist.Work):
+            value.wait()
+        elif _is_work(value):
             dist.Work.unbox(value).wait()
     return flat
 
@@ -181,6 +151,17 @@ def is_repeatable(func: Any, writes: bool, draws: bool) -> bool:
     any_order = func._opname.endswith("_backward") and _has(func, "dropout_p")
     free = not (writes or draws or uninitialised or talks or any_order)
     return free and tags.isdisjoint(func.tags)
+
+
+def numbers_read(func: Any, flat: Sequence[Any]) -> list[tuple[int, Any]]:
+    """(position, value) of plain numbers among an operator's outputs that depend on what tensors hold.
+
+    Numbers that come together with tensors are sizes, as the lengths that flash attention returns on a GPU.
+    """
+    sizes = any(isinstance(value, torch.Tensor) for value in flat)
+    if sizes and torch.Tag.data_dependent_output not in func.tags:
+        return []
+    return [(i, v) for i, v in enumerate(flat) if isinstance(v, (bool, int, float))]
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:

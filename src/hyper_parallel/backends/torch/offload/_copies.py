@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, Literal
 
 from hyper_parallel.errors import HyperParallelError, TransferFailed
-from hyper_parallel.ir import COPIES
+from hyper_parallel.ir import COPIES, Operator
 from hyper_parallel.units import KiB
 
 Copies = Literal["at_issue", "at_wait", "threads"]
@@ -15,20 +16,65 @@ Copies = Literal["at_issue", "at_wait", "threads"]
 per direction (small ones when they are issued)."""
 SMALL: Final = 256 * KiB
 """Handing a copy between DRAM and device to a thread takes longer than moving so many bytes."""
+HOST: Final = "host"
+"""The lane of operators in host memory."""
+
+_Task = Callable[[], None] | Future[Any]
+"""Work that goes on beside the operators of the device."""
 
 
-class CopyLanes:
-    """The copies that are under way.
+class _Late:
+    """Work that is done when somebody needs it, once."""
+
+    def __init__(self, ahead: list[_Task | None], move: Callable[[], None]) -> None:
+        self._ahead, self._todo = ahead, [move]
+
+    def __call__(self) -> None:
+        if self._todo:
+            move = self._todo.pop()
+            for task in self._ahead:
+                finish(task)
+            self._ahead.clear()
+            move()
+
+
+class HostTasks:
+    """Operators in host memory that were begun and not joined, whatever runs them."""
+
+    def __init__(self) -> None:
+        self._updates: dict[int, Any] = {}
+        self._changing: dict[int, Any] = {}  # storage -> the last of them that changes it
+
+    def _began(self, index: int, operator: Operator, task: Any) -> None:
+        self._updates[index] = task
+        self._changing.update(dict.fromkeys(operator.writes, task))
+
+    def join(self, index: int, operator: Operator) -> None:
+        """Return when an operator in host memory is done: the host waits.
+
+        Raises:
+            TransferFailed: HP513 when a copy that it needs could not be made.
+        """
+        task = self._updates.pop(index)
+        finish(task)
+        for s in operator.writes:
+            if self._changing.get(s) is task:
+                del self._changing[s]
+
+
+class CopyLanes(HostTasks):
+    """The copies that are under way, and the operators in host memory.
 
     Args:
-        when: See `Copies`.
+        when: See `Copies`; operators in host memory run at the same moments, on a thread of their own.
     """
 
     def __init__(self, when: Copies) -> None:
+        super().__init__()
         self._when = when
-        self._running: dict[tuple[int, str], Callable[[], None] | Future[None]] = {}
+        self._running: dict[tuple[int, str], _Task] = {}
         self._lanes = (
-            {kind: ThreadPoolExecutor(1, f"hyper-{kind}") for kind in COPIES}
+            {kind: ThreadPoolExecutor(1, f"hyper-{kind}") for kind in (*COPIES, HOST)}
             if when == "threads"
             else {}
         )
@@ -36,33 +82,39 @@ class CopyLanes:
     def start(self, storage: int, lane: str, move: Callable[[], None], num_bytes: int) -> None:
         """Issue a copy; `move` moves the bytes."""
         src, dst = COPIES[lane]
-        before = self._running.get(
-            (storage, src)
-        )  # a copy that fills the source must be done first
-        small = num_bytes <= SMALL and before is None and "flash" not in (src, dst)
-        if self._when == "at_issue" or (self._when == "threads" and small):
-            finish(before)
-            move()
-            self._running[storage, dst] = _nothing
-        elif self._when == "at_wait":
+        # What fills the source must be done first.
+        ahead = [self._running.get((storage, src))]
+        ahead += [self._changing.get(storage)] if src == "dram" else []
+        small = num_bytes <= SMALL and not any(ahead) and "flash" not in (src, dst)
+        self._running[storage, dst] = self._begin(lane, ahead, move, at_once=small)
 
-            def late() -> None:
-                # What fills the source has not moved yet either; its own wait then finds nothing left to do.
-                if (storage, src) in self._running:
-                    finish(self._running[storage, src])
-                    self._running[storage, src] = _nothing
-                move()
+    def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
+        """Begin an operator in host memory, behind what fills its operands there and the operators before it."""
+        ahead: list[_Task | None] = [partial(self._finish_before, index)]
+        ahead += [self._running.get((s, "dram")) for s in operator.touched]
+        self._began(index, operator, self._begin(HOST, ahead, run))
 
-            self._running[storage, dst] = late
-        else:
-            todo = [move]
+    def _finish_before(self, index: int) -> None:
+        """Operators in host memory run in the order in which they were begun; a thread keeps it by itself."""
+        for other, task in list(self._updates.items()) if self._when == "at_wait" else ():
+            if other == index:
+                return
+            finish(task)
 
-            def threaded() -> None:
-                finish(before)
-                # Let go of the buffers before the copy counts as done: the plan may free them right then.
-                todo.pop()()
-
-            self._running[storage, dst] = self._lanes[lane].submit(threaded)
+    def _begin(
+        self,
+        lane: str,
+        ahead: Sequence[_Task | None],
+        move: Callable[[], None],
+        *,
+        at_once: bool = False,
+    ) -> _Task:
+        late = _Late(list(ahead), move)
+        if self._when == "at_issue" or (self._when == "threads" and at_once):
+            late()
+            return _nothing
+        # A thread lets go of the buffers before the copy counts as done: the plan may free them right then.
+        return late if self._when == "at_wait" else self._lanes[lane].submit(late)
 
     def wait(self, storage: int, tier: str) -> None:
         """Return when the newest copy of a storage into a tier is done.
@@ -82,7 +134,7 @@ def _nothing() -> None:
     """A copy that is done."""
 
 
-def finish(copy: Callable[[], None] | Future[Any] | None) -> Any:
+def finish(copy: _Task | None) -> Any:
     """Complete a running copy, whatever carries it; what its thread returns."""
     try:
         if isinstance(copy, Future):

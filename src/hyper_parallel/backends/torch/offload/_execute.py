@@ -9,7 +9,6 @@ is simulated: all tiers are host memory or files, every buffer is counted, and a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,22 +18,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hyper_parallel.backends.torch.offload._calls import (
-    COMMUNICATION,
-    Mail,
-    View,
-    finished,
-)
+from hyper_parallel.backends.torch.offload._calls import View, finished
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._copies import Copies
 from hyper_parallel.backends.torch.offload._held_state import HeldState
-from hyper_parallel.backends.torch.offload._prepared import Prepared
+from hyper_parallel.backends.torch.offload._prepared import Prepared, in_host_memory
 from hyper_parallel.backends.torch.offload._streams import DeviceApi
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import COPIES, Counter, MemoryAction, MemoryPlan, Timeline
 from hyper_parallel.offload import Clock, Copied, MemoryMachine
-
-_LET_GO_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +39,7 @@ class Measured:
             allocator says.
         seconds: Time of the step: of the virtual clock, on an accelerator measured by events.
         wait_s: Of it, seconds the compute lane waited for copies.
+        join_s: Of it, seconds the compute lane waited for other ranks.
         copied: Per kind of copy how many there were, their bytes, and the seconds their lane was busy.
         timeline: Spans of the lanes and counters of the tiers, when they were asked for.
     """
@@ -55,6 +48,7 @@ class Measured:
     device_bytes: int
     seconds: float
     wait_s: float
+    join_s: float
     copied: dict[str, Copied]
     timeline: Timeline | None = None
 
@@ -85,7 +79,7 @@ class PlannedDevice(HeldState):
         arena_bytes: int | None = None,
     ) -> None:
         super().__init__(captured, plan, machine, copies, flash, queues, arena_bytes)
-        self._mail = Mail()
+        self._talking: dict[int, Any] = {}  # what was begun with other ranks, by operator
         self._clock = Clock(plan.program, machine)
         if self.hardware.timed is None:
             for action in plan.actions:
@@ -121,8 +115,11 @@ class PlannedDevice(HeldState):
         try:
             with torch.no_grad(), self._without_autocast():
                 for action, ready in zip(self.plan.actions, self._actions, strict=True):
-                    begin = timed.now() if trace and timed is not None else None
+                    marked = timed is not None and (trace or action.kind == "join")
+                    begin = timed.now() if timed is not None and marked else None
                     self._apply(action, ready)
+                    if timed is not None and action.kind == "join":
+                        timed.joined(action.target, begin)
                     if not trace:
                         continue
                     if timed is None:
@@ -152,7 +149,13 @@ class PlannedDevice(HeldState):
             ]
             timeline = Timeline("measured", tuple(times.spans or ()), tuple(counters))
         return outputs, Measured(
-            peaks, device_bytes, times.now_s, times.wait_s, times.copied, timeline
+            peaks,
+            device_bytes,
+            times.now_s,
+            times.wait_s,
+            times.join_s,
+            times.copied,
+            timeline,
         )
 
     @contextmanager
@@ -188,10 +191,13 @@ class PlannedDevice(HeldState):
     def _apply(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> None:
         s, kind = action.target, action.kind
         if isinstance(ready, Prepared):
-            self._run(ready)
-            return
-        self._mail.arrive(s)
-        if kind in COPIES:
+            self._run(ready, s)
+        elif kind == "update":
+            run = in_host_memory(self.captured.calls[s], self._on["dram"])
+            self.hardware.lanes.update(s, self.plan.program.operators[s], run)
+        elif kind == "join":
+            self._join(s)
+        elif kind in COPIES:
             self._copy(s, kind, ready)
         elif kind == "wait":
             self.hardware.lanes.wait(s, action.tier)
@@ -204,6 +210,13 @@ class PlannedDevice(HeldState):
             if s in self._files:
                 self._files.drop(s)
 
+    def _join(self, index: int) -> None:
+        """Wait for what was begun beside the device's own operators."""
+        if index in self._talking:
+            finished(self._talking.pop(index))
+        else:
+            self.hardware.lanes.join(index, self.plan.program.operators[index])
+
     def _drop(self, s: int, tier: str) -> None:
         if tier == "device":
             self._leave(s)
@@ -212,17 +225,16 @@ class PlannedDevice(HeldState):
         else:
             self._files.drop(s)
 
-    def _run(self, ready: Prepared) -> None:
-        self._mail.arrive_all(ready.touched)
+    def _run(self, ready: Prepared, index: int) -> None:
         for s, base in ready.results:
             self._enter(s, base)
         out = ready.run()
         if ready.plain:
             return
-        if ready.message:
-            self._mail.add(ready.touched[0], out)
+        if ready.talks:
+            self._talking[index] = out
             return
-        flat = finished(out) if ready.talks else tree_flatten(out)[0]
+        flat = tree_flatten(out)[0]
         if ready.staged:
             self._bring_in(ready, flat)
         for position, value in ready.guards:
@@ -231,9 +243,6 @@ class PlannedDevice(HeldState):
                     f"the captured step took a branch because `{ready.func}` gave {value}, and now {flat[position]}",
                     hint="capture again; for an optimizer keep the step count in tensors with `fused=True`",
                 )
-        if ready.staged and ready.talks:
-            del out, flat
-            self._let_go()
 
     def _bring_in(self, ready: Prepared, flat: list[Any]) -> None:
         """Copy what an operator has made beside the arena to its addresses."""
@@ -249,20 +258,7 @@ class PlannedDevice(HeldState):
                     allowed=f"{view.size}, {target.nbytes()} bytes",
                     hint="the size depends on the data; for experts use `experts_implementation='grouped_mm'`",
                 )
-            if ready.func.namespace in COMMUNICATION:
-                torch.ops._c10d_functional.wait_tensor(made)
             target.copy_(base)
-
-    def _let_go(self) -> None:
-        """Wait until the collective library has dropped its own references to a result, which it does on a thread."""
-        gauge = self.hardware.gauge
-        until = time.monotonic() + _LET_GO_S
-        while (
-            self.hardware.timed is None
-            and gauge.live_bytes > gauge.rounded(self._arena_bytes)
-            and time.monotonic() < until
-        ):
-            time.sleep(1e-5)
 
     def _copy(self, s: int, kind: str, place: torch.UntypedStorage | None) -> None:
         src, dst = COPIES[kind]

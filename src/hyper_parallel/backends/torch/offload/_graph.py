@@ -209,8 +209,9 @@ def _values_read(model: _Holder, inputs: Mapping[str, Any]) -> list[_Value]:
     """What the code reads in a forward pass that leaves no trace."""
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     devices = {t.device for t in inputs.values() if isinstance(t, torch.Tensor)}
+    there = [device for device in devices if device.type != "cpu"]
     with (
-        torch.random.fork_rng([d for d in devices if d.type != "cpu"]),
+        torch.random.fork_rng(there, device_type=there[0].type if there else "cpu"),
         torch.no_grad(),
         _Reads() as reads,
     ):

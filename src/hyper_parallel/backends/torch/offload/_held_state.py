@@ -21,6 +21,7 @@ from hyper_parallel.errors import (
     HyperParallelError,
     MemoryPlanInvalid,
     StepChanged,
+    TierFull,
     TransferFailed,
 )
 from hyper_parallel.ir import MemoryPlan
@@ -85,11 +86,15 @@ class HeldState:
             self.plan.program.alignment_bytes,
             self.copies,
             queues,
-            {s: t for s, t in self.captured.state.items() if not self._is_input(s)},
         )
 
     def _is_input(self, storage: int) -> bool:
         return self.plan.program.storages[storage].kind == "input"
+
+    @property
+    def _given(self) -> set[int]:
+        """Storages of the step's inputs, which stay with the caller."""
+        return {view.storage for view in self.captured.inputs.values()}
 
     def _enter(self, s: int, base: torch.UntypedStorage) -> None:
         """A storage comes to its range on the device."""
@@ -110,7 +115,10 @@ class HeldState:
     def _take_arena(self) -> Addresses:
         if self._arena is None:
             self._arena = self.hardware.arena(self._arena_bytes)
-        addresses = Addresses(self.captured, self.plan, self._arena)
+        gauge = self.hardware.gauge
+        addresses = Addresses(
+            self.captured, self.plan, self._arena, lambda t: gauge.adopt(t.untyped_storage())
+        )
         self._actions = addresses.actions
         return addresses
 
@@ -136,23 +144,31 @@ class HeldState:
                 # All tensors on this storage share it, so emptying it in place frees the bytes of all of them. Inputs
                 # stay with the caller, who may pass the very same tensors again.
                 base.resize_(0)
-        for s, target in self._take_arena().at_start.items():
+        try:
+            addresses = self._take_arena()
+        except torch.OutOfMemoryError as error:
+            self._put_back(waiting)
+            raise self._no_room(error) from error
+        for s, target in addresses.at_start.items():
             self._enter(s, target)
             target.copy_(waiting.pop(s))
 
     def _give_state(self) -> None:
         """Give the state's bytes back to the tensors that owned them."""
-        given = {view.storage for view in self.captured.inputs.values()}
         kept: Held = {}
         if not self._failed:
             kept = {
                 s: _host_copy(self._bytes(s))
                 for s in self.captured.state
-                if s not in given and self.plan.homes[s] == "device"
+                if s not in self._given and self.plan.homes[s] == "device"
             }
         self._give_up()
+        self._put_back(kept)
+
+    def _put_back(self, kept: Held) -> None:
+        """Fill the tensors that owned the state from these copies, where there are any, and from the other tiers."""
         for s, tensor in self.captured.state.items():
-            if s not in given:
+            if s not in self._given:
                 base = tensor.untyped_storage()
                 base.resize_(self.captured.program.storages[s].num_bytes)
                 if self._failed:
@@ -161,6 +177,16 @@ class HeldState:
                     base.copy_(kept.pop(s) if s in kept else self._bytes(s))
         self._files.clear()
         self._on["dram"].clear()
+
+    def _no_room(self, error: BaseException) -> TierFull:
+        module = torch.get_device_module(self.hardware.device)
+        free, total = module.mem_get_info(self.hardware.device)
+        return TierFull(
+            "the device has no room for the arena of the plan",
+            where=str(self.hardware.device),
+            got=f"{self._arena_bytes} bytes wanted, {free} of {total} free: {error}",
+            hint="plan with a smaller budget, or end what else is on the device",
+        )
 
     @contextmanager
     def lent(self) -> Iterator[None]:

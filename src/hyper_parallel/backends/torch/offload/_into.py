@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from hyper_parallel.backends.torch.offload._calls import Call, View
+from hyper_parallel.backends.torch.offload._groups import into_group
 
 Bound = Callable[[], Any]
 """An operator with its tensors; calling it runs it."""
@@ -38,6 +39,8 @@ _NUMBERS: Final = ("mul.Scalar", "div.Scalar", "add.Scalar", "sub.Scalar")
 def into(call: Call) -> _Into | None:
     """How a recorded call writes its results at given addresses; None: it cannot."""
     func, made = call.func, call.made
+    if (begin := into_group(call)) is not None:
+        return begin
     if not made or getattr(func, "namespace", "") != "aten":
         return None
     name, views = func._opname, [view for _, view in made]
@@ -63,6 +66,8 @@ def into(call: Call) -> _Into | None:
             return _adding_up
         if name in ("slice_backward", "select_backward"):
             return _scattering(name.removesuffix("_backward"))
+        if name == "constant_pad_nd" and min(call.args[1]) >= 0:
+            return _padding
         if name == "embedding" and isinstance(call.args[1], View) and _dense(call.args[1]):
             return _gathering
     if torch.Tag.dynamic_output_shape in func.tags and not _fixed(call):
@@ -150,7 +155,9 @@ def _filling(call: Call, value: float | None) -> _Into:
 
 
 def _copying(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:
-    return lambda: outs[0].copy_(args[0])
+    # Only towards the device: what comes to the host is read by the next operator.
+    alone = bool(kwargs.get("non_blocking")) and outs[0].device.type != "cpu"
+    return lambda: outs[0].copy_(args[0], non_blocking=alone)
 
 
 def _changing(func: Any) -> _Into:
@@ -179,6 +186,21 @@ def _scattering(name: str) -> _Into:
         return run
 
     return bind
+
+
+def _padding(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
+    """A tensor with a border, given from the last dim on as (before, after)."""
+    inside, pad = outs[0], args[1]
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    for at in range(len(pad) // 2):
+        dim = args[0].dim() - 1 - at
+        inside = inside.narrow(dim, pad[2 * at], args[0].shape[dim])
+
+    def run() -> None:
+        outs[0].fill_(value)
+        inside.copy_(args[0])
+
+    return run
 
 
 def _subtracting(args: tuple[Any, ...], kwargs: Any, outs: list[torch.Tensor]) -> Bound:

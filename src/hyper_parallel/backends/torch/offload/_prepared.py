@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.backends.torch.offload._calls import View, is_message
+from hyper_parallel.backends.torch.offload._calls import Call, View
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._into import Bound, into
+from hyper_parallel.backends.torch.offload._pieces import Beside, columns, in_pieces
 from hyper_parallel.ir import MemoryPlan
 
 Held = dict[int, torch.UntypedStorage]
@@ -30,9 +31,7 @@ class Prepared:
         run: Runs it; the results are at their addresses, or when `staged` what it returns.
         results: (storage, its range) of every fresh result.
         staged: (flat output index, view, range) of every result that must be copied to its address.
-        touched: Storages that must be there before it runs.
-        talks: It sends to or receives from other ranks.
-        message: It is a message to or from one rank, under way until its storage is needed.
+        talks: Other ranks take part in it: it is only begun, and what it returns is what to wait for.
         guards: (flat output index, value) of outputs that were seen as plain numbers.
         plain: What it returns is of no interest.
     """
@@ -41,9 +40,7 @@ class Prepared:
     run: Bound
     results: tuple[tuple[int, torch.UntypedStorage], ...]
     staged: tuple[tuple[int, View, torch.UntypedStorage], ...]
-    touched: tuple[int, ...]
     talks: bool
-    message: bool
     guards: tuple[tuple[int, Any], ...]
     plain: bool
 
@@ -55,14 +52,17 @@ class Addresses:
         captured: The recorded step.
         plan: A plan for it whose addresses are right.
         arena: The device's buffer.
+        beside: See `in_pieces`.
 
     Attributes:
         at_start: Ranges of what is on the device between steps.
         actions: For every action of the plan: an operator, the range that a copy to the device fills, or None.
     """
 
-    def __init__(self, captured: Captured, plan: MemoryPlan, arena: torch.UntypedStorage) -> None:
-        self._captured, self._plan, self._arena = captured, plan, arena
+    def __init__(
+        self, captured: Captured, plan: MemoryPlan, arena: torch.UntypedStorage, beside: Beside
+    ) -> None:
+        self._captured, self._plan, self._arena, self._beside = captured, plan, arena, beside
         self._offsets = {(e.storage, e.start): e.offset_bytes for e in plan.addresses}
         self._ranges: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._tensors: dict[tuple[View, int], torch.Tensor] = {}
@@ -117,22 +117,27 @@ class Addresses:
         staged: tuple[tuple[int, View, torch.UntypedStorage], ...] = ()
         if bind is not None:
             run = bind(args, kwargs, outs)
+        elif pieces := columns(call):
+            run = in_pieces(pieces, args, kwargs, outs[0], self._beside)
         else:
             run = _calling(getattr(call.func, "_op", call.func), args, kwargs)
             staged = tuple((i, view, self._range(view.storage)) for i, view in call.made)
-        fresh = set(operator.allocs)
         return Prepared(
             call.func,
             run,
             results,
             staged,
-            tuple(s for s in operator.touched if s not in fresh),
-            call.talks,
-            is_message(call.func),
+            bool(operator.group),
             call.guards,
-            not (staged or call.talks or call.guards),
+            not (staged or operator.group or call.guards),
         )
 
 
 def _calling(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
     return lambda: op(*args, **kwargs)
+
+
+def in_host_memory(call: Call, held: Held) -> Bound:
+    """A recorded operator on bytes in host memory; its arguments there are made now."""
+    args, kwargs = tree_map_only(View, lambda v: v.on(held[v.storage]), (call.args, call.kwargs))
+    return _calling(getattr(call.func, "_op", call.func), args, kwargs)

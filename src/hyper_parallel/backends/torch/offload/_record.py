@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch._known import fake_mode
 from hyper_parallel.backends.torch._memory_counter import called_from
+from hyper_parallel.backends.torch._workspace import device_workspace
 from hyper_parallel.backends.torch.offload._calls import (
-    COMMUNICATION,
     Arrived,
     Call,
     Messages,
@@ -30,6 +30,7 @@ from hyper_parallel.backends.torch.offload._calls import (
     draws,
     is_message,
     is_repeatable,
+    numbers_read,
     split_lists,
     without_work,
     written_leaves,
@@ -47,7 +48,9 @@ from hyper_parallel.backends.torch.offload._captured import (
     views_in,
     where_it_runs,
 )
+from hyper_parallel.backends.torch.offload._groups import WAIT, group_of, sent_bytes
 from hyper_parallel.backends.torch.offload._into import into
+from hyper_parallel.backends.torch.offload._pieces import columns, piece_bytes
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, Storage, StorageKind
 
@@ -201,7 +204,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a DTensor: its local operators come here next
         kwargs = kwargs or {}
         aside = func.namespace == "profiler" or func._opname == "record_stream"
-        if aside or fake_mode() is not self._fake:
+        if aside or func is WAIT or fake_mode() is not self._fake:
             return func(*args, **kwargs)  # the latter: DTensor asks for the shape of a result
         self._end_emptied()
         message = is_message(func)
@@ -252,12 +255,10 @@ class Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
                 index = self._add(tensor, Entry(name, 0, "activation"))
                 made.append((position, as_view(tensor, index)))
-        guards = tuple(
-            (i, v) for i, v in enumerate(flat) if isinstance(v, (bool, int, float)) and leaves
-        )
+        guards = tuple((i, v) for i, v in numbers_read(func, flat) if leaves)
         if not made and not written and not guards and not is_message(func):
             return  # a view, or an alias: an address, not work
-        flops = count_flops(func, args, kwargs, out)
+        flops, group = count_flops(func, args, kwargs, out), group_of(func, args, kwargs)
         random = draws(func, args, kwargs)
         parts = split_lists(func, views[0], views[1], len(made))
         for number, (part_args, part_kwargs) in enumerate(parts):
@@ -272,6 +273,9 @@ class Recorder(TorchDispatchMode):
             moved += sum(
                 v.num_bytes for v in views_in((part_args, part_kwargs)) if v.storage in writes
             )
+            if group is not None:
+                made_here = [view for _, view in mine]
+                moved = sent_bytes(func, (part_args, part_kwargs), made_here, group.size())
             self._keep(
                 Operator(
                     name,
@@ -282,11 +286,28 @@ class Recorder(TorchDispatchMode):
                     access_bytes=moved,
                     phase=phase,
                     repeatable=is_repeatable(func, bool(writes), random) and not guards,
-                    ordered=bool(guards) or random or func.namespace in COMMUNICATION,
-                    staged=bool(mine) and into(call) is None,
+                    ordered=bool(guards) or random or group is not None,
+                    beside=(*self._beside(call), *self._inside(func, args, kwargs)),
+                    group="" if group is None else group.group_name,
+                    message=is_message(func),
                 ),
                 call,
             )
+
+    def _beside(self, call: Call) -> tuple[int, ...]:
+        """Bytes that a call makes beside the addresses of its results."""
+        if not call.made or into(call) is not None:
+            return ()
+        if pieces := columns(call):
+            return piece_bytes(call, pieces)
+        return tuple(self.tables.entries[view.storage].num_bytes for _, view in call.made)
+
+    def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+        """Bytes that a kernel takes for itself where an allocator counts them; the meter of a CPU does not."""
+        if all(t.device.type == "cpu" for t in args if isinstance(t, torch.Tensor)):
+            return ()
+        taken = device_workspace(func, args, kwargs)
+        return (taken,) if taken else ()
 
     def _keep(self, operator: Operator, call: Call) -> None:
         self.tables.operators.append(operator)
@@ -300,12 +321,19 @@ class Recorder(TorchDispatchMode):
             moved = sum(v.num_bytes for v in views_in(calls))
             writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
             reads, funcs = storages_in(calls), tuple(func for func, *_ in messages)
-            self._keep(
-                Operator(
-                    "c10d.messages", reads, writes, (), 0.0, 0.0, moved, self.phase, False, True
-                ),
-                Call(Messages(funcs), calls, {}),
+            group = group_of(funcs[0], messages[0][1], {})
+            assert group is not None
+            together = Operator(
+                "c10d.messages",
+                reads,
+                writes,
+                access_bytes=moved,
+                phase=self.phase,
+                ordered=True,
+                group=group.group_name,
+                message=True,
             )
+            self._keep(together, Call(Messages(funcs), calls, {}))
 
     def _end_sent(self) -> None:
         """What was sent alone stays where it is until the receivers have it: here, after all backward passes."""
@@ -319,7 +347,8 @@ class Recorder(TorchDispatchMode):
             if not set(reads).isdisjoint(operator.allocs):  # never made again
                 self.tables.operators[index] = replace(operator, repeatable=False)
         self._keep(
-            Operator("c10d.sent", reads, phase=self.phase, ordered=True), Call(Arrived(), (), {})
+            Operator("c10d.sent", reads, phase=self.phase, ordered=True, message=True),
+            Call(Arrived(), (), {}),
         )
 
     def __enter__(self) -> Recorder:

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.backends.torch.offload._copies import finish
-from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram
+from hyper_parallel.backends.torch.offload._copies import HOST, HostTasks, finish
+from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram, Operator
 from hyper_parallel.ir.timeline import Span
 from hyper_parallel.offload import Copied
 
@@ -70,6 +70,11 @@ class DeviceApi:
         timed = hasattr(module.Event, "elapsed_time")
         return cls(module, device, module.Event if timed else _HostEvent)
 
+    def enter_thread(self) -> None:
+        """A new thread works on this device: it would begin on the first one, and make a context there."""
+        if self.device.index is not None:
+            self.module.set_device(self.device)
+
 
 @dataclass(slots=True)
 class Times:
@@ -77,11 +82,12 @@ class Times:
 
     now_s: float
     wait_s: float
+    join_s: float
     copied: dict[str, Copied]
     spans: list[Span] | None
 
 
-class StreamLanes:
+class StreamLanes(HostTasks):
     """The copies that are under way: one stream per direction, one thread for files in each direction.
 
     Args:
@@ -89,11 +95,15 @@ class StreamLanes:
     """
 
     def __init__(self, api: DeviceApi) -> None:
+        super().__init__()
         self._api = api
         self._streams = {
             kind: api.module.Stream(api.device) for kind in COPIES if kind not in _FILES
         }
-        self._threads = {kind: ThreadPoolExecutor(1, f"hyper-{kind}") for kind in _FILES}
+        self._threads = {
+            kind: ThreadPoolExecutor(1, f"hyper-{kind}", api.enter_thread)
+            for kind in (*_FILES, HOST)
+        }
         self._running: dict[tuple[int, str], Any] = {}
         self._compute: Any = None
         self._marks: list[tuple[str, str, str, Any, Any, int]] = []
@@ -104,20 +114,23 @@ class StreamLanes:
         self._program = program
         self._compute = self._api.module.current_stream(self._api.device)
         self._marks, self._trace = [], trace
+        self._begun: dict[int, Any] = {}
         self._first, self._first_host = self._mark(self._compute), _HostEvent.now()
 
     def start(self, storage: int, lane: str, move: Callable[[], None], num_bytes: int) -> None:
         """Issue a copy; `move` moves the bytes, on the current stream or by itself."""
         src, dst = COPIES[lane]
         before = self._running.get((storage, src))
+        change = self._changing.get(storage) if src == "dram" else None
         issued = self._api.event()
         issued.record(self._compute)
-        if lane not in _FILES and not isinstance(before, Future):
+        if lane not in _FILES and change is None and not isinstance(before, Future):
             self._running[storage, dst] = self._on_stream(storage, lane, move, [issued, before])
             return
         todo = [move]
 
         def by_thread() -> Any:
+            finish(change)
             ahead = finish(before) if isinstance(before, Future) else before
             if lane not in _FILES:
                 return self._on_stream(storage, lane, todo.pop(), [issued, ahead])
@@ -131,10 +144,32 @@ class StreamLanes:
             self._marks.append((lane, known.name, "copy", begin, _HostEvent.now(), known.num_bytes))
             return None
 
-        # A copy to the device that follows a file is issued where the file is read.
-        self._running[storage, dst] = self._threads[lane if lane in _FILES else "copy_in"].submit(
+        # A copy to the device that follows a file is issued where the file is read, one that follows an operator in
+        # host memory where that runs.
+        behind = "copy_in" if change is None else HOST
+        self._running[storage, dst] = self._threads[lane if lane in _FILES else behind].submit(
             by_thread
         )
+
+    def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
+        """Begin an operator in host memory, behind what fills its operands there and the operators before it."""
+        # What it writes may still be on its way to the device, which the compute stream has been made to wait for.
+        issued = self._api.event()
+        issued.record(self._compute)
+        ahead = [issued, *(self._running.get((s, "dram")) for s in operator.touched)]
+        todo = [run]
+
+        def by_thread() -> None:
+            for task in ahead:
+                event = finish(task) if isinstance(task, Future) else task
+                if event is not None:
+                    event.synchronize()
+            ahead.clear()
+            begin = _HostEvent.now()
+            todo.pop()()
+            self._marks.append((HOST, operator.name, "update", begin, _HostEvent.now(), 0))
+
+        self._began(index, operator, self._threads[HOST].submit(by_thread))
 
     def _on_stream(
         self, storage: int, lane: str, move: Callable[[], None], ahead: list[Any]
@@ -171,8 +206,24 @@ class StreamLanes:
 
     def ran(self, action: MemoryAction, begin: Any) -> None:
         """An operator was issued after `begin`; kept for the timeline."""
-        name = self._program.operators[action.target].name
+        operator = self._program.operators[action.target]
+        if operator.group:
+            self._begun[action.target] = begin
+            return
+        name = operator.name
         self._marks.append(("compute", name, action.kind, begin, self._mark(self._compute), 0))
+
+    def joined(self, index: int, begin: Any) -> None:
+        """The compute stream was made to wait for an operator of a group after `begin`.
+
+        The collective library's stream is its own, so for the timeline the operator is under way until then.
+        """
+        end, name = self._mark(self._compute), self._program.operators[index].name
+        group = self._program.operators[index].group
+        self._marks.append(("compute", f"wait {name}", "join" if group else "wait", begin, end, 0))
+        if index in self._begun:
+            lane = "communication"
+            self._marks.append((lane, name, lane, self._begun.pop(index), end, 0))
 
     def now(self) -> Any:
         """An event at this point of the compute stream."""
@@ -193,7 +244,7 @@ class StreamLanes:
         last.synchronize()
         copied = dict.fromkeys(COPIES, Copied())
         spans: list[Span] = []
-        waited = 0.0
+        waited = joined = 0.0
         for lane, name, category, begin, end, num_bytes in self._marks:
             end.synchronize()
             seconds = max(begin.elapsed_time(end), 0.0) / 1e3
@@ -204,12 +255,14 @@ class StreamLanes:
                 )
             elif category == "wait":
                 waited += seconds
+            elif category == "join":
+                joined, category = joined + seconds, "wait"
             if self._trace:
-                first = self._first_host if lane in _FILES else self._first
+                first = self._first_host if lane in (*_FILES, HOST) else self._first
                 start = first.elapsed_time(begin) / 1e3
                 spans.append(Span(lane, name, start, seconds, category))
         now = self._first.elapsed_time(last) / 1e3
-        return Times(now, waited, copied, spans if self._trace else None)
+        return Times(now, waited, joined, copied, spans if self._trace else None)
 
     def close(self) -> None:
         """End the threads, and wait for what the device still does."""

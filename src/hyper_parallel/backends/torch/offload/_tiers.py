@@ -76,32 +76,47 @@ class Meter:
 class AllocatorGauge:
     """Bytes of an accelerator as its allocator counts them, without those that were there before.
 
+    There before, and in no plan, are workspaces, buffers of the collective library, the caller's own tensors. They
+    may change between two steps, so they are what is not the arena whenever peaks are reset.
+
     Args:
         module: The device's module, such as `torch.cuda`.
         device: The device.
-        other_bytes: Bytes of the process that are in no plan: workspaces, buffers of the collective library.
     """
 
     name = "device"
 
-    def __init__(self, module: Any, device: torch.device, other_bytes: int) -> None:
-        self._module, self._device, self.other_bytes = module, device, other_bytes
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._arena_bytes = self._other_bytes = 0
 
     def adopt(self, base: torch.UntypedStorage) -> None:
         """Nothing: the allocator has counted it."""
 
+    def arena(self, num_bytes: int) -> torch.UntypedStorage:
+        """The one buffer that plans use; it counts as what the allocator takes for it."""
+        before = self._allocated()
+        base = torch.UntypedStorage(num_bytes, device=self._device)
+        self._arena_bytes = self._allocated() - before
+        self._other_bytes = before
+        return base
+
+    def _allocated(self) -> int:
+        return int(self._module.memory_allocated(self._device))
+
     @property
     def live_bytes(self) -> int:
         """Taken now."""
-        return int(self._module.memory_allocated(self._device)) - self.other_bytes
+        return self._allocated() - self._other_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Highest since `reset_peak`, with what kernels take for themselves."""
-        return int(self._module.max_memory_allocated(self._device)) - self.other_bytes
+        return int(self._module.max_memory_allocated(self._device)) - self._other_bytes
 
     def reset_peak(self) -> None:
-        """Measure the peak from here on."""
+        """Measure the peak from here on; nothing but the arena is in use by a plan now."""
+        self._other_bytes = self._allocated() - self._arena_bytes
         self._module.reset_peak_memory_stats(self._device)
 
     def rounded(self, num_bytes: int) -> int:

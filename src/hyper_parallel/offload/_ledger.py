@@ -1,0 +1,63 @@
+"""What an emission has written down: the actions, their time, and which tier holds what after them."""
+
+from __future__ import annotations
+
+from hyper_parallel.ir import (
+    MEMORY_TIERS,
+    MemoryAction,
+    MemoryActionKind,
+    MemoryProgram,
+    MemoryTier,
+)
+from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._simulate import Clock
+
+
+class Ledger:
+    """The books of an `Emitter`.
+
+    Attributes:
+        clock: Time after the actions.
+        actions: What was emitted.
+        live: Bytes now, per tier.
+        peaks: The most that there was.
+        current: Per storage: tier -> its content is the newest.
+    """
+
+    def __init__(self, program: MemoryProgram, machine: MemoryMachine) -> None:
+        self.program = program
+        self.clock = Clock(program, machine)
+        self.actions: list[MemoryAction] = []
+        self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.current: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
+
+    def _set(self, s: int, tier: MemoryTier) -> None:
+        if tier not in self.current[s]:
+            self.live[tier] += self.program.sizes[s]
+            self.peaks[tier] = max(self.peaks[tier], self.live[tier])
+        self.current[s][tier] = True
+
+    def _detach(self, s: int, tier: MemoryTier) -> None:
+        del self.current[s][tier]
+        self.live[tier] -= self.program.sizes[s]
+        self._do("detach", s, tier)
+
+    def _free(self, s: int) -> None:
+        for tier in self.current[s]:
+            self.live[tier] -= self.program.sizes[s]
+        self.current[s] = {}
+        self._do("free", s)
+
+    def _dram_fits(self, s: int) -> bool:
+        cap = self.clock.machine.dram_bytes
+        return (
+            cap is None
+            or "dram" in self.current[s]
+            or self.live["dram"] + self.program.sizes[s] <= cap
+        )
+
+    def _do(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
+        action = MemoryAction(kind, target, tier)
+        self.actions.append(action)
+        self.clock.apply(action)

@@ -1,0 +1,154 @@
+"""Operators that other ranks take part in: begun by their `run`, under way beside the compute lane until their `join`.
+
+One communication lane carries them one after another, in the order in which they are begun. A collective library has a
+queue per process group; groups that run at the same time share the link, and the machine that a plan is made for
+names one link. So groups in turn take as long as groups together, and nothing is counted twice.
+
+No plan can make ranks wait for each other in a circle, whatever each of them decides about memory. All ranks begin what
+they do together in the order in which it was recorded, when every collective was waited for at once. Of what has not
+ended, take what ended first then: whatever any of its ranks has to wait for before beginning it ended earlier, so it
+has ended here as well. A collective is joined no earlier than it is begun; a message is joined where it is needed,
+which is behind everything that was begun before it was needed then (`dependencies`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator
+
+
+class TalkLane:
+    """Time of the communication lane."""
+
+    def __init__(self) -> None:
+        self._free_s = 0.0
+        self._done_s: dict[int, float] = {}
+
+    def begin(self, index: int, operator: Operator, now_s: float) -> float:
+        """An operator was begun; when it starts."""
+        start = max(now_s, self._free_s)
+        self._free_s = self._done_s[index] = start + operator.talk_s
+        return start
+
+    def done_s(self, index: int) -> float:
+        """When an operator that was begun is done."""
+        return self._done_s[index]
+
+
+class Talks:
+    """What is under way while a program is emitted, and what it keeps from leaving the device.
+
+    Args:
+        program: The operators.
+    """
+
+    def __init__(self, program: MemoryProgram) -> None:
+        self._program = program
+        self._running: dict[int, dict[int, int]] = {}  # operator -> held storage -> position
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def running(self) -> list[int]:
+        """Operators that were begun and not joined, first begun first."""
+        return list(self._running)
+
+    def begin(self, index: int) -> None:
+        """An operator was begun."""
+        self._running[index] = {}
+
+    def before(self, operator: Operator, more: Iterable[int] = ()) -> list[int]:
+        """What must be joined before an operator runs, and before more storages are read."""
+        if not self._running:
+            return []
+        changed = (*operator.writes, *operator.allocs)
+        if operator.message and not operator.group:
+            changed = operator.reads  # the end of what was sent from them
+        return self._users({*operator.reads, *more}, set(changed))
+
+    def _users(self, reads: set[int], writes: set[int]) -> list[int]:
+        """What is under way and makes one storage, or uses another one."""
+        found = []
+        for index in self._running:
+            operator = self._program.operators[index]
+            made = (*operator.writes, *operator.allocs)
+            if not writes.isdisjoint(operator.touched) or not reads.isdisjoint(made):
+                found.append(index)
+        return found
+
+    def fills(self, storage: int) -> bool:
+        """Other ranks are still writing a storage."""
+        return bool(self._running) and bool(self._users({storage}, set()))
+
+    def hold(self, storage: int, position: int) -> bool:
+        """Put off what happens to a storage after a position until what uses it is done; False: nothing does."""
+        users = [i for i in self._running if storage in self._program.touched[i]]
+        for index in users[-1:]:  # the last one to be done
+            for other in self._running.values():
+                other.pop(storage, None)
+            self._running[index][storage] = position
+        return bool(users)
+
+    def keep(self, storage: int) -> bool:
+        """A storage that was to leave stays after all; False: it was not held."""
+        held = [h for h in self._running.values() if storage in h]
+        for one in held:
+            del one[storage]
+        return bool(held)
+
+    def holding(self) -> list[int]:
+        """Collectives that keep something from leaving, first begun first; no messages, whose peer may be late."""
+        return [i for i, h in self._running.items() if h and not self._program.operators[i].message]
+
+    def end(self, index: int) -> list[tuple[int, int]]:
+        """An operator was joined; the (storage, position) that it held."""
+        return list(self._running.pop(index).items())
+
+
+def plain_actions(
+    program: MemoryProgram, order: Sequence[int], last: Sequence[int]
+) -> list[MemoryAction]:
+    """Every operator once, every storage freed when nothing uses it any more, nothing moved.
+
+    An operator of a group is joined where its results are needed, or as soon as it is done when it holds what could be
+    freed.
+
+    Args:
+        program: The operators.
+        order: Their order.
+        last: Position after which each storage is free; -1: it stays.
+    """
+    actions: list[MemoryAction] = []
+    talks, lane, now = Talks(program), TalkLane(), 0.0
+
+    def after(s: int, position: int) -> None:
+        if last[s] == position and not talks.hold(s, position):
+            actions.append(MemoryAction("free", s))
+
+    def join(index: int) -> None:
+        nonlocal now
+        actions.append(MemoryAction("join", index))
+        now = max(now, lane.done_s(index))
+        for s, position in talks.end(index):
+            after(s, position)
+
+    for position, index in enumerate(order):
+        operator = program.operators[index]
+        if talks:
+            for other in talks.holding():
+                if lane.done_s(other) <= now:
+                    join(other)
+            for other in talks.before(operator):
+                join(other)
+        actions.append(MemoryAction("run", index))
+        if operator.group:
+            talks.begin(index)
+            lane.begin(index, operator, now)
+        now += operator.seconds
+        for s in program.touched[index]:
+            after(s, position)
+    for other in talks.running:
+        join(other)
+    return actions

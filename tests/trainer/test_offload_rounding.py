@@ -1,0 +1,38 @@
+"""What the first planned step is compared by when updates on the host may round differently than the device."""
+
+import pytest
+import torch
+
+from hyper_parallel.trainer._offload_rehearsal import ULPS, near, sample
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_units_in_the_last_place_are_rounding_and_more_is_not(dtype):
+    torch.manual_seed(0)
+    plain = torch.randn(100, 300).to(dtype)
+    plain[0, 0] = 1.0 + plain.abs().max()
+    unit = torch.finfo(dtype).eps * float(plain.abs().max())
+    close, far = plain.double(), plain.double()
+    close[::7] += 0.9 * ULPS * unit
+    far[::7] += 1.5 * ULPS * unit
+    assert near(sample(close), sample(plain), dtype)
+    assert not near(sample(far), sample(plain), dtype)
+    assert near(sample(plain), sample(plain), dtype)
+
+
+def test_counters_and_missing_numbers_are_never_near():
+    steps = torch.tensor(3)
+    assert near(sample(steps), sample(steps), steps.dtype)
+    assert not near(sample(steps + 1), sample(steps), steps.dtype)
+    broken = torch.tensor([1.0, float("nan")])
+    assert not near(sample(broken), sample(torch.ones(2)), broken.dtype)
+
+
+def test_a_large_tensor_is_sampled_over_its_whole_length():
+    large = torch.zeros(1_000_000)
+    large[500_000:] = 1.0
+    found = sample(large)
+    assert 4096 <= found.numel() <= 8192
+    assert found.mean() == pytest.approx(0.5, abs=1e-3)

@@ -1,0 +1,53 @@
+"""Run the test suite in two pytest processes, which share its modules: `make test`.
+
+A module belongs to the process that claims it first. The first process begins with the modules that start ranks, the
+second with those that stay in one process and leave a core idle, so the two meet in the middle.
+
+Not pytest-xdist: its workers hold a thread, and ranks are forked from a test process, which must not have one.
+
+    python tools/test_in_parallel.py [arguments of pytest]
+
+The output of the first process is shown as it comes, that of the second when it ends. Either one failing is a failure.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ORDERS = ("ranks-first", "ranks-last")
+
+
+def main() -> int:
+    """Start both processes, show what they print, and return the worse exit status."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hyper_parallel_tests_") as scratch:
+        log = Path(scratch, "second.log")
+        with log.open("w") as second:
+            running = [
+                subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "pytest", "-o", "console_output_style=classic"),
+                        *(f"--claims={scratch}", f"--modules={order}", *sys.argv[1:]),
+                    ],
+                    stdout=output,
+                    stderr=subprocess.STDOUT if output else None,
+                )
+                for order, output in zip(ORDERS, (None, second), strict=True)
+            ]
+            # An interrupt of the terminal reaches both; each says what it was doing and ends.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            codes = [process.wait() for process in running]
+        print("\n== second process", flush=True)
+        sys.stdout.write(log.read_text(errors="replace"))
+    seconds = time.monotonic() - begin
+    print(f"both processes: exit status {codes[0]} and {codes[1]} after {seconds:.0f} s")
+    return max(codes, key=abs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
