@@ -13,6 +13,8 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
+
 CALM = {
     "copy_delay_us": 0, "bytes_per_s": 0, "operator_delay_us": 0, "skip_stream_wait": -1, "skip_host_wait": -1,
     "stream_waits": 0, "host_waits": 0, "fail_copy": -1, "copies": 0, "host_seeds": 0, "workspace_bytes": 0,
@@ -49,7 +51,7 @@ def main(files):
             try:
                 with tempfile.TemporaryDirectory() as folder:
                     getattr(cases, name)(knobs, Path(folder))
-            except Exception:
+            except (Exception, pytest.fail.Exception):  # the latter is no Exception
                 error = traceback.format_exc()
             seconds = round(time.perf_counter() - start, 2)
             sys.stdout.write(json.dumps({"case": name, "seconds": seconds, "error": error}) + "\n")

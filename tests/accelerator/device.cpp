@@ -46,7 +46,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag)
       const override {
-    if (*event == nullptr) *event = new Event{flag == c10::EventFlag::BACKEND_DEFAULT, nullptr};
+    if (*event == nullptr) *event = new Event{.timed = flag == c10::EventFlag::BACKEND_DEFAULT};
     emu::record(*static_cast<Event*>(*event), stream);
   }
   void block(void* event, const c10::Stream& stream) const override {

@@ -6,6 +6,7 @@
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -56,8 +57,34 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
+// What failed on a device shows at a later call, as on a real one: any stream's, any event's. Raised once.
+class Failure {
+ public:
+  void keep(std::exception_ptr error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) error_ = error;
+  }
+  void raise() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    auto error = std::exchange(error_, nullptr);
+    lock.unlock();
+    if (error) std::rethrow_exception(error);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::exception_ptr error_;
+};
+
+inline Failure& failure(int device) {
+  static auto* all = new std::array<Failure, kMaxDevices>();
+  return all->at(device);
+}
+
 class Queue {
  public:
+  explicit Queue(int device) : device_(device) {}
+
   uint64_t push(std::function<void()> work) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
@@ -66,13 +93,14 @@ class Queue {
     return ++issued_;
   }
 
-  // Waits for everything issued so far. The first error of asynchronous work is raised here, once.
+  // Waits for everything issued so far.
   void synchronize() {
     WithoutGil free;
     std::unique_lock<std::mutex> lock(mutex_);
     const auto ticket = issued_;
     changed_.wait(lock, [&] { return done_ >= ticket; });
-    raise(lock);
+    lock.unlock();
+    check();
   }
 
   bool idle() {
@@ -80,20 +108,9 @@ class Queue {
     return done_ == issued_;
   }
 
-  // As a real device: what failed earlier shows at a later call.
-  void check() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    raise(lock);
-  }
+  void check() { failure(device_).raise(); }
 
  private:
-  void raise(std::unique_lock<std::mutex>& lock) {
-    if (!error_) return;
-    auto error = std::exchange(error_, nullptr);
-    lock.unlock();
-    std::rethrow_exception(error);
-  }
-
   void run() {
     at::init_num_threads();
     std::unique_lock<std::mutex> lock(mutex_);
@@ -102,15 +119,13 @@ class Queue {
       auto work = std::move(work_.front());
       work_.pop_front();
       lock.unlock();
-      std::exception_ptr error;
       try {
         work();
       } catch (...) {
-        error = std::current_exception();
+        failure(device_).keep(std::current_exception());
       }
       work = nullptr;
       lock.lock();
-      if (error && !error_) error_ = error;
       ++done_;
       changed_.notify_all();
     }
@@ -120,14 +135,14 @@ class Queue {
   std::condition_variable changed_;
   std::deque<std::function<void()>> work_;
   uint64_t issued_ = 0, done_ = 0;
-  std::exception_ptr error_;
+  const int device_;
   std::thread thread_;  // never ends: queues live as long as the process
 };
 
 class Queues {
  public:
   Queues() {
-    for (auto& device : queues_) device.push_back(std::make_unique<Queue>());
+    for (int device = 0; device < kMaxDevices; ++device) queues_[device].push_back(std::make_unique<Queue>(device));
   }
 
   Queue& at(const c10::Stream& stream) { return at(stream.device_index(), stream.id()); }
@@ -137,7 +152,7 @@ class Queues {
   }
   int64_t make(int device) {
     std::lock_guard<std::mutex> lock(mutex_);
-    queues_.at(device).push_back(std::make_unique<Queue>());
+    queues_.at(device).push_back(std::make_unique<Queue>(device));
     return static_cast<int64_t>(queues_[device].size()) - 1;
   }
   void synchronize(int device) {
@@ -208,11 +223,13 @@ class Mark {
 
 struct Event {
   bool timed = false;
+  int device = 0;
   std::shared_ptr<Mark> mark;
 };
 
 inline void record(Event& event, const c10::Stream& stream) {
   auto mark = event.mark = std::make_shared<Mark>();
+  event.device = stream.device_index();
   queues().at(stream).push([mark] { mark->reach(); });
 }
 
@@ -225,8 +242,11 @@ inline void block(const Event& event, const c10::Stream& stream) {
 inline void synchronize(const Event& event) {
   if (!event.mark) return;
   if (knobs().host_waits++ == knobs().skip_host_wait) return;
-  WithoutGil free;
-  event.mark->wait();
+  {
+    WithoutGil free;
+    event.mark->wait();
+  }
+  failure(event.device).raise();
 }
 
 inline double elapsed_ms(const Event& begin, const Event& end) {
