@@ -5,6 +5,7 @@
 A case gets a folder, and the device with its knobs as they are at the start.
 """
 
+import gc
 import importlib
 import json
 import sys
@@ -23,7 +24,8 @@ CAPACITY = 1 << 32
 
 
 def calm(knobs):
-    """All knobs as at the start."""
+    """All knobs as at the start, and no garbage of the case before: it would be freed, and counted, in this one."""
+    gc.collect()
     for name, value in CALM.items():
         getattr(knobs, f"set_{name}")(value)
     knobs.set_large_blocks(False)
