@@ -17,6 +17,16 @@ _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a rule was asked for."""
+
+    name: str
+    selector: Selector
+    rank: Rank
+    aim: int
+
+
+@dataclass(frozen=True)
 class Emitted:
     """One emitted program with the emitter's own account of it; the chosen one is replayed."""
 
@@ -27,6 +37,7 @@ class Emitted:
     gaps: tuple[Gap, ...]
     again: Recomputes | None
     rule: str
+    asked: Asked | None = None
 
     @property
     def peak(self) -> int:
@@ -95,13 +106,34 @@ class Search:
         limit_s: float = float("inf"),
     ) -> Emitted | None:
         """One rule's program for an aim; None when it takes longer than the limit."""
-        chosen, planned = selector.select(aim, rank)
+        _, planned = selector.select(aim, rank)
         # What the selection cannot reach, waiting for room cannot reach within the time either.
         reached = int(planned.max()) if len(planned) else 0
         missed = limit_s < float("inf") and reached > target and selector.stretch is not None
         key = (id(selector), rank)
         if missed and key in self.exhausted and self.exhausted[key][0] == reached:
             return self.exhausted[key][1]
+        emitted = self._emit(Asked(name, selector, rank, aim), None if missed else target, limit_s)
+        if missed:
+            self.exhausted[key] = (reached, emitted)
+        return emitted
+
+    def in_less_room(self, emitted: Emitted, room: int, limit_s: float) -> Emitted | None:
+        """The same choice, where copies wait for room as if there were less; None when that takes too long.
+
+        What operators need at once is the peak then; at all other times bytes are left over for gaps between addresses.
+        """
+        if emitted.asked is None:
+            return None
+        found = self._emit(emitted.asked, room, limit_s)
+        if found is None or found.seconds > limit_s or overfull(self.machine, found):
+            return None
+        return found
+
+    def _emit(self, asked: Asked, room: int | None, limit_s: float) -> Emitted | None:
+        """The program of what a rule chooses; with room, copies wait for it."""
+        selector = asked.selector
+        chosen, planned = selector.select(asked.aim, asked.rank)
         # The first span of a candidate ends where its bytes are counted again before the gap's end.
         back = {
             (g.storage, g.last): high
@@ -120,15 +152,14 @@ class Search:
                 self.order,
                 gaps,
                 selector.again,
-                None if missed else target,
+                room,
                 planned.copy(),
                 back,
                 window=_WINDOW if selector.stall else None,
             )
             actions = emitter.emit(limit_s * (1 + 1e-9))
             if actions is None:
-                emitted = None
-                break
+                return None
             emitted = Emitted(
                 actions,
                 tuple(emitter.homes),
@@ -136,12 +167,11 @@ class Search:
                 emitter.peaks,
                 tuple(gaps),
                 selector.again,
-                f"{name}, {rank}",
+                f"{asked.name}, {asked.rank}",
+                asked,
             )
             if self.machine.copy_out is None or not overfull(self.machine, emitted):
                 break
-        if missed:
-            self.exhausted[key] = (reached, emitted)
         return emitted
 
 
