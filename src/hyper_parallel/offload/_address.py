@@ -19,6 +19,7 @@ from hyper_parallel.offload._exact import Packing, search
 _TIGHT = 1.002  # an arena this close to the live peak is not worth another fit
 GOOD = 1.02  # above this another order is tried
 _CLOSER = 6  # times closer to the live peak than one fit: what further fits have reached at most
+_FORWARD = 0.65  # of its rank is left to a stay that ended too high
 _CROWDED = 0.9  # stays that see this share of the live peak are placed before the others
 _SEARCHED = 1500  # items: above, one placement of an exact search takes too long
 _NODES = 400
@@ -146,7 +147,7 @@ def _fitted(
     )
     good = (bottom + floor) * GOOD - bottom
     tight = max((bottom + floor) * _TIGHT - bottom, min(enough - bottom, good))
-    rounds = max(8, min(40, 30_000 // len(items)))
+    rounds = max(12, min(40, 30_000 // len(items)))
     tried = [
         _squeaky_wheel(items, sizes, sorted(range(len(items)), key=orders[1]), floor, tight, 1)
     ]
@@ -157,7 +158,11 @@ def _fitted(
         if enough and enough - bottom < floor + (least - floor) / _CLOSER:
             return min(tried, key=lambda result: result[1])  # too far from what is wanted
         order = sorted(range(len(items)), key=key)
-        tried.append(_squeaky_wheel(items, sizes, order, floor, tight, rounds))
+        tried.append(
+            _squeaky_wheel(
+                items, sizes, order, floor, tight, rounds if key is orders[0] else rounds // 3
+            )
+        )
     best = min(tried, key=lambda result: result[1])
     if best[1] > good and len(items) <= _SEARCHED:
         found = _searched(items, sizes, int(good))
@@ -187,7 +192,7 @@ def _squeaky_wheel(
     tight: float,
     rounds: int,
 ) -> tuple[np.ndarray, int]:
-    """First fit, repeated with every item that ended above the live peak moved half way to the front.
+    """First fit, repeated with every item that ended above the live peak moved towards the front.
 
     It ends when so many rounds in turn gave nothing better.
     """
@@ -197,7 +202,7 @@ def _squeaky_wheel(
     idle = 1
     while best[1] > tight and idle < rounds:
         over = offsets + size > floor
-        key = {i: at * 0.5 if over[i] else float(at) for at, i in enumerate(order)}
+        key = {i: at * _FORWARD if over[i] else float(at) for at, i in enumerate(order)}
         order = sorted(order, key=key.__getitem__)
         offsets, arena = _first_fit(items, sizes, order)
         idle += 1
