@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
-from hyper_parallel.ir import MemoryPlan, MemoryTier
+from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.offload._address import GOOD
+from hyper_parallel.offload._enough import enough_elsewhere, tier_full
 from hyper_parallel.offload._host import device_part
 from hyper_parallel.offload._polish import LARGEST, polish
 from hyper_parallel.offload._portfolio import Emitted, Search
@@ -26,14 +27,15 @@ def least_time(
 
     Every search has its own part of the updates in host memory, so allowing more of them never gives a slower plan.
     """
-    found, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible | TierFull]()
+    found, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible]()
     for search in searches:
         try:
             found.append(_least_time(search, budget, finish))
-        except (BudgetImpossible, TierFull) as error:
+        except BudgetImpossible as error:
             errors.append(error)
     if not found:
-        raise min(errors, key=lambda e: getattr(e, "least_bytes", 0))
+        nearest = min(errors, key=lambda e: e.least_bytes)
+        raise _more_elsewhere(searches, budget, finish, nearest) or nearest
     return min(found, key=lambda one: (one[0].seconds, one[1].device_bytes))
 
 
@@ -66,13 +68,6 @@ def _least_time(
     if (best := first(found)) is not None:
         return best
     least = min(plans[id(e)].device_bytes for e in candidates)
-    if more := _more_elsewhere(search, room, floor):
-        machine = search.machine
-        raise TierFull(
-            "the device budget needs more bytes in DRAM or flash than the machine allows",
-            got=f"budget {budget}, dram {machine.dram_bytes}, flash {machine.flash_bytes}",
-            hint=f"set `{more}`, or `offload.budget={least}`",
-        )
     error = BudgetImpossible(
         f"no memory plan fits {format_bytes(budget)}",
         got=f"{budget} bytes",
@@ -83,24 +78,34 @@ def _least_time(
     raise error
 
 
-def _more_elsewhere(search: Search, room: int, floor: int) -> str:
-    """Settings of DRAM and flash with which a program would live in the room; empty when they are not what is short."""
-    machine = search.machine
-    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-    if all(most is None for most in caps.values()):
-        return ""
-    unlimited = replace(machine, dram_bytes=None, flash_bytes=None)
-    free = Search(search.program, unlimited, search.order, search.selectors, search.best_seen)
-    for target in (room, floor):
-        fitting = [e for e in free.portfolio(target, budget=room) if e.peak <= room]
-        if fitting:
-            needs = min(fitting, key=lambda e: (e.peaks["flash"], e.peaks["dram"])).peaks
-            return " ".join(
-                f"offload.{tier}={needs[tier]}"
-                for tier, most in caps.items()
-                if most is not None and needs[tier] > most
-            )
-    return ""
+def _more_elsewhere(
+    searches: Sequence[Search],
+    budget: int,
+    finish: Callable[[Emitted, int], MemoryPlan],
+    error: BudgetImpossible,
+) -> TierFull | None:
+    """What stands in the way, when it is DRAM or flash."""
+    program, machine = searches[0].program, searches[0].machine
+    room = budget - program.staging_bytes
+    if working_set_bytes(device_part(program, machine)) > room:
+        return None
+
+    def fits(e: Emitted) -> bool:
+        return e.peak <= room and finish(e, room).device_bytes <= budget
+
+    def works(others: Sequence[Search]) -> bool:
+        for search in others:
+            try:
+                _least_time(search, budget, finish)
+            except BudgetImpossible:
+                continue
+            return True
+        return False
+
+    enough = enough_elsewhere(searches, room - room // _GAPS[-2], fits, works)
+    if not enough:
+        return None
+    return tier_full(budget, machine, {**enough, "device": error.least_bytes})
 
 
 def least_peak(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, MemoryTier
@@ -18,12 +19,16 @@ _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
 
 @dataclass(frozen=True)
 class Emitted:
-    """One emitted program with the emitter's own account of it; the chosen one is replayed."""
+    """One emitted program with the emitter's own account of it; the chosen one is replayed.
+
+    Attributes: `peaks` are bytes that live at the same time, `dram_bytes` what host memory gives for them.
+    """
 
     actions: tuple[MemoryAction, ...]
     homes: tuple[MemoryTier, ...]
     seconds: float
     peaks: dict[MemoryTier, int]
+    dram_bytes: int
     gaps: tuple[Gap, ...]
     again: Recomputes | None
     rule: str
@@ -85,6 +90,14 @@ class Search:
             self.rules = [self.rules[i] for i in met]
         return found
 
+    def first(self, target: int, fits: Callable[[Emitted], bool]) -> Emitted | None:
+        """Any program for a target that respects the other tiers and fits."""
+        for name, selector, rank in self.rules:
+            emitted = self.emit(selector, target, target, rank, name)
+            if emitted is not None and not overfull(self.machine, emitted) and fits(emitted):
+                return emitted
+        return None
+
     def emit(
         self,
         selector: Selector,
@@ -134,6 +147,7 @@ class Search:
                 tuple(emitter.homes),
                 emitter.clock.now_s,
                 emitter.peaks,
+                emitter.dram_bytes,
                 tuple(gaps),
                 selector.again,
                 f"{name}, {rank}",
@@ -147,5 +161,8 @@ class Search:
 
 def overfull(machine: MemoryMachine, emitted: Emitted) -> bool:
     """DRAM or flash cannot hold what the program puts there."""
-    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-    return any(cap is not None and emitted.peaks[t] > cap for t, cap in caps.items())
+    taken = (
+        (emitted.dram_bytes, machine.dram_bytes),
+        (emitted.peaks["flash"], machine.flash_bytes),
+    )
+    return any(cap is not None and size > cap for size, cap in taken)
