@@ -164,44 +164,46 @@ class PlannedGeneration:
         return decode_inputs(self.model, 0, 0, self.length)
 
     def _plan(self) -> list[MemoryPlan]:
-        try:
-            return self._planned(self.limits.machine.dram_bytes)
-        except TierFull as error:
-            raise TierFull(
-                "DRAM and flash cannot hold what the device does not",
-                got=error.got,
-                hint=f"--dram {self._enough(error)}",
-            ) from error
-
-    def _enough(self, error: TierFull) -> int:
-        """Bytes of DRAM with which both steps can be planned.
-
-        Raises:
-            BudgetImpossible: HP402 when no DRAM helps.
-        """
-        dram = error.enough_bytes["dram"]
+        dram = self.limits.machine.dram_bytes
+        refused: TierFull | None = None
         while True:
             try:
-                self._planned(dram)
-                return dram
-            except TierFull as more:
-                dram = max(more.enough_bytes["dram"], dram + dram // 16)
+                plans = self._planned(dram)
+            except TierFull as error:
+                refused = refused or error
+                dram = error.enough_bytes["dram"]
+                continue
+            if refused is None:
+                return plans
+            raise TierFull(
+                "DRAM and flash cannot hold what the device does not",
+                got=f"device {self.limits.device_bytes} bytes, dram {self.limits.machine.dram_bytes} bytes, "
+                f"flash {'none' if self.limits.flash is None else 'unlimited'}",
+                hint=f"--dram {dram}",
+            ) from refused
 
     def _planned(self, dram_bytes: int | None) -> list[MemoryPlan]:
-        """Plans whose buffers, of which both steps have the same, are within the DRAM.
+        """Plans with buffers that are together, because each step has those of the other as well, within the DRAM.
 
         Raises:
-            BudgetImpossible: HP402. TierFull: HP403.
+            BudgetImpossible: HP402. TierFull: HP403, with more DRAM, which may be enough.
         """
-        machine = replace(self.limits.machine, dram_bytes=dram_bytes)
+        machine, together = replace(self.limits.machine, dram_bytes=dram_bytes), list[int]()
         while True:
-            plans = self._planned_apart(machine)
-            taken = _dram_bytes(plans)
-            if dram_bytes is None or taken <= dram_bytes:
+            try:
+                plans = self._planned_apart(machine)
+            except TierFull as error:
+                assert dram_bytes is not None
+                more = min(together, default=error.enough_bytes["dram"])
+                error.enough_bytes = {"dram": max(more, dram_bytes + dram_bytes // 64 + 1)}
+                raise
+            together.append(_dram_bytes(plans))
+            if dram_bytes is None or together[-1] <= dram_bytes:
                 return plans
-            # The two need other sizes: each gets less.
+            # They need buffers of different sizes: each gets less.
             assert machine.dram_bytes is not None
-            machine = replace(machine, dram_bytes=machine.dram_bytes - (taken - dram_bytes))
+            less = machine.dram_bytes - (together[-1] - dram_bytes)
+            machine = replace(machine, dram_bytes=max(less, 0))
 
     def _planned_apart(self, machine: MemoryMachine) -> list[MemoryPlan]:
         limits, plans, least = self.limits, [], 0
