@@ -59,7 +59,12 @@ class Emitter(Underway):
             self.leaving.setdefault(g.storage, []).append(g.first)
         seconds = recomputes.host.seconds(program, order)
         starts = np.cumsum([0.0, *seconds])[:-1]
-        self.left_s = float(starts[-1]) - starts if len(starts) else starts
+        again = np.zeros(len(starts))
+        for position, extra in recomputes.least_s(program).items():
+            again[position] = extra
+        # At least so long from the start of a position to that of the last one.
+        left = np.cumsum((again + np.diff(starts, append=starts[-1:]))[::-1])[::-1]
+        self.left_s: list[float] = left.tolist()
         self.waiting = Waiting(
             issue_positions(gaps, starts, program, machine, window, recomputes.host.ready)
         )

@@ -46,7 +46,11 @@ def _least_time(
     plans: dict[int, MemoryPlan] = {}
 
     def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
+        lowest = room + 1
         for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
+            if e.peak >= lowest and len(e.actions) > _LARGE_ACTIONS:
+                continue  # the addresses of what is faster and lower did not fit
+            lowest = min(lowest, e.peak)
             plan = plans[id(e)] = plans.get(id(e)) or finish(e, room)
             if plan.device_bytes <= budget:
                 return e, plan
