@@ -21,6 +21,16 @@ _Rule = tuple[str, Selector, Rank]
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a rule was asked for."""
+
+    name: str
+    selector: Selector
+    rank: Rank
+    aim: int
+
+
+@dataclass(frozen=True)
 class Emitted:
     """One emitted program with the emitter's own account of it; the chosen one is replayed.
 
@@ -35,6 +45,7 @@ class Emitted:
     gaps: tuple[Gap, ...]
     again: Recomputes | None
     rule: str
+    asked: Asked | None = None
 
     @property
     def peak(self) -> int:
@@ -137,15 +148,32 @@ class Search:
         limit_s: float = float("inf"),
     ) -> Emitted | None:
         """One rule's program for an aim; None when it takes longer than the limit."""
-        chosen, planned = selector.select(aim, rank)
+        _, planned = selector.select(aim, rank)
         # What the selection cannot reach, waiting for room cannot reach either.
         missed = selector.stretch is not None and planned.max(initial=0) > target
-        room = None if missed else target
-        key = (id(selector), rank, len(chosen), room)
+        return self._emit(Asked(name, selector, rank, aim), None if missed else target, limit_s)
+
+    def in_less_room(self, emitted: Emitted, room: int, limit_s: float) -> Emitted | None:
+        """The same choice, where copies wait for room as if there were less; None when that takes too long.
+
+        What operators need at once is the peak then; at all other times bytes are left over for gaps between addresses.
+        """
+        if emitted.asked is None:
+            return None
+        found = self._emit(emitted.asked, room, limit_s)
+        if found is None or found.seconds > limit_s or overfull(self.machine, found):
+            return None
+        return found
+
+    def _emit(self, asked: Asked, room: int | None, limit_s: float) -> Emitted | None:
+        """The program of what a rule chooses; with room, copies wait for it."""
+        selector = asked.selector
+        chosen, planned = selector.select(asked.aim, asked.rank)
+        key = (id(selector), asked.rank, len(chosen), room)
         if key in self.made:
-            limited_s, emitted = self.made[key]
-            if emitted is not None or limit_s <= limited_s:
-                return emitted
+            limited_s, known = self.made[key]
+            if known is not None or limit_s <= limited_s:
+                return known
         # The first span of a candidate ends where its bytes are counted again before the gap's end.
         back = {
             (g.storage, g.last): high
@@ -181,7 +209,8 @@ class Search:
                 emitter.dram_bytes,
                 tuple(gaps),
                 selector.again,
-                f"{name}, {rank}",
+                f"{asked.name}, {asked.rank}",
+                asked,
             )
             if self.machine.copy_out is None or not overfull(self.machine, emitted):
                 break
