@@ -45,7 +45,12 @@ class Search:
     best_seen: Emitted
 
     def __post_init__(self) -> None:
-        self.rules = [(name, s, rank) for name, s in self.selectors for rank in _RANKS]
+        # What is at home in DRAM costs less than the channels' account of it where computation waits for them anyway.
+        self.rules = [
+            (name, s, rank)
+            for name, s in self.selectors
+            for rank in (*_RANKS, *(("home",) if s.stretch is None else ()))
+        ]
         # What a rule gives when it has taken everything it can, by selector and rank: the same for every lower target.
         self.exhausted: dict[tuple[int, Rank], tuple[int, Emitted | None]] = {}
 
