@@ -68,7 +68,12 @@ class Search:
     )
 
     def __post_init__(self) -> None:
-        self.rules = [(name, s, rank) for name, s in self.selectors for rank in _RANKS]
+        # What is at home in DRAM costs less than the channels' account of it where computation waits for them anyway.
+        self.rules = [
+            (name, s, rank)
+            for name, s in self.selectors
+            for rank in (*_RANKS, *(("home",) if s.stretch is None else ()))
+        ]
 
     def _in_turn(self, target: int) -> Iterator[_Rule]:
         """The rules, those that may give the fastest programs for a target first: what they give limits the others.
