@@ -188,8 +188,8 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitt
 def _squeezed(search: Search, found: Sequence[Emitted], limit_s: float) -> list[Emitted]:
     """The choices of lowest peak, emitted in less room.
 
-    A selection stops where its target is reached, or cannot be, but waits in the program may still lower the peak. Where
-    they cannot, they lower everything else, so that the addresses at the peak fit together.
+    A selection stops where its target is reached, or cannot be, but waits in the program may still lower the peak.
+    Where they cannot, they lower everything else, so that the addresses at the peak fit together.
     """
     lowest: dict[Asked | None, Emitted] = {}
     for e in sorted(found, key=lambda e: (e.peak, e.seconds)):
