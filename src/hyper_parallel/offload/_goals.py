@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
-from hyper_parallel.ir import MemoryPlan, MemoryTier
+from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.offload._address import GOOD
+from hyper_parallel.offload._enough import enough_elsewhere, tier_full
 from hyper_parallel.offload._host import device_part
 from hyper_parallel.offload._polish import LARGEST, polish
 from hyper_parallel.offload._portfolio import Asked, Emitted, Search
@@ -21,6 +22,7 @@ _SQUEEZED = 3  # choices that are emitted again in less room
 _ROOMS = 5  # tried for each, by bisection
 _LEAST_ROOM = 0.7  # of the peak before
 _GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
+_NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
 
 
 def least_time(
@@ -30,14 +32,15 @@ def least_time(
 
     Every search has its own part of the updates in host memory, so allowing more of them never gives a slower plan.
     """
-    found, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible | TierFull]()
+    found, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible]()
     for search in searches:
         try:
             found.append(_least_time(search, budget, finish))
-        except (BudgetImpossible, TierFull) as error:
+        except BudgetImpossible as error:
             errors.append(error)
     if not found:
-        raise min(errors, key=lambda e: getattr(e, "least_bytes", 0))
+        nearest = min(errors, key=lambda e: e.least_bytes)
+        raise _more_elsewhere(searches, budget, finish, nearest) or nearest
     return min(found, key=lambda one: (one[0].seconds, one[1].device_bytes))
 
 
@@ -48,7 +51,11 @@ def _least_time(
     plans: dict[int, MemoryPlan] = {}
 
     def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
+        lowest = room + 1
         for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
+            if e.peak >= lowest and len(e.actions) > _LARGE_ACTIONS:
+                continue  # the addresses of what is faster and lower did not fit
+            lowest = min(lowest, e.peak)
             plan = plans[id(e)] = plans.get(id(e)) or finish(e, room)
             if plan.device_bytes <= budget:
                 return e, plan
@@ -56,11 +63,17 @@ def _least_time(
 
     found: list[Emitted] = []
     floor = working_set_bytes(device_part(search.program, search.machine))
+    best = None
     for part in _GAPS if floor <= room else ():
         aim = max(room - room // part, 0)
-        found += replace(search, best_seen=search.best_seen).portfolio(aim, budget=aim)
-        if (best := first(found)) is not None:
-            return best
+        limit_s = best[0].seconds if best else float("inf")
+        found += replace(search, best_seen=search.best_seen).portfolio(aim, limit_s, budget=aim)
+        best = first(found)
+        # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
+        if best and min(e.seconds for e in found if e.peak <= room) > _NEAR * best[0].seconds:
+            break
+    if best is not None:
+        return best
     # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
     again = replace(search, best_seen=search.best_seen)
     lowest = again.portfolio(floor)
@@ -70,13 +83,6 @@ def _least_time(
     if (best := first(found)) is not None:
         return best
     least = min(plans[id(e)].device_bytes for e in candidates)
-    if more := _more_elsewhere(search, room, floor):
-        machine = search.machine
-        raise TierFull(
-            "the device budget needs more bytes in DRAM or flash than the machine allows",
-            got=f"budget {budget}, dram {machine.dram_bytes}, flash {machine.flash_bytes}",
-            hint=f"set `{more}`, or `offload.budget={least}`",
-        )
     error = BudgetImpossible(
         f"no memory plan fits {format_bytes(budget)}",
         got=f"{budget} bytes",
@@ -87,24 +93,34 @@ def _least_time(
     raise error
 
 
-def _more_elsewhere(search: Search, room: int, floor: int) -> str:
-    """Settings of DRAM and flash with which a program would live in the room; empty when they are not what is short."""
-    machine = search.machine
-    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-    if all(most is None for most in caps.values()):
-        return ""
-    unlimited = replace(machine, dram_bytes=None, flash_bytes=None)
-    free = Search(search.program, unlimited, search.order, search.selectors, search.best_seen)
-    for target in (room, floor):
-        fitting = [e for e in free.portfolio(target, budget=room) if e.peak <= room]
-        if fitting:
-            needs = min(fitting, key=lambda e: (e.peaks["flash"], e.peaks["dram"])).peaks
-            return " ".join(
-                f"offload.{tier}={needs[tier]}"
-                for tier, most in caps.items()
-                if most is not None and needs[tier] > most
-            )
-    return ""
+def _more_elsewhere(
+    searches: Sequence[Search],
+    budget: int,
+    finish: Callable[[Emitted, int], MemoryPlan],
+    error: BudgetImpossible,
+) -> TierFull | None:
+    """What stands in the way, when it is DRAM or flash."""
+    program, machine = searches[0].program, searches[0].machine
+    room = budget - program.staging_bytes
+    if working_set_bytes(device_part(program, machine)) > room:
+        return None
+
+    def fits(e: Emitted) -> bool:
+        return e.peak <= room and finish(e, room).device_bytes <= budget
+
+    def works(others: Sequence[Search]) -> bool:
+        for search in others:
+            try:
+                _least_time(search, budget, finish)
+            except BudgetImpossible:
+                continue
+            return True
+        return False
+
+    enough = enough_elsewhere(searches, room - room // _GAPS[-2], fits, works)
+    if not enough:
+        return None
+    return tier_full(budget, machine, {**enough, "device": error.least_bytes})
 
 
 def least_peak(
