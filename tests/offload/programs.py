@@ -42,3 +42,41 @@ def training_chain(layers=6, act=1000, weight=400, alignment=1, clip=False, seco
         reads = (weights[i], states[i], grads[i])
         ops.append(Operator("adamw", reads, reads[:2], (), 0.05 * seconds, phase="optimizer"))
     return MemoryProgram("chain", tuple(storages), tuple(ops), alignment)
+
+
+def headed_step(layers=48, act=1000, wide=3500, head=9000):
+    """Training of a chain between an embedding and a head that are large beside what a layer saves."""
+    storages, ops = [], []
+
+    def new(name, size, kind, keep=False):
+        storages.append(Storage(name, size, kind, keep, keep))
+        return len(storages) - 1
+
+    def op(name, reads, writes, allocs, seconds, phase="forward"):
+        ops.append(Operator(name, reads, writes, allocs, seconds, phase=phase))
+
+    embed, last = new("embed", head, "weight", True), new("head", head, "weight", True)
+    x = new("x", act, "activation")
+    op("embedding", (embed,), (), (x,), 0.01)
+    saved = []
+    for _ in range(layers):
+        a, up, y = (new(n, s, "activation") for n, s in (("a", act), ("up", wide), ("y", act)))
+        op("norm", (x,), (), (a,), 0.1)
+        op("up", (a,), (), (up,), 1.0)
+        op("down", (up, x), (), (y,), 1.0)
+        saved.append((x, a, up))
+        x = y
+    d, logits = new("d", act, "activation"), new("logits", head, "scratch")
+    grad = new("dhead", head, "gradient")
+    op("loss", (x, last), (), (d, logits), 1.0)
+    op("dhead", (logits, x), (), (grad,), 1.0, "backward")
+    op("update", (grad, last), (last,), (), 0.1, "optimizer")
+    for x, a, up in reversed(saved):
+        e, before = new("dup", wide, "activation"), new("dx", act, "activation")
+        op("ddown", (d, up), (), (e,), 2.0, "backward")
+        op("dup", (e, a, d, x), (), (before,), 2.0, "backward")
+        d = before
+    grad = new("dembed", head, "gradient")
+    op("dembed", (d,), (), (grad,), 0.1, "backward")
+    op("update", (grad, embed), (embed,), (), 0.1, "optimizer")
+    return MemoryProgram("headed", tuple(storages), tuple(ops), 1)

@@ -19,7 +19,7 @@ from hyper_parallel.offload import (
     plan_memory,
 )
 from hyper_parallel.offload._exact import search
-from tests.offload.programs import training_chain
+from tests.offload.programs import headed_step, training_chain
 from tests.offload.test_random_programs import machines, programs
 
 pytestmark = pytest.mark.unit
@@ -63,6 +63,16 @@ def test_a_chain_is_within_2_percent():
     plans = list(planned(program, MemoryMachine(Channel(800.0), Channel(800.0))))
     assert len(plans) > 3
     assert all(map(within, plans))
+
+
+def test_what_a_selection_cannot_reach_waiting_does():
+    """Two wide storages at the head are what any plan needs; all else waits until it fits beside them, without gaps."""
+    program = headed_step()
+    machine = MemoryMachine(Channel(2600.0), Channel(2600.0))
+    plan = plan_memory(program, machine, max_slowdown=0.05, bandwidth_margin=0.0, recompute=False)
+    largest = max(sum(program.sizes[s] for s in op.touched) for op in program.operators)
+    assert plan.arena_bytes == plan.peak_bytes["device"] == largest
+    assert plan.seconds <= 1.05 * program.seconds
 
 
 @st.composite
