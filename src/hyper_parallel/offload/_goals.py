@@ -20,16 +20,27 @@ _GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addre
 
 
 def least_time(
-    searches: Sequence[Search], budget: int, finish: Callable[[Emitted, int], MemoryPlan]
+    searches: Sequence[Search],
+    budget: int,
+    finish: Callable[[Emitted, int], MemoryPlan],
+    limit_s: float = float("inf"),
 ) -> tuple[Emitted, MemoryPlan]:
     """The fastest program whose arena, with what is made beside it, is within the budget; and its plan.
 
     Every search has its own part of the updates in host memory, so allowing more of them never gives a slower plan.
+    What one has found is the limit of the next.
+
+    Args:
+        searches: Tried in turn.
+        budget: Device bytes.
+        finish: Makes the plan of a program; its arena need not be smaller than the bytes given.
+        limit_s: A slower plan is of no use.
     """
     found, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible | TierFull]()
     for search in searches:
         try:
-            found.append(_least_time(search, budget, finish))
+            found.append(_least_time(search, budget, finish, limit_s))
+            limit_s = min(limit_s, found[-1][0].seconds)
         except (BudgetImpossible, TierFull) as error:
             errors.append(error)
     if not found:
@@ -38,7 +49,7 @@ def least_time(
 
 
 def _least_time(
-    search: Search, budget: int, finish: Callable[[Emitted, int], MemoryPlan]
+    search: Search, budget: int, finish: Callable[[Emitted, int], MemoryPlan], limit_s: float
 ) -> tuple[Emitted, MemoryPlan]:
     room = budget - search.program.staging_bytes
     plans: dict[int, MemoryPlan] = {}
@@ -58,9 +69,14 @@ def _least_time(
     floor = working_set_bytes(device_part(search.program, search.machine))
     for part in _GAPS if floor <= room else ():
         aim = max(room - room // part, 0)
-        found += replace(search, best_seen=search.best_seen).portfolio(aim, budget=aim)
+        found += replace(search, best_seen=search.best_seen).portfolio(aim, limit_s, budget=aim)
         if (best := first(found)) is not None:
             return best
+    if limit_s < float("inf"):
+        raise BudgetImpossible(
+            f"no memory plan fits {format_bytes(budget)} in less time than another one",
+            got=f"{budget} bytes",
+        )
     # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
     again = replace(search, best_seen=search.best_seen)
     lowest = again.portfolio(floor)
