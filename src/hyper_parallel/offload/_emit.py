@@ -126,7 +126,7 @@ class Emitter(Underway):
             wanted.update(dict.fromkeys(self.program.operators[i].reads))
         fresh = {*op.allocs, *(s for i in rerun for s in self.program.operators[i].allocs)}
         wanted = {s: None for s in wanted if s not in fresh}
-        for running in self.talks.before(op, wanted):
+        for running in self.talks.before(op, wanted, fresh.difference(op.allocs)):
             self._join(running, position)
         if self.budget is not None:
             sizes = self.program.sizes
@@ -142,6 +142,8 @@ class Emitter(Underway):
                 self._finish(item)
         for i in rerun:
             for s in self.program.operators[i].allocs:
+                if "device" in self.current[s]:  # other ranks used it until now
+                    self._detach(s, "device")
                 self._set(s, "device")
             self._do("recompute", i)
         helpers = [h for h in self.again.helpers.get(position, ()) if h not in op.touched]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import filterfalse
 
@@ -21,16 +21,31 @@ _Rule = tuple[str, Selector, Rank]
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a rule was asked for."""
+
+    name: str
+    selector: Selector
+    rank: Rank
+    aim: int
+
+
+@dataclass(frozen=True)
 class Emitted:
-    """One emitted program with the emitter's own account of it; the chosen one is replayed."""
+    """One emitted program with the emitter's own account of it; the chosen one is replayed.
+
+    Attributes: `peaks` are bytes that live at the same time, `dram_bytes` what host memory gives for them.
+    """
 
     actions: tuple[MemoryAction, ...]
     homes: tuple[MemoryTier, ...]
     seconds: float
     peaks: dict[MemoryTier, int]
+    dram_bytes: int
     gaps: tuple[Gap, ...]
     again: Recomputes | None
     rule: str
+    asked: Asked | None = None
 
     @property
     def peak(self) -> int:
@@ -53,7 +68,12 @@ class Search:
     )
 
     def __post_init__(self) -> None:
-        self.rules = [(name, s, rank) for name, s in self.selectors for rank in _RANKS]
+        # What is at home in DRAM costs less than the channels' account of it where computation waits for them anyway.
+        self.rules = [
+            (name, s, rank)
+            for name, s in self.selectors
+            for rank in (*_RANKS, *(("home",) if s.stretch is None else ()))
+        ]
 
     def _in_turn(self, target: int) -> Iterator[_Rule]:
         """The rules, those that may give the fastest programs for a target first: what they give limits the others.
@@ -115,6 +135,14 @@ class Search:
         self.rules = met or self.rules
         return found
 
+    def first(self, target: int, fits: Callable[[Emitted], bool]) -> Emitted | None:
+        """Any program for a target that respects the other tiers and fits."""
+        for name, selector, rank in self.rules:
+            emitted = self.emit(selector, target, target, rank, name)
+            if emitted is not None and not overfull(self.machine, emitted) and fits(emitted):
+                return emitted
+        return None
+
     def emit(
         self,
         selector: Selector,
@@ -125,15 +153,32 @@ class Search:
         limit_s: float = float("inf"),
     ) -> Emitted | None:
         """One rule's program for an aim; None when it takes longer than the limit."""
-        chosen, planned = selector.select(aim, rank)
+        _, planned = selector.select(aim, rank)
         # What the selection cannot reach, waiting for room cannot reach either.
         missed = selector.stretch is not None and planned.max(initial=0) > target
-        room = None if missed else target
-        key = (id(selector), rank, len(chosen), room)
+        return self._emit(Asked(name, selector, rank, aim), None if missed else target, limit_s)
+
+    def in_less_room(self, emitted: Emitted, room: int, limit_s: float) -> Emitted | None:
+        """The same choice, where copies wait for room as if there were less; None when that takes too long.
+
+        What operators need at once is the peak then; at all other times bytes are left over for gaps between addresses.
+        """
+        if emitted.asked is None:
+            return None
+        found = self._emit(emitted.asked, room, limit_s)
+        if found is None or found.seconds > limit_s or overfull(self.machine, found):
+            return None
+        return found
+
+    def _emit(self, asked: Asked, room: int | None, limit_s: float) -> Emitted | None:
+        """The program of what a rule chooses; with room, copies wait for it."""
+        selector = asked.selector
+        chosen, planned = selector.select(asked.aim, asked.rank)
+        key = (id(selector), asked.rank, len(chosen), room)
         if key in self.made:
-            limited_s, emitted = self.made[key]
-            if emitted is not None or limit_s <= limited_s:
-                return emitted
+            limited_s, known = self.made[key]
+            if known is not None or limit_s <= limited_s:
+                return known
         # The first span of a candidate ends where its bytes are counted again before the gap's end.
         back = {
             (g.storage, g.last): high
@@ -166,9 +211,11 @@ class Search:
                 tuple(emitter.homes),
                 emitter.clock.now_s,
                 emitter.peaks,
+                emitter.dram_bytes,
                 tuple(gaps),
                 selector.again,
-                f"{name}, {rank}",
+                f"{asked.name}, {asked.rank}",
+                asked,
             )
             if self.machine.copy_out is None or not overfull(self.machine, emitted):
                 break
@@ -178,5 +225,8 @@ class Search:
 
 def overfull(machine: MemoryMachine, emitted: Emitted) -> bool:
     """DRAM or flash cannot hold what the program puts there."""
-    caps: dict[MemoryTier, int | None] = {"dram": machine.dram_bytes, "flash": machine.flash_bytes}
-    return any(cap is not None and emitted.peaks[t] > cap for t, cap in caps.items())
+    taken = (
+        (emitted.dram_bytes, machine.dram_bytes),
+        (emitted.peaks["flash"], machine.flash_bytes),
+    )
+    return any(cap is not None and size > cap for size, cap in taken)

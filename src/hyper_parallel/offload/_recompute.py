@@ -47,7 +47,7 @@ class Recomputes:
 
         What other ranks use may still be on the device where it would be made again, so it does not count.
         """
-        held = _held(program)
+        held = {s for op in program.operators if op.group or op.message for s in op.touched}
 
         def gone(s: int, position: int) -> bool:
             dropped = s in self.gaps and self.gaps[s][1] == position
@@ -221,7 +221,6 @@ def choose_recomputes(
         return found
     finder = Chains(program, chains)
     place = finder.place
-    held = _held(program)
     for s in sorted(chosen, key=lambda s: -place[chains.maker[s]]):
         gap = None if s in found.gaps else _longest_gap(found.uses[s])
         if gap is None:
@@ -230,8 +229,6 @@ def choose_recomputes(
         others = [x for x in program.operators[chains.maker[s]].allocs if x != s]
         if chain is None or any(program.storages[x].at_end or x in found.gaps for x in others):
             continue
-        if others and not held.isdisjoint((s, *others)):
-            continue  # one of them might still be there when all are made again
         found.gaps[s] = gap
         rerun = found.rerun.setdefault(gap[1], [])
         rerun += [op for op in chain.operators if op not in rerun]
@@ -252,11 +249,6 @@ def choose_recomputes(
                 found.uses[x].sort()
         found.seconds += chain.seconds
     return found
-
-
-def _held(program: MemoryProgram) -> set[int]:
-    """What other ranks may be using after its last use here."""
-    return {s for op in program.operators if op.group or op.message for s in op.touched}
 
 
 def _places(chains: UseDef) -> list[int]:

@@ -102,13 +102,17 @@ class Underway(Ledger):
         self.flying[s, "dram"] = None
 
     def _make_dram_room(self, s: int) -> None:
-        """Wait for updates, then for bytes on their way to flash, until a storage fits into DRAM, if it does."""
+        """Wait for updates, then for bytes on their way to flash, until a storage fits into DRAM, if it does.
+
+        Only what has its size makes room for it.
+        """
+        sizes, touched = self.program.sizes, self.program.touched
         while not self._dram_fits(s):
-            if self.host.running:
+            if any(sizes[x] == sizes[s] for i in self.host.running for x in touched[i]):
                 self._end_update(self.host.running[0])
                 continue
             going = (p for p in self.pending if p.leaves and p.into == "flash" and p.storage != s)
-            item = next(going, None)
+            item = next((p for p in going if sizes[p.storage] == sizes[s]), None)
             if item is None:
                 return
             self._finish(item)
