@@ -86,7 +86,7 @@ class Emitter(Underway):
             if self.clock.now_s + self.left_s[position] > limit_s:
                 return None
             self._retire(position)
-            for number, gap, kind in self.waiting.at(position, self._room()):
+            for number, gap, kind in self.waiting.at(position, self._room):
                 self._reload(number, gap, kind, position)
             if index in self.again.host.operators:
                 for running in self.talks.before(self.program.operators[index]):

@@ -26,26 +26,42 @@ _NEAR = 0.97  # a program that is faster by less is not tried again with more ro
 
 
 def least_time(
-    searches: Sequence[Search], budget: int, finish: Callable[[Emitted, int], MemoryPlan]
+    searches: Sequence[Search],
+    budget: int,
+    finish: Callable[[Emitted, int], MemoryPlan],
+    limit_s: float = float("inf"),
 ) -> tuple[Emitted, MemoryPlan]:
     """The fastest program whose arena, with what is made beside it, is within the budget; and its plan.
 
     Every search has its own part of the updates in host memory, so allowing more of them never gives a slower plan.
+    What one has found is the limit of the next.
+
+    Args:
+        searches: Tried in turn.
+        budget: Device bytes.
+        finish: Makes the plan of a program; its arena need not be smaller than the bytes given.
+        limit_s: A slower plan is of no use.
     """
     found, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible]()
     for search in searches:
         try:
-            found.append(_least_time(search, budget, finish))
+            found.append(_least_time(search, budget, finish, limit_s))
+            limit_s = min(limit_s, found[-1][0].seconds)
         except BudgetImpossible as error:
             errors.append(error)
     if not found:
         nearest = min(errors, key=lambda e: e.least_bytes)
+        if limit_s < float("inf"):
+            raise nearest
         raise _more_elsewhere(searches, budget, finish, nearest) or nearest
     return min(found, key=lambda one: (one[0].seconds, one[1].device_bytes))
 
 
 def _least_time(
-    search: Search, budget: int, finish: Callable[[Emitted, int], MemoryPlan]
+    search: Search,
+    budget: int,
+    finish: Callable[[Emitted, int], MemoryPlan],
+    limit_s: float = float("inf"),
 ) -> tuple[Emitted, MemoryPlan]:
     room = budget - search.program.staging_bytes
     plans: dict[int, MemoryPlan] = {}
@@ -66,14 +82,19 @@ def _least_time(
     best = None
     for part in _GAPS if floor <= room else ():
         aim = max(room - room // part, 0)
-        limit_s = best[0].seconds if best else float("inf")
-        found += replace(search, best_seen=search.best_seen).portfolio(aim, limit_s, budget=aim)
+        within_s = best[0].seconds if best else limit_s
+        found += replace(search, best_seen=search.best_seen).portfolio(aim, within_s, budget=aim)
         best = first(found)
         # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
         if best and min(e.seconds for e in found if e.peak <= room) > _NEAR * best[0].seconds:
             break
     if best is not None:
         return best
+    if limit_s < float("inf"):
+        raise BudgetImpossible(
+            f"no memory plan fits {format_bytes(budget)} in less time than another one",
+            got=f"{budget} bytes",
+        )
     # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
     again = replace(search, best_seen=search.best_seen)
     lowest = again.portfolio(floor)

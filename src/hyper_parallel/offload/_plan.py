@@ -155,7 +155,8 @@ def _best_order(
         if plans and goal.budget_bytes is not None and plans[0].seconds <= alone[order].seconds:
             continue
         try:
-            plans.append(_in_order(program, machine, goal, order, (*said, told), limit_s))
+            best_s = min((plan.seconds for plan in plans), default=float("inf"))
+            plans.append(_in_order(program, machine, goal, order, (*said, told), limit_s, best_s))
         except (BudgetImpossible, TierFull) as error:
             errors.append(error)
     if not plans:
@@ -172,8 +173,13 @@ def _in_order(
     order: tuple[int, ...],
     said: tuple[str, ...],
     limit_s: float | None = None,
+    best_s: float = float("inf"),
 ) -> MemoryPlan:
-    """The plan of one order; the time limit is that of the order itself unless another is given."""
+    """The plan of one order.
+
+    The time limit is that of the order itself unless another is given. Under a budget, plans slower than `best_s` are
+    of no use.
+    """
     machine = true_machine.derated(goal.margin)
     budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
     identity = _identity(program, order)
@@ -204,6 +210,7 @@ def _in_order(
             searches,
             budget_bytes,
             lambda e, enough: _finish(program, true_machine, e, said, enough),
+            best_s if machine == true_machine else float("inf"),
         )
     else:
         assert limit_s is not None

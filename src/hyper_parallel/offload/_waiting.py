@@ -6,7 +6,7 @@ not tried until then, so that a long line costs little.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 
 from hyper_parallel.ir import MemoryActionKind
@@ -30,21 +30,33 @@ class Waiting:
         self._behind: dict[int, list[int]] = {}  # storage -> what waits for a copy of it to end
         self._asleep: set[int] = set()
 
-    def at(self, position: int, room: int) -> Iterator[tuple[int, Gap, MemoryActionKind]]:
-        """What is to be tried at a position with so much room, as (number, what comes back, how)."""
+    def at(
+        self, position: int, room: Callable[[], int]
+    ) -> Iterator[tuple[int, Gap, MemoryActionKind]]:
+        """What is to be tried at a position, as (number, what comes back, how).
+
+        Args:
+            position: Of the emission.
+            room: Bytes that are free now.
+        """
         now = self._now
         for number in self._alarms.pop(position, ()):
             self._wake(number)
         if self._short:
-            for number in [n for n, size in self._short.items() if size <= room]:
-                self._wake(number)
+            free = room()
+            for number in [n for n, size in self._short.items() if size <= free]:
+                heappush(now, number)
         while self._begun < len(self._events) and self._events[self._begun][0] <= position:
             heappush(now, self._begun)
             self._begun += 1
         while now:
-            self._current = heappop(now)
-            _, gap, kind = self._events[self._current]
-            yield self._current, gap, kind
+            self._current = number = heappop(now)
+            if self._short.get(number, 0) > room():
+                continue  # others have taken the room
+            self._asleep.discard(number)
+            self._short.pop(number, None)
+            _, gap, kind = self._events[number]
+            yield number, gap, kind
         self._current = len(self._events)
 
     def until(self, number: int, position: int) -> None:
