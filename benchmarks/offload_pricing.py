@@ -146,7 +146,8 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
     """The load of a step of one microbatch: bytes that rest at its peak, and the seconds before and after it.
 
     Updates lie inside the backward pass, since nothing clips: what one writes leaves while the next state returns, so
-    nothing has to leave beside the update alone. State of which the last copy would outlast the step stays.
+    nothing has to leave beside the update alone. What is idle around the peak for less than its copies take stays, and
+    so does state of which the last copy would outlast the step.
     """
     order = refine_order(program)[0]
     chains = use_definitions(program, order)
@@ -165,8 +166,13 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
             alive[first : last + 1] += size
         if not first <= peak <= last or peak in uses or storage.kind not in kinds:
             continue
+        copy_s, before = channel.seconds(storage.num_bytes), [u for u in uses if u < peak]
+        idle_s = ends[min((u for u in uses if u > peak), default=-1)]
+        idle_s -= ends[before[-1]] + copy_s if before and not storage.persistent else 0.0
+        idle_s -= ends[peak] if storage.persistent else 0.0
         written = chains.writes[s] if storage.persistent else ()
-        if not written or ends[written[-1]] + channel.seconds(storage.num_bytes) <= ends[-1]:
+        outlasts = bool(written) and ends[written[-1]] + copy_s > ends[-1]
+        if idle_s >= copy_s and not outlasts:
             resting[kinds[storage.kind]] += size
     passing = products = (0.0, 0.0)
     if again:
