@@ -145,9 +145,9 @@ def refilled(program: MemoryProgram) -> MemoryProgram:
 def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool) -> Load:
     """The load of a step of one microbatch: bytes that rest at its peak, and the seconds before and after it.
 
-    Updates lie inside the backward pass, since nothing clips: what one writes leaves while the next state returns, so
-    nothing has to leave beside the update alone. What is idle around the peak for less than its copies take stays, and
-    so does state of which the last copy would outlast the step.
+    Updates lie inside the backward pass, since nothing clips: what they write leaves beside its work, but hardly beside
+    its waits, in which nothing is updated. What is idle around the peak for less than its copies take stays, and so does
+    state of which the last copy would outlast the step.
     """
     order = refine_order(program)[0]
     chains = use_definitions(program, order)
@@ -181,7 +181,7 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
     budget -= program.staging_bytes  # what is made beside the arena
     values = (
         live[peak] - budget, (live - alive).max() - budget, program.staging_bytes, np.inf, *resting,
-        passing[0], products[0], passing[1], products[1], forward, after, np.inf, 1.0, 1.0, 1.0, channel.bytes_s,
+        passing[0], products[0], passing[1], products[1], forward, after, after, 1.0, 1.0, 1.0, channel.bytes_s,
     )  # fmt: skip
     return Load(*(np.full(1, float(v)) for v in values))
 
