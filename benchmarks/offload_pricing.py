@@ -146,8 +146,8 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
     """The load of a step of one microbatch: bytes that rest at its peak, and the seconds before and after it.
 
     Updates lie inside the backward pass, since nothing clips: what they write leaves beside its work, but hardly beside
-    its waits, in which nothing is updated. What is idle around the peak for less than its copies take stays, and so does
-    state of which the last copy would outlast the step.
+    its waits, in which nothing is updated. What is idle around the peak for less than its copies take stays, and so
+    does state of which the last copy would outlast the step.
     """
     order = refine_order(program)[0]
     chains = use_definitions(program, order)
