@@ -3,8 +3,7 @@
 Used by `simulator_accuracy.py` and `strategy_ranking.py`. The ranks are forked and hold some models; then every
 strategy takes some steps in turn, round after round, so that what else the machine does meets all of them alike. Few
 are in one start: a rank that holds 20 models and all their process groups is up to three times slower than one that,
-as in a real run, holds one. A step is what the trainer does: forward and backward of all microbatches, clipping, the
-loss, the optimizer.
+as in a real run, holds one. A step is what the trainer does (`short_step`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.backends.torch import clip_grad_norm_, forward_backward, materialize
+from hyper_parallel.backends.torch import materialize
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import Plan
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.runtime import World, launch, parallelize
 from hyper_parallel.topology import rank_threads
-from hyper_parallel.trainer import build_optimizer
+from hyper_parallel.trainer import build_optimizer, short_step
 
 AT_ONCE = 4
 MODEL = Path(__file__).parent.parent / "recipes/models/quickstart.json"
@@ -135,16 +134,8 @@ class _Run:
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
-            self._step()
+            short_step(self._model, self._optimizer, self._batches, self._tokens, self._world)
         return (time.perf_counter() - start) / steps
-
-    def _step(self) -> None:
-        loss = forward_backward(self._model, self._batches, self._tokens)
-        clip_grad_norm_(self._model, 1.0)
-        if self._world.world_size > 1:
-            dist.all_reduce(loss)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
 
 
 def legal(ranks: int, number: int, seed: int = 0) -> list[Recipe]:

@@ -230,7 +230,7 @@ def planned(
         "peak_off": peak / predicted - 1,
         "recorded_peak_bytes": captured.eager_peak_bytes,
         "dram_bytes": measured.peak_bytes["dram"],
-        "pool_bytes": device.hardware.pool.held_bytes,
+        "pool_bytes": measured.dram_bytes,
         "copied": {kind: copied.num_bytes for kind, copied in measured.copied.items()},
         "wait_s": measured.wait_s,
         "capture_and_plan_s": ready_s,

@@ -1,20 +1,23 @@
-"""The command line on the emulated accelerator, one rank: training with and without a budget, a resumed run."""
+"""The command line on the emulated accelerator: training with and without a budget, on one and two ranks, a resumed
+run, a plan that is made again, updates on the host, and generation from what was trained."""
 
+import functools
 import json
+import re
+import tempfile
+from pathlib import Path
 
-from tests.e2e.runs import CONFIG, curve, rows, train, write_functions
+from hyper_parallel.ir import Plan
+from tests.e2e.runs import CONFIG, command, curve, rows, train, write_functions
 
 KIB = 1024
+BUDGET = 600 * KIB
 
 
-def trained(folder, name, *overrides):
-    out = folder / name
-    train(folder, out, *overrides)
-    return out
-
-
-def on_train_with_a_budget(knobs, folder):
-    """Same losses as without, what the allocator gave is what was predicted."""
+@functools.cache
+def place():
+    """A directory with a recipe; plain runs in it serve several cases."""
+    folder = Path(tempfile.mkdtemp())
     (folder / "model.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
     write_functions(folder / "text.txt", 1000)
     (folder / "recipe.yaml").write_text(
@@ -22,28 +25,94 @@ def on_train_with_a_budget(knobs, folder):
 model: {{path: {folder}/model.json}}
 data: {{source: {folder}/text.txt, seq_len: 32, vocab_size: 384, cache_dir: {folder}/cache}}
 training:
-  {{steps: 4, dtype: float32, tokens_per_step: 64, microbatch: 2, lr: 1.0e-2, lr_schedule: constant, eval_every: 2,
+  {{steps: 4, dtype: float32, tokens_per_step: 128, microbatch: 2, lr: 1.0e-2, lr_schedule: constant, eval_every: 2,
     eval_tokens: 64}}
 parallel: {{dp_shard: 1}}
 checkpoint: {{every: 2, export: false}}
 topology: dgx-h100
 """
     )
-    plain = trained(folder, "plain")
-    assert [row["memory_bytes"] > 0 for row in rows(plain / "metrics.jsonl")] == [True] * 4
-    mine = trained(
-        folder,
-        "mine",
-        f"offload.budget={500 * KIB}",
-        "training.steps=2",
-        "training.max_grad_norm=1.0",
-    )
-    whole = trained(folder, "mine", f"offload.budget={500 * KIB}")
-    assert mine == whole
-    assert curve(whole) == curve(plain)
-    of = [{r["step"]: r["loss"] for r in rows(out / "eval.jsonl")} for out in (whole, plain)]
-    assert of[0] == of[1]
-    for row in rows(whole / "metrics.jsonl"):
-        assert row["offload"]["pred_memory_bytes"] <= 500 * KIB
+    return folder
+
+
+def trained(name, *overrides):
+    out = place() / name
+    train(place(), out, *overrides)
+    return out
+
+
+@functools.cache
+def plain(*overrides):
+    return trained("-".join(("plain", *overrides)).replace("=", "-"), *overrides)
+
+
+def assert_as_planned(out, reference):
+    """The plain run's losses, and what the allocators gave is what was predicted."""
+    assert curve(out) == curve(reference)
+    evaluations = [{r["step"]: r["loss"] for r in rows(o / "eval.jsonl")} for o in (out, reference)]
+    assert evaluations[0] == evaluations[1]
+    for row in rows(out / "metrics.jsonl"):
         assert row["memory_bytes"] == row["offload"]["pred_memory_bytes"]
         assert row["offload"]["difference_bytes"] == 0
+    page = (out / "report.html").read_text()
+    assert "host to device" in page
+    assert "host memory: predicted peak" in page
+
+
+def on_train_with_a_budget(knobs, folder):
+    """In two runs, the second one resumed."""
+    reference = plain()
+    assert all(row["memory_bytes"] > 0 for row in rows(reference / "metrics.jsonl"))
+    budget = f"offload.budget={BUDGET}"
+    trained("mine", budget, "training.steps=2")
+    mine = trained("mine", budget)
+    assert_as_planned(mine, reference)
+    assert rows(mine / "metrics.jsonl")[-1]["memory_bytes"] <= BUDGET
+
+
+def on_train_two_ranks_with_a_budget(knobs, folder):
+    """Parameters are gathered and gradients scattered between two devices, beside the copies."""
+    knobs.set_devices(2)
+    two = "parallel.dp_shard=2"
+    assert_as_planned(trained("two", two, f"offload.budget={BUDGET}"), plain(two))
+
+
+def on_train_with_updates_on_the_host(knobs, folder):
+    """The CPU's kernels compute on both sides here, so the bits are the plain run's."""
+    slow = ("training.max_grad_norm=null", "training.steps=2")
+    mine = trained(
+        "host", *slow, f"offload.budget={BUDGET}", "offload.bandwidth=50MB", "offload.update_on_host=true"
+    )  # fmt: skip
+    assert_as_planned(mine, plain(*slow))
+    (said,) = [note for note in Plan.load(mine / "plan.json").notes if "update on host" in note]
+    assert int(re.search(r"update on host: (\d+) of", said)[1]) > 0
+    assert ">host<" in (mine / "report.html").read_text()
+
+
+def on_train_with_copies_slower_than_planned(knobs, folder):
+    """Copies that take 5 ms each, whatever else the machine does: the plan is made again with what was measured."""
+    knobs.set_copy_delay_us(5000)
+    steps = "training.steps=2"
+    mine = trained("drift", steps, f"offload.budget={BUDGET}")
+    assert_as_planned(mine, plain(steps))
+    found = [row["offload"] for row in rows(mine / "metrics.jsonl")]
+    assert found[0]["replanned"]
+    assert found[0]["wait_s"] > 5e-3 > found[0]["pred_wait_s"]
+    assert found[1]["pred_sim_step_s"] > found[0]["pred_sim_step_s"]
+
+
+def on_generate_with_device_memory(knobs, folder):
+    """The last case: the device is used in this process, which can fork no rank afterwards."""
+    out = trained("export", "checkpoint.export=true", "training.steps=1")
+
+    def generated(*more):
+        given = ("--prompt", "def ", "--max-new-tokens", "6", "--json")
+        return json.loads(command("generate", str(out / "export"), *given, *more).stdout)
+
+    expected = generated()
+    mine = generated("--device-memory", "64KiB")
+    assert mine["text"] == expected["text"]
+    memory = mine["memory"]
+    assert not memory["simulated"]
+    assert memory["measured_bytes"] == memory["predicted_bytes"]
+    assert memory["predicted_bytes"]["device"] <= 64 * KIB < memory["state_bytes"]

@@ -182,7 +182,7 @@ def on_dram_too_small(knobs, folder):
     plan, machine = planned(False)
     from dataclasses import replace
 
-    with pytest.raises(TierFull, match="pinned"):
+    with pytest.raises(TierFull, match="DRAM buffers"):
         PlannedDevice(step, plan, replace(machine, dram_bytes=plan.peak_bytes["dram"] // 4))
     assert all(t.isfinite().all() for t in net.weights)
 

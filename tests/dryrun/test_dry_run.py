@@ -6,15 +6,14 @@ import math
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from hyper_parallel.backends.torch import CommCounter
-from hyper_parallel.cli import application
 from hyper_parallel.config import Training, load_recipe
 from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World
 from hyper_parallel.trainer import differences, dry_run, trace_rank
+from tests.e2e.runs import command
 from tests.parity.universal import EAGER, Setup
 
 pytestmark = pytest.mark.torch
@@ -76,10 +75,7 @@ def recipe(tmp_path):
 
 
 def _run(*arguments):
-    result = CliRunner().invoke(application(), ["train", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.stdout
+    return command("train", *map(str, arguments)).stdout
 
 
 def test_eight_thousand_ranks_of_a_supernode(recipe):

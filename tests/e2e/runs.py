@@ -26,14 +26,18 @@ def write_functions(path: Path, count: int) -> None:
     )
 
 
-def train(place: Path, out: Path, *overrides: str) -> Any:
-    """Train the recipe of a directory; raises what the command raises."""
-    arguments = ["train", str(place / "recipe.yaml"), f"output_dir={out}", *overrides]
+def command(*arguments: str) -> Any:
+    """Run the command; raises what it raises."""
     result = CliRunner().invoke(application(), arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
     return result
+
+
+def train(place: Path, out: Path, *overrides: str) -> Any:
+    """Train the recipe of a directory."""
+    return command("train", str(place / "recipe.yaml"), f"output_dir={out}", *overrides)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from hyper_parallel.cli import application
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
+from tests.e2e.runs import rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
 
@@ -35,20 +34,14 @@ parallel: {{dp_shard: 1}}
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("experts")
     (root / "model.json").write_text(json.dumps(CONFIG))
-    lines = (f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(1500))
-    (root / "text.txt").write_text("\n\n".join(lines))
+    write_functions(root / "text.txt", 1500)
     (root / "recipe.yaml").write_text(RECIPE.format(root=root))
     return root
 
 
 def _train(place: Path, name: str, *overrides: str) -> list[dict]:
-    out = place / name
-    arguments = ["train", str(place / "recipe.yaml"), f"output_dir={out}", *overrides]
-    result = CliRunner().invoke(application(), arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    train(place, place / name, *overrides)
+    return rows(place / name / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,7 @@ def test_state_that_does_not_fit_into_dram_is_updated_on_the_device():
     program = chain()
     small = machine(2000.0, 50_000.0, dram_bytes=5_000)
     plan = plan_memory(program, small, budget_bytes=30_000)
-    assert plan.peak_bytes["dram"] <= 5_000
+    assert plan.dram_bytes <= 5_000
     full = plan_memory(program, machine(2000.0, 50_000.0), budget_bytes=30_000)
     assert on_host(plan) < on_host(full)
 
@@ -203,7 +203,7 @@ def test_three_tiers_keep_updated_state_in_dram():
     )
     plan = plan_memory(program, m, budget_bytes=12_000, recompute=False)
     assert on_host(plan) > 0
-    assert plan.peak_bytes["dram"] <= 30_000
+    assert plan.dram_bytes <= 30_000
     for action in plan.actions:
         if action.kind == "update":
             assert all(plan.homes[s] == "dram" for s in program.operators[action.target].writes)

@@ -87,24 +87,60 @@ def test_an_impossible_budget_says_the_least():
     assert plan_memory(program, machine(), budget_bytes=least).peak_bytes["device"] <= least
 
 
-def test_a_full_dram_is_named_and_flash_takes_the_rest():
-    program = training_chain()
-    with pytest.raises(TierFull) as caught:
-        plan_memory(program, machine(1e5, dram_bytes=1000), budget_bytes=6000, recompute=False)
-    enough, least = (
-        int(re.search(rf"offload\.{key}=(\d+)", str(caught.value))[1]) for key in ("dram", "budget")
-    )
-    with_room = machine(1e5, dram_bytes=enough)
-    plan = plan_memory(program, with_room, budget_bytes=6000, recompute=False)
-    assert plan.peak_bytes["device"] <= 6000
-    full = machine(1e5, dram_bytes=1000)
-    plan = plan_memory(program, full, budget_bytes=least, recompute=False)
-    assert plan.peak_bytes["dram"] <= 1000
-    disk = Channel(1e5, 0)
+def named(error):
+    """Bytes by recipe key, as a hint names them."""
+    return {key: int(n) for key, n in re.findall(r"`offload\.(\w+)=(\d+)`", error.hint)}
+
+
+def test_a_full_dram_is_named_with_what_is_enough():
+    program, budget = training_chain(), 6000
+
+    def planned(dram_bytes, budget_bytes=budget):
+        m = machine(1e5, dram_bytes=dram_bytes)
+        return plan_memory(program, m, budget_bytes=budget_bytes, recompute=False)
+
+    with pytest.raises(TierFull, match="dram 1200 bytes, flash none") as caught:
+        planned(1200)
+    enough = named(caught.value)
+    assert enough.keys() == {"dram", "budget"}
+    plan = planned(enough["dram"])
+    assert plan.device_bytes <= budget
+    assert plan.dram_bytes <= enough["dram"]
+    with pytest.raises(TierFull) as again:
+        planned(plan.dram_bytes * 3 // 4)  # much less is not enough
+    assert named(again.value)["dram"] <= enough["dram"]
+    assert planned(1200, enough["budget"]).dram_bytes <= 1200
+
+
+def test_with_files_the_least_dram_is_that_of_copies_on_their_way():
+    program, disk = training_chain(), Channel(1e5, 0)
+
+    def planned(dram_bytes, flash_bytes=None):
+        m = MemoryMachine(
+            Channel(1e5, 0), Channel(1e5, 0), disk, disk, dram_bytes=dram_bytes, flash_bytes=flash_bytes
+        )  # fmt: skip
+        return plan_memory(program, m, budget_bytes=7000, recompute=False)
+
+    with pytest.raises(TierFull, match="dram 100 bytes, flash unlimited") as caught:
+        planned(100)
+    least = named(caught.value)["dram"]
+    plan = planned(least)
+    assert plan.dram_bytes <= least
+    assert plan.peak_bytes["flash"] > least
+    with pytest.raises(TierFull, match=f"dram {least} bytes, flash 500 bytes") as caught:
+        planned(least, 500)
+    ways = named(caught.value)
+    assert ways.keys() == {"dram", "flash", "budget"}
+    assert planned(ways["dram"], 500).peak_bytes["flash"] <= 500
+    assert planned(least, ways["flash"]).dram_bytes <= least
+
+
+def test_a_full_dram_leaves_the_rest_to_flash():
+    program, disk = training_chain(), Channel(1e5, 0)
     three = MemoryMachine(Channel(1e5, 0), Channel(1e5, 0), disk, disk, dram_bytes=9000)
     plan = plan_memory(program, three, budget_bytes=7000, recompute=False)
     assert plan.peak_bytes["device"] <= 7000
-    assert plan.peak_bytes["dram"] <= 9000
+    assert plan.dram_bytes <= 9000
     assert plan.peak_bytes["flash"] > 0
     # A wait for a file stops the host of an accelerator, so it comes no earlier than it must.
     waits = [at for at, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device"]

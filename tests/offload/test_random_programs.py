@@ -91,7 +91,7 @@ def test_least_peak(program, machine, slowdown, recompute):
     assert plan.seconds <= program.seconds * (1 + slowdown) + 1e-9
     assert plan.peak_bytes["device"] <= order_peak(program, range(len(program.operators)))
     if machine.dram_bytes is not None:
-        assert plan.peak_bytes["dram"] <= machine.dram_bytes
+        assert plan.peak_bytes["dram"] <= plan.dram_bytes <= machine.dram_bytes
 
 
 @settings(max_examples=60, deadline=None)
@@ -104,6 +104,7 @@ def test_least_time_under_a_budget(program, machine, share):
         return
     check(plan, program, machine)
     assert plan.peak_bytes["device"] <= budget
+    assert machine.dram_bytes is None or plan.dram_bytes <= machine.dram_bytes
 
 
 @settings(max_examples=100, deadline=None)

@@ -178,9 +178,21 @@ def test_a_dead_copy_thread_stops_the_step(tmp_path):
         device.step(data)
 
 
-def test_a_dram_budget_smaller_than_planned_is_named(tmp_path):
-    with pytest.raises(TierFull, match="dram"):
-        three_tier_device(tmp_path, machine_dram=1000)
+def test_dram_that_is_just_enough_and_one_byte_less(tmp_path):
+    """What the pool takes is what the plan says, to the byte."""
+    device, data = three_tier_device(tmp_path)
+    planned = device.plan.dram_bytes
+    assert planned <= 120_000
+    device.close()
+    device, data = three_tier_device(tmp_path, machine_dram=planned)
+    for _ in range(2):
+        _, measured = device.step(data)
+        assert measured.dram_bytes == planned
+        assert measured.peak_bytes == device.plan.peak_bytes
+    device.close()
+    with pytest.raises(TierFull, match="dram") as caught:
+        three_tier_device(tmp_path, machine_dram=planned - 1)
+    assert f"at least {planned} bytes" in caught.value.hint
 
 
 def test_files_keep_bytes_and_meters_see_real_lifetimes(tmp_path):

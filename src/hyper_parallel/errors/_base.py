@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
-
-_FACTS: Final = ("where", "got", "allowed", "hint", "others")
+from typing import Any, ClassVar
 
 
 class HyperParallelError(Exception):
@@ -44,8 +42,7 @@ class HyperParallelError(Exception):
         self.others = tuple(others)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        facts = (self.where, self.got, self.allowed, self.hint, self.others)
-        return (_rebuild, (type(self), self.what, *facts))
+        return (_rebuild, (type(self), self.what), vars(self))
 
     def __str__(self) -> str:
         return self.render()
@@ -75,8 +72,8 @@ def _plain(value: object) -> str:
     )
 
 
-def _rebuild(cls: type[HyperParallelError], what: str, *facts: Any) -> HyperParallelError:
-    return cls(what, **dict(zip(_FACTS, facts, strict=True)))
+def _rebuild(cls: type[HyperParallelError], what: str) -> HyperParallelError:
+    return cls(what)
 
 
 def all_codes() -> dict[str, type[HyperParallelError]]:

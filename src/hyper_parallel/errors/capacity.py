@@ -1,5 +1,8 @@
 """Capacity errors, HP4xx: what does not fit."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from hyper_parallel.errors._base import HyperParallelError
 
 
@@ -28,10 +31,13 @@ class BudgetImpossible(HyperParallelError):
 class TierFull(HyperParallelError):
     """A memory tier cannot hold what the plan or the run puts there.
 
-    Fix: allow more bytes in the tier, add a flash tier, or raise the device budget so that less is moved.
+    A plan that is refused names, for each tier, the bytes with which one was made while the other tiers stay as they
+    are. Fix: allow more bytes in the tier, add a flash tier, or raise the device budget so that less is moved.
     """
 
     code = "HP403"
+    enough_bytes: Mapping[str, int] = MappingProxyType({})
+    """By tier, bytes with which a plan was found while the other tiers stay as they are."""
 
 
 class MemoryPlanInvalid(HyperParallelError):

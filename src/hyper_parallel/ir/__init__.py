@@ -1,5 +1,6 @@
 """The central types: pure, frozen values that every room exchanges. No framework, no I/O but a plan's own file."""
 
+from hyper_parallel.ir.host_buffers import HostBuffers, slab_bytes, slabs
 from hyper_parallel.ir.layout import Layout, MemoryKind
 from hyper_parallel.ir.memory import (
     COPIES,
@@ -76,6 +77,7 @@ __all__ = [
     "CostTerm",
     "Counter",
     "Extent",
+    "HostBuffers",
     "Interval",
     "Layout",
     "MemoryAction",
@@ -125,6 +127,8 @@ __all__ = [
     "sees_all",
     "sees_some",
     "simulate",
+    "slab_bytes",
+    "slabs",
     "ulysses_degree",
     "working_rows",
 ]

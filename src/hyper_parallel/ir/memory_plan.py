@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hyper_parallel.errors import MemoryPlanInvalid
+from hyper_parallel.ir.host_buffers import slab_bytes
 from hyper_parallel.ir.memory import Choice, Extent, MemoryAction, MemoryProgram, MemoryTier
 from hyper_parallel.ir.replay import Replay, replay
 from hyper_parallel.serde import DecodeError, decode, encode
@@ -51,6 +52,11 @@ class MemoryPlan:
     def device_bytes(self) -> int:
         """What the device gives: the arena, and the results that are on their way to it."""
         return self.arena_bytes + self.program.staging_bytes
+
+    @cached_property
+    def dram_bytes(self) -> int:
+        """What host memory gives: slabs with as many buffers of every size as the step uses at the same time."""
+        return slab_bytes(self.replayed.host_buffers)
 
     def to_json(self) -> str:
         """The plan as one JSON document; equal plans give equal text."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hyper_parallel.errors import MemoryPlanInvalid
+from hyper_parallel.ir.host_buffers import HostBuffers
 from hyper_parallel.ir.memory import (
     COPIES,
     MEMORY_TIERS,
@@ -30,6 +31,7 @@ class Replay:
         copied_bytes: Bytes moved by each kind of copy (requested, not rounded).
         residency: Every stay on the device, without addresses.
         recompute_seconds: Compute seconds spent on running operators again.
+        host_buffers: For every rounded size, the most DRAM buffers that are in use at the same time.
     """
 
     peak_bytes: dict[str, int]
@@ -38,6 +40,7 @@ class Replay:
     copied_bytes: dict[str, int]
     residency: tuple[Extent, ...]
     recompute_seconds: float
+    host_buffers: dict[int, int]
 
 
 @dataclass
@@ -50,6 +53,7 @@ class _Walk:
     version: list[int]
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
     peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
+    buffers: HostBuffers = field(default_factory=HostBuffers)
     since: dict[int, int] = field(default_factory=dict)
     talking: dict[int, None] = field(default_factory=dict)  # operators begun and not joined
     updating: dict[int, None] = field(default_factory=dict)  # begun in host memory, not joined
@@ -61,6 +65,8 @@ class _Walk:
             self.peak[tier] = max(self.peak[tier], self.live[tier])
             if tier == "device":
                 self.since[storage] = at
+            elif tier == "dram":
+                self.buffers.take(self.program.sizes[storage])
         self.held[storage][tier] = version
 
     def drop(self, storage: int, tier: str, at: int) -> None:
@@ -68,6 +74,8 @@ class _Walk:
         self.live[tier] -= self.program.sizes[storage]
         if tier == "device":
             self.stays.append(Extent(storage, self.since.pop(storage), at))
+        elif tier == "dram":
+            self.buffers.give(self.program.sizes[storage])
 
     def busy(self, storage: int, tier: str) -> bool:
         """A copy into or out of `tier` is still running."""
@@ -144,7 +152,15 @@ def replay(
     end = len(profile)
     for index in list(walk.since):
         walk.drop(index, "device", end)
-    return Replay(walk.peak, best_at, tuple(profile), copied, tuple(walk.stays), again_s)
+    return Replay(
+        walk.peak,
+        best_at,
+        tuple(profile),
+        copied,
+        tuple(walk.stays),
+        again_s,
+        dict(walk.buffers.most),
+    )
 
 
 def _illegal(walk: _Walk, at: int, action: MemoryAction, why: str) -> MemoryPlanInvalid:

@@ -13,6 +13,7 @@ from hyper_parallel.offload._address import (
 )
 from hyper_parallel.offload._bound import least_peak_bound, least_time_bound
 from hyper_parallel.offload._cache import plan_memory_cached
+from hyper_parallel.offload._enough import say_enough
 from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.offload._order import order_peak, order_seconds, refine_order
 from hyper_parallel.offload._overlap import overlapped
@@ -53,6 +54,7 @@ __all__ = [
     "predicted_timeline",
     "refine_order",
     "reload_bound",
+    "say_enough",
     "simple_policy",
     "simulate",
     "summarise",

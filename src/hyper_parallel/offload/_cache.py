@@ -37,7 +37,7 @@ from hyper_parallel.offload._plan import plan_memory, unmoved_seconds
 from hyper_parallel.offload._simulate import Clock
 from hyper_parallel.topology import cache_dir
 
-PLANNER = 6
+PLANNER = 7
 """Number of the planner's rules and of the file's form: raised with every change, so that old files are not met."""
 
 _KINDS: tuple[MemoryActionKind, ...] = get_args(MemoryActionKind)
@@ -214,7 +214,6 @@ def _natural(value: Any) -> int:
 
 def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
     """The plan keeps what was asked for, and no two stays share an address."""
-    peak = plan.peak_bytes
     if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
         raise _Unusable(f"it takes {plan.device_bytes} bytes of the device, above the budget")
     if goal.max_slowdown is not None:
@@ -222,8 +221,11 @@ def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
         limit_s = unmoved_s * (1 + goal.max_slowdown) * (1 + 1e-9)
         if plan.seconds > limit_s:
             raise _Unusable(f"it takes {plan.seconds} s where {limit_s} s are allowed")
-    for tier, cap in (("dram", machine.dram_bytes), ("flash", machine.flash_bytes)):
-        if cap is not None and peak[tier] > cap:
-            raise _Unusable(f"it takes {peak[tier]} bytes of {tier}, the machine has {cap}")
+    for tier, size, cap in (
+        ("dram", plan.dram_bytes, machine.dram_bytes),
+        ("flash", plan.peak_bytes["flash"], machine.flash_bytes),
+    ):
+        if cap is not None and size > cap:
+            raise _Unusable(f"it takes {size} bytes of {tier}, the machine has {cap}")
     if wrong := wrong_address(plan):
         raise _Unusable(wrong)

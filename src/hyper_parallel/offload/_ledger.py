@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from hyper_parallel.ir import (
     MEMORY_TIERS,
+    HostBuffers,
     MemoryAction,
     MemoryActionKind,
     MemoryProgram,
     MemoryTier,
+    slab_bytes,
 )
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._simulate import Clock
@@ -21,6 +23,7 @@ class Ledger:
         actions: What was emitted.
         live: Bytes now, per tier.
         peaks: The most that there was.
+        buffers: Those of DRAM.
         current: Per storage: tier -> its content is the newest.
     """
 
@@ -30,23 +33,30 @@ class Ledger:
         self.actions: list[MemoryAction] = []
         self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.buffers = HostBuffers()
         self.current: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
 
     def _set(self, s: int, tier: MemoryTier) -> None:
         if tier not in self.current[s]:
             self.live[tier] += self.program.sizes[s]
             self.peaks[tier] = max(self.peaks[tier], self.live[tier])
+            if tier == "dram":
+                self.buffers.take(self.program.sizes[s])
         self.current[s][tier] = True
 
-    def _detach(self, s: int, tier: MemoryTier) -> None:
+    def _unset(self, s: int, tier: MemoryTier) -> None:
         del self.current[s][tier]
         self.live[tier] -= self.program.sizes[s]
+        if tier == "dram":
+            self.buffers.give(self.program.sizes[s])
+
+    def _detach(self, s: int, tier: MemoryTier) -> None:
+        self._unset(s, tier)
         self._do("detach", s, tier)
 
     def _free(self, s: int) -> None:
-        for tier in self.current[s]:
-            self.live[tier] -= self.program.sizes[s]
-        self.current[s] = {}
+        for tier in list(self.current[s]):
+            self._unset(s, tier)
         self._do("free", s)
 
     def _dram_fits(self, s: int) -> bool:
@@ -54,8 +64,13 @@ class Ledger:
         return (
             cap is None
             or "dram" in self.current[s]
-            or self.live["dram"] + self.program.sizes[s] <= cap
+            or self.buffers.fits(self.program.sizes[s], cap)
         )
+
+    @property
+    def dram_bytes(self) -> int:
+        """What host memory gives for the buffers."""
+        return slab_bytes(self.buffers.most)
 
     def _do(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
         action = MemoryAction(kind, target, tier)

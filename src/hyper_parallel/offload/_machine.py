@@ -61,7 +61,7 @@ class MemoryMachine:
         prefetch: DRAM to device.
         copy_out: DRAM to flash; None: there is no flash tier.
         copy_in: Flash to DRAM.
-        dram_bytes: Pinned bytes this device may use; None: unlimited.
+        dram_bytes: Pinned bytes this device may use, those of slabs (`MemoryPlan.dram_bytes`); None: unlimited.
         flash_bytes: File bytes this device may use; None: unlimited.
         host: What the host computes for this device, beside its copies; None: optimizer updates run on the device only.
     """

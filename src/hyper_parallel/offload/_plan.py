@@ -19,6 +19,7 @@ from hyper_parallel.ir import (
     MemoryTier,
     StorageKind,
     replay,
+    slab_bytes,
 )
 from hyper_parallel.offload._address import assign_addresses
 from hyper_parallel.offload._goals import least_peak, least_time
@@ -231,7 +232,7 @@ def _identity(program: MemoryProgram, order: tuple[int, ...]) -> Emitted:
     peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
     peaks["device"] = order_peak(program, order)
     return Emitted(
-        actions, program.on_device, order_seconds(program, order), peaks, (), None, "identity"
+        actions, program.on_device, order_seconds(program, order), peaks, 0, (), None, "identity"
     )
 
 
@@ -316,7 +317,10 @@ def _finish(
     enough: int = 0,
 ) -> MemoryPlan:
     judged = replay(program, emitted.homes, emitted.actions)
-    assert judged.peak_bytes == emitted.peaks, "the emitter and the replay count differently"
+    counted = judged.peak_bytes, slab_bytes(judged.host_buffers)
+    assert counted == (emitted.peaks, emitted.dram_bytes), (
+        "the emitter and the replay count differently"
+    )
     addresses, arena = assign_addresses(judged.residency, program.spans, enough)
     clock = Clock(program, machine)
     for action in emitted.actions:

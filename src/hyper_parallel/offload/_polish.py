@@ -114,6 +114,7 @@ def _emit(
         tuple(emitter.homes),
         emitter.clock.now_s,
         emitter.peaks,
+        emitter.dram_bytes,
         tuple(gaps),
         like.again,
         rule,

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -85,13 +86,19 @@ class Selector:
         self.written = set(self.writes)
         self.profile = self._profile()
         self.sequences: dict[Rank, Greedy] = {}
-        # A copy that is nearly all latency takes a channel's time for next to no bytes.
-        few = (
-            0.0
-            if stretch is None
-            else min(machine.store.latency_bytes, machine.prefetch.latency_bytes) / 4
-        )
-        self.candidates = [c for s in movable if program.sizes[s] >= few for c in self._of(s)]
+        self.movable = movable
+        # No program of these recomputes takes less time, wherever its bytes are.
+        self.least_s = sum(seconds) + sum(recomputes.least_s(program).values())
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """Everything that may leave."""
+        few = 0.0
+        if self.stretch is not None:
+            # A copy that is nearly all latency takes a channel's time for next to no bytes.
+            latencies = (self.machine.store.latency_bytes, self.machine.prefetch.latency_bytes)
+            few = min(latencies) / 4
+        return [c for s in self.movable if self.program.sizes[s] >= few for c in self._of(s)]
 
     def _profile(self) -> np.ndarray:
         """Device bytes during every position, liveness and recomputation applied, nothing moved."""

@@ -6,6 +6,7 @@ from hyper_parallel.trainer._dryrun import DryRun, dry_run
 from hyper_parallel.trainer._job import Job, prepare_job, rank_command, under_torchrun
 from hyper_parallel.trainer._metrics import EvalRecord, StepRecord
 from hyper_parallel.trainer._optimizer import build_optimizer, parameter_groups
+from hyper_parallel.trainer._probe import short_step
 from hyper_parallel.trainer._rank import Summary, train_rank
 from hyper_parallel.trainer._run import run_job
 from hyper_parallel.trainer._sample import write_sample
@@ -28,6 +29,7 @@ __all__ = [
     "prepare_job",
     "rank_command",
     "run_job",
+    "short_step",
     "startup_panel",
     "trace_rank",
     "train_rank",

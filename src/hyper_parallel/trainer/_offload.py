@@ -313,9 +313,10 @@ class PlannedSteps:
             plan.device_bytes,
             max(
                 abs(measured.device_bytes - plan.device_bytes),
+                abs(measured.dram_bytes - plan.dram_bytes),
                 *(abs(measured.peak_bytes[tier] - predicted[tier]) for tier in predicted),
             ),
-            measured.peak_bytes["dram"],
+            measured.dram_bytes,
             measured.peak_bytes["flash"],
             measured.seconds,
             plan.seconds,
@@ -382,9 +383,12 @@ class PlannedSteps:
             if size
         ]
         tiers = [
-            (f"offloaded to {tier}", tier, size, "memory plan: peak of the tier")
-            for tier, size in plan.peak_bytes.items()
-            if size and tier != "device"
+            (f"offloaded to {tier}", tier, size, why)
+            for tier, size, why in (
+                ("dram", plan.dram_bytes, "memory plan: buffers, reserved before the first step"),
+                ("flash", plan.peak_bytes["flash"], "memory plan: peak of the tier"),
+            )
+            if size
         ]
         return tuple(MemoryTerm(*term) for term in (*kinds, *tiers))
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import HyperParallelError, TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
-from hyper_parallel.offload import Clock, MemoryMachine, order_peak, order_seconds
+from hyper_parallel.offload import Clock, MemoryMachine, order_peak, order_seconds, say_enough
 from hyper_parallel.trainer._files import write_timeline
 from hyper_parallel.trainer._offload_rehearsal import ULPS
 from hyper_parallel.units import format_bytes, format_seconds
@@ -46,7 +46,7 @@ class OffloadRecord:
         pred_memory_bytes: Predicted device memory of the fullest rank, the arena and what is made beside it; measured:
             `memory_bytes` of the step.
         difference_bytes: Largest distance between predicted and measured peak of any tier on any rank.
-        dram_bytes: Measured host-memory peak of the fullest rank.
+        dram_bytes: Host memory that the buffers of the fullest rank take.
         flash_bytes: Measured peak of the files of the fullest rank.
         sim_step_s: Time of the step on the virtual clock, slowest rank; on accelerators measured by events.
         pred_sim_step_s: What the plan predicts for it.
@@ -113,7 +113,7 @@ def offload_line(plan: MemoryPlan) -> str:
     """What a memory plan promises, in one line."""
     recorded = range(len(plan.program.operators))
     before, before_s = order_peak(plan.program, recorded), order_seconds(plan.program, recorded)
-    most = {**plan.peak_bytes, "device": plan.device_bytes}
+    most = {"device": plan.device_bytes, "dram": plan.dram_bytes, "flash": plan.peak_bytes["flash"]}
     tiers = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in most.items() if size)
     return (
         f"offload: predicted peak {tiers} (without: {format_bytes(before)}); simulated step "
@@ -159,11 +159,22 @@ def agreed(make: Callable[[], MemoryPlan]) -> MemoryPlan:
     if dist.is_initialized() and dist.get_world_size() > 1:
         errors: list[HyperParallelError | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
-        error = max((e for e in errors if e is not None), key=_needs, default=None)
+        error = of_all([e for e in errors if e is not None])
     if error is not None:
         raise error
     assert plan is not None
     return plan
+
+
+def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:
+    """The error of every rank in one: what it asks for is enough for all of them."""
+    full = [error for error in errors if isinstance(error, TierFull)]
+    others = [error for error in errors if error not in full]
+    if others or not full:  # no DRAM helps all of them
+        budgets = [say_enough(e, {"device": e.enough_bytes["device"]}) for e in full]
+        return max((*others, *budgets), key=_needs, default=None)
+    shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
+    return say_enough(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
 
 
 def _needs(error: HyperParallelError) -> int:

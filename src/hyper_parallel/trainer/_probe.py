@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import clip_grad_norm_, forward_backward, materialize
 from hyper_parallel.ir import Plan, Strategy, Workload
@@ -128,6 +129,27 @@ def time_probes(probes: Sequence[Probe], world: World) -> list[float]:
     return [min(turns) for turns in zip(*rounds[1:], strict=True)]
 
 
+def short_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: Sequence[dict[str, Tensor]],
+    valid_tokens: int,
+    world: World,
+) -> Tensor:
+    """A step as the trainer takes it: forward and backward of all microbatches, clipping, the loss, the optimizer.
+
+    Returns:
+        The loss over all ranks; nothing waits for it.
+    """
+    loss = forward_backward(model, microbatches, valid_tokens)
+    clip_grad_norm_(model, 1.0)
+    if world.world_size > 1:
+        dist.all_reduce(loss)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
 class _Run:
     """One probe on this rank."""
 
@@ -155,11 +177,6 @@ class _Run:
         if self._world.world_size > 1:
             dist.barrier()
         start = time.perf_counter()
-        loss = forward_backward(self._model, self._batches, self._tokens)
-        clip_grad_norm_(self._model, 1.0)
-        if self._world.world_size > 1:
-            dist.all_reduce(loss)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        loss = short_step(self._model, self._optimizer, self._batches, self._tokens, self._world)
         float(loss)  # waits for the device
         return time.perf_counter() - start

@@ -61,6 +61,9 @@ class HostTasks:
             if self._changing.get(s) is task:
                 del self._changing[s]
 
+    def settle(self) -> None:
+        """Every operator that was joined is done, and its buffers are free; here `join` has seen to that."""
+
 
 class CopyLanes(HostTasks):
     """The copies that are under way, and the operators in host memory.

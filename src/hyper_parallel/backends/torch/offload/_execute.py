@@ -37,6 +37,7 @@ class Measured:
         peak_bytes: Highest bytes per tier; of the device those of the storages that are in the arena.
         device_bytes: Highest bytes that the device gave, the arena included: counted, on an accelerator as the
             allocator says.
+        dram_bytes: What host memory gave: the slabs that buffers are cut from.
         seconds: Time of the step: of the virtual clock, on an accelerator measured by events.
         wait_s: Of it, seconds the compute lane waited for copies.
         join_s: Of it, seconds the compute lane waited for other ranks.
@@ -46,6 +47,7 @@ class Measured:
 
     peak_bytes: dict[str, int]
     device_bytes: int
+    dram_bytes: int
     seconds: float
     wait_s: float
     join_s: float
@@ -151,6 +153,7 @@ class PlannedDevice(HeldState):
         return outputs, Measured(
             peaks,
             device_bytes,
+            hardware.pool.held_bytes,
             times.now_s,
             times.wait_s,
             times.join_s,

@@ -6,6 +6,7 @@ budget, operator by operator, so every token is the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from hyper_parallel.backends.torch.offload._fake import fake_copy
 from hyper_parallel.backends.torch.offload._steps import Named, model_state, record
 from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
-from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
+from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
 from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory_cached
 from hyper_parallel.units import format_bytes
 
@@ -59,7 +60,8 @@ class MemoryUse:
     """What was predicted and what was measured.
 
     Attributes:
-        predicted_bytes: Peak per tier of the two plans; of the device what it gives, the arena included.
+        predicted_bytes: Peak per tier of the two plans; of device and DRAM what they give: the arena and what is made
+            beside it, and the buffers.
         measured_bytes: The same of everything that ran, the move from one plan to the other included.
         state_bytes: Weights, buffers and KV cache.
         seconds: Seconds of all steps.
@@ -90,7 +92,7 @@ class PlannedGeneration:
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
         BudgetImpossible: HP402 with the least device bytes that prompt and decode step get by with.
-        TierFull: HP403 when DRAM and flash cannot hold what the device does not.
+        TierFull: HP403 when DRAM and flash cannot hold what the device does not, with the DRAM that is enough.
     """
 
     def __init__(
@@ -120,12 +122,19 @@ class PlannedGeneration:
         _own_storages(model)
         self._captured = self._capture(prompt_tokens)
         self._plans = self._plan()
-        self.use.predicted_bytes = {
-            tier: max(plan.peak_bytes[tier] for plan in self._plans) for tier in MEMORY_TIERS
-        }
+        state = self._plans[0].program
+        self.use.state_bytes = sum(
+            size
+            for size, storage in zip(state.sizes, state.storages, strict=True)
+            if storage.persistent
+        )
         # One arena serves both steps.
         self._arena_bytes = max(plan.arena_bytes for plan in self._plans)
-        self.use.predicted_bytes["device"] = self._arena_bytes + self._staging_bytes
+        self.use.predicted_bytes = {
+            "device": self._arena_bytes + self._staging_bytes,
+            "dram": _dram_bytes(self._plans),
+            "flash": max(plan.peak_bytes["flash"] for plan in self._plans),
+        }
 
     def _capture(self, prompt_tokens: int) -> list[Captured]:
         """Prompt step and, when it is needed, decode step, recorded on tensors without bytes."""
@@ -155,6 +164,48 @@ class PlannedGeneration:
         return decode_inputs(self.model, 0, 0, self.length)
 
     def _plan(self) -> list[MemoryPlan]:
+        dram = self.limits.machine.dram_bytes
+        refused: TierFull | None = None
+        while True:
+            try:
+                plans = self._planned(dram)
+            except TierFull as error:
+                refused = refused or error
+                dram = error.enough_bytes["dram"]
+                continue
+            if refused is None:
+                return plans
+            raise TierFull(
+                "DRAM and flash cannot hold what the device does not",
+                got=f"device {self.limits.device_bytes} bytes, dram {self.limits.machine.dram_bytes} bytes, "
+                f"flash {'none' if self.limits.flash is None else 'unlimited'}",
+                hint=f"--dram {dram}",
+            ) from refused
+
+    def _planned(self, dram_bytes: int | None) -> list[MemoryPlan]:
+        """Plans with buffers that are together, because each step has those of the other as well, within the DRAM.
+
+        Raises:
+            BudgetImpossible: HP402. TierFull: HP403, with more DRAM, which may be enough.
+        """
+        machine, together = replace(self.limits.machine, dram_bytes=dram_bytes), list[int]()
+        while True:
+            try:
+                plans = self._planned_apart(machine)
+            except TierFull as error:
+                assert dram_bytes is not None
+                more = min(together, default=error.enough_bytes["dram"])
+                error.enough_bytes = {"dram": max(more, dram_bytes + dram_bytes // 64 + 1)}
+                raise
+            together.append(_dram_bytes(plans))
+            if dram_bytes is None or together[-1] <= dram_bytes:
+                return plans
+            # They need buffers of different sizes: each gets less.
+            assert machine.dram_bytes is not None
+            less = machine.dram_bytes - (together[-1] - dram_bytes)
+            machine = replace(machine, dram_bytes=max(less, 0))
+
+    def _planned_apart(self, machine: MemoryMachine) -> list[MemoryPlan]:
         limits, plans, least = self.limits, [], 0
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
@@ -162,15 +213,9 @@ class PlannedGeneration:
             other = self._staging_bytes - program.staging_bytes
             budget = limits.device_bytes - other
             try:
-                plans.append(plan_memory_cached(program, limits.machine, budget_bytes=budget))
+                plans.append(plan_memory_cached(program, machine, budget_bytes=budget))
             except BudgetImpossible as error:
                 least = max(least, error.least_bytes + other)
-            except TierFull as error:
-                raise TierFull(
-                    "DRAM and flash cannot hold what the device does not",
-                    got=error.got,
-                    hint="raise --dram or --device-memory, or add --flash-dir",
-                ) from error
         if least:
             raise BudgetImpossible(
                 f"no memory plan of this generation fits {format_bytes(limits.device_bytes)}",
@@ -178,12 +223,6 @@ class PlannedGeneration:
                 allowed=f"at least {least} bytes ({format_bytes(least)})",
                 hint=f"--device-memory {least}",
             )
-        state = plans[0].program
-        self.use.state_bytes = sum(
-            size
-            for size, storage in zip(state.sizes, state.storages, strict=True)
-            if storage.persistent
-        )
         return plans
 
     @property
@@ -241,7 +280,13 @@ class PlannedGeneration:
         assert self._device is not None
         measured: Measured
         logits, measured = self._device.step(inputs)
-        self._count({**measured.peak_bytes, "device": measured.device_bytes})
+        self._count(
+            {
+                "device": measured.device_bytes,
+                "dram": measured.dram_bytes,
+                "flash": measured.peak_bytes["flash"],
+            }
+        )
         self.use.seconds += measured.seconds
         self.use.wait_s += measured.wait_s
         self.use.steps += 1
@@ -251,6 +296,16 @@ class PlannedGeneration:
     def _count(self, peaks: Mapping[str, int]) -> None:
         for tier, peak in peaks.items():
             self.use.measured_bytes[tier] = max(self.use.measured_bytes[tier], peak)
+
+
+def _dram_bytes(plans: list[MemoryPlan]) -> int:
+    """Bytes of the buffers, when each plan adds what those before it did not have."""
+    made, taken = Counter[int](), 0
+    for plan in plans:
+        wanted = Counter(plan.replayed.host_buffers)
+        taken += slab_bytes(wanted - made)
+        made |= wanted
+    return taken
 
 
 def _record(

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from hyper_parallel.backends.torch.offload._copies import Copies, CopyLanes
-from hyper_parallel.backends.torch.offload._host_pool import HostPool, most_at_once
+from hyper_parallel.backends.torch.offload._host_pool import HostPool
 from hyper_parallel.backends.torch.offload._streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.offload._tiers import AllocatorGauge, Meter
-from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.offload import MemoryMachine
 
@@ -41,14 +40,13 @@ class Hardware:
         queues: DeviceApi | None,
     ) -> None:
         self.device = device
-        self.dram = Meter("dram", alignment_bytes, machine.dram_bytes)
+        self.dram = Meter("dram", alignment_bytes)
         self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
         self.inside = Meter("device", alignment_bytes)
         self.gauge: Meter | AllocatorGauge = Meter("device", alignment_bytes)
         self.lanes: CopyLanes | StreamLanes
         self.lanes = CopyLanes(copies) if queues is None else StreamLanes(queues)
-        self.pool = HostPool(alignment_bytes, pin=device.type != "cpu")
-        self._machine = machine
+        self.pool = HostPool(alignment_bytes, device.type != "cpu", machine.dram_bytes)
         module: Any = None if queues is None else queues.module
         if hasattr(module, "max_memory_allocated"):
             self.gauge = AllocatorGauge(module, device)
@@ -63,17 +61,9 @@ class Hardware:
         """Make the DRAM buffers that a plan needs.
 
         Raises:
-            TierFull: HP403 when pinned buffers take more than there is.
+            TierFull: HP403 when they take more than there is.
         """
-        self.pool.reserve(most_at_once(plan))
-        most = self._machine.dram_bytes
-        if self.device.type != "cpu" and most is not None and self.pool.held_bytes > most:
-            raise TierFull(
-                "the pinned buffers of the plan take more than the dram tier has",
-                got=f"{self.pool.held_bytes} bytes",
-                allowed=f"{most} bytes",
-                hint=f"allow at least {self.pool.held_bytes} bytes in dram",
-            )
+        self.pool.reserve(plan.replayed.host_buffers)
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
         """The buffer on the device in which a plan's storages have their addresses."""
@@ -89,6 +79,7 @@ class Hardware:
         Raises:
             TierFull: HP403 when the capacity is exceeded.
         """
+        self.lanes.settle()
         base = self.pool.take(num_bytes)
         self.dram.adopt(base)
         return base

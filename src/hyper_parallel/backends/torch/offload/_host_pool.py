@@ -1,92 +1,72 @@
-"""DRAM buffers that are taken, given back and taken again, so that a step allocates none.
-
-Pinning memory is slow, and the pinned allocator of a device rounds every request up to a power of two. So buffers are
-cut from slabs whose sizes are powers of two, all of them before the first step: for every size as many as the plan
-holds at the same time.
-"""
+"""DRAM buffers that are taken, given back and taken again, so that a step allocates none."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from hyper_parallel.ir import COPIES, MemoryPlan
-from hyper_parallel.units import MiB
-
-_SLAB: Final = 64 * MiB
-
-
-def most_at_once(plan: MemoryPlan) -> Counter[int]:
-    """For every rounded size how many DRAM buffers of it a step holds at the same time."""
-    sizes = plan.program.sizes
-    held = {
-        s for s, x in enumerate(plan.program.storages) if x.persistent and plan.homes[s] == "dram"
-    }
-    now = Counter(sizes[s] for s in held)
-    most = Counter(now)
-    for action in plan.actions:
-        s = action.target
-        if action.kind in COPIES and COPIES[action.kind][1] == "dram" and s not in held:
-            held.add(s)
-            now[sizes[s]] += 1
-            most[sizes[s]] = max(most[sizes[s]], now[sizes[s]])
-        elif s in held and (
-            action.kind == "free" or (action.kind == "detach" and action.tier == "dram")
-        ):
-            held.remove(s)
-            now[sizes[s]] -= 1
-    return most
+from hyper_parallel.errors import TierFull
+from hyper_parallel.ir import slab_bytes, slabs
 
 
 class HostPool:
-    """Buffers by size.
+    """Buffers by size, cut from slabs.
 
     Args:
         alignment_bytes: Sizes are rounded up to a multiple of this.
         pin: The memory is pinned, so that a device copies it without the host.
+        capacity_bytes: Most bytes of slabs; None: unlimited.
 
     Attributes:
         held_bytes: What the pool has taken from the system.
     """
 
-    def __init__(self, alignment_bytes: int, pin: bool) -> None:
-        self._alignment, self._pin = alignment_bytes, pin
+    def __init__(self, alignment_bytes: int, pin: bool, capacity_bytes: int | None = None) -> None:
+        self._alignment, self._pin, self._capacity = alignment_bytes, pin, capacity_bytes
         self._free: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}
         self._watch: dict[int, weakref.ref[Any]] = {}
         self.made: Counter[int] = Counter()
         self.held_bytes = 0
 
-    def reserve(self, most: Counter[int]) -> None:
-        """Make what is missing until so many buffers of every size exist."""
-        missing = most - self.made
-        left = [
-            size for size in sorted(missing, reverse=True) for _ in range(missing[size]) if size
-        ]
-        self.made |= most
-        while left:
-            # The largest power of two that the rest fills, so that little stays unused.
-            fills = _power_of_two(sum(left) // 2 + 1)
-            room = max(min(_SLAB, fills), _power_of_two(left[0]))
-            slab = self._slab(room)
-            at, later = 0, []
-            for size in left:
-                if at + size <= room:
-                    self._free.setdefault(size, []).append((slab, at))
-                    at += size
-                else:
-                    later.append(size)
-            left = later
+    def reserve(self, most: Mapping[int, int]) -> None:
+        """Make what is missing until so many buffers of every size exist.
+
+        Raises:
+            TierFull: HP403 when the slabs take more than there is; nothing is made then.
+        """
+        missing = Counter(most) - self.made
+        self._refuse_above(slab_bytes(missing))
+        self.made |= Counter(most)
+        for room, parts in slabs(missing):
+            slab, at = self._slab(room), 0
+            for size, count in parts.items():
+                ends = range(at, at + size * count, size)
+                self._free.setdefault(size, []).extend((slab, begin) for begin in ends)
+                at += size * count
+
+    def has_free(self, num_bytes: int) -> bool:
+        """A buffer for so many bytes is there."""
+        return bool(self._free.get(self._rounded(num_bytes)))
+
+    def may_grow(self, num_bytes: int) -> bool:
+        """One more buffer for so many bytes stays within the capacity."""
+        more = slab_bytes({self._rounded(num_bytes): 1})
+        return self._capacity is None or self.held_bytes + more <= self._capacity
 
     def take(self, num_bytes: int) -> torch.UntypedStorage:
-        """A buffer; it comes back by itself when nobody refers to it any more."""
-        size = -(-num_bytes // self._alignment) * self._alignment
+        """A buffer; it comes back by itself when nobody refers to it any more.
+
+        Raises:
+            TierFull: HP403 when none is free and there is no room for another one.
+        """
+        size = self._rounded(num_bytes)
         free = self._free.setdefault(size, [])
         if not free:
-            self.made[size] += 1
-            free.append((self._slab(size), 0))
+            self.reserve({size: self.made[size] + 1})
         slab, at = free.pop()
         base = slab[at : at + num_bytes]
         assert isinstance(base, torch.UntypedStorage)
@@ -99,11 +79,19 @@ class HostPool:
         self._watch[key] = weakref.ref(base, back)
         return base
 
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._alignment) * self._alignment
+
+    def _refuse_above(self, more_bytes: int) -> None:
+        wanted = self.held_bytes + more_bytes
+        if self._capacity is not None and wanted > self._capacity:
+            raise TierFull(
+                "the DRAM buffers of the plan take more than the dram tier has",
+                got=f"{wanted} bytes",
+                allowed=f"{self._capacity} bytes",
+                hint=f"allow at least {wanted} bytes in dram",
+            )
+
     def _slab(self, num_bytes: int) -> torch.UntypedStorage:
         self.held_bytes += num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin).untyped_storage()
-
-
-def _power_of_two(num_bytes: int) -> int:
-    """The smallest one that is no smaller."""
-    return 1 << max(num_bytes - 1, 0).bit_length()

@@ -13,7 +13,6 @@ from hyper_parallel.backends.torch.offload._execute import PlannedDevice
 from hyper_parallel.backends.torch.offload._hardware import Hardware
 from hyper_parallel.backends.torch.offload._prepared import Held
 from hyper_parallel.backends.torch.offload._streams import DeviceApi
-from hyper_parallel.backends.torch.offload._tiers import Meter
 from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryTier
 from hyper_parallel.offload import MemoryMachine
@@ -45,7 +44,7 @@ class SuccessorDevice(PlannedDevice):
 
     The meters go on counting, so what the way between two plans takes is measured like everything else. `before` is
     closed by it. A storage moves inside the arena as soon as nothing else lies where it belongs; when none can, one of
-    them waits in DRAM.
+    them waits in DRAM, and only when no buffer of its size is free there another one is made.
 
     Args:
         before: An open device between two steps, with an arena that both plans fit into; its persistent storages are
@@ -86,12 +85,17 @@ class SuccessorDevice(PlannedDevice):
         self._arena, before._arena, before._actions = before._arena, None, []
         ranges = self._take_arena().at_start
         waiting = self._on_the_move()
+        grow = False
         while waiting:
             stuck = len(waiting)
             for moving in list(waiting):
-                if self._move(moving, waiting, ranges):
+                if self._move(moving, waiting, ranges, grow):
                     waiting.remove(moving)
-            if len(waiting) == stuck and not any(self._step_aside(m) for m in waiting):
+            if len(waiting) < stuck or any(self._step_aside(m, grow) for m in waiting):
+                grow = False
+            elif not grow:
+                grow = True
+            else:
                 self._failed = before._failed = True
                 name = self.plan.program.storages[waiting[0].to].name
                 raise TierFull(
@@ -130,7 +134,7 @@ class SuccessorDevice(PlannedDevice):
         assert not known, f"the next step does not know {sorted(known)}"
         return found
 
-    def _move(self, moving: _Moving, waiting: list[_Moving], ranges: Held) -> bool:
+    def _move(self, moving: _Moving, waiting: list[_Moving], ranges: Held, grow: bool) -> bool:
         """One storage to its new home; False when there is no room for it yet."""
         s, now, home = moving.to, moving.tier, self.plan.homes[moving.to]
         size = self.plan.program.storages[s].num_bytes
@@ -142,9 +146,9 @@ class SuccessorDevice(PlannedDevice):
         if home == "device" and not self._is_free(moving, waiting):
             return False
         through_dram = (home == "dram" and now != "dram") or (now, home) == ("device", "flash")
-        if (through_dram or now == "flash") and not self._fits(self.hardware.dram, size):
+        if (through_dram or now == "flash") and not self._has_dram(size, grow):
             return False
-        if home == "flash" and not self._fits(self.hardware.flash, size):
+        if home == "flash" and not self._has_flash(size):
             return False
         base = moving.base
         if now == "flash":
@@ -177,10 +181,10 @@ class SuccessorDevice(PlannedDevice):
     def _begins(self) -> dict[int, int]:
         return {e.storage: e.offset_bytes for e in self.plan.addresses if e.start == 0}
 
-    def _step_aside(self, moving: _Moving) -> bool:
+    def _step_aside(self, moving: _Moving, grow: bool) -> bool:
         """Let a storage that blocks others wait in DRAM; False when it cannot."""
         size = self.plan.program.storages[moving.to].num_bytes
-        if moving.tier != "device" or not self._fits(self.hardware.dram, size):
+        if moving.tier != "device" or not self._has_dram(size, grow):
             return False
         moving.base, moving.tier = self._in_dram(moving), "dram"
         return True
@@ -191,7 +195,10 @@ class SuccessorDevice(PlannedDevice):
         base.copy_(moving.base)
         return base
 
-    def _fits(self, meter: Meter, size: int) -> bool:
-        machine = self.machine
-        cap = machine.dram_bytes if meter is self.hardware.dram else machine.flash_bytes
+    def _has_dram(self, size: int, grow: bool) -> bool:
+        pool = self.hardware.pool
+        return pool.has_free(size) or (grow and pool.may_grow(size))
+
+    def _has_flash(self, size: int) -> bool:
+        meter, cap = self.hardware.flash, self.machine.flash_bytes
         return cap is None or meter.live_bytes + meter.rounded(size) <= cap

@@ -1,0 +1,72 @@
+"""Host memory of a plan: buffers by size, cut from slabs.
+
+Pinning memory is slow, so a step allocates none: before it there are, for every size, as many buffers as the step holds
+at the same time. The pinned allocator of a device rounds every request up to a power of two, so buffers are cut from
+slabs of such sizes. Planner and executor both count with `slabs`, so what a plan says is what is taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+
+class HostBuffers:
+    """Buffers of every size: how many are in use, and the most that ever were.
+
+    Attributes:
+        most: By size, buffers that must exist.
+    """
+
+    def __init__(self) -> None:
+        self._now: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+        self._fitting: dict[tuple[int, int], bool] = {}  # forgotten when `most` grows
+
+    def take(self, size: int) -> None:
+        """One more buffer of a size is in use."""
+        self._now[size] += 1
+        if self._now[size] > self.most[size]:
+            self.most[size] += 1
+            self._fitting.clear()
+
+    def give(self, size: int) -> None:
+        """A buffer of a size is free again."""
+        self._now[size] -= 1
+
+    def fits(self, size: int, capacity_bytes: int) -> bool:
+        """One more buffer of a size in use takes no slabs beyond a capacity."""
+        if self._now[size] < self.most[size]:
+            return True
+        asked = size, capacity_bytes
+        if asked not in self._fitting:
+            self._fitting[asked] = slab_bytes(self.most + Counter({size: 1})) <= capacity_bytes
+        return self._fitting[asked]
+
+
+def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:
+    """Slabs for so many buffers of every size.
+
+    Returns:
+        Bytes of every slab, a power of two, and how many buffers of every size are cut from it, one after the other.
+    """
+    left = {size: buffers[size] for size in sorted(buffers, reverse=True) if size}
+    found = []
+    while any(left.values()):
+        largest = next(size for size, count in left.items() if count)
+        total = sum(size * count for size, count in left.items())
+        # The largest power of two that the rest fills, so that little stays unused.
+        room = max(1 << (total.bit_length() - 1), 1 << (largest - 1).bit_length())
+        parts, free = dict[int, int](), room
+        for size in left:
+            if count := min(left[size], free // size):
+                parts[size] = count
+                left[size] -= count
+                free -= size * count
+        found.append((room, parts))
+    return found
+
+
+def slab_bytes(buffers: Mapping[int, int]) -> int:
+    """Bytes of the slabs for so many buffers of every size."""
+    return sum(room for room, _ in slabs(buffers))

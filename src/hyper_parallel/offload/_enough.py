@@ -1,0 +1,114 @@
+"""What DRAM or flash would be enough when a budget cannot be kept with what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from hyper_parallel.errors import TierFull
+from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._portfolio import Emitted, Search
+
+_ROUNDS: Final = 6  # of bisection
+_LARGE_ROUNDS: Final = 3
+_LARGE: Final = 1500  # operators; an emission takes a part of a second
+
+_Fits = Callable[[Emitted], bool]
+
+
+def enough_elsewhere(
+    searches: Sequence[Search], aim: int, fits: _Fits, works: Callable[[Sequence[Search]], bool]
+) -> dict[str, int]:
+    """Bytes of DRAM or of flash, each with the other as it is, with which planning succeeds; empty when none helps.
+
+    Args:
+        searches: What has found nothing.
+        aim: Device bytes that programs aim at.
+        fits: Whether a program keeps the budget.
+        works: Whether planning with these searches succeeds.
+    """
+    machine = searches[0].machine
+
+    def on(changed: MemoryMachine) -> list[Search]:
+        return [Search(s.program, changed, s.order, s.selectors, s.best_seen) for s in searches]
+
+    def first(changed: MemoryMachine) -> Emitted | None:
+        found = (search.first(aim, fits) for search in on(changed))
+        return next((e for e in found if e is not None), None)
+
+    found = {}
+    if machine.dram_bytes is not None:
+        found["dram"] = _least(
+            machine.dram_bytes,
+            lambda n: first(replace(machine, dram_bytes=n)),
+            lambda e: e.dram_bytes,
+            lambda n: works(on(replace(machine, dram_bytes=n))),
+        )
+    if machine.copy_out is not None and machine.flash_bytes is not None:
+        found["flash"] = _least(
+            machine.flash_bytes,
+            lambda n: first(replace(machine, flash_bytes=n)),
+            lambda e: e.peaks["flash"],
+            lambda n: works(on(replace(machine, flash_bytes=n))),
+        )
+    return {tier: enough for tier, enough in found.items() if enough is not None}
+
+
+def _least(
+    low: int,
+    first: Callable[[int | None], Emitted | None],
+    taken: Callable[[Emitted], int],
+    works: Callable[[int], bool],
+) -> int | None:
+    """The smallest capacity of a tier above `low` that was found to be enough; None when no capacity is.
+
+    Args:
+        low: A capacity that is not enough.
+        first: A program for a capacity; None: unlimited.
+        taken: Bytes that a program takes in the tier.
+        works: Whether a plan is made with a capacity.
+    """
+    if (whole := first(None)) is None:
+        return None
+    high = max(taken(whole), low + 1)
+    large = len(whole.actions) > _LARGE
+    for _ in range(_LARGE_ROUNDS if large else _ROUNDS):
+        middle = (low + high) // 2
+        if middle == low:
+            break
+        if (now := first(middle)) is None:
+            low = middle
+        else:
+            high = max(taken(now), low + 1)
+    while not works(high):  # with a capacity the planner takes other ways than without one
+        high += high // 16 + 1
+    return high
+
+
+def tier_full(budget_bytes: int, machine: MemoryMachine, enough: Mapping[str, int]) -> TierFull:
+    """The error that names every tier, and all that would be enough on its own.
+
+    Args:
+        budget_bytes: Device budget.
+        machine: Capacities.
+        enough: Of `device`, `dram` and `flash`, bytes with which there is a plan.
+    """
+    dram = "unlimited" if machine.dram_bytes is None else f"{machine.dram_bytes} bytes"
+    flash = "unlimited" if machine.flash_bytes is None else f"{machine.flash_bytes} bytes"
+    if machine.copy_out is None:
+        flash = "none"
+    error = TierFull(
+        "the device budget needs more bytes in DRAM or flash than the machine allows",
+        got=f"budget {budget_bytes} bytes, dram {dram}, flash {flash}",
+    )
+    return say_enough(error, enough)
+
+
+def say_enough(error: TierFull, enough: Mapping[str, int]) -> TierFull:
+    """The error with a hint that names these bytes."""
+    keys = {"dram": "dram", "flash": "flash", "device": "budget"}
+    ways = [f"`offload.{key}={enough[tier]}`" for tier, key in keys.items() if tier in enough]
+    error.enough_bytes = dict(enough)
+    error.hint = f"set {', or '.join(ways)}"
+    return error

@@ -1,0 +1,31 @@
+"""What ranks ask for together when some of them find no memory plan."""
+
+import pickle
+
+import pytest
+
+from hyper_parallel.errors import BudgetImpossible, TierFull
+from hyper_parallel.offload import say_enough
+from hyper_parallel.trainer._offload_record import of_all
+
+pytestmark = pytest.mark.torch
+
+
+def full(**enough):
+    """As it comes from another rank."""
+    return pickle.loads(pickle.dumps(say_enough(TierFull("full", got="dram 1 bytes"), enough)))
+
+
+def test_what_one_rank_asks_for_is_enough_for_all():
+    ranks = [full(dram=300, flash=20, device=900), full(dram=200, flash=50, device=1000)]
+    error = of_all(ranks)
+    assert error.hint == "set `offload.dram=300`, or `offload.flash=50`, or `offload.budget=1000`"
+    assert error.got == "dram 1 bytes"
+    assert of_all([full(dram=300, flash=20), full(dram=400)]).hint == "set `offload.dram=400`"
+
+
+def test_a_rank_that_no_dram_helps_leaves_the_budget():
+    other = BudgetImpossible("no plan", hint="set `offload.budget=700`")
+    assert of_all([full(dram=10**9, device=600), other]) is other
+    assert of_all([full(dram=10, device=800), other]).hint == "set `offload.budget=800`"
+    assert of_all([]) is None
