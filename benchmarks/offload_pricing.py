@@ -49,8 +49,8 @@ from hyper_parallel.offload import (
     plan_memory,
     refine_order,
 )
-from hyper_parallel.offload._plan import unmoved_seconds
-from hyper_parallel.offload._recompute import Chains, choose_recomputes
+from hyper_parallel.offload._plan import _recompute_sets, unmoved_seconds
+from hyper_parallel.offload._recompute import choose_recomputes
 from hyper_parallel.offload._select import Selector
 from hyper_parallel.offload._usedef import live_bytes, use_definitions
 
@@ -145,8 +145,9 @@ def refilled(program: MemoryProgram) -> MemoryProgram:
 def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool) -> Load:
     """The load of a step of one microbatch: bytes that rest at its peak, and the seconds before and after it.
 
-    Updates lie inside the backward pass, since nothing clips: what one writes leaves while the next state returns, so
-    nothing has to leave beside the update alone. State of which the last copy would outlast the step stays.
+    Updates lie inside the backward pass, since nothing clips: what they write leaves beside its work, but hardly beside
+    its waits, in which nothing is updated. What is idle around the peak for less than its copies take stays, and so
+    does state of which the last copy would outlast the step.
     """
     order = refine_order(program)[0]
     chains = use_definitions(program, order)
@@ -165,8 +166,13 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
             alive[first : last + 1] += size
         if not first <= peak <= last or peak in uses or storage.kind not in kinds:
             continue
+        copy_s, before = channel.seconds(storage.num_bytes), [u for u in uses if u < peak]
+        idle_s = ends[min((u for u in uses if u > peak), default=-1)]
+        idle_s -= ends[before[-1]] + copy_s if before and not storage.persistent else 0.0
+        idle_s -= ends[peak] if storage.persistent else 0.0
         written = chains.writes[s] if storage.persistent else ()
-        if not written or ends[written[-1]] + channel.seconds(storage.num_bytes) <= ends[-1]:
+        outlasts = bool(written) and ends[written[-1]] + copy_s > ends[-1]
+        if idle_s >= copy_s and not outlasts:
             resting[kinds[storage.kind]] += size
     passing = products = (0.0, 0.0)
     if again:
@@ -175,7 +181,7 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
     budget -= program.staging_bytes  # what is made beside the arena
     values = (
         live[peak] - budget, (live - alive).max() - budget, program.staging_bytes, np.inf, *resting,
-        passing[0], products[0], passing[1], products[1], forward, after, np.inf, 1.0, 1.0, 1.0, channel.bytes_s,
+        passing[0], products[0], passing[1], products[1], forward, after, after, 1.0, 1.0, 1.0, channel.bytes_s,
     )  # fmt: skip
     return Load(*(np.full(1, float(v)) for v in values))
 
@@ -183,25 +189,23 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
 def computed_again(
     program: MemoryProgram, channel: Channel, order: tuple[int, ...]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(Bytes of the peak, seconds) of what only element-wise operators make again, and of what needs products, too.
+    """(Bytes of the peak, seconds) of what is cheap to make again, and of everything else that may be.
 
-    All of them at once: what one is made from then stays.
+    Both as the sets of results that the memory planner tries: what one is made from has to stay, so they are taken
+    together. Cheap is the set that frees most per second, of those that free at least half of what can be freed.
     """
     chains = use_definitions(program, order)
-    finder, machine = Chains(program, chains), MemoryMachine(channel, channel)
-    groups: tuple[list[int], list[int]] = ([], [])
-    for s, storage in enumerate(program.storages):
-        chain = finder.of_longest_gap(s) if storage.kind == "activation" else None
-        operators = [program.operators[o] for o in chain.operators] if chain else []
-        if operators and not any("attention" in op.name for op in operators):
-            groups[any(op.flops for op in operators)].append(s)
-    found = [(float(live_bytes(program, chains).max()), 0.0)]
-    for chosen in (groups[0], groups[0] + groups[1]):
+    machine = MemoryMachine(channel, channel)
+    most = float(live_bytes(program, chains).max())
+    found = []
+    for _, chosen in _recompute_sets(program, machine, chains, None, True):
         dropped = choose_recomputes(program, chains, chosen)
         profile = Selector(program, machine, order, dropped, ()).profile
-        found.append((float(profile.max()), dropped.seconds))
-    (most, _), (less, some_s), (least, all_s) = found
-    return (most - less, some_s), (max(less - least, 0.0), all_s - some_s)
+        found.append((max(most - float(profile.max()), 0.0), dropped.seconds))
+    largest = max(found)
+    halves = [x for x in found if 2.0 * x[0] >= largest[0] > 0.0] or [(0.0, 0.0)]
+    cheap = max(halves, key=lambda x: x[0] / max(x[1], 1e-9))
+    return cheap, (largest[0] - cheap[0], max(largest[1] - cheap[1], 0.0))
 
 
 def rows_of(

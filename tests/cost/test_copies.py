@@ -47,6 +47,8 @@ def load(**given_values):
         # Computed again where that is cheaper, and where host memory is full.
         ({"need_bytes": 15e9, "passing_bytes": 10e9, "passing_s": 0.2}, 0.1),
         ({"need_bytes": 15e9, "passing_bytes": 10e9, "passing_s": 4.0}, 0.5),
+        # Copies go on beside what is computed again: 25 GB in beside 2.5 s.
+        ({"need_bytes": 35e9, "passing_bytes": 10e9, "passing_s": 0.5}, 1.5 + 0.5),
         ({"need_bytes": 15e9, "products_bytes": 20e9, "products_s": 4.0, "host_bytes": 10e9}, 1.0),
     ],
 )  # fmt: skip

@@ -27,6 +27,15 @@ def test_small_plans_are_within_3_percent_of_the_optimum(layers, bytes_s, optimu
     assert plan == plan_memory(program, machine, **wanted)
 
 
+def test_on_a_slow_link_state_starts_the_step_at_home():
+    """Nothing of it is sent before the peak; sending activations or weights there instead takes 61 seconds and more."""
+    machine = MemoryMachine(Channel(400.0, 0), Channel(400.0, 0))
+    program = training_chain(layers=8)
+    plan = plan_memory(program, machine, budget_bytes=13804, recompute=False)
+    # 27608 bytes rest after 8.08 seconds, and what is over the budget comes back after that.
+    assert 8.08 + (27608 - 13804) / 400.0 <= plan.seconds <= 55.0
+
+
 def test_recomputation_is_spent_where_the_peak_is():
     """Both results cost the same per byte; only `a` is idle at the peak, and `c` is the cheaper one."""
     storages = (
