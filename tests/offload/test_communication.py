@@ -243,6 +243,27 @@ def test_any_order_keeps_dependencies_and_what_ranks_do_together(program, depth,
     assert talk_order(program, found) == talk_order(program, range(len(program.operators)))
 
 
+def test_what_is_made_again_is_not_in_use_by_other_ranks():
+    """An operator with two results: one is dropped and made again while ranks still exchange the other one."""
+    storages = (
+        Storage("w", 0, "weight", True, True),
+        Storage("dropped", 1, "activation"),
+        Storage("sent", 2, "activation"),
+        Storage("received", 0, "activation", False, True),
+        Storage("result", 2, "activation", False, True),
+    )
+    operators = (
+        Operator("two", (0,), (), (1, 2), repeatable=True),
+        Operator("exchange", (0, 2), (), (3,), ordered=True, group="dp", message=True),
+        Operator("use", (0, 1), (), (4,)),
+    )
+    program = MemoryProgram("made again", storages, operators, 1)
+    channel = Channel(20.0, 0.0)
+    plan = plan_memory(program, MemoryMachine(channel, channel), max_slowdown=0.7)
+    kinds = [a.kind for a in plan.actions]
+    assert kinds.index("join") < kinds.index("recompute")
+
+
 @settings(max_examples=25, deadline=None)
 @given(talking(), machines(), st.floats(0.3, 1.1), st.booleans())
 def test_any_plan_is_legal(program, machine, share, budgeted):

@@ -121,7 +121,7 @@ class Emitter(Underway):
             wanted.update(dict.fromkeys(self.program.operators[i].reads))
         fresh = {*op.allocs, *(s for i in rerun for s in self.program.operators[i].allocs)}
         wanted = {s: None for s in wanted if s not in fresh}
-        for running in self.talks.before(op, wanted):
+        for running in self.talks.before(op, wanted, fresh):
             self._join(running, position)
         if self.budget is not None:
             sizes = self.program.sizes

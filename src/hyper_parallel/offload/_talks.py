@@ -59,13 +59,15 @@ class Talks:
         """An operator was begun."""
         self._running[index] = {}
 
-    def before(self, operator: Operator, more: Iterable[int] = ()) -> list[int]:
-        """What must be joined before an operator runs, and before more storages are read."""
+    def before(
+        self, operator: Operator, more: Iterable[int] = (), made: Iterable[int] = ()
+    ) -> list[int]:
+        """What must be joined before an operator runs, before more storages are read, and before others are made."""
         if not self._running:
             return []
-        changed = (*operator.writes, *operator.allocs)
+        changed = (*operator.writes, *operator.allocs, *made)
         if operator.message and not operator.group:
-            changed = operator.reads  # the end of what was sent from them
+            changed = (*operator.reads, *made)  # the end of what was sent from them
         return self._users({*operator.reads, *more}, set(changed))
 
     def _users(self, reads: set[int], writes: set[int]) -> list[int]:
