@@ -59,12 +59,17 @@ def _flash(
     return out.transpose(1, 2).contiguous(), None
 
 
-def llama(layers: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The model, made under whatever mode is active."""
+def as_flash(config: Any) -> Any:
+    """The configuration with the attention of an accelerator."""
     AttentionInterface.register("causal_plain", _flash)
     AttentionMaskInterface.register("causal_plain", lambda *args, **kwargs: None)
-    config = LlamaConfig(**SHAPES, num_hidden_layers=layers)
     config._attn_implementation = "causal_plain"
+    return config
+
+
+def llama(layers: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model, made under whatever mode is active."""
+    config = as_flash(LlamaConfig(**SHAPES, num_hidden_layers=layers))
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 

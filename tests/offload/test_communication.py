@@ -214,6 +214,32 @@ def test_what_was_sent_is_waited_for_at_the_end_of_the_messages():
     ]  # fmt: skip
 
 
+def test_what_other_ranks_still_read_is_made_again_only_after_the_join():
+    """`a` and `b` are results of one operator: making `b` again makes `a` again, which is being sent."""
+    storages = (
+        Storage("w", 8, "weight", True, True),
+        Storage("a", 8, "activation"),
+        Storage("b", 80, "activation"),
+        Storage("wide", 100, "scratch"),
+        Storage("out", 8, "output", False, True),
+    )
+    ops = (
+        Operator("make", (0,), (), (1, 2), 0.1, repeatable=True),
+        Operator("send", (1,), talk_s=9.0, group="pp", ordered=True, message=True),
+        Operator("other", (0,), (), (3,), 10.0),
+        Operator("use", (2,), (), (4,), 1.0),
+        Operator("sent", (1,), ordered=True, message=True),
+    )
+    plan = plan_memory(
+        MemoryProgram("twins", storages, ops, 1),
+        MemoryMachine(Channel(1.0), Channel(1.0)),
+        max_slowdown=0.5,
+        reorder=False,
+    )
+    kinds = [(a.kind, a.target) for a in plan.actions]
+    assert kinds.index(("join", 1)) < kinds.index(("recompute", 0))
+
+
 @st.composite
 def talking(draw):
     """A random program in which some operators talk to other ranks."""
@@ -241,27 +267,6 @@ def test_any_order_keeps_dependencies_and_what_ranks_do_together(program, depth,
     for index, before in enumerate(dependencies(program)):
         assert all(place[p] < place[index] for p in before)
     assert talk_order(program, found) == talk_order(program, range(len(program.operators)))
-
-
-def test_what_is_made_again_is_not_in_use_by_other_ranks():
-    """An operator with two results: one is dropped and made again while ranks still exchange the other one."""
-    storages = (
-        Storage("w", 0, "weight", True, True),
-        Storage("dropped", 1, "activation"),
-        Storage("sent", 2, "activation"),
-        Storage("received", 0, "activation", False, True),
-        Storage("result", 2, "activation", False, True),
-    )
-    operators = (
-        Operator("two", (0,), (), (1, 2), repeatable=True),
-        Operator("exchange", (0, 2), (), (3,), ordered=True, group="dp", message=True),
-        Operator("use", (0, 1), (), (4,)),
-    )
-    program = MemoryProgram("made again", storages, operators, 1)
-    channel = Channel(20.0, 0.0)
-    plan = plan_memory(program, MemoryMachine(channel, channel), max_slowdown=0.7)
-    kinds = [a.kind for a in plan.actions]
-    assert kinds.index("join") < kinds.index("recompute")
 
 
 @settings(max_examples=25, deadline=None)

@@ -32,8 +32,9 @@ Array = NDArray[np.float64]
 COPIES: Final = "offload copies"
 """Name of the term."""
 FORMULA: Final = (
-    "m (max(0, out / B - forward) + max(0, in / B - backward) + again) + max(0, updated / B - update): bytes that "
-    "leave, return and are written back beside the work of m microbatches on a link of B, and what is computed again"
+    "m (max(0, out / B - forward) + max(0, in / B - backward - again) + again) + max(0, updated / B - update): bytes "
+    "that leave, return and are written back beside the work of m microbatches on a link of B, and what is computed "
+    "again"
 )
 SOURCE: Final = "topology; bytes that a lane carries beside the work, docs/planner.md"
 HELD: Final = {
@@ -200,19 +201,22 @@ class Load:
         link, m = self.link_bytes_s, self.microbatches
         moved = a.activations / self.in_flight + a.gradients
         in_turn = self.alternating > 0
+        again = a.passing / np.maximum(self.passing_bytes, 1.0) * self.passing_s
+        again = again + a.products / np.maximum(self.products_bytes, 1.0) * self.products_s
+        # What is computed again is work of backward, beside which copies go on.
+        backward_s = self.backward_s + again
+        forward_s = np.where(in_turn, self.forward_s, backward_s)
         going = np.maximum(moved, np.where(in_turn, a.parameters, 0.0)) / link
         coming = (moved + np.where(in_turn, 1.0, 2.0) * a.parameters) / link
-        forward = np.maximum(going - self.forward_s, 0.0)
-        each = np.maximum(coming - self.backward_s, 0.0)
-        last = np.maximum(coming + a.optimizer / link - self.backward_s, 0.0)
+        forward = np.maximum(going - forward_s, 0.0)
+        each = np.maximum(coming - backward_s, 0.0)
+        last = np.maximum(coming + a.optimizer / link - backward_s, 0.0)
         written = np.maximum((a.optimizer + a.parameters) / link - self.update_s, 0.0)
         lanes = np.where(
             in_turn,
             m * forward + (m - 1.0) * each + last,
             (m - 1.0) * np.maximum(forward, each) + np.maximum(forward, last),
         )
-        again = a.passing / np.maximum(self.passing_bytes, 1.0) * self.passing_s
-        again = again + a.products / np.maximum(self.products_bytes, 1.0) * self.products_s
         return lanes + m * again + written
 
 

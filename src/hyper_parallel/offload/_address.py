@@ -187,19 +187,22 @@ def _squeaky_wheel(
     tight: float,
     rounds: int,
 ) -> tuple[np.ndarray, int]:
-    """First fit, repeated with every item that ended above the live peak moved half way to the front."""
+    """First fit, repeated with every item that ended above the live peak moved half way to the front.
+
+    It ends when so many rounds in turn gave nothing better.
+    """
     size = np.array([sizes[item[0].storage] for item in items])
     best = _first_fit(items, sizes, order)
     offsets = best[0]
-    for _ in range(rounds - 1):
-        if best[1] <= tight:
-            break
+    idle = 1
+    while best[1] > tight and idle < rounds:
         over = offsets + size > floor
         key = {i: at * 0.5 if over[i] else float(at) for at, i in enumerate(order)}
         order = sorted(order, key=key.__getitem__)
         offsets, arena = _first_fit(items, sizes, order)
+        idle += 1
         if arena < best[1]:
-            best = offsets, arena
+            best, idle = (offsets, arena), 0
     return best
 
 

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryProgram
+from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryProgram, MemoryTier
 from hyper_parallel.offload._issue import Gap, Pending, early_stores, issue_positions
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 from hyper_parallel.offload._talks import Talks
 from hyper_parallel.offload._underway import Underway
+from hyper_parallel.offload._waiting import Waiting
 
 
 class Emitter(Underway):
@@ -45,6 +46,7 @@ class Emitter(Underway):
         self.order = order
         self.budget = budget_bytes
         self.talks = Talks(program)
+        self.tiers = 1 if machine.copy_out is None else 2  # that something may leave for
         for gap in gaps:
             if gap.first < 0:
                 self.homes[gap.storage] = gap.tier
@@ -57,10 +59,16 @@ class Emitter(Underway):
             self.leaving.setdefault(g.storage, []).append(g.first)
         seconds = recomputes.host.seconds(program, order)
         starts = np.cumsum([0.0, *seconds])[:-1]
-        self.left_s = float(starts[-1]) - starts if len(starts) else starts
-        self.events = issue_positions(gaps, starts, program, machine, window, recomputes.host.ready)
+        again = np.zeros(len(starts))
+        for position, extra in recomputes.least_s(program).items():
+            again[position] = extra
+        # At least so long from the start of a position to that of the last one.
+        left = np.cumsum((again + np.diff(starts, append=starts[-1:]))[::-1])[::-1]
+        self.left_s: list[float] = left.tolist()
+        self.waiting = Waiting(
+            issue_positions(gaps, starts, program, machine, window, recomputes.host.ready)
+        )
         self.due: set[int] = set()  # reload is due, but there is no room yet
-        self.crowded: dict[Gap, int] = {}  # no room for its reload until there
         written = recomputes.host.device_writes(program, order)
         self.writes = [written.get(s, []) for s in range(n)]
         self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
@@ -72,17 +80,14 @@ class Emitter(Underway):
         for s, storage in enumerate(self.program.storages):
             if storage.at_start and not storage.at_end and not self.again.uses[s]:
                 self._release(s)
-        waiting: list[tuple[int, Gap, MemoryActionKind]] = []
-        queue, ready = 0, list[Gap]()
+        ready = list[Gap]()
         for position, index in enumerate(self.order):
             self.place = position
             if self.clock.now_s + self.left_s[position] > limit_s:
                 return None
             self._retire(position)
-            while queue < len(self.events) and self.events[queue][0] <= position:
-                waiting.append(self.events[queue])
-                queue += 1
-            waiting = [event for event in waiting if not self._reload(event, position)]
+            for number, gap, kind in self.waiting.at(position, self._room()):
+                self._reload(number, gap, kind, position)
             if index in self.again.host.operators:
                 for running in self.talks.before(self.program.operators[index]):
                     self._join(running, position)
@@ -121,7 +126,7 @@ class Emitter(Underway):
             wanted.update(dict.fromkeys(self.program.operators[i].reads))
         fresh = {*op.allocs, *(s for i in rerun for s in self.program.operators[i].allocs)}
         wanted = {s: None for s in wanted if s not in fresh}
-        for running in self.talks.before(op, wanted, fresh):
+        for running in self.talks.before(op, wanted, fresh.difference(op.allocs)):
             self._join(running, position)
         if self.budget is not None:
             sizes = self.program.sizes
@@ -137,6 +142,8 @@ class Emitter(Underway):
                 self._finish(item)
         for i in rerun:
             for s in self.program.operators[i].allocs:
+                if "device" in self.current[s]:  # other ranks used it until now
+                    self._detach(s, "device")
                 self._set(s, "device")
             self._do("recompute", i)
         helpers = [h for h in self.again.helpers.get(position, ()) if h not in op.touched]
@@ -230,7 +237,7 @@ class Emitter(Underway):
         left: list[Gap] = []
         for at, gap in enumerate(ready):
             if not self.clock.idle("store", self.eager_s[position]):
-                return [*left, *(g for g in ready[at:] if g.first > position)]
+                return [*left, *ready[at:]] if at else ready
             s = gap.storage
             held = self.current[s]
             if gap.first <= position or "device" not in held or held.get("dram"):
@@ -250,56 +257,64 @@ class Emitter(Underway):
         for index in (*self.talks.holding(), *self.host.running):
             if self.clock.joined_s(index) <= self.clock.now_s:
                 self._join(index, position)
+        late = set[MemoryTier]()
         for item in list(self.pending):
             if self.clock.arrival_s(item.storage, item.into) <= self.clock.now_s:
                 item.leaves = item.leaves and item.storage not in self.due
                 self._finish(item)
+            elif not self.again.host.operators:  # else content may be newer than the copy of it
+                late.add(item.into)
+                if len(late) == self.tiers:
+                    return  # a lane ends its copies in order
 
-    def _reload(self, event: tuple[int, Gap, MemoryActionKind], position: int) -> bool:
-        """Issue a planned reload; False when it must be tried again later for lack of room."""
-        _, gap, kind = event
+    def _reload(self, number: int, gap: Gap, kind: MemoryActionKind, position: int) -> None:
+        """Issue a planned reload, or try it again later for lack of room."""
         s = gap.storage
         self.due.discard(s)
         if position > gap.last:
-            return True
+            return
         if self.talks and self.talks.keep(s):
-            return True  # other ranks still use it: its leave is called off
+            return  # other ranks still use it: its leave is called off
+        early = position < gap.last
         if "device" in self.current[s]:
             going = [p for p in self.pending if p.storage == s and p.leaves]
-            if going and self.budget is not None and position < gap.last:
+            if going and self.budget is not None and early:
                 # It has not left yet. If the budget needs the room it still goes, else its leave is called off.
                 self.due.add(s)
-                return False
+                self.waiting.for_copy(number, s)
+                return
             for item in going:
                 item.leaves = False
-            return True
-        if kind == "copy_in":
-            if "dram" not in self.current[s]:
-                if position < gap.last and not self._dram_fits(s):
-                    return False
-                self._copy_in(s)
-            return True
-        if position < gap.last and not self._has_room(s, gap, position):
-            return False
-        if position < gap.last and any(
-            self.clock.joined_s(i) > self.clock.now_s for i in self.host.using(s)
-        ):
-            return False  # the copies behind it need not stand in line
-        self._bring(s)
-        return True
+        elif kind == "copy_in":
+            if "dram" in self.current[s]:
+                return
+            if early and not self._dram_fits(s):
+                self.waiting.until(number, position + 1)
+                return
+            self._copy_in(s)
+        elif early and not self._has_room(number, gap, position):
+            return
+        elif early and any(self.clock.joined_s(i) > self.clock.now_s for i in self.host.using(s)):
+            self.waiting.until(number, position + 1)  # the copies behind it need not stand in line
+        else:
+            self._bring(s)
 
-    def _has_room(self, s: int, gap: Gap, position: int) -> bool:
-        """An early reload must not take bytes that an operator before its use needs."""
+    def _room(self) -> int:
+        """Bytes that may still be taken on the device."""
+        return 0 if self.budget is None else self.budget - self.live["device"]
+
+    def _has_room(self, number: int, gap: Gap, position: int) -> bool:
+        """An early reload must not take bytes that an operator before its use needs; else it waits for them."""
         if self.budget is None:
             return True
-        size = self.program.sizes[s]
-        crowded = self.crowded.get(gap, 0) > position
-        if crowded or self.live["device"] + size > self.budget:
+        size = self.program.sizes[gap.storage]
+        if self.live["device"] + size > self.budget:
+            self.waiting.for_room(number, size)
             return False
-        ahead = self.planned[position : self.back.get((s, gap.last), gap.last)]
+        ahead = self.planned[position : self.back.get((gap.storage, gap.last), gap.last)]
         over = np.flatnonzero(ahead + size > self.budget)
         if len(over):  # what is planned only grows
-            self.crowded[gap] = position + int(over[-1]) + 1
+            self.waiting.until(number, position + int(over[-1]) + 1)
             return False
         ahead += size  # the next early reload sees this one
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
 from hyper_parallel.ir import MemoryPlan
@@ -11,13 +12,17 @@ from hyper_parallel.offload._address import GOOD
 from hyper_parallel.offload._enough import enough_elsewhere, tier_full
 from hyper_parallel.offload._host import device_part
 from hyper_parallel.offload._polish import LARGEST, polish
-from hyper_parallel.offload._portfolio import Emitted, Search
+from hyper_parallel.offload._portfolio import Asked, Emitted, Search
 from hyper_parallel.offload._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
 
 _OTHERS = 6  # programs whose addresses are tried when those of the best do not fit together
 _LARGE_ACTIONS = 6000  # beyond, two
+_SQUEEZED = 3  # choices that are emitted again in less room
+_ROOMS = 5  # tried for each, by bisection
+_LEAST_ROOM = 0.7  # of the peak before
 _GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
+_NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
 
 
 def least_time(
@@ -46,7 +51,11 @@ def _least_time(
     plans: dict[int, MemoryPlan] = {}
 
     def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
+        lowest = room + 1
         for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
+            if e.peak >= lowest and len(e.actions) > _LARGE_ACTIONS:
+                continue  # the addresses of what is faster and lower did not fit
+            lowest = min(lowest, e.peak)
             plan = plans[id(e)] = plans.get(id(e)) or finish(e, room)
             if plan.device_bytes <= budget:
                 return e, plan
@@ -54,11 +63,17 @@ def _least_time(
 
     found: list[Emitted] = []
     floor = working_set_bytes(device_part(search.program, search.machine))
+    best = None
     for part in _GAPS if floor <= room else ():
         aim = max(room - room // part, 0)
-        found += replace(search, best_seen=search.best_seen).portfolio(aim, budget=aim)
-        if (best := first(found)) is not None:
-            return best
+        limit_s = best[0].seconds if best else float("inf")
+        found += replace(search, best_seen=search.best_seen).portfolio(aim, limit_s, budget=aim)
+        best = first(found)
+        # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
+        if best and min(e.seconds for e in found if e.peak <= room) > _NEAR * best[0].seconds:
+            break
+    if best is not None:
+        return best
     # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
     again = replace(search, best_seen=search.best_seen)
     lowest = again.portfolio(floor)
@@ -116,19 +131,28 @@ def least_peak(
 ) -> tuple[Emitted, MemoryPlan]:
     """The program of least peak within a time, and its plan; the identity when nothing lowers it.
 
-    It is another one when its addresses do not fit together and those of the other do.
+    Where its addresses leave gaps, programs that leave more room for them are tried, and the smallest arena is taken.
     """
-    found = [e for search in searches for e in _least_peak(search, identity, limit_s)]
-    found.sort(key=lambda e: (e.peak, e.seconds))
+    found = _in_turn([e for search in searches for e in _least_peak(search, identity, limit_s)])
     best, plan = found[0], finish(found[0])
     large = len(best.actions) > _LARGE_ACTIONS
-    for e in found[1 : 3 if large else _OTHERS]:
+    for e in found[1 : 4 if large else _OTHERS]:
         if plan.arena_bytes <= GOOD * best.peak or e.peak >= plan.arena_bytes:
             break
         other = finish(e)
         if other.arena_bytes < plan.arena_bytes:
             best, plan = e, other
     return best, plan
+
+
+def _in_turn(found: Sequence[Emitted]) -> list[Emitted]:
+    """By peak; of equal peaks the fastest program, then the one that waits most: it leaves most gaps elsewhere."""
+    turn = []
+    ranked = sorted(found, key=lambda e: (e.peak, e.seconds))
+    for _, equal in groupby(ranked, key=lambda e: e.peak):
+        first, *others = equal
+        turn += [first, *(e for e in others[-1:] if e.seconds > first.seconds)]
+    return turn
 
 
 def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitted]:
@@ -158,4 +182,27 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitt
             low = target
     if len(search.program.operators) <= LARGEST and best.again is not None:
         found.append(polish(search, best, limit_s))
-    return found
+    return found + _squeezed(search, found, limit_s)
+
+
+def _squeezed(search: Search, found: Sequence[Emitted], limit_s: float) -> list[Emitted]:
+    """The choices of lowest peak, emitted in less room.
+
+    A selection stops where its target is reached, or cannot be, but waits in the program may still lower the peak.
+    Where they cannot, they lower everything else, so that the addresses at the peak fit together.
+    """
+    lowest: dict[Asked | None, Emitted] = {}
+    for e in sorted(found, key=lambda e: (e.peak, e.seconds)):
+        lowest.setdefault(e.asked, e)
+    squeezed = []
+    for e in [e for e in lowest.values() if e.asked is not None][:_SQUEEZED]:
+        low, high = _LEAST_ROOM, 1.0
+        for _ in range(_ROOMS):
+            share = (low + high) / 2
+            less = search.in_less_room(e, int(e.peak * share), limit_s)
+            if less is None:
+                low = share
+            else:
+                high = share
+                squeezed.append(less)
+    return squeezed

@@ -34,7 +34,9 @@ class Greedy:
         # What would surely prolong the step comes last, whatever its rank.
         ring = selector.ring_bytes()
         self.items = sorted(
-            selector.candidates, key=lambda c: (-c.exposed_s, c.value(rank, ring)), reverse=True
+            selector.considered(rank),
+            key=lambda c: (-c.exposed_s, c.value(rank, ring)),
+            reverse=True,
         )
         most = max((len(c.spans) for c in self.items), default=0)
         spans = [(*c.spans, *((0, 0),) * (most - len(c.spans))) for c in self.items]

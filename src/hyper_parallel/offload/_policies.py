@@ -16,6 +16,7 @@ from hyper_parallel.offload._recompute import Recomputes
 from hyper_parallel.offload._select import Rank, Selector
 from hyper_parallel.offload._simulate import Clock
 from hyper_parallel.offload._usedef import use_definitions
+from hyper_parallel.offload._waiting import Waiting
 
 _RANK: dict[str, Rank] = {
     "longest-gap": "longest_gap",
@@ -53,7 +54,7 @@ def simple_policy(
     gaps = [g for c in chosen for g in c.gaps]
     emitter = Emitter(program, machine, order, gaps, again, target_bytes, planned)
     if policy == "on-demand":
-        emitter.events = []  # the operator that needs a storage then fetches it itself
+        emitter.waiting = Waiting(())  # the operator that needs a storage then fetches it itself
     actions: tuple[MemoryAction, ...] | None = emitter.emit()
     assert actions is not None
     judged = replay(program, tuple(emitter.homes), actions)

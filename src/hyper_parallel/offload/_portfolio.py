@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import filterfalse
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, MemoryTier
 from hyper_parallel.offload._emit import Emitter
@@ -15,6 +16,18 @@ from hyper_parallel.offload._select import Rank, Selector, assign_tiers
 _RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap", "ring")
 _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
 _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
+
+_Rule = tuple[str, Selector, Rank]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rule was asked for."""
+
+    name: str
+    selector: Selector
+    rank: Rank
+    aim: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class Emitted:
     gaps: tuple[Gap, ...]
     again: Recomputes | None
     rule: str
+    asked: Asked | None = None
 
     @property
     def peak(self) -> int:
@@ -48,11 +62,40 @@ class Search:
     order: tuple[int, ...]
     selectors: list[tuple[str, Selector]]
     best_seen: Emitted
+    # By selector, rank, candidates taken and bytes that are waited for: the time limit, and what it gave.
+    made: dict[tuple[int, Rank, int, int | None], tuple[float, Emitted | None]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
-        self.rules = [(name, s, rank) for name, s in self.selectors for rank in _RANKS]
-        # What a rule gives when it has taken everything it can, by selector and rank: the same for every lower target.
-        self.exhausted: dict[tuple[int, Rank], tuple[int, Emitted | None]] = {}
+        # What is at home in DRAM costs less than the channels' account of it where computation waits for them anyway.
+        self.rules = [
+            (name, s, rank)
+            for name, s in self.selectors
+            for rank in (*_RANKS, *(("home",) if s.stretch is None else ()))
+        ]
+
+    def _in_turn(self, target: int) -> Iterator[_Rule]:
+        """The rules, those that may give the fastest programs for a target first: what they give limits the others.
+
+        Of what copies cannot take away within the step, each byte costs the time of its way back.
+        """
+
+        def sure(rule: _Rule) -> bool:
+            return rule[1].stretch is not None
+
+        def seconds(rule: _Rule) -> float:
+            lowest = reached.get(id(rule[1].again), target)
+            return rule[1].least_s + max(lowest - target, 0) / self.machine.prefetch.bytes_s
+
+        reached: dict[int, int] = {}
+        for rule in sorted(filter(sure, self.rules), key=lambda rule: rule[1].least_s):
+            yield rule
+            _, selector, rank = rule
+            if rank in selector.sequences:
+                lowest = selector.sequences[rank].peaks[-1]
+                reached[id(selector.again)] = min(reached.get(id(selector.again), lowest), lowest)
+        yield from sorted(filterfalse(sure, self.rules), key=seconds)
 
     def portfolio(
         self, target: int, limit_s: float = float("inf"), budget: int | None = None
@@ -67,8 +110,11 @@ class Search:
             budget: Only the fastest program under it is wanted: what is found becomes the time limit.
         """
         found: list[Emitted] = []
-        met: list[int] = []
-        for index, (name, selector, rank) in enumerate(self.rules):
+        met: list[_Rule] = []
+        for rule in self._in_turn(target):
+            name, selector, rank = rule
+            if selector.least_s > limit_s * (1 + 1e-9):
+                continue
             aim = target
             last = None
             for _ in range(2):
@@ -85,9 +131,8 @@ class Search:
                     break
             kept = last is not None and not overfull(self.machine, last)
             if kept and last is not None and last.peak <= target and last.seconds <= limit_s:
-                met.append(index)
-        if met:
-            self.rules = [self.rules[i] for i in met]
+                met.append(rule)
+        self.rules = met or self.rules
         return found
 
     def first(self, target: int, fits: Callable[[Emitted], bool]) -> Emitted | None:
@@ -108,13 +153,32 @@ class Search:
         limit_s: float = float("inf"),
     ) -> Emitted | None:
         """One rule's program for an aim; None when it takes longer than the limit."""
-        chosen, planned = selector.select(aim, rank)
-        # What the selection cannot reach, waiting for room cannot reach within the time either.
-        reached = int(planned.max()) if len(planned) else 0
-        missed = limit_s < float("inf") and reached > target and selector.stretch is not None
-        key = (id(selector), rank)
-        if missed and key in self.exhausted and self.exhausted[key][0] == reached:
-            return self.exhausted[key][1]
+        _, planned = selector.select(aim, rank)
+        # What the selection cannot reach, waiting for room cannot reach either.
+        missed = selector.stretch is not None and planned.max(initial=0) > target
+        return self._emit(Asked(name, selector, rank, aim), None if missed else target, limit_s)
+
+    def in_less_room(self, emitted: Emitted, room: int, limit_s: float) -> Emitted | None:
+        """The same choice, where copies wait for room as if there were less; None when that takes too long.
+
+        What operators need at once is the peak then; at all other times bytes are left over for gaps between addresses.
+        """
+        if emitted.asked is None:
+            return None
+        found = self._emit(emitted.asked, room, limit_s)
+        if found is None or found.seconds > limit_s or overfull(self.machine, found):
+            return None
+        return found
+
+    def _emit(self, asked: Asked, room: int | None, limit_s: float) -> Emitted | None:
+        """The program of what a rule chooses; with room, copies wait for it."""
+        selector = asked.selector
+        chosen, planned = selector.select(asked.aim, asked.rank)
+        key = (id(selector), asked.rank, len(chosen), room)
+        if key in self.made:
+            limited_s, known = self.made[key]
+            if known is not None or limit_s <= limited_s:
+                return known
         # The first span of a candidate ends where its bytes are counted again before the gap's end.
         back = {
             (g.storage, g.last): high
@@ -122,7 +186,7 @@ class Search:
             for g, (_, high) in zip(c.gaps, c.spans, strict=False)
             if g.last < selector.n
         }
-        emitted: Emitted | None = None
+        emitted = None
         for share in _DRAM_SHARES:
             gaps = assign_tiers(
                 self.program, self.machine, chosen, share, selector.again.host.at_home
@@ -133,7 +197,7 @@ class Search:
                 self.order,
                 gaps,
                 selector.again,
-                None if missed else target,
+                room,
                 planned.copy(),
                 back,
                 window=_WINDOW if selector.stall else None,
@@ -150,12 +214,12 @@ class Search:
                 emitter.dram_bytes,
                 tuple(gaps),
                 selector.again,
-                f"{name}, {rank}",
+                f"{asked.name}, {asked.rank}",
+                asked,
             )
             if self.machine.copy_out is None or not overfull(self.machine, emitted):
                 break
-        if missed:
-            self.exhausted[key] = (reached, emitted)
+        self.made[key] = limit_s, emitted
         return emitted
 
 

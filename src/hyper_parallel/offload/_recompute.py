@@ -42,6 +42,26 @@ class Recomputes:
     seconds: float = 0.0
     host: HostUpdates = field(default_factory=HostUpdates)
 
+    def least_s(self, program: MemoryProgram) -> dict[int, float]:
+        """Compute seconds by position that every program with these recomputations adds.
+
+        What other ranks use may still be on the device where it would be made again, so it does not count.
+        """
+        held = {s for op in program.operators if op.group or op.message for s in op.touched}
+
+        def gone(s: int, position: int) -> bool:
+            dropped = s in self.gaps and self.gaps[s][1] == position
+            return s not in held and (dropped or self.uses[s][-1] < position)
+
+        return {
+            position: sum(
+                program.operators[i].seconds
+                for i in rerun
+                if any(gone(s, position) for s in program.operators[i].allocs)
+            )
+            for position, rerun in self.rerun.items()
+        }
+
 
 @dataclass(frozen=True)
 class _Chain:

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -17,7 +18,7 @@ from hyper_parallel.offload._issue import Gap
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 
-Rank = Literal["idle_per_transfer", "longest_gap", "largest", "ring"]
+Rank = Literal["idle_per_transfer", "longest_gap", "largest", "ring", "home"]
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,20 @@ class Candidate:
     transfer_s: float
     exposed_s: float = 0.0
 
-    def value(self, rank: Rank, ring_bytes: float = 1.0) -> float:
+    @property
+    def home(self) -> bool:
+        """It starts the step away."""
+        return self.gaps[0].first < 0
+
+    def value(self, rank: Rank, ring_bytes: float = 1.0) -> tuple[float, ...]:
         """How early a ranking rule takes it; higher is earlier."""
         if rank == "idle_per_transfer":
-            return self.idle_s / self.transfer_s
+            return (self.idle_s / self.transfer_s,)
         if rank == "ring":
-            return -abs(math.log(self.num_bytes / ring_bytes))
-        return self.idle_s if rank == "longest_gap" else float(self.num_bytes)
+            return (-abs(math.log(self.num_bytes / ring_bytes)),)
+        if rank == "home":  # nothing has to be sent before the peak; with few reloads first
+            return float(self.home), -float(self.home) * len(self.gaps), self.idle_s
+        return (self.idle_s if rank == "longest_gap" else float(self.num_bytes),)
 
 
 class Selector:
@@ -78,13 +86,19 @@ class Selector:
         self.written = set(self.writes)
         self.profile = self._profile()
         self.sequences: dict[Rank, Greedy] = {}
-        # A copy that is nearly all latency takes a channel's time for next to no bytes.
-        few = (
-            0.0
-            if stretch is None
-            else min(machine.store.latency_bytes, machine.prefetch.latency_bytes) / 4
-        )
-        self.candidates = [c for s in movable if program.sizes[s] >= few for c in self._of(s)]
+        self.movable = movable
+        # No program of these recomputes takes less time, wherever its bytes are.
+        self.least_s = sum(seconds) + sum(recomputes.least_s(program).values())
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """Everything that may leave."""
+        few = 0.0
+        if self.stretch is not None:
+            # A copy that is nearly all latency takes a channel's time for next to no bytes.
+            latencies = (self.machine.store.latency_bytes, self.machine.prefetch.latency_bytes)
+            few = min(latencies) / 4
+        return [c for s in self.movable if self.program.sizes[s] >= few for c in self._of(s)]
 
     def _profile(self) -> np.ndarray:
         """Device bytes during every position, liveness and recomputation applied, nothing moved."""
@@ -175,7 +189,7 @@ class Selector:
                 found.append(ends)
             # With its home in DRAM a storage leaves between two uses without a copy until it is written.
             clean = [c for c in found if c.gaps[0].first >= 0 and self.clean(c.gaps[0])]
-            if clean and self.stretch is not None:
+            if clean:
                 found.append(
                     Candidate(
                         tuple(g for c in (ends, *clean) for g in c.gaps),
@@ -203,6 +217,20 @@ class Selector:
             return position
         begin = self.starts_s[position] - seconds
         return max(int(np.searchsorted(self.starts_s, begin, "right")) - 1, 0)
+
+    def considered(self, rank: Rank) -> list[Candidate]:
+        """What a rule may take.
+
+        State that leaves without a copy needs its home in DRAM. Where no channel is counted, that and its leaves inside
+        the step are separate choices of every rule but `home`, which takes both together and sends no state before it
+        was changed.
+        """
+        if rank == "home":
+            persistent = [s.persistent for s in self.program.storages]
+            return [c for c in self.candidates if c.home or not persistent[c.gaps[0].storage]]
+        if self.stretch is None:
+            return [c for c in self.candidates if len(c.gaps) < 3]
+        return self.candidates
 
     def select(self, target_bytes: int, rank: Rank) -> tuple[list[Candidate], np.ndarray]:
         """Take candidates at the highest position until the profile is under the target.

@@ -60,15 +60,15 @@ class Talks:
         self._running[index] = {}
 
     def before(
-        self, operator: Operator, more: Iterable[int] = (), made: Iterable[int] = ()
+        self, operator: Operator, more: Iterable[int] = (), again: Iterable[int] = ()
     ) -> list[int]:
-        """What must be joined before an operator runs, before more storages are read, and before others are made."""
+        """What must be joined before an operator runs, before more storages are read, and others are made again."""
         if not self._running:
             return []
-        changed = (*operator.writes, *operator.allocs, *made)
+        changed = (*operator.writes, *operator.allocs)
         if operator.message and not operator.group:
-            changed = (*operator.reads, *made)  # the end of what was sent from them
-        return self._users({*operator.reads, *more}, set(changed))
+            changed = operator.reads  # the end of what was sent from them
+        return self._users({*operator.reads, *more}, {*changed, *again})
 
     def _users(self, reads: set[int], writes: set[int]) -> list[int]:
         """What is under way and makes one storage, or uses another one."""

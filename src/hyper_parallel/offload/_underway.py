@@ -8,6 +8,7 @@ from hyper_parallel.offload._issue import Pending
 from hyper_parallel.offload._ledger import Ledger
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
+from hyper_parallel.offload._waiting import Waiting
 
 
 class Underway(Ledger):
@@ -21,6 +22,7 @@ class Underway(Ledger):
         held: Device bytes while each position runs.
         pending: Copies out of the device or out of DRAM.
         flying: Copies towards the device.
+        waiting: Copies towards the device that were to begin, but for which there was no room.
         ahead: Stored before they leave: the copy stays until then.
     """
 
@@ -35,6 +37,7 @@ class Underway(Ledger):
         self.held: list[int] = []
         self.pending: list[Pending] = []
         self.flying: dict[tuple[int, str], None] = {}
+        self.waiting = Waiting(())
         self.ahead: set[int] = set()
 
     def _update(self, index: int) -> None:
@@ -80,6 +83,7 @@ class Underway(Ledger):
             for other in [p for p in self.pending if p.storage == s and p.into == "dram"]:
                 self._finish(other)
         self.pending.remove(item)
+        self.waiting.ended(s, self.place)
         self._do("wait", s, item.into)
         if item.leaves:
             self._detach(s, "device" if item.into == "dram" else "dram")
