@@ -10,9 +10,10 @@ import pytest
 from tests.accelerator.cases import names_in
 from tests.accelerator.device import HERE, why_not
 
+# The first test compiles the device and runs all cases, maybe on a busy machine.
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.timeout(600),  # the first run compiles the device
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 FILES = ("on_streams", "on_models", "on_product")

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import threading
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from hyper_parallel.backends.torch.offload import _streams as streams
 from hyper_parallel.backends.torch.offload._hardware import Hardware
 from hyper_parallel.backends.torch.offload._held_state import HeldState
 from hyper_parallel.errors import TransferFailed
-from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory, wrong_address
 from tests.torch_offload.ordering import Order, Watch, executor_of
 
@@ -238,35 +236,6 @@ def test_updates_in_host_memory_are_ordered_and_a_missing_wait_is_found(tmp_path
         drops = [(agent, n) for n in numbers]
         seen = [d for d in drops if ordered(tmp_path, monkeypatch, False, d, host=True)[0]]
         assert len(seen) >= share * len(drops), (agent, len(seen), len(drops))
-
-
-def test_a_join_stops_the_host_only_where_something_depends_on_it():
-    """An operator in host memory that is held back: its `join` returns, a copy of its result does not."""
-    storages = tuple(Storage(name, 4, "optimizer", True, True) for name in "ab")
-    update = Operator("update", (0,), (0,), phase="optimizer")
-    hardware = Hardware(CPU, MemoryMachine(FAST, FAST), 1, "threads", DeviceApi.of(CPU))
-    lanes, seen = hardware.lanes, []
-    lanes.begin(MemoryProgram("two", storages, (update,)), trace=False)
-    for depends in (
-        lambda: hardware.in_dram(4),
-        lambda: lanes.start(0, "prefetch", lambda: seen.append("its copy"), 4),
-        lanes.times,
-    ):
-        gate = threading.Event()
-
-        def held_back(gate=gate):
-            assert gate.wait(60)
-            seen.append("updated")
-
-        lanes.update(0, update, held_back)
-        lanes.join(0, update)
-        lanes.start(1, "prefetch", lambda: seen.append("another copy"), 4)
-        lanes.wait(1, "device")
-        gate.set()
-        depends()
-        assert seen[:2] == ["another copy", "updated"]
-        seen.clear()
-    lanes.close()
 
 
 def test_a_file_that_is_cut_short_stops_the_step_with_streams(tmp_path):

@@ -50,7 +50,10 @@ class HostTasks:
         self._changing.update(dict.fromkeys(operator.writes, task))
 
     def join(self, index: int, operator: Operator) -> None:
-        """Return when an operator in host memory is done: the host waits.
+        """Return when an operator in host memory is done: the host waits, also on an accelerator.
+
+        No stream can do it: an event must be recorded before it can be waited for, and a thread records none. The plan
+        gives up DRAM buffers here, which the next copy may fill.
 
         Raises:
             TransferFailed: HP513 when a copy that it needs could not be made.
@@ -60,9 +63,6 @@ class HostTasks:
         for s in operator.writes:
             if self._changing.get(s) is task:
                 del self._changing[s]
-
-    def settle(self) -> None:
-        """Every operator that was joined is done, and its buffers are free; here `join` has seen to that."""
 
 
 class CopyLanes(HostTasks):

@@ -79,7 +79,6 @@ class Hardware:
         Raises:
             TierFull: HP403 when the capacity is exceeded.
         """
-        self.lanes.settle()
         base = self.pool.take(num_bytes)
         self.dram.adopt(base)
         return base

@@ -8,11 +8,6 @@ A valid plan drops nothing under a running copy, so no buffer needs `record_stre
 Files are read and written by host threads. A thread waits for the event of what it reads or overwrites; a copy to the
 device that follows a file is issued by the thread, and only the wait for it reaches the host.
 
-An operator in host memory cannot be waited for by a stream: torch's device modules have no event that a thread could
-complete later. But the host need not stop at its `join` either, only where something depends on it: a copy of what it
-uses, a DRAM buffer that is taken (it may be one that the plan has given up), the end of the step. Until there the host
-goes on issuing, and the device has work.
-
 Only names that all device modules of torch share are used (`torch.get_device_module`: cuda, npu, xpu, and cpu, whose
 streams and events do nothing).
 """
@@ -110,7 +105,6 @@ class StreamLanes(HostTasks):
             for kind in (*_FILES, HOST)
         }
         self._running: dict[tuple[int, str], Any] = {}
-        self._joined: dict[int, Operator] = {}  # operators in host memory that may still run
         self._compute: Any = None
         self._marks: list[tuple[str, str, str, Any, Any, int]] = []
         self._trace = False
@@ -126,8 +120,6 @@ class StreamLanes(HostTasks):
     def start(self, storage: int, lane: str, move: Callable[[], None], num_bytes: int) -> None:
         """Issue a copy; `move` moves the bytes, on the current stream or by itself."""
         src, dst = COPIES[lane]
-        if any(storage in operator.touched for operator in self._joined.values()):
-            self.settle()
         before = self._running.get((storage, src))
         change = self._changing.get(storage) if src == "dram" else None
         issued = self._api.event()
@@ -178,20 +170,6 @@ class StreamLanes(HostTasks):
             self._marks.append((HOST, operator.name, "update", begin, _HostEvent.now(), 0))
 
         self._began(index, operator, self._threads[HOST].submit(by_thread))
-
-    def join(self, index: int, operator: Operator) -> None:
-        """The plan counts on an operator in host memory from here on; the host waits for it in `settle`."""
-        self._joined[index] = operator
-
-    def settle(self) -> None:
-        """Stop until everything is done that was joined.
-
-        Raises:
-            TransferFailed: HP513 when a copy that it needs could not be made.
-        """
-        while self._joined:
-            index, operator = self._joined.popitem()
-            super().join(index, operator)
 
     def _on_stream(
         self, storage: int, lane: str, move: Callable[[], None], ahead: list[Any]
@@ -262,7 +240,6 @@ class StreamLanes(HostTasks):
 
     def times(self) -> Times:
         """What the step took; waits for its end."""
-        self.settle()
         last = self._mark(self._compute)
         last.synchronize()
         copied = dict.fromkeys(COPIES, Copied())
