@@ -214,8 +214,12 @@ def test_what_was_sent_is_waited_for_at_the_end_of_the_messages():
     ]  # fmt: skip
 
 
-def test_what_other_ranks_still_read_is_made_again_only_after_the_join():
-    """`a` and `b` are results of one operator: making `b` again makes `a` again, which is being sent."""
+@pytest.mark.parametrize("message", [False, True])
+def test_what_other_ranks_still_read_is_not_made_again(message):
+    """`a` and `b` are results of one operator. While others read `a`, making `b` again would make `a` again.
+
+    A collective is waited for. A message is not: its peer may be late, so `b` stays.
+    """
     storages = (
         Storage("w", 8, "weight", True, True),
         Storage("a", 8, "activation"),
@@ -225,10 +229,10 @@ def test_what_other_ranks_still_read_is_made_again_only_after_the_join():
     )
     ops = (
         Operator("make", (0,), (), (1, 2), 0.1, repeatable=True),
-        Operator("send", (1,), talk_s=9.0, group="pp", ordered=True, message=True),
+        Operator("share", (1,), talk_s=9.0, group="dp", ordered=True, message=message),
         Operator("other", (0,), (), (3,), 10.0),
         Operator("use", (2,), (), (4,), 1.0),
-        Operator("sent", (1,), ordered=True, message=True),
+        Operator("shared", (1,), ordered=True, message=message),
     )
     plan = plan_memory(
         MemoryProgram("twins", storages, ops, 1),
@@ -237,7 +241,11 @@ def test_what_other_ranks_still_read_is_made_again_only_after_the_join():
         reorder=False,
     )
     kinds = [(a.kind, a.target) for a in plan.actions]
-    assert kinds.index(("join", 1)) < kinds.index(("recompute", 0))
+    if message:
+        assert kinds.index(("run", 3)) < kinds.index(("join", 1))
+        assert ("recompute", 0) not in kinds
+    else:
+        assert kinds.index(("join", 1)) < kinds.index(("recompute", 0))
 
 
 @st.composite

@@ -221,6 +221,7 @@ def choose_recomputes(
         return found
     finder = Chains(program, chains)
     place = finder.place
+    sent = {s for op in program.operators if op.message for s in op.touched}
     for s in sorted(chosen, key=lambda s: -place[chains.maker[s]]):
         gap = None if s in found.gaps else _longest_gap(found.uses[s])
         if gap is None:
@@ -229,6 +230,8 @@ def choose_recomputes(
         others = [x for x in program.operators[chains.maker[s]].allocs if x != s]
         if chain is None or any(program.storages[x].at_end or x in found.gaps for x in others):
             continue
+        if others and not sent.isdisjoint((s, *others)):
+            continue  # it may not be waited for until its peer has begun too, and all of them are made together
         found.gaps[s] = gap
         rerun = found.rerun.setdefault(gap[1], [])
         rerun += [op for op in chain.operators if op not in rerun]
