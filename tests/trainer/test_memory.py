@@ -20,7 +20,8 @@ def test_the_peak_counts_what_was_freed_again():
         return kept.numel(), before, peak, gauge.peak_bytes()
 
     _, before, peak, after = launch(rank_body, 1)[0]
-    assert 16 * MiB <= before < 24 * MiB
+    # A page at either end of a tensor may be there already, and Linux adds up a thread's pages in batches of 64.
+    assert 15 * MiB < before < 24 * MiB
     assert 63 * MiB < peak - before < 68 * MiB
     assert after < 24 * MiB
 
