@@ -110,6 +110,17 @@ def test_an_impossible_budget_is_refused_with_one_that_works():
         PlannedGeneration(model, len(PROMPT), length, limits(least // 2))
 
 
+def test_the_way_to_the_decode_plan_is_predicted():
+    """State leaves the device while all DRAM buffers of its size are in use: one more is needed between the steps."""
+    model, sampling = model_of("llama"), Sampling(3, temperature=0)
+    steps = PlannedGeneration(model, len(PROMPT), len(PROMPT) + 2, limits(43_000))
+    tokens = list(decode_tokens(model, PROMPT, sampling, steps=steps))
+    steps.close()
+    assert tokens == list(decode_tokens(model, PROMPT, sampling))
+    assert steps.use.measured_bytes == steps.use.predicted_bytes
+    assert steps.use.predicted_bytes["dram"] > max(plan.dram_bytes for plan in steps._plans)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_logits_are_bitwise_those_of_the_steps_without_a_budget(family):
     model = model_of(family)

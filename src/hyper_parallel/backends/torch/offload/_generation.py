@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._execute import Measured, PlannedDevice
 from hyper_parallel.backends.torch.offload._fake import fake_copy
 from hyper_parallel.backends.torch.offload._steps import Named, model_state, record
-from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
+from hyper_parallel.backends.torch.offload._successor import SuccessorDevice, spare_buffers
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
 from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory_cached
@@ -299,10 +300,11 @@ class PlannedGeneration:
 
 
 def _dram_bytes(plans: list[MemoryPlan]) -> int:
-    """Bytes of the buffers, when each plan adds what those before it did not have."""
+    """Bytes of the buffers, when each plan, and the way to it, adds what those before it did not have."""
     made, taken = Counter[int](), 0
-    for plan in plans:
-        wanted = Counter(plan.replayed.host_buffers)
+    needed = [Counter(plan.replayed.host_buffers) for plan in plans]
+    needed += [spare_buffers(*pair) for pair in pairwise(plans)]
+    for wanted in needed:
         taken += slab_bytes(wanted - made)
         made |= wanted
     return taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,22 @@ class _Moving:
     begin: int = 0
     end: int = 0
     base: torch.UntypedStorage | None = None
+
+
+def spare_buffers(before: MemoryPlan, after: MemoryPlan) -> Counter[int]:
+    """DRAM buffers that the way between two plans takes: by size, how many must exist.
+
+    Where state leaves the device and every buffer of its size is in use, one more is needed: what has the others may be
+    on its way to the place that is to be left.
+    """
+    made = Counter(before.replayed.host_buffers) | Counter(after.replayed.host_buffers)
+    program, homes = before.program, after.homes
+    to = {x.name: home for x, home in zip(after.program.storages, homes, strict=True)}
+    state = [s for s, storage in enumerate(program.storages) if storage.persistent]
+    used = Counter(program.sizes[s] for s in state if before.homes[s] == "dram")
+    leaving = (s for s in state if before.homes[s] == "device")
+    sizes = {program.sizes[s] for s in leaving if to.get(program.storages[s].name) == "dram"}
+    return Counter({size: made[size] + 1 for size in sizes if used[size] >= made[size]})
 
 
 class SuccessorDevice(PlannedDevice):
@@ -84,6 +101,7 @@ class SuccessorDevice(PlannedDevice):
             before._leave(view.storage)
         self._arena, before._arena, before._actions = before._arena, None, []
         ranges = self._take_arena().at_start
+        self.hardware.pool.reserve(spare_buffers(before.plan, self.plan))
         waiting = self._on_the_move()
         grow = False
         while waiting:
