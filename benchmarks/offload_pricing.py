@@ -12,8 +12,8 @@ model's sizes.
 llama-8b is the step of `_llama_8b.py` (450 TFLOP/s, 2.8 TB/s), also with 8 of its 32 layers; moe has 8 layers of the
 shapes of Qwen3-30B-A3B with 32 experts. fsdp and qwen3 are 6 layers at width 512 and 1024 tokens on a thousandth of
 that machine, fsdp as one of 8 ranks of a process group that sends nothing. Their products are narrow, so a byte is kept
-for less work: their links are a thousandth of four times those of the others. The form was worked out on llama-8b and
-its 8 layers; moe, fsdp and qwen3 were priced once, afterwards.
+for less work: their links are a thousandth of four times those of the others. The form was worked out on llama-8b,
+its 8 layers and moe; fsdp and qwen3 had no part in it.
 """
 
 from __future__ import annotations
