@@ -22,9 +22,7 @@ _SQUEEZED = 3  # choices that are emitted again in less room
 _ROOMS = 5  # tried for each, by bisection
 _LEAST_ROOM = 0.7  # of the peak before
 _GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
-_FAILED = (
-    2  # programs whose addresses do not fit before large ones that are not lower are passed over
-)
+_FAILED = 2  # arenas that did not fit before large programs that are not lower are passed over
 _NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
 
 
