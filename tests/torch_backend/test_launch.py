@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -47,3 +48,35 @@ def test_a_closed_world_leaves_no_threads_to_forked_ranks() -> None:
     del world, mesh, weight
     assert launch(lambda rank: rank, 1, timeout_s=30) == [0]
     assert not [name for name in _threads() if "gloo" in name]
+
+
+def test_ranks_compute_with_threads_after_a_parent_that_did() -> None:
+    """OpenMP's pool of the parent has no threads in a rank, which would wait for them for ever."""
+    values = torch.arange(1 << 20, dtype=torch.float64)  # enough that a sum is divided
+    before = torch.get_num_threads(), len(_threads())
+    try:
+        torch.set_num_threads(3)
+        total = values.sum()
+        assert len(_threads()) > before[1]
+        found = launch(
+            lambda rank: (float(values.sum()), len(_threads()) > 2), 2, threads=3, timeout_s=60
+        )
+        assert found == [(float(total), True)] * 2
+        assert values.sum() == total
+    finally:
+        torch.set_num_threads(before[0])
+
+
+def test_ranks_tokenize_after_a_parent_that_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+
+    def ids(_: int) -> list[list[int]]:
+        return [found.ids for found in words.encode_batch(["a b", "b c"] * 50)]
+
+    assert launch(ids, 2, timeout_s=60) == [ids(0)] * 2
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    assert launch(ids, 1, timeout_s=60) == [[[0, 1], [1, 2]] * 50]

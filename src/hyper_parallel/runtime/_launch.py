@@ -1,7 +1,9 @@
 """Start local ranks by forking a parent that has already imported torch.
 
 Imports dominate the start of a rank (12 s for 8 torchrun workers on two cores, 0.4 s forked), and forked ranks share
-the parent's code pages. The parent must not hold a process group or have touched an accelerator when it forks.
+the parent's code pages. The parent must not hold a process group or have touched an accelerator when it forks. It may
+have used threads: a rank inherits the pools of OpenMP and of `tokenizers` without their threads, and would wait for
+them for ever, so the one is ended before the fork, and ranks are told not to use the other.
 
 Each rank runs `fn(rank)`, writes its standard output and error to its own log file, and leaves through `os._exit`, so
 nothing of the parent (test runner, exit handlers) runs twice. When one rank fails the others get a short grace time
@@ -20,7 +22,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,8 @@ from hyper_parallel.errors import ForkUnsafe, HyperParallelError, RankFailed
 INIT_METHOD = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable that tells a forked rank how to meet the others."""
 
+_OMP_PAUSE_HARD = 2
+_TOKENIZERS = "TOKENIZERS_PARALLELISM"
 _GRACE_S = 2.0
 _STACKS_S = 0.5
 _POLL_S = 0.01
@@ -81,12 +86,14 @@ def launch(
         logs.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
+        _end_openmp_threads()
         pids = {}
-        for rank in range(world_size):
-            pid = os.fork()
-            if pid == 0:
-                _child(fn, rank, world_size, Path(scratch), logs, threads, rank == echo_rank)
-            pids[pid] = rank
+        with _serial_tokenizers():
+            for rank in range(world_size):
+                pid = os.fork()
+                if pid == 0:
+                    _child(fn, rank, world_size, Path(scratch), logs, threads, rank == echo_rank)
+                pids[pid] = rank
         failures = _wait(pids, timeout_s)
         if failures:
             _raise_first(failures, Path(scratch), logs)
@@ -114,6 +121,39 @@ def _check_fork() -> None:
         gc.collect()
 
 
+def _end_openmp_threads() -> None:
+    """End the threads that torch's OpenMP keeps for this one; its next parallel loop starts them again.
+
+    GNU's OpenMP remembers them in a forked child, where they are not; LLVM's and Intel's do not.
+    Source: OpenMP 5.0, `omp_pause_resource_all`; torch/_C depends on the library that torch computes with.
+    """
+    import torch
+
+    try:
+        pause = ctypes.CDLL(torch._C.__file__).omp_pause_resource_all
+    except AttributeError:  # torch without OpenMP, or an OpenMP before 5.0
+        return
+    pause(_OMP_PAUSE_HARD)
+
+
+@contextmanager
+def _serial_tokenizers() -> Iterator[None]:
+    """Keep processes forked inside from the threads of `tokenizers`.
+
+    Without it the library prints a warning in each, and hangs when parallelism was asked for by name. It decides speed
+    only, never a token.
+    """
+    before = os.environ.get(_TOKENIZERS)
+    os.environ[_TOKENIZERS] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TOKENIZERS]
+        else:
+            os.environ[_TOKENIZERS] = before
+
+
 def _child(
     fn: Callable[[int], Any],
     rank: int,
@@ -137,7 +177,6 @@ def _child(
         )  # asked for by the parent when this rank hangs
         import torch
 
-        # First torch call of the child: a parent that used several threads leaves locks that would hang it.
         torch.set_num_threads(threads)
         os.environ.update(
             {

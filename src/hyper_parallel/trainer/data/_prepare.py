@@ -24,7 +24,6 @@ from hyper_parallel.trainer.data._tokenizer import (
     has_tokenizer,
     model_vocab_size,
     obtain,
-    parallel_tokenizers,
 )
 
 logger = logging.getLogger(__name__)
@@ -86,17 +85,16 @@ def prepare(
     source = resolve(data, stage)
     cache = cache_root(data.cache_dir)
     bars = Progress(progress)
-    with parallel_tokenizers():
-        tokenizer = obtain(data, source, model_path, cache, bars)
-        limit = vocab_limit if vocab_limit is not None else model_vocab_size(model_path)
-        trained = not data.tokenizer and not has_tokenizer(model_path)
-        _check_vocab(tokenizer, limit, trained=trained)
-        matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
-        directory, meta = entry(
-            cache / "packed",
-            digest([*matters, stage, data.holdout, seed]),
-            lambda target: _build(target, data, source, tokenizer, stage, seed, bars),
-        )
+    tokenizer = obtain(data, source, model_path, cache, bars)
+    limit = vocab_limit if vocab_limit is not None else model_vocab_size(model_path)
+    trained = not data.tokenizer and not has_tokenizer(model_path)
+    _check_vocab(tokenizer, limit, trained=trained)
+    matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
+    directory, meta = entry(
+        cache / "packed",
+        digest([*matters, stage, data.holdout, seed]),
+        lambda target: _build(target, data, source, tokenizer, stage, seed, bars),
+    )
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)
     arrays = {n: facts["sha256"] for n, facts in meta["files"].items()}

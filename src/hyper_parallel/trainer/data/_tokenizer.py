@@ -8,9 +8,7 @@ alphabet: no text is unknown to it. Source of the method: Sennrich et al. 2016 (
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,10 +156,7 @@ def _train(data: Data, source: Source, target: Path, progress: Progress) -> dict
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with (
-        progress.task("train tokenizer", min(source.num_bytes, _TRAIN_BYTES)) as task,
-        parallel_tokenizers(),
-    ):
+    with progress.task("train tokenizer", min(source.num_bytes, _TRAIN_BYTES)) as task:
         backend.train_from_iterator(texts(), trainer)
     hf = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -189,18 +184,3 @@ def model_vocab_size(model_path: str | None) -> int | None:
         return None  # the model room reports an unreadable config with its own code
     size = values.get("vocab_size", values.get("text_config", {}).get("vocab_size"))
     return size if isinstance(size, int) else None
-
-
-@contextmanager
-def parallel_tokenizers() -> Iterator[None]:
-    """Let `tokenizers` use all cores inside, and keep processes forked afterwards from using its thread pool.
-
-    The library starts a pool on its first parallel call. A forked child inherits the pool without its threads; the
-    library then prints a warning, and hangs when parallelism was asked for by name. `TOKENIZERS_PARALLELISM=false`,
-    set from here on, prevents both. A second `prepare` in the same process therefore runs on one core. A value that
-    the user has set is left alone. It decides speed only, never a token.
-    """
-    try:
-        yield
-    finally:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
