@@ -19,6 +19,7 @@ import pytest
 CALM = {
     "copy_delay_us": 0, "bytes_per_s": 0, "operator_delay_us": 0, "skip_stream_wait": -1, "skip_host_wait": -1,
     "stream_waits": 0, "host_waits": 0, "fail_copy": -1, "copies": 0, "host_seeds": 0, "workspace_bytes": 0,
+    "late_poison": 0,
 }  # fmt: skip
 CAPACITY = 1 << 32
 
@@ -29,6 +30,7 @@ def calm(knobs):
     for name, value in CALM.items():
         getattr(knobs, f"set_{name}")(value)
     knobs.set_large_blocks(False)
+    knobs.set_devices(1)
     knobs.set_capacity(0, CAPACITY, 0)
 
 

@@ -132,5 +132,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   KNOB(fail_copy)
   KNOB(copies)
   KNOB(host_seeds)
+  KNOB(late_poison)
   KNOB(workspace_bytes)
 }

@@ -27,7 +27,10 @@ struct Block {
 };
 
 // Works as the caching allocators of real devices do: bytes count as free when the host lets go of them, and may be
-// handed out again at once, but only to the stream that they came from.
+// handed out again at once, but only to the stream that they came from. They are poisoned in the order of that stream,
+// at the first moment at which they could belong to someone else. That is stricter than a real device: a program may
+// free what another stream still reads, if it has their own stream wait before it asks for bytes again, as FSDP does
+// with gradients. For such programs `late_poison` is the moment at which they do belong to someone else.
 class DeviceMemory final : public c10::DeviceAllocator {
  public:
   struct Device {
@@ -60,6 +63,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     } else {
       data = cached.back();
       cached.pop_back();
+      if (knobs().late_poison) poison(queues().at(device, stream), data, counted);
     }
     blocks_[data] = {counted, counted, device, stream, {}};
     stats.live += static_cast<int64_t>(counted);
@@ -83,7 +87,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
       queues().at(block.device, other).push([mark] { mark->reach(); });
       queue.push([mark] { mark->wait(); });
     }
-    queue.push([data, room = block.room] { std::memset(data, kPoison, room); });
+    if (!knobs().late_poison) poison(queue, data, block.room);
     std::lock_guard<std::mutex> lock(mutex_);
     cache_[{block.device, block.stream, block.room}].push_back(data);
   }
@@ -125,6 +129,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
  private:
   static void give_back(void* data);
+  static void poison(Queue& queue, void* data, size_t bytes) {
+    queue.push([data, bytes] { std::memset(data, kPoison, bytes); });
+  }
 
   std::mutex mutex_;
   std::unordered_map<void*, Block> blocks_;

@@ -1,5 +1,5 @@
-"""The command line on the emulated accelerator, one rank: training with and without a budget, a resumed run, updates on
-the host, a plan that is made again, and generation from what was trained."""
+"""The command line on the emulated accelerator: training with and without a budget, on one and two ranks, a resumed
+run, updates on the host, a plan that is made again, and generation from what was trained."""
 
 import functools
 import json
@@ -68,6 +68,15 @@ def on_train_with_a_budget(knobs, folder):
     mine = trained("mine", budget)
     assert_as_planned(mine, reference)
     assert rows(mine / "metrics.jsonl")[-1]["memory_bytes"] <= BUDGET
+
+
+def on_train_two_ranks_with_a_budget(knobs, folder):
+    """Parameters are gathered and gradients scattered between two devices, beside the copies, behind slow operators."""
+    knobs.set_devices(2)
+    knobs.set_operator_delay_us(100)
+    knobs.set_late_poison(1)  # FSDP drops gradients that the update, on another stream, has yet to read
+    two = ("parallel.dp_shard=2", "training.steps=2")
+    assert_as_planned(trained("two", *two, f"offload.budget={BUDGET}"), plain(*two))
 
 
 def on_train_with_updates_on_the_host(knobs, folder):

@@ -37,6 +37,7 @@ struct Knobs {
   std::atomic<int64_t> fail_copy{-1};       // number of the copy between host and device that fails
   std::atomic<int64_t> copies{0};
   std::atomic<int64_t> host_seeds{0};       // seeds of attention lie in host memory, as with some kernels of CUDA
+  std::atomic<int64_t> late_poison{0};      // freed memory becomes NaN when it is handed out again, not before
   std::atomic<int64_t> workspace_bytes{0};  // what the first matrix product on a stream takes for good
 };
 
