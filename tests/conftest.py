@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="as-collected",
         help="Order of modules.",
     )
+
+
+def pytest_configure() -> None:
+    """Heed interrupts: a shell has what it starts in the background ignore them, and so would what tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
