@@ -99,7 +99,12 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     """
     from hyper_parallel.backends.torch import check_routing
     from hyper_parallel.planner import plan_recipe
-    from hyper_parallel.trainer._model import build_model, routing_of, weights_directory
+    from hyper_parallel.trainer._model import (
+        build_model,
+        check_parameters,
+        routing_of,
+        weights_directory,
+    )
     from hyper_parallel.trainer._offload_machine import check_offload
     from hyper_parallel.trainer.data import prepare
 
@@ -118,6 +123,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     check_offload(recipe, plan, loaded.where)
     weights_directory(recipe)
     model = build_model(recipe)
+    check_parameters(model, plan, loaded.where("model.path"))
     check_routing(model, routing_of(recipe), loaded.where("moe"))
     packed = prepare(
         recipe.data,
