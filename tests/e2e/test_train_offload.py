@@ -26,6 +26,7 @@ EXPERTS = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [],
 }  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 385, "n_embd": 32, "n_layer": 1, "n_head": 4}
 FREE = "training.max_grad_norm=null"  # without clipping, updates may run inside the backward pass
 FOUR = ("parallel.dp_shard=2", "parallel.tp_x=2", "training.microbatch=2")
 
@@ -35,6 +36,7 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("offload")
     (root / "model.json").write_text(json.dumps(CONFIG))
     (root / "deep.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
+    (root / "gpt2.json").write_text(json.dumps(GPT2))
     (root / "experts.json").write_text(json.dumps(EXPERTS))
     write_functions(root / "text.txt", 4000)
     (root / "recipe.yaml").write_text(
@@ -148,6 +150,13 @@ def test_two_ranks_of_fsdp(train, reorder):
         f"two-{reorder}", *given, "offload.max_slowdown=0.05", f"offload.reorder={reorder}"
     )
     assert_same_run(mine, train("two", *given))
+
+
+def test_two_ranks_of_fsdp_whose_shards_are_uneven(place, train):
+    """GPT-2 with an odd vocabulary, its head the embedding, with dropout: FSDP pads the last shard."""
+    given = (f"model.path={place}/gpt2.json", "parallel.dp_shard=2", "training.steps=3")
+    mine = train("uneven-off", *given, "offload.budget=1GiB")
+    assert_same_run(mine, train("uneven", *given), last=3)
 
 
 @pytest.mark.timeout(300)

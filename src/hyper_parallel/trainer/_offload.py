@@ -178,16 +178,17 @@ class PlannedSteps:
     def _undone(self) -> Iterator[None]:
         """Put everything that a step changes back where it was."""
         self._reshard()
-        named = {**model_state(self._model), **optimizer_state(self._model, self._optimizer)}
         # In host memory: the device may have no room for a second copy.
-        before = [(t, t.detach().to("cpu", copy=True)) for t, _ in named.values()]
+        before = {name: t.detach().to("cpu", copy=True) for name, t in self._state().items()}
         fresh = not self._optimizer.state
         devices = [] if self._where.type == "cpu" else [self._where]
         with torch.random.fork_rng(devices, device_type=self._where.type):
             yield
         with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
+            # By name: the first forward pass gives uneven shards of FSDP new local tensors, with room for padding.
+            now = self._state()
+            for name, value in before.items():
+                now[name].copy_(value)
             if fresh:  # AdamW begins with zeros in every slot
                 for tensor, _ in optimizer_state(self._model, self._optimizer).values():
                     tensor.zero_()
