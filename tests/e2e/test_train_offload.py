@@ -13,6 +13,7 @@ from hyper_parallel.errors import (
     BudgetImpossible,
     CaptureUnsupported,
     Contradiction,
+    OutputNotWritable,
     TierFull,
     TransferFailed,
 )
@@ -285,6 +286,13 @@ def test_what_cannot_work_is_refused_by_name(place, train, overrides, error, tex
     assert not (place / "refused").exists()
 
 
+def test_a_flash_directory_that_cannot_be_written_is_refused_before_any_rank(place, train):
+    (place / "occupied").write_text("a file")
+    with pytest.raises(OutputNotWritable, match=r"offload\.flash_dir=.*occupied"):
+        train("refused", "offload.budget=1MiB", f"offload.flash_dir={place}/occupied/flash")
+    assert not (place / "refused").exists()
+
+
 def test_experts_and_their_routing(place, train):
     """Experts of one rank: their routing is counted inside the planned step."""
     given = (f"model.path={place}/experts.json", "training.steps=6", FREE)
@@ -348,6 +356,7 @@ def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, f
         )  # fmt: skip
     assert len(rows(place / f"fault-{fault}" / "metrics.jsonl")) < 20
     assert not list((place / f"fault-{fault}").glob("checkpoints/*20*"))
+    assert not list((place / f"flash-{fault}").iterdir())
 
 
 def _no_space(_):

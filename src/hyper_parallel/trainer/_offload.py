@@ -77,7 +77,7 @@ class PlannedSteps:
         optimizer: Its optimizer.
         step: One whole step, optimizer included.
         assumed: Machine and goal.
-        flash: Directory of this rank's files, or None.
+        flash: Directory of this rank's files, which is made here, or None.
         say: Prints a line on rank 0.
 
     Attributes:
@@ -123,7 +123,7 @@ class PlannedSteps:
             TierFull: HP403.
         """
         if self._flash is not None:
-            self._flash.mkdir(parents=True, exist_ok=True)
+            self._flash.mkdir()
         if self._assumed.choice.budget == "auto" and self._budget is not None:
             self._budget, line = resolved_budget(self._budget, self._where)
             self.notes = (line,)
@@ -360,10 +360,8 @@ class PlannedSteps:
             self._reshard()  # what an evaluation has gathered
 
     def close(self) -> None:
-        """Give everything back for good, and remove the files."""
+        """Give everything back for good."""
         self._device.close()
-        if self._flash is not None and self._flash.is_dir() and not any(self._flash.iterdir()):
-            self._flash.rmdir()
 
     def memory_terms(self) -> tuple[MemoryTerm, ...]:
         """The predicted device memory of this rank as terms of a plan, and what is in the other tiers."""
