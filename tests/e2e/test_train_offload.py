@@ -153,11 +153,15 @@ def test_two_ranks_of_fsdp(train, reorder):
     assert_same_run(mine, train("two", *given))
 
 
-def test_two_ranks_of_fsdp_whose_shards_are_uneven(place, train):
-    """GPT-2 with an odd vocabulary, its head the embedding, with dropout: FSDP pads the last shard."""
-    given = (f"model.path={place}/gpt2.json", "parallel.dp_shard=2", "training.steps=3")
-    mine = train("uneven-off", *given, "offload.budget=1GiB")
-    assert_same_run(mine, train("uneven", *given), last=3)
+@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 2), ("experts", 3)])
+def test_fsdp_whose_shards_are_uneven(place, train, model, ranks):
+    """GPT-2 with an odd vocabulary, its head the embedding, with dropout; the third rank has none of four experts."""
+    given = (
+        f"model.path={place}/{model}.json", "training.steps=3", f"parallel.dp_shard={ranks}",
+        f"training.tokens_per_step={ranks * 128}",
+    )  # fmt: skip
+    mine = train(f"uneven-{model}-off", *given, "offload.budget=1GiB")
+    assert_same_run(mine, train(f"uneven-{model}", *given), last=3)
 
 
 @pytest.mark.timeout(300)
