@@ -291,7 +291,7 @@ def test_default_warmup_shrinks_with_a_very_short_run_and_says_so(minimal):
     assert load_recipe(minimal, ["training.steps=10"]).recipe.training.warmup_steps == 10
 
 
-@pytest.mark.parametrize("value", ["12Gx", "-5", "true", "0"])
+@pytest.mark.parametrize("value", ["12Gx", "-5", "true", "0", "0GiB", "1.5", "[1]"])
 def test_sizes_of_offload_are_bytes_or_words_for_them(minimal, value):
     assert load_recipe(minimal, ["offload.budget=1.5GiB"]).recipe.offload.budget == 3 * 2**29
     assert load_recipe(minimal, ["offload.budget=auto"]).recipe.offload.on
@@ -299,6 +299,18 @@ def test_sizes_of_offload_are_bytes_or_words_for_them(minimal, value):
     for key in ("budget", "dram"):
         with pytest.raises(BadValue, match=rf"`offload\.{key}`: .* is not a size"):
             load_recipe(minimal, ["offload.max_slowdown=0.02", f"offload.{key}={value}"])
+
+
+def test_the_bandwidth_of_offload_is_bytes_or_bytes_per_second(minimal):
+    given = ["offload.max_slowdown=0.02", "offload.bandwidth=50GB/s"]
+    assert load_recipe(minimal, given).recipe.offload.bandwidth == 50 * 10**9
+    with pytest.raises(BadValue, match="is not a size"):
+        load_recipe(minimal, [*given, "offload.dram=50GB/s"])
+
+
+def test_an_empty_text_is_no_flash_directory(minimal):
+    with pytest.raises(BadValue, match=r"`offload\.flash_dir`: an empty text"):
+        load_recipe(minimal, ["offload.max_slowdown=0.02", "offload.flash_dir="])
 
 
 def test_a_saved_auto_recipe_fixes_no_more_than_was_given(tmp_path):

@@ -13,6 +13,7 @@ from hyper_parallel.errors import (
     BudgetImpossible,
     CaptureUnsupported,
     Contradiction,
+    OutputNotWritable,
     TierFull,
     TransferFailed,
 )
@@ -26,6 +27,7 @@ EXPERTS = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [],
 }  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 385, "n_embd": 32, "n_layer": 1, "n_head": 4}
 FREE = "training.max_grad_norm=null"  # without clipping, updates may run inside the backward pass
 FOUR = ("parallel.dp_shard=2", "parallel.tp_x=2", "training.microbatch=2")
 
@@ -35,6 +37,7 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("offload")
     (root / "model.json").write_text(json.dumps(CONFIG))
     (root / "deep.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
+    (root / "gpt2.json").write_text(json.dumps(GPT2))
     (root / "experts.json").write_text(json.dumps(EXPERTS))
     write_functions(root / "text.txt", 4000)
     (root / "recipe.yaml").write_text(
@@ -148,6 +151,17 @@ def test_two_ranks_of_fsdp(train, reorder):
         f"two-{reorder}", *given, "offload.max_slowdown=0.05", f"offload.reorder={reorder}"
     )
     assert_same_run(mine, train("two", *given))
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 2), ("experts", 3)])
+def test_fsdp_whose_shards_are_uneven(place, train, model, ranks):
+    """GPT-2 with an odd vocabulary, its head the embedding, with dropout; the third rank has none of four experts."""
+    given = (
+        f"model.path={place}/{model}.json", "training.steps=3", f"parallel.dp_shard={ranks}",
+        f"training.tokens_per_step={ranks * 128}",
+    )  # fmt: skip
+    mine = train(f"uneven-{model}-off", *given, "offload.budget=1GiB")
+    assert_same_run(mine, train(f"uneven-{model}", *given), last=3)
 
 
 @pytest.mark.timeout(300)
@@ -276,6 +290,13 @@ def test_what_cannot_work_is_refused_by_name(place, train, overrides, error, tex
     assert not (place / "refused").exists()
 
 
+def test_a_flash_directory_that_cannot_be_written_is_refused_before_any_rank(place, train):
+    (place / "occupied").write_text("a file")
+    with pytest.raises(OutputNotWritable, match=r"offload\.flash_dir=.*occupied"):
+        train("refused", "offload.budget=1MiB", f"offload.flash_dir={place}/occupied/flash")
+    assert not (place / "refused").exists()
+
+
 def test_experts_and_their_routing(place, train):
     """Experts of one rank: their routing is counted inside the planned step."""
     given = (f"model.path={place}/experts.json", "training.steps=6", FREE)
@@ -339,6 +360,7 @@ def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, f
         )  # fmt: skip
     assert len(rows(place / f"fault-{fault}" / "metrics.jsonl")) < 20
     assert not list((place / f"fault-{fault}").glob("checkpoints/*20*"))
+    assert not list((place / f"flash-{fault}").iterdir())
 
 
 def _no_space(_):

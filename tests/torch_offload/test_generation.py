@@ -133,6 +133,25 @@ def test_logits_are_bitwise_those_of_the_steps_without_a_budget(family):
         assert torch.equal(a, b)
 
 
+def test_two_generations_in_one_flash_folder_keep_to_their_own_files(tmp_path):
+    """Their storages have the same numbers and sizes: a file of the other one would be read without a word."""
+    wide = {"initializer_range": 0.3, "num_hidden_layers": 2}
+    models = [tiny_model("llama", seed, **wide).eval() for seed in (0, 1)]
+    free = [StaticSteps(model, 20) for model in models]
+    expected = [[one.prompt(PROMPT), one.next(4)] for one in free]
+    tiers = limits(30_000, dram=60_000, flash=tmp_path / "flash")
+    steps = [PlannedGeneration(model, len(PROMPT), 20, tiers) for model in models]
+    found = [[one.prompt(PROMPT)] for one in steps]  # both hold their weights from here on
+    for logits, one in zip(found, steps, strict=True):
+        logits.append(one.next(4))
+    for one in steps:
+        one.close()
+        assert one.use.measured_bytes["flash"] > 0
+    for mine, plain in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+    assert not list((tmp_path / "flash").iterdir())
+
+
 def test_through_flash(tmp_path):
     model = model_of("llama")
     sampling, folder = Sampling(12, temperature=0), tmp_path / "flash"

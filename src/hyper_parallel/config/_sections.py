@@ -33,14 +33,28 @@ def _canonical_dtype(value: object) -> object:
     return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
 
 
-def _bytes(value: object) -> object:
-    if isinstance(value, bool) or (isinstance(value, (int, float)) and value < 1):
+def _bytes(value: object) -> int | None:
+    if value is None:
+        return None
+    size = parse_bytes(value) if isinstance(value, str) else value
+    # A JSON recipe may say 12e9, which is a float there.
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or size < 1 or size % 1:
         raise ValueError(f"`{value}` is not a size; write for example 12GiB or 800MB")
-    return parse_bytes(value) if isinstance(value, str) else value
+    return int(size)
 
 
 def _bytes_or_auto(value: object) -> object:
     return value if value == "auto" else _bytes(value)
+
+
+def _rate(value: object) -> object:
+    return _bytes(value.removesuffix("/s") if isinstance(value, str) else value)
+
+
+def _directory(value: object) -> object:
+    if value == "":
+        raise ValueError("an empty text names no directory; `null` is none")
+    return value
 
 
 class Model(Section):
@@ -238,12 +252,12 @@ class Offload(Section):
     """The other goal: the least device memory for at most this share of more time (0.02: 2 %)."""
     dram: Bytes | None = None
     """Host memory one rank may use. None: its share of the topology's, else unlimited."""
-    flash_dir: str | None = None
+    flash_dir: Annotated[str | None, BeforeValidator(_directory)] = None
     """Directory for what leaves the host memory too. None: nothing goes to files."""
     flash: Bytes | None = None
     """Bytes of files one rank may write there. None: unlimited."""
-    bandwidth: Bytes | None = None
-    """Bytes/s between device and host memory per direction that the plan assumes. None: the topology's."""
+    bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None
+    """Bytes/s between device and host memory per direction that the plan assumes (`50GB/s`). None: the topology's."""
     reorder: bool = True
     """Operators may change their order, never what they compute."""
     recompute: bool = True

@@ -40,9 +40,9 @@ class Contradiction(HyperParallelError):
 
 
 class OutputNotWritable(HyperParallelError):
-    """The output directory cannot be created or written.
+    """A directory that is to be written cannot be created or written.
 
-    Fix: choose another `output_dir`, or change the permissions of the one named.
+    Fix: choose another directory for the key that is named, or change the permissions.
     """
 
     code = "HP105"

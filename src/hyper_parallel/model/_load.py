@@ -33,6 +33,9 @@ _NOT_GENERIC = (
 )
 """Keys that say a model of an unknown family is not a plain Llama-like decoder."""
 
+FAMILIES_READ = (*sorted(FAMILIES), "gpt2")
+"""`model_type` of every family that is known."""
+
 
 def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ModelSpec:
     """Read a model without weights and without a framework.
@@ -122,7 +125,7 @@ def _load_directory(path: Path) -> ModelSpec:
         spec,
         headers.tensors,
         path,
-        known_family=spec.family in (*FAMILIES, "gpt2"),
+        known_family=spec.family in FAMILIES_READ,
         quantized=bool(values.get("quantization_config")),
     )
 
@@ -194,13 +197,15 @@ def _family(
     known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     if known is not None:
         return known, ()
-    against = [k for k in _NOT_GENERIC if values.get(k)]
+    against = [f"{k}={values[k]}" for k in _NOT_GENERIC if values.get(k)]
+    if model_type != "unknown":
+        against += [f"no `{k}`" for k in STANDARD_KEYS if values.get(k) is None]
     if against:
         raise ModelUnreadable(
             f"the family `{model_type}` is not read, and its config is not that of a plain decoder",
             where=where,
-            got=", ".join(f"{k}={values[k]}" for k in against),
-            allowed=(*sorted(FAMILIES), "gpt2"),
+            got=", ".join(against),
+            allowed=FAMILIES_READ,
             hint="use a model of a family that is read",
         )
     ConfigView(values, where).require(STANDARD_KEYS)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml
-from hyper_parallel.errors import CheckpointCorrupt, Contradiction, OutputNotWritable
+from hyper_parallel.errors import CheckpointCorrupt, Contradiction
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer._files import write_text, write_timeline
+from hyper_parallel.trainer._files import check_writable, write_text, write_timeline
 from hyper_parallel.trainer._manifest import steps
 from hyper_parallel.trainer.data import Batches, PackedData
 
@@ -99,13 +98,20 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     """
     from hyper_parallel.backends.torch import check_routing
     from hyper_parallel.planner import plan_recipe
-    from hyper_parallel.trainer._model import build_model, routing_of, weights_directory
+    from hyper_parallel.trainer._model import (
+        build_model,
+        check_parameters,
+        routing_of,
+        weights_directory,
+    )
     from hyper_parallel.trainer._offload_machine import check_offload
     from hyper_parallel.trainer.data import prepare
 
     recipe = loaded.recipe
     output_dir = Path(recipe.output_dir)
-    check_writable(output_dir)
+    check_writable(output_dir, "output_dir")
+    if recipe.offload.flash_dir is not None:
+        check_writable(Path(recipe.offload.flash_dir), "offload.flash_dir")
     if recipe.sample_prompt is not None and not recipe.checkpoint.export:
         raise Contradiction(
             "the sample is written by the exported model, and the recipe exports none",
@@ -118,6 +124,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     check_offload(recipe, plan, loaded.where)
     weights_directory(recipe)
     model = build_model(recipe)
+    check_parameters(model, plan, loaded.where("model.path"))
     check_routing(model, routing_of(recipe), loaded.where("moe"))
     packed = prepare(
         recipe.data,
@@ -155,46 +162,6 @@ def _check_resume(loaded: LoadedRecipe) -> None:
             where=f"{loaded.where('checkpoint.resume')}; looked in {directory}",
             hint="checkpoint.resume=auto",
         )
-
-
-def check_writable(directory: Path) -> None:
-    """Raise when a directory cannot be created or written; leaves nothing behind.
-
-    Raises:
-        OutputNotWritable: HP105.
-    """
-    target = existing = directory.absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        problem = f"{existing} is a file"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"no permission to write {existing}"
-    else:
-        problem = _try_to_create(target.relative_to(existing), existing)
-    if not problem:
-        return
-    raise OutputNotWritable(
-        "the output directory cannot be written",
-        where=f"output_dir={directory}",
-        got=problem,
-        hint="output_dir=<a directory you can write>",
-    )
-
-
-def _try_to_create(path: Path, parent: Path) -> str:
-    """Create `path` under a directory of its own in `parent`, and remove it again; what went wrong, or "".
-
-    Ranks that another launcher started all check at the same time: none may see what another one creates.
-    """
-    if path == Path():
-        return ""
-    try:
-        with tempfile.TemporaryDirectory(prefix=".", dir=parent) as probe:
-            (Path(probe) / path).mkdir(parents=True)
-    except OSError as error:
-        return f"{parent / path}: {error.strerror}"
-    return ""
 
 
 def clear_run(job: Job) -> list[str]:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch import Routing
+from hyper_parallel.backends.torch import Routing, resolve_layouts
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import ModelUnreadable, WeightsUnreadable
-from hyper_parallel.model import find_preset, read_preset
+from hyper_parallel.errors import ModelUnreadable, PlanMismatch, WeightsUnreadable
+from hyper_parallel.ir import Plan
+from hyper_parallel.model import FAMILIES_READ, find_preset, read_preset
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 """Format of the parameters by compute format: bfloat16 computation keeps float32 parameters."""
@@ -22,7 +23,7 @@ def build_model(recipe: Recipe) -> nn.Module:
     """The recipe's causal language model on the meta device, in training mode.
 
     Raises:
-        ModelUnreadable: HP305 when transformers has no causal language model for the config.
+        ModelUnreadable: HP305 when transformers makes no causal language model of the config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -33,14 +34,49 @@ def build_model(recipe: Recipe) -> nn.Module:
         raise ModelUnreadable(
             "transformers has no model of this type", where=f"{where}: model_type", got=family
         )
-    config = AutoConfig.for_model(**data)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=_DTYPES[recipe.training.dtype],
-            attn_implementation=recipe.model.attn_implementation,
-        )
+    attention = recipe.model.attn_implementation
+    try:
+        config = AutoConfig.for_model(**data)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=_DTYPES[recipe.training.dtype], attn_implementation=attention
+            )
+    except Exception as error:
+        # transformers raises many classes here: for keys, for attention it does not have, for no such model.
+        of_attention = attention != "eager" and "attn_implementation" in str(error)
+        raise ModelUnreadable(
+            f"transformers makes no causal language model of this `{family}` config",
+            where=where,
+            got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+            hint="set `model.attn_implementation=eager`" if of_attention else None,
+        ) from error
     return model.train()
+
+
+def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
+    """Refuse a model that is another one than its config was read as; a family that is not known looks like Llama.
+
+    Args:
+        model: As `build_model` gives it.
+        plan: The plan of the run.
+        where: Origin of the recipe's model.
+
+    Raises:
+        ModelUnreadable: HP305 naming family and parameter.
+        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for what cannot be split.
+    """
+    try:
+        resolve_layouts(model, plan)
+    except PlanMismatch as error:
+        family = plan.model.family
+        known = family in FAMILIES_READ
+        raise ModelUnreadable(
+            f"the family `{family}` cannot be trained: {error.what}",
+            where=where,
+            got=f"{type(model).__name__}, {error.got}, {error.allowed}",
+            allowed=None if known else FAMILIES_READ,
+            hint=None if known else "use a model of a family that is read",
+        ) from error
 
 
 def routing_of(recipe: Recipe) -> Routing:

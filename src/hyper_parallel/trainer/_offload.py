@@ -77,7 +77,7 @@ class PlannedSteps:
         optimizer: Its optimizer.
         step: One whole step, optimizer included.
         assumed: Machine and goal.
-        flash: Directory of this rank's files, or None.
+        flash: Directory of this rank's files, which is made here, or None.
         say: Prints a line on rank 0.
 
     Attributes:
@@ -123,7 +123,7 @@ class PlannedSteps:
             TierFull: HP403.
         """
         if self._flash is not None:
-            self._flash.mkdir(parents=True, exist_ok=True)
+            self._flash.mkdir()
         if self._assumed.choice.budget == "auto" and self._budget is not None:
             self._budget, line = resolved_budget(self._budget, self._where)
             self.notes = (line,)
@@ -178,16 +178,17 @@ class PlannedSteps:
     def _undone(self) -> Iterator[None]:
         """Put everything that a step changes back where it was."""
         self._reshard()
-        named = {**model_state(self._model), **optimizer_state(self._model, self._optimizer)}
         # In host memory: the device may have no room for a second copy.
-        before = [(t, t.detach().to("cpu", copy=True)) for t, _ in named.values()]
+        before = {name: t.detach().to("cpu", copy=True) for name, t in self._state().items()}
         fresh = not self._optimizer.state
         devices = [] if self._where.type == "cpu" else [self._where]
         with torch.random.fork_rng(devices, device_type=self._where.type):
             yield
         with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
+            # By name: the first forward pass gives uneven shards of FSDP new local tensors, with room for padding.
+            now = self._state()
+            for name, value in before.items():
+                now[name].copy_(value)
             if fresh:  # AdamW begins with zeros in every slot
                 for tensor, _ in optimizer_state(self._model, self._optimizer).values():
                     tensor.zero_()
@@ -359,10 +360,8 @@ class PlannedSteps:
             self._reshard()  # what an evaluation has gathered
 
     def close(self) -> None:
-        """Give everything back for good, and remove the files."""
+        """Give everything back for good."""
         self._device.close()
-        if self._flash is not None and self._flash.is_dir() and not any(self._flash.iterdir()):
-            self._flash.rmdir()
 
     def memory_terms(self) -> tuple[MemoryTerm, ...]:
         """The predicted device memory of this rank as terms of a plan, and what is in the other tiers."""

@@ -66,19 +66,25 @@ class Summary:
     seconds: float
 
 
-def train_rank(job: Job) -> Summary | None:
-    """Train on this rank; the summary on rank 0, None on the others."""
+def train_rank(job: Job, flash: Path | None = None) -> Summary | None:
+    """Train on this rank; the summary on rank 0, None on the others.
+
+    Args:
+        job: The run.
+        flash: Folder for files of all ranks that this process starts; needed when the recipe has `offload.flash_dir`.
+    """
     # A terminal sends its interrupt to every rank: the launcher alone acts on it and stops the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with World.join() as world:
-        return _Run(job, world).train()
+        return _Run(job, world, flash).train()
 
 
 class _Run:
     """The state of one run on one rank."""
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: Job, world: World, flash: Path | None) -> None:
         self._job = job
+        self._flash = None if flash is None else flash / f"rank{world.rank}"
         self._recipe = job.recipe
         self._world = world
         self._main = world.rank == 0
@@ -163,13 +169,12 @@ class _Run:
             one.update(lr)
             return loss_sum, grad_norm, one.count_routing()
 
-        folder = self._recipe.offload.flash_dir
         planned = PlannedSteps(
             self._model,
             self._optimizer,
             whole,
             Assumed.of(self._recipe, job.plan),
-            Path(folder) / f"{job.output_dir.name}-rank{world.rank}" if folder else None,
+            self._flash,
             self._display.line,
         )
         recorder.begin_step(0)  # no step of the run: nothing is recorded

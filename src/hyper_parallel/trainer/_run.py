@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
+from pathlib import Path
 
+from hyper_parallel.backends.torch.offload import own_folder
 from hyper_parallel.runtime import launch
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._job import Job, clear_run, under_torchrun
@@ -18,6 +21,7 @@ def run_job(job: Job) -> Summary | None:
 
     Raises:
         RankFailed: HP601 when a rank died.
+        TransferFailed: HP513 when there can be no folder in `offload.flash_dir`.
         HyperParallelError: A coded error of a rank, as it is.
     """
     if job.recipe.checkpoint.resume == "never" and int(os.environ.get("RANK", "0")) == 0:
@@ -26,18 +30,23 @@ def run_job(job: Job) -> Summary | None:
             logger.info(
                 "checkpoint.resume=never: removed %s of %s", ", ".join(removed), job.output_dir
             )
-    if under_torchrun():
-        return train_rank(job)
-    # The model's library is imported once, before the fork, and shared by all ranks.
-    import transformers.models.auto.modeling_auto  # noqa: F401
+    with ExitStack() as stack:
+        flash, parent = None, job.recipe.offload.flash_dir
+        if parent is not None:
+            # This process removes it: a rank that is killed cannot.
+            flash = stack.enter_context(own_folder(Path(parent), job.output_dir.name))
+        if under_torchrun():
+            return train_rank(job, flash)
+        # The model's library is imported once, before the fork, and shared by all ranks.
+        import transformers.models.auto.modeling_auto  # noqa: F401
 
-    ranks = job.plan.strategy.world_size
-    results = launch(
-        lambda rank: train_rank(job),
-        ranks,
-        log_dir=job.output_dir / "logs",
-        threads=rank_threads(ranks),
-        echo_rank=0,
-    )
+        ranks = job.plan.strategy.world_size
+        results = launch(
+            lambda rank: train_rank(job, flash),
+            ranks,
+            log_dir=job.output_dir / "logs",
+            threads=rank_threads(ranks),
+            echo_rank=0,
+        )
     summary: Summary | None = results[0]
     return summary

@@ -9,6 +9,7 @@ from hyper_parallel.backends.torch._memory_counter import MemoryCounter, Workspa
 from hyper_parallel.backends.torch._parallelize import apply_plan
 from hyper_parallel.backends.torch._pretrained import load_pretrained
 from hyper_parallel.backends.torch._rates import measure_rates
+from hyper_parallel.backends.torch._resolve import resolve_layouts
 from hyper_parallel.backends.torch._routing import (
     Routing,
     RoutingStatistics,
@@ -51,6 +52,7 @@ __all__ = [
     "local",
     "materialize",
     "measure_rates",
+    "resolve_layouts",
     "routing_statistics",
     "shifted",
 ]

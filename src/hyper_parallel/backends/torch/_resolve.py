@@ -76,7 +76,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             got=f"recompute={plan.strategy.recompute}",
             hint="parallel.recompute=none",
         )
-    _compare(shard_plan.layouts, plan)
+    _compare(shard_plan.layouts, plan, _tied(model))
     return shard_plan
 
 
@@ -119,12 +119,12 @@ def _rules(model: nn.Module, config: Any) -> tuple[Rule, ...]:
     return (*ends, *completed_rules(getattr(config, "model_type", ""), prefix), *rules)
 
 
-def _compare(layouts: dict[str, Layout], plan: Plan) -> None:
+def _compare(layouts: dict[str, Layout], plan: Plan, tied: set[str]) -> None:
     own = {starred(name): layout for name, layout in layouts.items()}
     planned = dict(plan.layouts)
     for name in sorted(own.keys() | planned.keys()):
         mine, theirs = own.get(name), planned.get(name)
-        if mine is None and theirs is not None and _is_tied(name, own):
+        if mine is None and name in tied:
             continue
         if mine is None or theirs is None or _cuts(mine) != _cuts(theirs):
             raise PlanMismatch(
@@ -139,6 +139,7 @@ def _cuts(layout: Layout) -> tuple[list[tuple[tuple[str, ...], int]], tuple[str,
     return [(axes, layout.parts_of(dim)) for dim, axes in enumerate(layout.axes)], layout.one_of
 
 
-def _is_tied(name: str, own: dict[str, Layout]) -> bool:
-    """A head that shares the embedding's weight is one parameter in torch, two names in a plan."""
-    return name == "lm_head.weight" and "model.embed_tokens.weight" in own
+def _tied(model: nn.Module) -> set[str]:
+    """Further names of parameters: a head that shares the embedding's weight is one in torch, two in a plan."""
+    first = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first

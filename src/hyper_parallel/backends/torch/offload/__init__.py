@@ -25,7 +25,7 @@ from hyper_parallel.backends.torch.offload._steps import (
 )
 from hyper_parallel.backends.torch.offload._streams import DeviceApi
 from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
-from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter
+from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter, own_folder
 
 __all__ = [
     "Call",
@@ -52,6 +52,7 @@ __all__ = [
     "graph_forward",
     "model_state",
     "optimizer_state",
+    "own_folder",
     "record",
     "training_step",
 ]

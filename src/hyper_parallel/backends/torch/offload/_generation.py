@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,7 @@ from hyper_parallel.backends.torch.offload._execute import Measured, PlannedDevi
 from hyper_parallel.backends.torch.offload._fake import fake_copy
 from hyper_parallel.backends.torch.offload._steps import Named, model_state, record
 from hyper_parallel.backends.torch.offload._successor import SuccessorDevice, spare_buffers
+from hyper_parallel.backends.torch.offload._tiers import own_folder
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
 from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory_cached
@@ -47,7 +49,7 @@ class MemoryLimits:
         device_bytes: Device budget.
         machine: Channels, DRAM and flash capacities.
         roofline: Seconds of operators on the virtual clock.
-        flash: Folder of the file tier; needed when the machine has one.
+        flash: Where the folder of the file tier is made; needed when the machine has one.
     """
 
     device_bytes: int
@@ -108,6 +110,8 @@ class PlannedGeneration:
         self.use = MemoryUse(simulated=device.type == "cpu")
         self._where = device
         self._device: PlannedDevice | None = None
+        self._stack = ExitStack()
+        self._files: Path | None = None
         if model.device.type != "cpu":
             raise CaptureUnsupported(
                 "under a device budget the model is given in host memory; it is on another device",
@@ -232,6 +236,8 @@ class PlannedGeneration:
 
     def prompt(self, ids: list[int]) -> Tensor:
         """Logits [V] after the prompt."""
+        if self.limits.flash is not None:
+            self._files = self._stack.enter_context(own_folder(self.limits.flash, "generate"))
         flash = self._folder("prompt")
         self._device = PlannedDevice(
             self._captured[0],
@@ -262,19 +268,15 @@ class PlannedGeneration:
 
     def close(self) -> None:
         """Give the weights' bytes back to the model."""
-        if self._device is not None:
-            self._device.close()
-        if self.limits.flash is not None:
-            for name in ("prompt", "decode"):
-                folder = self.limits.flash / name
-                if folder.is_dir() and not any(folder.iterdir()):
-                    folder.rmdir()
+        with self._stack:
+            if self._device is not None:
+                self._device.close()
 
     def _folder(self, name: str) -> Path | None:
-        if self.limits.flash is None:
+        if self._files is None:
             return None
-        folder = self.limits.flash / name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._files / name
+        folder.mkdir()
         return folder
 
     def _run(self, inputs: dict[str, Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class ResizeWatch(TorchDispatchMode):
-    """Context around a plain step that remembers every storage the step touched and left empty.
+    """Context around a plain step that remembers every storage the step filled, or found filled, and left empty.
 
     Attributes:
         empty: Storages that still exist when the context ends and hold no bytes. A recording of the next step takes
@@ -38,7 +38,10 @@ class ResizeWatch(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs, out)):
             if type(tensor) is torch.Tensor:
                 base = tensor.untyped_storage()
-                self._seen[base._cdata] = weakref.ref(base)
+                if (
+                    base.nbytes()
+                ):  # one that is always empty belongs to a rank without rows of a tensor
+                    self._seen[base._cdata] = weakref.ref(base)
         return out
 
     def __exit__(

@@ -1,0 +1,73 @@
+"""Which models a recipe may name: everything else is refused by name before any rank starts."""
+
+import json
+
+import pytest
+
+from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.planner import plan_recipe
+from hyper_parallel.trainer import prepare_job
+from hyper_parallel.trainer._model import build_model, check_parameters
+
+pytestmark = pytest.mark.torch
+
+LIKE_LLAMA = {
+    "vocab_size": 311, "hidden_size": 24, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 3,
+}  # fmt: skip
+GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 3, "vocab_size": 311}
+
+
+@pytest.fixture
+def recipe_of(tmp_path):
+    def load(family, values, **model):
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({"model_type": family, **values}))
+        path = tmp_path / "recipe.json"
+        path.write_text(
+            json.dumps(
+                {
+                    "model": {"path": str(config), **model},
+                    "data": {"source": str(tmp_path), "cache_dir": str(tmp_path / "cache")},
+                    "parallel": {"dp_shard": 2},
+                    "output_dir": str(tmp_path / "out"),
+                }
+            )
+        )
+        return load_recipe(path)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "named"),
+    [
+        ("stablelm", LIKE_LLAMA, "`model.layers.\\*.input_layernorm.bias`"),
+        ("cohere", LIKE_LLAMA, "`model.layers.\\*.post_attention_layernorm.weight`"),
+        ("gpt_neox", LIKE_LLAMA, "`gpt_neox.embed_in.weight`"),
+        ("falcon", {k: v for k, v in LIKE_LLAMA.items() if k != "intermediate_size"}, "no `interm"),
+        ("gpt_bigcode", GPT2, "no `hidden_size`"),
+        ("no_such_family", LIKE_LLAMA, "no model of this type"),
+        ("bert", LIKE_LLAMA, "`bert.embeddings.LayerNorm.bias`"),
+    ],
+)
+def test_a_family_that_is_not_read_is_refused_by_name(recipe_of, tmp_path, family, values, named):
+    with pytest.raises(ModelUnreadable, match=f"(?s)({family}.*{named})|({named}.*{family})"):
+        prepare_job(recipe_of(family, values))
+    assert not (tmp_path / "out").exists()
+
+
+def test_attention_that_a_model_does_not_have_is_refused_with_one_that_it_has(recipe_of):
+    with pytest.raises(ModelUnreadable, match="gemma2") as caught:
+        build_model(recipe_of("gemma2", LIKE_LLAMA).recipe)
+    key, _, value = caught.value.hint.split("`")[1].partition("=")
+    assert key == "model.attn_implementation"
+    build_model(recipe_of("gemma2", LIKE_LLAMA, attn_implementation=value).recipe)
+
+
+@pytest.mark.parametrize("tied", [{}, {"tie_word_embeddings": False}])
+def test_the_head_of_gpt2_is_its_embedding_unless_the_config_says_otherwise(recipe_of, tied):
+    loaded = recipe_of("gpt2", GPT2 | tied)
+    model = build_model(loaded.recipe)
+    assert ("lm_head.weight" in dict(model.named_parameters())) == bool(tied)
+    check_parameters(model, plan_recipe(loaded.recipe, None, loaded.where), "here")
