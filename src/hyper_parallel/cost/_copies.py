@@ -48,27 +48,6 @@ HELD: Final = {
 STAYING: Final = ("device context",)
 """Memory terms that no plan moves."""
 
-_ORDERS: Final = tuple(
-    order.split()
-    for order in (
-        "passing optimizer products parameters gradients activations",
-        "passing products optimizer parameters gradients activations",
-        "passing optimizer parameters products gradients activations",
-        "passing optimizer parameters gradients activations products",
-        "optimizer passing products parameters gradients activations",
-        "optimizer parameters passing products gradients activations",
-        "optimizer parameters gradients activations passing products",
-        "activations optimizer passing products parameters gradients",
-        "passing activations optimizer products parameters gradients",
-    )
-)
-"""Orders in which what costs time is tried."""
-
-
-_SHARED: Final = ("activations", "passing", "products")
-"""Kinds that are all activations."""
-
-
 @dataclass(frozen=True, slots=True)
 class Away:
     """Bytes that a device does without at its peak, by what they are; `passing` and `products` are computed again."""
@@ -160,41 +139,103 @@ class Load:
         return np.maximum(self.need_bytes - most, self.end_bytes - least)
 
     def best(self) -> tuple[Away, Array]:
-        """What leaves or is computed again in the cheapest of the orders, and the seconds that it costs."""
-        found: tuple[Away, Array] | None = None
-        for away in self._ways():
-            seconds = self.seconds(away)
-            if found is None:
-                found = away, seconds
-                continue
-            better = seconds < found[1]
-            chosen = {
-                f.name: np.where(better, getattr(away, f.name), getattr(found[0], f.name))
-                for f in fields(Away)
-            }
-            found = Away(**chosen), np.where(better, seconds, found[1])
-        assert found is not None
-        return found
+        """What leaves or is computed again at the least cost, and the seconds that it costs."""
+        ways = self._ways()
+        seconds = self.seconds(ways)
+        chosen = np.expand_dims(np.argmin(seconds, axis=0), 0)
 
-    def _ways(self) -> Iterator[Away]:
-        states, link = ("optimizer", "parameters", "gradients"), self.link_bytes_s
-        for order in _ORDERS:
-            fill = _Fill(self)
-            left = np.maximum(self.end_bytes, 0.0)
-            for name in states:
-                left = fill.take(name, left)
-            # What host memory cannot hold has to be computed again.
-            short = np.maximum(self.need_bytes - self.host_bytes, 0.0)
-            for name in ("passing", "products"):
-                short = fill.take(name, short)
-            left = np.maximum(self.need_bytes - fill.gone(*fill.bytes), 0.0)
-            hidden = self.in_flight * link * np.minimum(self.forward_s, self.backward_s)
-            left = fill.take("activations", left, hidden)
-            returning = link * self.backward_s - fill.bytes["activations"] / self.in_flight
-            left = fill.take("optimizer", left, np.minimum(returning, link * self.update_s))
-            for name in order:
-                left = fill.take(name, left)
-            yield Away(**fill.bytes)
+        def of(values: Array) -> Array:
+            return np.take_along_axis(np.broadcast_to(values, seconds.shape), chosen, axis=0)[0]
+
+        return Away(**{f.name: of(getattr(ways, f.name)) for f in fields(Away)}), of(seconds)
+
+    def _ways(self) -> Away:
+        """Ways to keep the budget along a first axis; the cheapest is among them.
+
+        Lanes work beside each other, and each costs what it carries beyond its seconds. So once it is decided how much
+        is computed again, it is known what is cheapest to copy: first what waits for nothing, then what waits for the
+        last update only, then what waits in every microbatch. The cost is convex and piecewise linear in what is
+        computed again, so only the corners are tried.
+        """
+        link, micro = self.link_bytes_s, self.in_flight
+        in_turn = self.alternating > 0
+        fill = _Fill(self, self._again())
+        # Of one way what waits for nothing goes first, of the other states, which only the last microbatch waits for.
+        free = np.reshape([1.0, 0.0], (2, 1, *(1,) * np.ndim(self.need_bytes)))
+
+        def out() -> Array:
+            """Bytes of a microbatch that may still leave beside forward."""
+            gone = fill.bytes["activations"] / micro + fill.bytes["gradients"]
+            return np.maximum(link * self.forward_s - gone, 0.0)
+
+        def written() -> Array:
+            """Updated bytes that may still leave beside the update."""
+            return link * self.update_s - fill.gone("optimizer", "parameters")
+
+        def streamed() -> Array:
+            """Parameters that may still come in beside forward."""
+            return np.where(in_turn, link * self.forward_s - fill.bytes["parameters"], out() / 2.0)
+
+        def spread(left: Array, *kinds: str) -> None:
+            """Take what is wanted of some kinds, those that wait less first."""
+
+            def take(name: str, most: Array | float = np.inf) -> None:
+                nonlocal left
+                left = fill.take(name, left, most) if name in kinds else left
+
+            take("activations", free * micro * out())
+            take("gradients", free * out())
+            take("optimizer", np.where(free > 0, written(), np.inf))
+            take("activations", micro * out())
+            take("gradients", out())
+            take("parameters", np.minimum(streamed(), written()))
+            take("optimizer")
+            take("parameters", streamed())
+            # What waits to leave, beside parameters that wait to come in.
+            waiting = fill.bytes["parameters"] - link * self.forward_s
+            take("activations", np.where(in_turn, micro * waiting, 0.0))
+            take("parameters", np.where(in_turn, left / 2.0, 0.0))
+            for name in ("activations", "gradients", "parameters"):
+                take(name)
+
+        spread(np.maximum(self.end_bytes, 0.0) + 0.0 * free, "optimizer", "parameters", "gradients")
+        left = np.maximum(self.need_bytes - fill.gone(*fill.bytes), 0.0)
+        spread(left, "optimizer", "parameters", "gradients", "activations")
+        shape = np.broadcast_shapes(*(np.shape(v) for v in fill.bytes.values()))
+        ways = {n: np.broadcast_to(v, shape).reshape(-1, *shape[2:]) for n, v in fill.bytes.items()}
+        return Away(**ways)
+
+    def _again(self) -> tuple[Array, Array]:
+        """Bytes that element-wise kernels and matmuls make again, along a first axis: all corners of the cost."""
+        need, end, link = self.need_bytes, np.maximum(self.end_bytes, 0.0), self.link_bytes_s
+        most = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
+        passing = np.minimum(self.passing_bytes, most)
+        cheap = self.passing_s / np.maximum(self.passing_bytes, 1.0)
+        dear = self.products_s / np.maximum(self.products_bytes, 1.0)
+        # Bytes of all microbatches in flight that a second of backward brings back.
+        rate = self.in_flight * link
+
+        def returning(beside: Array) -> Array:
+            """Bytes that are made again where the rest returns beside backward, with that beside it."""
+            over = need - beside - self.in_flight * (link * self.backward_s - beside)
+            some = over / (1.0 + rate * cheap)
+            more = (over - passing * (1.0 + rate * cheap)) / (1.0 + rate * dear)
+            return np.where(some <= passing, some, passing + more)
+
+        leaving = rate * self.forward_s
+        states = self.optimizer_bytes + np.minimum(self.parameters_bytes, link * self.forward_s)
+        written = np.minimum(np.maximum(end, link * self.update_s), states)
+        corners = [
+            0.0 * need, passing, most, need - end, returning(end),
+            returning(np.maximum(end, np.minimum(self.optimizer_bytes, link * self.update_s))),
+            need - leaving - written, need - leaving - np.maximum(end, self.optimizer_bytes),
+            need - leaving - np.maximum(end, states),
+        ]  # fmt: skip
+        bytes_ = np.stack(np.broadcast_arrays(*corners))
+        # What host memory cannot hold has to be made again.
+        bytes_ = np.minimum(np.maximum(bytes_, need - self.host_bytes), most)
+        bytes_ = np.maximum(bytes_, 0.0)
+        return np.minimum(bytes_, passing), np.maximum(bytes_ - passing, 0.0)
 
     def seconds(self, a: Away) -> Array:
         """Seconds of what is computed again, and of copies that nothing hides."""
@@ -228,26 +269,28 @@ class _Fill:
         room: Host memory that is left.
     """
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, again: tuple[Array, Array]) -> None:
         zero: Array = np.zeros(np.shape(load.need_bytes))
         self.bytes = {f.name: zero for f in fields(Away)}
+        self.bytes["passing"], self.bytes["products"] = again
         self.room, self._load = load.host_bytes, load
 
     def gone(self, *names: str) -> Array:
         """Bytes taken of some kinds."""
-        found: Array = np.sum([self.bytes[name] for name in names], axis=0)
+        found: Array = np.asarray(sum(self.bytes[name] for name in names))
         return found
+
+    def size(self, name: str) -> Array:
+        """Bytes of a kind that may still be taken."""
+        size = getattr(self._load, name + "_bytes") - self.bytes[name]
+        if name == "activations":
+            size = size - self.gone("passing", "products")
+        return np.maximum(np.minimum(size, self.room), 0.0)
 
     def take(self, name: str, wanted: Array, most: Array | float = np.inf) -> Array:
         """Take up to `wanted` of a kind, and at most `most`; returns what is still wanted."""
-        size = getattr(self._load, name + "_bytes") - self.bytes[name]
-        if name in _SHARED:
-            size = np.minimum(size, self._load.activations_bytes - self.gone(*_SHARED))
-        if name in HELD:
-            size = np.minimum(size, self.room)
-        size = np.maximum(np.minimum(np.minimum(wanted, size), most), 0.0)
-        if name in HELD:
-            self.room = self.room - size
+        size = np.maximum(np.minimum(np.minimum(wanted, self.size(name)), most), 0.0)
+        self.room = self.room - size
         self.bytes[name] = self.bytes[name] + size
         left: Array = wanted - size
         return left
