@@ -160,13 +160,14 @@ class Load:
         link, micro = self.link_bytes_s, self.in_flight
         in_turn = self.alternating > 0
         fill = _Fill(self, self._again())
+        forward_s = self._lanes_s(*fill.again)[0]
         # Of one way what waits for nothing goes first, of the other states, which only the last microbatch waits for.
         free = np.reshape([1.0, 0.0], (2, 1, *(1,) * np.ndim(self.need_bytes)))
 
         def out() -> Array:
             """Bytes of a microbatch that may still leave beside forward."""
             gone = fill.bytes["activations"] / micro + fill.bytes["gradients"]
-            return np.maximum(link * self.forward_s - gone, 0.0)
+            return np.maximum(link * forward_s - gone, 0.0)
 
         def written() -> Array:
             """Updated bytes that may still leave beside the update."""
@@ -174,7 +175,7 @@ class Load:
 
         def streamed() -> Array:
             """Parameters that may still come in beside forward."""
-            return np.where(in_turn, link * self.forward_s - fill.bytes["parameters"], out() / 2.0)
+            return np.where(in_turn, link * forward_s - fill.bytes["parameters"], out() / 2.0)
 
         def spread(left: Array, *kinds: str) -> None:
             """Take what is wanted of some kinds, those that wait less first."""
@@ -192,7 +193,7 @@ class Load:
             take("optimizer")
             take("parameters", streamed())
             # What waits to leave, beside parameters that wait to come in.
-            waiting = fill.bytes["parameters"] - link * self.forward_s
+            waiting = fill.bytes["parameters"] - link * forward_s
             take("activations", np.where(in_turn, micro * waiting, 0.0))
             take("parameters", np.where(in_turn, left / 2.0, 0.0))
             for name in ("activations", "gradients", "parameters"):
@@ -215,9 +216,9 @@ class Load:
         # Bytes of all microbatches in flight that a second of backward brings back.
         rate = self.in_flight * link
 
-        def returning(beside: Array) -> Array:
-            """Bytes that are made again where the rest returns beside backward, with that beside it."""
-            over = need - beside - self.in_flight * (link * self.backward_s - beside)
+        def returning(states: Array, beside: Array) -> Array:
+            """Bytes that are made again where all but states return beside backward, with some of these beside it."""
+            over = need - states - self.in_flight * (link * self.backward_s - beside)
             some = over / (1.0 + rate * cheap)
             more = (over - passing * (1.0 + rate * cheap)) / (1.0 + rate * dear)
             return np.where(some <= passing, some, passing + more)
@@ -225,9 +226,10 @@ class Load:
         leaving = rate * self.forward_s
         states = self.optimizer_bytes + np.minimum(self.parameters_bytes, link * self.forward_s)
         written = np.minimum(np.maximum(end, link * self.update_s), states)
+        some = np.maximum(end, np.minimum(self.optimizer_bytes, link * self.update_s))
         corners = [
-            0.0 * need, passing, most, need - end, returning(end),
-            returning(np.maximum(end, np.minimum(self.optimizer_bytes, link * self.update_s))),
+            0.0 * need, passing, most, need - end, returning(end, end), returning(some, some),
+            returning(some, 0.0 * some), returning(self.optimizer_bytes, 0.0 * some),
             need - leaving - written, need - leaving - np.maximum(end, self.optimizer_bytes),
             need - leaving - np.maximum(end, states),
         ]  # fmt: skip
@@ -237,16 +239,22 @@ class Load:
         bytes_ = np.maximum(bytes_, 0.0)
         return np.minimum(bytes_, passing), np.maximum(bytes_ - passing, 0.0)
 
+    def _lanes_s(self, passing: Array, products: Array) -> tuple[Array, Array, Array]:
+        """Seconds of both lanes in forward and backward, and those of what is computed again.
+
+        That is work of backward, beside which copies go on.
+        """
+        again = passing / np.maximum(self.passing_bytes, 1.0) * self.passing_s
+        again = again + products / np.maximum(self.products_bytes, 1.0) * self.products_s
+        backward_s = self.backward_s + again
+        return np.where(self.alternating > 0, self.forward_s, backward_s), backward_s, again
+
     def seconds(self, a: Away) -> Array:
         """Seconds of what is computed again, and of copies that nothing hides."""
         link, m = self.link_bytes_s, self.microbatches
         moved = a.activations / self.in_flight + a.gradients
         in_turn = self.alternating > 0
-        again = a.passing / np.maximum(self.passing_bytes, 1.0) * self.passing_s
-        again = again + a.products / np.maximum(self.products_bytes, 1.0) * self.products_s
-        # What is computed again is work of backward, beside which copies go on.
-        backward_s = self.backward_s + again
-        forward_s = np.where(in_turn, self.forward_s, backward_s)
+        forward_s, backward_s, again = self._lanes_s(a.passing, a.products)
         going = np.maximum(moved, np.where(in_turn, a.parameters, 0.0)) / link
         coming = (moved + np.where(in_turn, 1.0, 2.0) * a.parameters) / link
         forward = np.maximum(going - forward_s, 0.0)
@@ -266,13 +274,14 @@ class _Fill:
 
     Attributes:
         bytes: What was taken, by field of `Away`.
+        again: Of these, what is computed again.
         room: Host memory that is left.
     """
 
     def __init__(self, load: Load, again: tuple[Array, Array]) -> None:
         zero: Array = np.zeros(np.shape(load.need_bytes))
         self.bytes = {f.name: zero for f in fields(Away)}
-        self.bytes["passing"], self.bytes["products"] = again
+        self.again = self.bytes["passing"], self.bytes["products"] = again
         self.room, self._load = load.host_bytes, load
 
     def gone(self, *names: str) -> Array:
