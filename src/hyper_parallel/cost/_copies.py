@@ -18,7 +18,6 @@ counted: no latency, and no copy that comes early or late.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -47,6 +46,7 @@ HELD: Final = {
 
 STAYING: Final = ("device context",)
 """Memory terms that no plan moves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Away:
@@ -145,7 +145,9 @@ class Load:
         chosen = np.expand_dims(np.argmin(seconds, axis=0), 0)
 
         def of(values: Array) -> Array:
-            return np.take_along_axis(np.broadcast_to(values, seconds.shape), chosen, axis=0)[0]
+            spread = np.broadcast_to(values, seconds.shape)
+            found: Array = np.take_along_axis(spread, chosen, axis=0)[0]
+            return found
 
         return Away(**{f.name: of(getattr(ways, f.name)) for f in fields(Away)}), of(seconds)
 
@@ -291,10 +293,10 @@ class _Fill:
 
     def size(self, name: str) -> Array:
         """Bytes of a kind that may still be taken."""
-        size = getattr(self._load, name + "_bytes") - self.bytes[name]
+        size: Array = getattr(self._load, name + "_bytes") - self.bytes[name]
         if name == "activations":
             size = size - self.gone("passing", "products")
-        return np.maximum(np.minimum(size, self.room), 0.0)
+        return np.asarray(np.maximum(np.minimum(size, self.room), 0.0))
 
     def take(self, name: str, wanted: Array, most: Array | float = np.inf) -> Array:
         """Take up to `wanted` of a kind, and at most `most`; returns what is still wanted."""
