@@ -17,7 +17,9 @@ counted: no latency, and no copy that comes early or late.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -43,6 +45,9 @@ HELD: Final = {
     "activations": "activations",
 }
 """What leaves, and the memory terms that it is part of."""
+
+FREE, STATES, WAITING = range(3)
+"""What is copied first: what waits for nothing; states, which only the last microbatch waits for; all but these."""
 
 STAYING: Final = ("device context",)
 """Memory terms that no plan moves."""
@@ -152,7 +157,7 @@ class Load:
         return Away(**{f.name: of(getattr(ways, f.name)) for f in fields(Away)}), of(seconds)
 
     def _ways(self) -> Away:
-        """Ways to keep the budget along a first axis; the cheapest is among them.
+        """Ways to keep the budget, along a first axis; the cheapest is among them, or close to one.
 
         Lanes work beside each other, and each costs what it carries beyond its seconds. So once it is decided how much
         is computed again, it is known what is cheapest to copy: first what waits for nothing, then what waits for the
@@ -161,10 +166,9 @@ class Load:
         """
         link, micro = self.link_bytes_s, self.in_flight
         in_turn = self.alternating > 0
-        fill = _Fill(self, self._again())
-        forward_s = self._lanes_s(*fill.again)[0]
-        # Of one way what waits for nothing goes first, of the other states, which only the last microbatch waits for.
-        free = np.reshape([1.0, 0.0], (2, 1, *(1,) * np.ndim(self.need_bytes)))
+        first, *again = self._corners()
+        fill = _Fill(self, again)
+        forward_s = self._lanes_s(*again)[0]
 
         def out() -> Array:
             """Bytes of a microbatch that may still leave beside forward."""
@@ -186,9 +190,9 @@ class Load:
                 nonlocal left
                 left = fill.take(name, left, most) if name in kinds else left
 
-            take("activations", free * micro * out())
-            take("gradients", free * out())
-            take("optimizer", np.where(free > 0, written(), np.inf))
+            take("activations", np.where(first == WAITING, np.inf, (first == FREE) * micro * out()))
+            take("gradients", np.where(first == WAITING, np.inf, (first == FREE) * out()))
+            take("optimizer", np.where(first == STATES, np.inf, written()))
             take("activations", micro * out())
             take("gradients", out())
             take("parameters", np.minimum(streamed(), written()))
@@ -201,15 +205,17 @@ class Load:
             for name in ("activations", "gradients", "parameters"):
                 take(name)
 
-        spread(np.maximum(self.end_bytes, 0.0) + 0.0 * free, "optimizer", "parameters", "gradients")
+        spread(np.maximum(self.end_bytes, 0.0), "optimizer", "parameters", "gradients")
         left = np.maximum(self.need_bytes - fill.gone(*fill.bytes), 0.0)
         spread(left, "optimizer", "parameters", "gradients", "activations")
-        shape = np.broadcast_shapes(*(np.shape(v) for v in fill.bytes.values()))
-        ways = {n: np.broadcast_to(v, shape).reshape(-1, *shape[2:]) for n, v in fill.bytes.items()}
-        return Away(**ways)
+        return Away(**fill.bytes)
 
-    def _again(self) -> tuple[Array, Array]:
-        """Bytes that element-wise kernels and matmuls make again, along a first axis: all corners of the cost."""
+    def _corners(self) -> tuple[Array, Array, Array]:
+        """What goes first, and bytes that element-wise kernels and matmuls make again, along a first axis.
+
+        The corners of the cost are where a lane just has no copies to wait for, or all of a kind is away. Of all pairs
+        of these and of what goes first, those left out are never the cheapest by more than a hundredth of the step.
+        """
         need, end, link = self.need_bytes, np.maximum(self.end_bytes, 0.0), self.link_bytes_s
         most = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
         passing = np.minimum(self.passing_bytes, most)
@@ -225,21 +231,27 @@ class Load:
             more = (over - passing * (1.0 + rate * cheap)) / (1.0 + rate * dear)
             return np.where(some <= passing, some, passing + more)
 
-        leaving = rate * self.forward_s
-        states = self.optimizer_bytes + np.minimum(self.parameters_bytes, link * self.forward_s)
-        written = np.minimum(np.maximum(end, link * self.update_s), states)
-        some = np.maximum(end, np.minimum(self.optimizer_bytes, link * self.update_s))
-        corners = [
-            0.0 * need, passing, most, need - end, returning(end, end), returning(some, some),
-            returning(some, 0.0 * some), returning(self.optimizer_bytes, 0.0 * some),
-            need - leaving - written, need - leaving - np.maximum(end, self.optimizer_bytes),
-            need - leaving - np.maximum(end, states),
-        ]  # fmt: skip
-        bytes_ = np.stack(np.broadcast_arrays(*corners))
+        none, optimizer = 0.0 * need, self.optimizer_bytes
+        leaving, written = rate * self.forward_s, link * self.update_s
+        states = optimizer + np.minimum(self.parameters_bytes, link * self.forward_s)
+        tried = {
+            FREE: (
+                none, passing, need - end, returning(end, end),
+                returning(np.maximum(end, np.minimum(optimizer, written)), none),
+                need - leaving - np.minimum(np.maximum(end, written), states),
+                need - leaving - np.maximum(end, optimizer), need - leaving - np.maximum(end, states),
+            ),
+            STATES: (passing, need - end, returning(optimizer, none)),
+            WAITING: (passing, need - end),
+        }  # fmt: skip
+        first = np.repeat(list(tried), [len(corners) for corners in tried.values()])
+        again = np.stack(np.broadcast_arrays(*itertools.chain.from_iterable(tried.values())))
         # What host memory cannot hold has to be made again.
-        bytes_ = np.minimum(np.maximum(bytes_, need - self.host_bytes), most)
-        bytes_ = np.maximum(bytes_, 0.0)
-        return np.minimum(bytes_, passing), np.maximum(bytes_ - passing, 0.0)
+        again = np.maximum(np.minimum(np.maximum(again, need - self.host_bytes), most), 0.0)
+        return (
+            first.reshape(-1, *(1,) * (again.ndim - 1)), np.minimum(again, passing),
+            np.maximum(again - passing, 0.0),
+        )  # fmt: skip
 
     def _lanes_s(self, passing: Array, products: Array) -> tuple[Array, Array, Array]:
         """Seconds of both lanes in forward and backward, and those of what is computed again.
@@ -276,14 +288,13 @@ class _Fill:
 
     Attributes:
         bytes: What was taken, by field of `Away`.
-        again: Of these, what is computed again.
         room: Host memory that is left.
     """
 
-    def __init__(self, load: Load, again: tuple[Array, Array]) -> None:
+    def __init__(self, load: Load, again: Sequence[Array]) -> None:
         zero: Array = np.zeros(np.shape(load.need_bytes))
         self.bytes = {f.name: zero for f in fields(Away)}
-        self.again = self.bytes["passing"], self.bytes["products"] = again
+        self.bytes["passing"], self.bytes["products"] = again
         self.room, self._load = load.host_bytes, load
 
     def gone(self, *names: str) -> Array:
