@@ -17,8 +17,9 @@ counted: no latency, and no copy that comes early or late.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -45,28 +46,11 @@ HELD: Final = {
 }
 """What leaves, and the memory terms that it is part of."""
 
+FREE, STATES, WAITING = range(3)
+"""What is copied first: what waits for nothing; states, which only the last microbatch waits for; all but these."""
+
 STAYING: Final = ("device context",)
 """Memory terms that no plan moves."""
-
-_ORDERS: Final = tuple(
-    order.split()
-    for order in (
-        "passing optimizer products parameters gradients activations",
-        "passing products optimizer parameters gradients activations",
-        "passing optimizer parameters products gradients activations",
-        "passing optimizer parameters gradients activations products",
-        "optimizer passing products parameters gradients activations",
-        "optimizer parameters passing products gradients activations",
-        "optimizer parameters gradients activations passing products",
-        "activations optimizer passing products parameters gradients",
-        "passing activations optimizer products parameters gradients",
-    )
-)
-"""Orders in which what costs time is tried."""
-
-
-_SHARED: Final = ("activations", "passing", "products")
-"""Kinds that are all activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,52 +144,131 @@ class Load:
         return np.maximum(self.need_bytes - most, self.end_bytes - least)
 
     def best(self) -> tuple[Away, Array]:
-        """What leaves or is computed again in the cheapest of the orders, and the seconds that it costs."""
-        found: tuple[Away, Array] | None = None
-        for away in self._ways():
-            seconds = self.seconds(away)
-            if found is None:
-                found = away, seconds
-                continue
-            better = seconds < found[1]
-            chosen = {
-                f.name: np.where(better, getattr(away, f.name), getattr(found[0], f.name))
-                for f in fields(Away)
-            }
-            found = Away(**chosen), np.where(better, seconds, found[1])
-        assert found is not None
-        return found
+        """What leaves or is computed again at the least cost, and the seconds that it costs."""
+        ways = self._ways()
+        seconds = self.seconds(ways)
+        chosen = np.expand_dims(np.argmin(seconds, axis=0), 0)
 
-    def _ways(self) -> Iterator[Away]:
-        states, link = ("optimizer", "parameters", "gradients"), self.link_bytes_s
-        for order in _ORDERS:
-            fill = _Fill(self)
-            left = np.maximum(self.end_bytes, 0.0)
-            for name in states:
-                left = fill.take(name, left)
-            # What host memory cannot hold has to be computed again.
-            short = np.maximum(self.need_bytes - self.host_bytes, 0.0)
-            for name in ("passing", "products"):
-                short = fill.take(name, short)
-            left = np.maximum(self.need_bytes - fill.gone(*fill.bytes), 0.0)
-            hidden = self.in_flight * link * np.minimum(self.forward_s, self.backward_s)
-            left = fill.take("activations", left, hidden)
-            returning = link * self.backward_s - fill.bytes["activations"] / self.in_flight
-            left = fill.take("optimizer", left, np.minimum(returning, link * self.update_s))
-            for name in order:
-                left = fill.take(name, left)
-            yield Away(**fill.bytes)
+        def of(values: Array) -> Array:
+            spread = np.broadcast_to(values, seconds.shape)
+            found: Array = np.take_along_axis(spread, chosen, axis=0)[0]
+            return found
+
+        return Away(**{f.name: of(getattr(ways, f.name)) for f in fields(Away)}), of(seconds)
+
+    def _ways(self) -> Away:
+        """Ways to keep the budget, along a first axis; the cheapest is among them, or close to one.
+
+        Lanes work beside each other, and each costs what it carries beyond its seconds. So once it is decided how much
+        is computed again, it is known what is cheapest to copy: first what waits for nothing, then what waits for the
+        last update only, then what waits in every microbatch. The cost is convex and piecewise linear in what is
+        computed again, so only the corners are tried.
+        """
+        link, micro = self.link_bytes_s, self.in_flight
+        in_turn = self.alternating > 0
+        first, *again = self._corners()
+        fill = _Fill(self, again)
+        forward_s = self._lanes_s(*again)[0]
+
+        def out() -> Array:
+            """Bytes of a microbatch that may still leave beside forward."""
+            gone = fill.bytes["activations"] / micro + fill.bytes["gradients"]
+            return np.maximum(link * forward_s - gone, 0.0)
+
+        def written() -> Array:
+            """Updated bytes that may still leave beside the update."""
+            return link * self.update_s - fill.gone("optimizer", "parameters")
+
+        def streamed() -> Array:
+            """Parameters that may still come in beside forward."""
+            return np.where(in_turn, link * forward_s - fill.bytes["parameters"], out() / 2.0)
+
+        def spread(left: Array, *kinds: str) -> None:
+            """Take what is wanted of some kinds, those that wait less first."""
+
+            def take(name: str, most: Array | float = np.inf) -> None:
+                nonlocal left
+                left = fill.take(name, left, most) if name in kinds else left
+
+            take("activations", np.where(first == WAITING, np.inf, (first == FREE) * micro * out()))
+            take("gradients", np.where(first == WAITING, np.inf, (first == FREE) * out()))
+            take("optimizer", np.where(first == STATES, np.inf, written()))
+            take("activations", micro * out())
+            take("gradients", out())
+            take("parameters", np.minimum(streamed(), written()))
+            take("optimizer")
+            take("parameters", streamed())
+            # What waits to leave, beside parameters that wait to come in.
+            waiting = fill.bytes["parameters"] - link * forward_s
+            take("activations", np.where(in_turn, micro * waiting, 0.0))
+            take("parameters", np.where(in_turn, left / 2.0, 0.0))
+            for name in ("activations", "gradients", "parameters"):
+                take(name)
+
+        spread(np.maximum(self.end_bytes, 0.0), "optimizer", "parameters", "gradients")
+        left = np.maximum(self.need_bytes - fill.gone(*fill.bytes), 0.0)
+        spread(left, "optimizer", "parameters", "gradients", "activations")
+        return Away(**fill.bytes)
+
+    def _corners(self) -> tuple[Array, Array, Array]:
+        """What goes first, and bytes that element-wise kernels and matmuls make again, along a first axis.
+
+        The corners of the cost are where a lane just has no copies to wait for, or all of a kind is away. Of all pairs
+        of these and of what goes first, those left out are never the cheapest by more than a hundredth of the step.
+        """
+        need, end, link = self.need_bytes, np.maximum(self.end_bytes, 0.0), self.link_bytes_s
+        most = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
+        passing = np.minimum(self.passing_bytes, most)
+        cheap = self.passing_s / np.maximum(self.passing_bytes, 1.0)
+        dear = self.products_s / np.maximum(self.products_bytes, 1.0)
+        # Bytes of all microbatches in flight that a second of backward brings back.
+        rate = self.in_flight * link
+
+        def returning(states: Array, beside: Array) -> Array:
+            """Bytes that are made again where all but states return beside backward, with some of these beside it."""
+            over = need - states - self.in_flight * (link * self.backward_s - beside)
+            some = over / (1.0 + rate * cheap)
+            more = (over - passing * (1.0 + rate * cheap)) / (1.0 + rate * dear)
+            return np.where(some <= passing, some, passing + more)
+
+        none, optimizer = 0.0 * need, self.optimizer_bytes
+        leaving, written = rate * self.forward_s, link * self.update_s
+        states = optimizer + np.minimum(self.parameters_bytes, link * self.forward_s)
+        tried = {
+            FREE: (
+                none, passing, need - end, returning(end, end),
+                returning(np.maximum(end, np.minimum(optimizer, written)), none),
+                need - leaving - np.minimum(np.maximum(end, written), states),
+                need - leaving - np.maximum(end, optimizer), need - leaving - np.maximum(end, states),
+            ),
+            STATES: (passing, need - end, returning(optimizer, none)),
+            WAITING: (passing, need - end),
+        }  # fmt: skip
+        first = np.repeat(list(tried), [len(corners) for corners in tried.values()])
+        again = np.stack(np.broadcast_arrays(*itertools.chain.from_iterable(tried.values())))
+        # What host memory cannot hold has to be made again.
+        again = np.maximum(np.minimum(np.maximum(again, need - self.host_bytes), most), 0.0)
+        return (
+            first.reshape(-1, *(1,) * (again.ndim - 1)), np.minimum(again, passing),
+            np.maximum(again - passing, 0.0),
+        )  # fmt: skip
+
+    def _lanes_s(self, passing: Array, products: Array) -> tuple[Array, Array, Array]:
+        """Seconds of both lanes in forward and backward, and those of what is computed again.
+
+        That is work of backward, beside which copies go on.
+        """
+        again = passing / np.maximum(self.passing_bytes, 1.0) * self.passing_s
+        again = again + products / np.maximum(self.products_bytes, 1.0) * self.products_s
+        backward_s = self.backward_s + again
+        return np.where(self.alternating > 0, self.forward_s, backward_s), backward_s, again
 
     def seconds(self, a: Away) -> Array:
         """Seconds of what is computed again, and of copies that nothing hides."""
         link, m = self.link_bytes_s, self.microbatches
         moved = a.activations / self.in_flight + a.gradients
         in_turn = self.alternating > 0
-        again = a.passing / np.maximum(self.passing_bytes, 1.0) * self.passing_s
-        again = again + a.products / np.maximum(self.products_bytes, 1.0) * self.products_s
-        # What is computed again is work of backward, beside which copies go on.
-        backward_s = self.backward_s + again
-        forward_s = np.where(in_turn, self.forward_s, backward_s)
+        forward_s, backward_s, again = self._lanes_s(a.passing, a.products)
         going = np.maximum(moved, np.where(in_turn, a.parameters, 0.0)) / link
         coming = (moved + np.where(in_turn, 1.0, 2.0) * a.parameters) / link
         forward = np.maximum(going - forward_s, 0.0)
@@ -228,26 +291,28 @@ class _Fill:
         room: Host memory that is left.
     """
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, again: Sequence[Array]) -> None:
         zero: Array = np.zeros(np.shape(load.need_bytes))
         self.bytes = {f.name: zero for f in fields(Away)}
+        self.bytes["passing"], self.bytes["products"] = again
         self.room, self._load = load.host_bytes, load
 
     def gone(self, *names: str) -> Array:
         """Bytes taken of some kinds."""
-        found: Array = np.sum([self.bytes[name] for name in names], axis=0)
+        found: Array = np.asarray(sum(self.bytes[name] for name in names))
         return found
+
+    def size(self, name: str) -> Array:
+        """Bytes of a kind that may still be taken."""
+        size: Array = getattr(self._load, name + "_bytes") - self.bytes[name]
+        if name == "activations":
+            size = size - self.gone("passing", "products")
+        return np.asarray(np.maximum(np.minimum(size, self.room), 0.0))
 
     def take(self, name: str, wanted: Array, most: Array | float = np.inf) -> Array:
         """Take up to `wanted` of a kind, and at most `most`; returns what is still wanted."""
-        size = getattr(self._load, name + "_bytes") - self.bytes[name]
-        if name in _SHARED:
-            size = np.minimum(size, self._load.activations_bytes - self.gone(*_SHARED))
-        if name in HELD:
-            size = np.minimum(size, self.room)
-        size = np.maximum(np.minimum(np.minimum(wanted, size), most), 0.0)
-        if name in HELD:
-            self.room = self.room - size
+        size = np.maximum(np.minimum(np.minimum(wanted, self.size(name)), most), 0.0)
+        self.room = self.room - size
         self.bytes[name] = self.bytes[name] + size
         left: Array = wanted - size
         return left
