@@ -122,6 +122,7 @@ def test_one_rank_through_three_tiers(place, train):
     page = (mine / "report.html").read_text()
     assert "host to device" in page
     assert "host memory: predicted peak" in page
+    assert "memory counted device bytes" in page
 
 
 def test_the_graph_of_one_rank_is_trained_with_the_bits_of_the_plain_run(train):
