@@ -122,6 +122,7 @@ def test_one_rank_through_three_tiers(place, train):
     page = (mine / "report.html").read_text()
     assert "host to device" in page
     assert "host memory: predicted peak" in page
+    assert "memory counted device bytes" in page
 
 
 def test_the_graph_of_one_rank_is_trained_with_the_bits_of_the_plain_run(train):
@@ -323,12 +324,13 @@ def test_expert_parallelism_with_a_capacity(place, train):
     assert len(set(dropped)) > 1
 
 
-def test_expert_parallelism_without_a_capacity_is_refused_by_name(place, train):
+@pytest.mark.parametrize(
+    "given", [("parallel.dp_shard=2", "parallel.ep=2"), ("training.dtype=float64",)]
+)
+def test_experts_of_any_size_are_refused_by_name(place, train, given):
     with pytest.raises(CaptureUnsupported, match=r"moe\.capacity_factor=1\.25"):
-        train(
-            "refused", f"model.path={place}/experts.json", "offload.max_slowdown=0.02",
-            "parallel.dp_shard=2", "parallel.ep=2",
-        )  # fmt: skip
+        train("refused", f"model.path={place}/experts.json", "offload.max_slowdown=0.02", *given)
+    assert not (place / "refused").exists()
 
 
 @pytest.mark.parametrize("fault", ["truncated", "full", "dies"])

@@ -97,6 +97,16 @@ def test_the_same_tokens_on_a_smaller_device(family, dtype, budget):
     assert list(decode_tokens(model, PROMPT, greedy)) == plain[0]
 
 
+def test_experts_of_widths_that_only_float32_has():
+    """20 columns are 80 bytes in float32, which grouped products take, and 40 in bfloat16, which they do not."""
+    widths = {"moe_intermediate_size": 20, "num_hidden_layers": 1, "initializer_range": 0.3}
+    model = tiny_model("qwen3_moe", **widths).eval()
+    sampling = Sampling(4, temperature=0)
+    tokens, use = planned(model, sampling, 60_000)
+    assert tokens == list(decode_tokens(model, PROMPT, sampling))
+    assert use.measured_bytes == use.predicted_bytes
+
+
 def test_an_impossible_budget_is_refused_with_one_that_works():
     model, sampling = model_of("llama"), Sampling(4, temperature=0)
     length = len(PROMPT) + 3
@@ -215,6 +225,10 @@ def test_a_model_without_steps_of_fixed_shape_is_refused():
     with pytest.raises(CaptureUnsupported, match="HP511") as caught:
         PlannedGeneration(model, 4, 8, limits(10**6))
     assert caught.value.hint == "leave out --device-memory"
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128}
+    falcon = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **shape)).eval()
+    with pytest.raises(CaptureUnsupported, match="numbers inside the step"):  # heads[..., [-1], :]
+        PlannedGeneration(falcon, 4, 8, limits(10**6))
     moe = model_of("qwen3_moe", torch.float64)
     moe.set_experts_implementation("eager")
     with pytest.raises(CaptureUnsupported, match="HP511"):

@@ -45,7 +45,11 @@ def recipe_of(tmp_path):
         ("stablelm", LIKE_LLAMA, "`model.layers.\\*.input_layernorm.bias`"),
         ("cohere", LIKE_LLAMA, "`model.layers.\\*.post_attention_layernorm.weight`"),
         ("gpt_neox", LIKE_LLAMA, "`gpt_neox.embed_in.weight`"),
-        ("falcon", {k: v for k, v in LIKE_LLAMA.items() if k != "intermediate_size"}, "no `interm"),
+        (
+            "falcon",
+            {k: v for k, v in LIKE_LLAMA.items() if k != "intermediate_size"},
+            "no `intermediate_size`",
+        ),
         ("gpt_bigcode", GPT2, "no `hidden_size`"),
         ("no_such_family", LIKE_LLAMA, "no model of this type"),
         ("bert", LIKE_LLAMA, "`bert.embeddings.LayerNorm.bias`"),

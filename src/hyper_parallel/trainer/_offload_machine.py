@@ -13,6 +13,7 @@ from hyper_parallel.backends.torch.offload import Measured
 from hyper_parallel.config import Offload, Recipe
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Plan
+from hyper_parallel.model import load_model
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
 from hyper_parallel.topology import Supernode, detect_local, load_topology
 from hyper_parallel.units import format_bytes
@@ -121,12 +122,19 @@ def check_offload(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> No
     """Refuse what offload cannot run, before any rank starts.
 
     Raises:
-        CaptureUnsupported: HP511 for expert parallelism without a capacity.
+        CaptureUnsupported: HP511 for experts whose sizes depend on the data.
     """
     strategy = plan.strategy
-    if not recipe.offload.on:
+    if not recipe.offload.on or recipe.moe.capacity_factor is not None:
         return
-    if strategy.ep > 1 and recipe.moe.capacity_factor is None:
+    if recipe.training.dtype == "float64" and load_model(recipe.model.path).num_experts:
+        raise CaptureUnsupported(
+            "a memory plan needs fixed sizes, and in float64 experts run one by one, on as many rows as they get",
+            where=where("training.dtype"),
+            got="training.dtype=float64, moe.capacity_factor=null",
+            hint="moe.capacity_factor=1.25, or training.dtype=float32",
+        )
+    if strategy.ep > 1:
         raise CaptureUnsupported(
             "a memory plan needs fixed sizes, and without a capacity the rows an expert gets depend on the data",
             where=where("parallel.ep"),

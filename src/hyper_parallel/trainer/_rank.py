@@ -298,7 +298,12 @@ class _Run:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "training_s": round(seconds, 3),
-            "memory": "peak anonymous memory above the start"
-            if device.type == "cpu"
-            else "allocator peak",
+            "memory": _memory_source(device, offload=self._recipe.offload.on),
         }
+
+
+def _memory_source(device: torch.device, *, offload: bool) -> str:
+    """What `memory_bytes` of the steps is, in words."""
+    if device.type != "cpu":
+        return "allocator peak"
+    return "counted device bytes" if offload else "peak anonymous memory above the start"

@@ -35,8 +35,12 @@ class GroupedProducts(TorchDispatchMode):
         left = args[0] if args else None
         if func is not torch.ops.aten._grouped_mm.default or left.dtype == torch.bfloat16:
             return func(*args, **kwargs)
-        half = [a.to(torch.bfloat16) if torch.is_tensor(a) else a for a in args[:2]]
-        shape = func(*half, *args[2:], **kwargs).shape
+        right = args[1]
+        shape = (left.shape[-2], right.shape[-1])
+        if left.dim() == right.dim():
+            # Groups are a dim of both, or parts of the one that is summed over.
+            parts = args[2] if len(args) > 2 else kwargs["offs"]
+            shape = (len(left) if left.dim() == 3 else len(parts), *shape)
         # Rows begin at multiples of 16 bytes, as in the kernels.
         unit = 16 // left.element_size()
         row = -(-shape[-1] // unit) * unit

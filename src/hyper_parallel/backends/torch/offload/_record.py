@@ -41,6 +41,7 @@ from hyper_parallel.backends.torch.offload._captured import (
     Named,
     Tables,
     as_view,
+    has_values,
     refuse_layouts,
     refuse_leaks,
     resizes,
@@ -112,6 +113,8 @@ class Recorder(TorchDispatchMode):
         ):
             known = self._refilled(tensor, known)
         if known is None:
+            if self._fake is not None and not isinstance(tensor, FakeTensor):
+                raise has_values(tensor)
             known = self._add(tensor, Entry(name, 0, kind, True, True))
             # Holding the tensor keeps the bytes (and their identity) for the program's whole life.
             self.tables.state[known] = tensor.detach()
