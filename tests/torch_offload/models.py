@@ -41,7 +41,7 @@ _GPT2 = {
 
 
 def tiny_model(family, seed=0, **changes):
-    extra = FAMILIES[family]
+    extra = FAMILIES.get(family, {})
     values = _GPT2 if extra is None else {**_LLAMA_LIKE, **extra}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**values, **changes})

@@ -11,6 +11,7 @@ from hyper_parallel.backends.torch.offload import (
     capture_training,
     training_step,
 )
+from hyper_parallel.errors import CaptureUnsupported, StepChanged
 from hyper_parallel.offload import (
     Channel,
     MemoryMachine,
@@ -204,3 +205,29 @@ def test_decode(family):
             assert measured.peak_bytes == plan.peak_bytes
             assert torch.equal(got, logits)
     assert_same_cache(mine, cache)
+
+
+def test_a_cache_that_counts_in_python_is_recorded_from_the_start_only():
+    """With a sliding window the position is a Python number: a prompt may be repeated after a reset, nothing else."""
+    model = tiny_model("mistral", sliding_window=16).eval()
+    cache = static_cache(model)
+    prompts = [tokens(i, length=12) for i in range(2)]
+    expected = []
+    for prompt in prompts:
+        cache.reset()
+        expected.append(forward(model, cache, prompt))
+    with pytest.raises(CaptureUnsupported, match="HP511"):
+        capture_inference(model, {"input_ids": tokens(9, length=1)}, cache)
+    cache.reset()
+    captured = capture_inference(model, {"input_ids": prompts[0].clone()}, cache)
+    program = ROOFLINE.annotate(captured.program)
+    lengths = [s.name for s in program.storages if s.name.endswith("cumulative_length")]
+    with PlannedDevice(
+        captured, plan_memory(program, MACHINE, max_slowdown=0.05), MACHINE
+    ) as device:
+        for prompt, logits in zip(prompts, expected, strict=True):
+            for name in lengths:
+                device.write_state(name, torch.zeros((), dtype=torch.int64))
+            assert torch.equal(device.step({"input_ids": prompt})[0], logits)
+        with pytest.raises(StepChanged, match="HP512"):
+            device.step({"input_ids": prompts[0]})

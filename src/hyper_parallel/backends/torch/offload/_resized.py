@@ -38,9 +38,8 @@ class ResizeWatch(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs, out)):
             if type(tensor) is torch.Tensor:
                 base = tensor.untyped_storage()
-                if (
-                    base.nbytes()
-                ):  # one that is always empty belongs to a rank without rows of a tensor
+                # One that is always empty belongs to a rank without rows of a tensor.
+                if base.nbytes():
                     self._seen[base._cdata] = weakref.ref(base)
         return out
 

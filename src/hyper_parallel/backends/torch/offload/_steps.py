@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from hyper_parallel.backends.torch._state import local
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.offload._graph import GraphForward
 from hyper_parallel.backends.torch.offload._record import Recorder
+from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import StorageKind
 
 Named = dict[str, tuple[torch.Tensor, StorageKind]]
@@ -115,15 +117,34 @@ def capture_inference(
         inputs: Keyword arguments of the model, such as `input_ids`.
         cache: A `transformers.StaticCache` that is initialised: its tensors keep their storage.
         alignment_bytes: See `MemoryProgram`.
+
+    Raises:
+        CaptureUnsupported: HP511 for a step at a later position of a cache that counts its tokens in Python, as layers
+            with a sliding window do: the program would repeat the recorded position. A prompt from the start is
+            recorded, and stopped (HP512) when the cache was not reset.
     """
 
     def step(**batch: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
+            for layer in cache.layers:
+                if hasattr(layer, "cumulative_length_int") and not is_fake(layer.cumulative_length):
+                    bool(layer.cumulative_length == 0)  # read, so it becomes a guard
             return model(**batch, past_key_values=cache, use_cache=True).logits
 
     named = {**model_state(model), **cache_state(cache)}
     name = f"{type(model).__name__} inference"
-    return record(step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes)
+    before = _counts(cache)
+    captured = record(
+        step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes
+    )
+    late = [key for key, count in _counts(cache).items() if before.get(key, 0) not in (0, count)]
+    if late:
+        raise CaptureUnsupported(
+            "the cache counts its tokens in Python, so the recorded step holds for this position only",
+            got=late[0],
+            hint="record the prompt on a cache that was reset, or generate with `PlannedGeneration`",
+        )
+    return captured
 
 
 def model_state(model: torch.nn.Module) -> Named:
@@ -155,6 +176,16 @@ def cache_state(cache: Any) -> Named:
             if isinstance(value, torch.Tensor):
                 state[f"cache.{index}.{key}"] = (value, "kv" if value.dim() == 4 else "input")
     return state
+
+
+def _counts(cache: Any) -> dict[str, int]:
+    """Python numbers of a cache's layers."""
+    return {
+        f"layer {index}: {type(layer).__name__}.{key}": value
+        for index, layer in enumerate(cache.layers)
+        for key, value in vars(layer).items()
+        if type(value) is int
+    }
 
 
 def record(
