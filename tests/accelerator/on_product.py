@@ -74,7 +74,9 @@ def on_train_two_ranks_with_a_budget(knobs, folder):
     """Parameters are gathered and gradients scattered between two devices, beside the copies, behind slow operators."""
     knobs.set_devices(2)
     knobs.set_operator_delay_us(100)
-    knobs.set_late_poison(1)  # FSDP drops gradients that the update, on another stream, has yet to read
+    knobs.set_late_poison(
+        1
+    )  # FSDP drops gradients that the update, on another stream, has yet to read
     two = ("parallel.dp_shard=2", "training.steps=2")
     assert_as_planned(trained("two", *two, f"offload.budget={BUDGET}"), plain(*two))
 
