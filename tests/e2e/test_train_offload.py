@@ -158,23 +158,23 @@ def test_four_ranks_of_fsdp_and_tensor_parallelism_with_accumulation(place, trai
     assert_same_run(mine, train("four", *given))
 
 
+FOUR_LAYERS = "model.path={place}/four_layers.json"
+
+
 @pytest.mark.parametrize(
     "given",
     [
         ("parallel.cp=2",),
-        ("parallel.pp=2", "training.microbatch=2"),
-        ("parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", FREE,
-         "model.path={place}/four_layers.json"),
+        ("parallel.pp=2", "training.microbatch=2", FOUR_LAYERS),
+        ("parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", FREE, FOUR_LAYERS),
     ],
     ids=["ring attention", "1f1b", "zbv"],
-)  # fmt: skip
-def test_messages_between_two_ranks(place, train, given):
-    name = "-".join(part.rpartition("=")[2].rpartition("/")[2] for part in given)
-    given = (
-        *(part.format(place=place) for part in given),
-        "training.steps=5",
-        "training.eval_every=0",
-    )
+)
+def test_messages_between_two_ranks(place, train, given, request):
+    given = [
+        part.format(place=place) for part in (*given, "training.steps=5", "training.eval_every=0")
+    ]
+    name = request.node.callspec.id
     mine = train(f"{name}-off", *given, "offload.max_slowdown=0.05")
     assert_same_run(mine, train(name, *given), last=5)
 
