@@ -170,6 +170,7 @@ FOUR_LAYERS = "model.path={place}/four_layers.json"
     ],
     ids=["ring attention", "1f1b", "zbv"],
 )
+@pytest.mark.timeout(300)
 def test_messages_between_two_ranks(place, train, given, request):
     given = [
         part.format(place=place) for part in (*given, "training.steps=5", "training.eval_every=0")
