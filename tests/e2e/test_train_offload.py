@@ -24,7 +24,7 @@ from tests.e2e.runs import CONFIG, curve, rows, write_functions
 pytestmark = pytest.mark.e2e
 
 EXPERTS = CONFIG | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+    "num_hidden_layers": 1, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [],
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 385, "n_embd": 32, "n_layer": 1, "n_head": 4}
@@ -36,8 +36,9 @@ FOUR = ("parallel.dp_shard=2", "parallel.tp_x=2", "training.microbatch=2")
 def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("offload")
     (root / "model.json").write_text(json.dumps(CONFIG))
-    (root / "deep.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
     (root / "gpt2.json").write_text(json.dumps(GPT2))
+    (root / "one_layer.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    (root / "four_layers.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
     (root / "experts.json").write_text(json.dumps(EXPERTS))
     write_functions(root / "text.txt", 4000)
     (root / "recipe.yaml").write_text(
@@ -166,34 +167,40 @@ def test_fsdp_whose_shards_are_uneven(place, train, model, ranks):
 
 
 @pytest.mark.timeout(300)
-def test_four_ranks_of_fsdp_and_tensor_parallelism_with_accumulation(train):
-    mine = train("four-off", *FOUR, "offload.max_slowdown=0.05")
-    assert_same_run(mine, train("four", *FOUR))
+def test_four_ranks_of_fsdp_and_tensor_parallelism_with_accumulation(place, train):
+    given = (*FOUR, f"model.path={place}/one_layer.json")
+    mine = train("four-off", *given, "offload.max_slowdown=0.05")
+    assert_same_run(mine, train("four", *given))
+
+
+FOUR_LAYERS = "model.path={place}/four_layers.json"
 
 
 @pytest.mark.parametrize(
     "given",
     [
         ("parallel.cp=2",),
-        ("parallel.pp=2", "training.microbatch=2"),
-        ("parallel.pp=2", "parallel.schedule=zbv",
-         "parallel.virtual_stages=2", FREE),
+        ("parallel.pp=2", "training.microbatch=2", FOUR_LAYERS),
+        ("parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", FREE, FOUR_LAYERS),
     ],
     ids=["ring attention", "1f1b", "zbv"],
-)  # fmt: skip
-def test_messages_between_two_ranks(place, train, given):
-    name = "-".join(part.rpartition("=")[2] for part in given)
-    given = (*given, "training.steps=5", "training.eval_every=0", f"model.path={place}/deep.json")
+)
+@pytest.mark.timeout(300)
+def test_messages_between_two_ranks(place, train, given, request):
+    given = [
+        part.format(place=place) for part in (*given, "training.steps=5", "training.eval_every=0")
+    ]
+    name = request.node.callspec.id
     mine = train(f"{name}-off", *given, "offload.max_slowdown=0.05")
     assert_same_run(mine, train(name, *given), last=5)
 
 
-def test_two_ranks_update_their_shards_on_the_host(train):
+def test_two_ranks_update_their_shards_on_the_host(place, train):
     """Where the link is slow: gradients and parameters cross it, moments do not."""
-    given = ("parallel.dp_shard=2", FREE)
-    slow = ("offload.budget=900KiB", "offload.bandwidth=50MB", "offload.update_on_host=true")
+    given = ("parallel.dp_shard=2", FREE, f"model.path={place}/one_layer.json")
+    slow = ("offload.budget=560KiB", "offload.bandwidth=50MB", "offload.update_on_host=true")
     mine = train("two-host", *given, *slow)
-    assert_same_run(mine, train("two", *given))
+    assert_same_run(mine, train("two-one-layer", *given))
     assert any("update on host" in note for note in Plan.load(mine / "plan.json").notes)
     assert ">host<" in (mine / "report.html").read_text()  # its lane
 
@@ -255,17 +262,16 @@ def test_a_slower_link_than_planned_is_noticed_and_planned_again(place, train):
 
 
 def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
+    given = ("parallel.dp_shard=2", f"model.path={place}/one_layer.json")
     with pytest.raises(BudgetImpossible, match=r"offload\.budget=") as caught:
-        train("impossible", "parallel.dp_shard=2", "offload.budget=20KiB")
+        train("impossible", *given, "offload.budget=20KiB")
     assert not (place / "impossible" / "metrics.jsonl").read_text()
     assert "HP402" in str(caught.value)
     hint = str(caught.value.hint).split("`")[1]
-    mine = train(
-        "least", "parallel.dp_shard=2", hint, "training.steps=2"
-    )  # what it asks for is enough
+    mine = train("least", *given, hint, "training.steps=2")  # what it asks for is enough
     assert rows(mine / "metrics.jsonl")[0]["memory_bytes"] <= int(hint.partition("=")[2])
     with pytest.raises(TierFull):
-        train("no-dram", "offload.budget=700KiB", "offload.dram=10KiB")
+        train("no-dram", *given[1:], "offload.budget=600KiB", "offload.dram=10KiB")
 
 
 def test_the_budget_auto_is_said(train):

@@ -135,6 +135,7 @@ def run(
     world: World,
     gradients: bool = True,
     fused: bool = False,
+    steps: int = STEPS,
 ) -> Run:
     """Train a copy of the reference's model on one layout.
 
@@ -145,13 +146,14 @@ def run(
         gradients: Compare those of the first step one by one.
         fused: With the trainer's optimizer, which updates all parameters in one operation. The plain one does ten on
             each parameter, and DTensor first works out for each of them, on each rank, how the result lies.
+        steps: How many of the reference's.
     """
     case = reference.case
     model = copy.deepcopy(reference.model)
     plan = case.plan(strategy)
     parallelize(model, plan, world)
     expected = reference.gradients if gradients else None
-    return _train(model, case, strategy, world.rank, plan, expected, fused=fused)
+    return _train(model, case, strategy, world.rank, plan, expected, fused=fused, steps=steps)
 
 
 def _train(
@@ -163,6 +165,7 @@ def _train(
     expected: dict[str, Tensor] | None = None,
     keep: dict[str, Tensor] | None = None,
     fused: bool = False,
+    steps: int = STEPS,
 ) -> Run:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
@@ -171,7 +174,7 @@ def _train(
     share = case.sequences // strategy.dp
     first = (where["dp_replicate"] * strategy.dp_shard + where["dp_shard"]) * share
     result = Run([], [], {}, by_group(plan.collectives if plan else ()))
-    for number, (ids, labels) in enumerate(case.batches()):
+    for number, (ids, labels) in enumerate(case.batches()[:steps]):
         count = int((labels != -100).sum())
         data = ids[first : first + share], labels[first : first + share]
         if number == COUNTED_STEP:

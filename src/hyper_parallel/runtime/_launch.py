@@ -33,7 +33,7 @@ from hyper_parallel.errors import ForkUnsafe, HyperParallelError, RankFailed
 INIT_METHOD = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable that tells a forked rank how to meet the others."""
 
-_OMP_PAUSE_HARD = 2
+_OMP_PAUSE_SOFT = 1  # settings stay
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
 _GRACE_S = 2.0
 _STACKS_S = 0.5
@@ -133,7 +133,7 @@ def _end_openmp_threads() -> None:
         pause = ctypes.CDLL(torch._C.__file__).omp_pause_resource_all
     except AttributeError:  # torch without OpenMP, or an OpenMP before 5.0
         return
-    pause(_OMP_PAUSE_HARD)
+    pause(_OMP_PAUSE_SOFT)
 
 
 @contextmanager
