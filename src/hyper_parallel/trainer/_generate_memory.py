@@ -9,6 +9,7 @@ from hyper_parallel.backends.torch.offload import MemoryLimits, MemoryUse
 from hyper_parallel.errors import BadValue, UnknownPeak
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
 from hyper_parallel.topology import detect_local, load_topology
+from hyper_parallel.trainer._files import check_writable
 from hyper_parallel.trainer._offload_machine import flash_channel, host_bytes_s
 from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
 
@@ -37,7 +38,10 @@ class DeviceMemory:
 
         Raises:
             BadValue: HP102 for what is no size.
+            OutputNotWritable: HP105 for a folder that cannot be written.
         """
+        if flash is not None:
+            check_writable(flash, "--flash-dir")
         return cls(
             _size("--device-memory", device),
             None if dram is None else _size("--dram", dram),
