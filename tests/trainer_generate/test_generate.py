@@ -17,7 +17,9 @@ from hyper_parallel.errors import (
     BadValue,
     BudgetImpossible,
     DeviceUnavailable,
+    OutputNotWritable,
     RunUnreadable,
+    UnknownPeak,
     WeightsUnreadable,
 )
 from hyper_parallel.trainer._generate import (
@@ -260,6 +262,14 @@ def test_the_command_with_a_device_smaller_than_the_model(run_dir, tmp_path, mon
     for wrong in (["--device-memory", "much"], ["--dram", "1GiB"]):
         with pytest.raises(BadValue, match="HP102"):
             CliRunner().invoke(app, [*values, *wrong], catch_exceptions=False)
+    half = [*values, "--device-memory", "64KiB", "--dtype", "float16", "--topology", "local-cpu"]
+    with pytest.raises(UnknownPeak, match="hint: --dtype float32"):
+        CliRunner().invoke(app, half, catch_exceptions=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputNotWritable, match="--flash-dir"):
+        CliRunner().invoke(
+            app, [*small, "--flash-dir", str(tmp_path / "file")], catch_exceptions=False
+        )
 
 
 @pytest.mark.sanity

@@ -24,7 +24,6 @@ from hyper_parallel.backends.torch._static_cache import (
 )
 from hyper_parallel.backends.torch.offload import MemoryUse, PlannedGeneration
 from hyper_parallel.errors import BadValue, DeviceUnavailable, RunUnreadable, WeightsUnreadable
-from hyper_parallel.trainer._files import check_writable
 from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, render, stop_ids
 
@@ -275,8 +274,6 @@ class Generator:
         memory: DeviceMemory | None = None,
     ) -> None:
         self.device = pick_device(device)
-        if memory is not None and memory.flash is not None:
-            check_writable(memory.flash, "--flash-dir")
         place = "cpu" if memory is not None else device
         self.model, self.tokenizer = load(directory, device=place, dtype=dtype)
         self.memory = memory

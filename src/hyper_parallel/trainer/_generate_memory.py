@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hyper_parallel.backends.torch.offload import MemoryLimits, MemoryUse
-from hyper_parallel.errors import BadValue
+from hyper_parallel.errors import BadValue, UnknownPeak
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
 from hyper_parallel.topology import detect_local, load_topology
+from hyper_parallel.trainer._files import check_writable
 from hyper_parallel.trainer._offload_machine import flash_channel, host_bytes_s
 from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
 
@@ -37,7 +38,10 @@ class DeviceMemory:
 
         Raises:
             BadValue: HP102 for what is no size.
+            OutputNotWritable: HP105 for a folder that cannot be written.
         """
+        if flash is not None:
+            check_writable(flash, "--flash-dir")
         return cls(
             _size("--device-memory", device),
             None if dram is None else _size("--dram", dram),
@@ -57,7 +61,12 @@ class DeviceMemory:
         if self.flash is not None:
             drive = flash_channel(node)
         machine = MemoryMachine(host, host, drive, drive, dram_bytes=self.dram_bytes)
-        roofline = Roofline(node.peak_flops(dtype), node.device.memory_bytes_s.value)
+        try:
+            flops_s = node.peak_flops(dtype)
+        except UnknownPeak as error:
+            error.hint = "--dtype float32, or a --topology that has a rate for the format"
+            raise
+        roofline = Roofline(flops_s, node.device.memory_bytes_s.value)
         return MemoryLimits(self.device_bytes, machine, roofline, self.flash)
 
 
