@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from hyper_parallel.cost import COPIES, Load, peak_memory, step_cost
 from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.offload import Channel, MemoryMachine, plan_memory, refine_order, reload_bound
+from hyper_parallel.offload._linear import LinearProgram
+from hyper_parallel.offload._usedef import live_bytes, use_definitions
 from hyper_parallel.topology import MemoryPool
 from tests.cost.machines import machine, quantity, small_model
+from tests.offload.programs import training_chain
 
 pytestmark = pytest.mark.unit
 
@@ -83,6 +87,128 @@ def test_a_shorter_step_with_its_copies_is_not_longer(
     assert short.best()[1][0] <= long.best()[1][0] + gained + 1e-9
     faster = dataclasses.replace(long, link_bytes_s=long.link_bytes_s * more)
     assert faster.best()[1][0] <= long.best()[1][0] + 1e-9
+
+
+ANY_LOAD = st.fixed_dictionaries(
+    {
+        "optimizer_bytes": st.floats(0, 40e9), "parameters_bytes": st.floats(0, 40e9),
+        "gradients_bytes": st.sampled_from([0.0, 20e9]), "activations_bytes": st.floats(0, 80e9),
+        "passing_bytes": st.floats(0, 30e9), "products_bytes": st.floats(0, 30e9), "passing_s": st.floats(0, 0.1),
+        "products_s": st.floats(0.1, 1), "forward_s": st.floats(0.3, 1.5), "backward_s": st.floats(0.5, 3),
+        "update_s": st.floats(0, 0.1), "microbatches": st.integers(1, 8), "in_flight": st.integers(1, 4),
+        "link_bytes_s": st.sampled_from([10e9, 25e9, 50e9]),
+    }
+)  # fmt: skip
+
+
+def any_load(values, need_share, end_share):
+    """A load whose states and activations are as many bytes as said, of which shares exceed the budget."""
+    if values["in_flight"] > 1:  # both lanes have forward and backward then
+        both = values["forward_s"] + values["backward_s"]
+        values = {**values, "forward_s": both, "backward_s": both}
+    states = sum(values[f"{name}_bytes"] for name in ("optimizer", "parameters", "gradients"))
+    return load(
+        **values,
+        need_bytes=need_share * (states + values["activations_bytes"]),
+        end_bytes=end_share * states,
+        alternating=float(values["in_flight"] == 1),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=ANY_LOAD, need=st.floats(0.01, 1), end=st.floats(-1, 1), less=st.floats(1, 2))
+def test_a_smaller_budget_or_a_slower_link_never_costs_less(values, need, end, less):
+    one = any_load(values, need, end)
+    slower = dataclasses.replace(one, link_bytes_s=one.link_bytes_s / less)
+    assert slower.best()[1][0] >= one.best()[1][0] - 1e-9
+    taken = 0.1 * less * np.maximum(one.need_bytes, 0.0)
+    larger = dataclasses.replace(
+        one, need_bytes=one.need_bytes - taken, end_bytes=one.end_bytes - taken
+    )
+    assert larger.best()[1][0] <= one.best()[1][0] + 1e-9
+
+
+@settings(max_examples=30, deadline=None)
+@given(values=ANY_LOAD, over=st.floats(0, 100e9))
+def test_what_fits_costs_nothing(values, over):
+    values = {**values, "need_bytes": -over, "end_bytes": -over}
+    away, seconds = load(**values).best()
+    assert seconds[0] == 0.0
+    assert all(getattr(away, f.name)[0] == 0.0 for f in dataclasses.fields(away))
+
+
+def cheapest(one):
+    """Seconds of the cheapest choice by linear programming: gigabytes by kind, and what each lane has to wait."""
+    n = {
+        f.name: float(getattr(one, f.name)[0]) / (1e9 if "bytes" in f.name else 1.0)
+        for f in dataclasses.fields(one)
+    }
+    lp, micro, in_turn = LinearProgram(), n["microbatches"], n["alternating"] > 0
+    passing_s, products_s = (
+        n[f"{name}_s"] / max(n[f"{name}_bytes"], 1e-9) for name in ("passing", "products")
+    )
+    state = [lp.variable(n[f"{x}_bytes"]) for x in ("optimizer", "parameters", "gradients")]
+    kept = lp.variable(n["activations_bytes"])
+    passing = lp.variable(n["passing_bytes"], micro * passing_s)
+    products = lp.variable(n["products_bytes"], micro * products_s)
+    forward, each, last, written = (
+        lp.variable(1e3, cost) for cost in (micro * in_turn, micro - 1.0, 1.0, 1.0)
+    )
+    optimizer, parameters, gradients = state
+    lp.at_least(dict.fromkeys((*state, kept, passing, products), 1.0), n["need_bytes"])
+    lp.at_least(dict.fromkeys(state, 1.0), n["end_bytes"])
+    lp.at_least(dict.fromkeys((kept, passing, products), -1.0), -n["activations_bytes"])
+    per_s = 1.0 / n["link_bytes_s"]
+    moved = {kept: -per_s / n["in_flight"], gradients: -per_s}
+    again = {passing: passing_s, products: products_s}
+    back = {**moved, parameters: -per_s * (1.0 if in_turn else 2.0), **again}
+    if in_turn:
+        lp.at_least({**moved, forward: 1.0}, -n["forward_s"])
+        lp.at_least({parameters: -per_s, forward: 1.0}, -n["forward_s"])
+    lp.at_least({**back, each: 1.0}, -n["backward_s"])
+    lp.at_least({**back, optimizer: -per_s, last: 1.0}, -n["backward_s"])
+    lp.at_least({optimizer: -per_s, parameters: -per_s, written: 1.0}, -n["update_s"])
+    return lp.lower_bound()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(values=ANY_LOAD, need=st.floats(0.01, 1), end=st.floats(-1, 1))
+def test_no_choice_is_much_cheaper(values, need, end):
+    one = any_load(values, need, end)
+    if one.missing_bytes[0] > 0:
+        return
+    step_s = values["microbatches"] * (values["forward_s"] + values["backward_s"])
+    least, found = cheapest(one), one.best()[1][0]
+    assert least - 1e-5 * (step_s + least) <= found <= 1.001 * least + 0.05 * step_s
+
+
+@pytest.mark.parametrize(
+    ("bytes_s", "share"),
+    [(200.0, 0.9), (200.0, 0.7), (400.0, 0.7), (400.0, 0.5), (800.0, 0.5)],
+)
+def test_the_price_lies_between_a_proven_bound_and_a_plan(bytes_s, share):
+    """A chain of layers of which only activations move: nothing is faster than the bound, and a plan exists."""
+    program = training_chain(layers=40, weight=1)
+    order, _ = refine_order(program)
+    chains = use_definitions(program, order)
+    live = live_bytes(program, chains)
+    peak = int(np.argmax(live))
+    ends_s = np.cumsum([program.operators[i].seconds for i in order])
+    resting = [
+        size
+        for size, storage, uses in zip(program.sizes, program.storages, chains.uses, strict=True)
+        if storage.kind == "activation" and uses[0] < peak < uses[-1] and peak not in uses
+    ]
+    budget, channel = int(share * live[peak]), Channel(bytes_s, 0.0)
+    price = load(
+        need_bytes=live[peak] - budget, end_bytes=-1.0, activations_bytes=sum(resting), forward_s=ends_s[peak],
+        backward_s=ends_s[-1] - ends_s[peak], link_bytes_s=bytes_s,
+    ).best()[1][0]  # fmt: skip
+    machine, priced_s = MemoryMachine(channel, channel), ends_s[-1] + price
+    assert reload_bound(program, machine, order, priced_s).num_bytes <= budget
+    plan = plan_memory(program, machine, budget_bytes=budget, recompute=False)
+    assert priced_s <= plan.seconds + 1e-6
+    assert plan.seconds <= 1.08 * priced_s
 
 
 def test_terms_say_what_is_away():

@@ -9,17 +9,15 @@ the work, one lane in each direction, and cost what does not fit under the work.
     computed again           element-wise results, and matmul results, at the seconds of their forward
 
 A global-norm clip needs every gradient, so nothing can be updated, and leave, before the last backward ends. With
-several microbatches in flight forward and backward alternate, and a lane has the seconds of both. First goes what costs
-nothing (states as far as the device must do without them at the end, activations as far as forward hides them,
-optimizer states as far as backward does), then the rest in the order that is cheapest, of a few. Only lanes are
-counted: no latency, and no copy that comes early or late.
+several microbatches in flight forward and backward alternate, and a lane has the seconds of both. What leaves, and what
+is computed again, is the cheapest choice of all, in fractions. Only lanes are counted: no latency, no copy that comes
+early or late, no room that is lost between addresses, and no storage that moves as a whole.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -51,6 +49,10 @@ FREE, STATES, WAITING = range(3)
 
 STAYING: Final = ("device context",)
 """Memory terms that no plan moves."""
+
+
+_ROWS: Final = 512
+"""Rows that are priced together: with more, arrays of all ways leave the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,14 @@ class Load:
 
     def best(self) -> tuple[Away, Array]:
         """What leaves or is computed again at the least cost, and the seconds that it costs."""
+        rows = np.size(self.need_bytes)
+        if np.ndim(self.need_bytes) == 1 and rows > _ROWS:
+            parts = [self._rows(slice(at, at + _ROWS)).best() for at in range(0, rows, _ROWS)]
+            joined = {
+                f.name: np.concatenate([getattr(away, f.name) for away, _ in parts])
+                for f in fields(Away)
+            }
+            return Away(**joined), np.concatenate([seconds for _, seconds in parts])
         ways = self._ways()
         seconds = self.seconds(ways)
         chosen = np.expand_dims(np.argmin(seconds, axis=0), 0)
@@ -156,6 +166,13 @@ class Load:
 
         return Away(**{f.name: of(getattr(ways, f.name)) for f in fields(Away)}), of(seconds)
 
+    def _rows(self, which: slice) -> Load:
+        """Some of the rows."""
+        length = np.shape(self.need_bytes)
+        return Load(
+            **{f.name: np.broadcast_to(getattr(self, f.name), length)[which] for f in fields(self)}
+        )
+
     def _ways(self) -> Away:
         """Ways to keep the budget, along a first axis; the cheapest is among them, or close to one.
 
@@ -166,29 +183,31 @@ class Load:
         """
         link, micro = self.link_bytes_s, self.in_flight
         in_turn = self.alternating > 0
-        first, *again = self._corners()
-        fill = _Fill(self, again)
-        forward_s = self._lanes_s(*again)[0]
+        first, passing, products = self._corners()
+        fill = _Fill(self, passing, products)
+        forward_s = self._lanes_s(passing, products)[0]
+        taken = fill.bytes
 
         def out() -> Array:
             """Bytes of a microbatch that may still leave beside forward."""
-            gone = fill.bytes["activations"] / micro + fill.bytes["gradients"]
-            return np.maximum(link * forward_s - gone, 0.0)
+            room = link * forward_s - taken["activations"] / micro - taken["gradients"]
+            return np.maximum(room, 0.0)
 
         def written() -> Array:
             """Updated bytes that may still leave beside the update."""
-            return link * self.update_s - fill.gone("optimizer", "parameters")
+            room: Array = link * self.update_s - taken["optimizer"] - taken["parameters"]
+            return room
 
         def streamed() -> Array:
             """Parameters that may still come in beside forward."""
-            return np.where(in_turn, link * forward_s - fill.bytes["parameters"], out() / 2.0)
+            return np.where(in_turn, link * forward_s - taken["parameters"], out() / 2.0)
 
         def spread(left: Array, *kinds: str) -> None:
             """Take what is wanted of some kinds, those that wait less first."""
 
-            def take(name: str, most: Array | float = np.inf) -> None:
-                nonlocal left
-                left = fill.take(name, left, most) if name in kinds else left
+            def take(name: str, most: Array | None = None) -> None:
+                if name in kinds:
+                    fill.take(name, left, most)
 
             take("activations", np.where(first == WAITING, np.inf, (first == FREE) * micro * out()))
             take("gradients", np.where(first == WAITING, np.inf, (first == FREE) * out()))
@@ -199,16 +218,17 @@ class Load:
             take("optimizer")
             take("parameters", streamed())
             # What waits to leave, beside parameters that wait to come in.
-            waiting = fill.bytes["parameters"] - link * forward_s
+            waiting = taken["parameters"] - link * forward_s
             take("activations", np.where(in_turn, micro * waiting, 0.0))
             take("parameters", np.where(in_turn, left / 2.0, 0.0))
             for name in ("activations", "gradients", "parameters"):
                 take(name)
 
-        spread(np.maximum(self.end_bytes, 0.0), "optimizer", "parameters", "gradients")
-        left = np.maximum(self.need_bytes - fill.gone(*fill.bytes), 0.0)
-        spread(left, "optimizer", "parameters", "gradients", "activations")
-        return Away(**fill.bytes)
+        zero = np.zeros(passing.shape)
+        if (self.end_bytes > 0.0).any():
+            spread(np.maximum(self.end_bytes, zero), "optimizer", "parameters", "gradients")
+        spread(np.maximum(self.need_bytes - fill.gone(), zero), *HELD)
+        return Away(**taken)
 
     def _corners(self) -> tuple[Array, Array, Array]:
         """What goes first, and bytes that element-wise kernels and matmuls make again, along a first axis.
@@ -284,38 +304,38 @@ class Load:
 
 
 class _Fill:
-    """What leaves, taken bit by bit.
+    """What leaves, taken bit by bit, beside what is computed again.
 
     Attributes:
         bytes: What was taken, by field of `Away`.
+        rest: What may still be taken, by field.
         room: Host memory that is left.
     """
 
-    def __init__(self, load: Load, again: Sequence[Array]) -> None:
-        zero: Array = np.zeros(np.shape(load.need_bytes))
-        self.bytes = {f.name: zero for f in fields(Away)}
-        self.bytes["passing"], self.bytes["products"] = again
-        self.room, self._load = load.host_bytes, load
+    def __init__(self, load: Load, passing: Array, products: Array) -> None:
+        shape = passing.shape
+        copied = {name: getattr(load, name + "_bytes") for name in HELD}
+        self.bytes = {name: np.zeros(shape) for name in HELD}
+        self.bytes |= {"passing": passing, "products": products}
+        self.rest = {name: np.broadcast_to(size, shape).copy() for name, size in copied.items()}
+        self.rest["activations"] -= passing
+        self.rest["activations"] -= products
+        self.room = np.broadcast_to(load.host_bytes, shape).copy()
 
-    def gone(self, *names: str) -> Array:
-        """Bytes taken of some kinds."""
-        found: Array = np.asarray(sum(self.bytes[name] for name in names))
-        return found
+    def gone(self) -> Array:
+        """Bytes of all kinds."""
+        return np.asarray(sum(self.bytes.values()))
 
-    def size(self, name: str) -> Array:
-        """Bytes of a kind that may still be taken."""
-        size: Array = getattr(self._load, name + "_bytes") - self.bytes[name]
-        if name == "activations":
-            size = size - self.gone("passing", "products")
-        return np.asarray(np.maximum(np.minimum(size, self.room), 0.0))
-
-    def take(self, name: str, wanted: Array, most: Array | float = np.inf) -> Array:
-        """Take up to `wanted` of a kind, and at most `most`; returns what is still wanted."""
-        size = np.maximum(np.minimum(np.minimum(wanted, self.size(name)), most), 0.0)
-        self.room = self.room - size
-        self.bytes[name] = self.bytes[name] + size
-        left: Array = wanted - size
-        return left
+    def take(self, name: str, wanted: Array, most: Array | None = None) -> None:
+        """Take up to `wanted` of a kind, which becomes less by that, and at most `most`."""
+        size = np.minimum(wanted, self.rest[name])
+        np.minimum(size, self.room, out=size)
+        if most is not None:
+            np.minimum(size, most, out=size)
+        np.maximum(size, 0.0, out=size)
+        for left in (wanted, self.rest[name], self.room):
+            left -= size
+        self.bytes[name] += size
 
 
 def mixed_term(plain: CostTerm, other: CostTerm, share: float) -> CostTerm | None:
