@@ -50,7 +50,7 @@ from hyper_parallel.offload import (
     refine_order,
 )
 from hyper_parallel.offload._plan import _recompute_sets, unmoved_seconds
-from hyper_parallel.offload._recompute import choose_recomputes
+from hyper_parallel.offload._recompute import Chains, choose_recomputes
 from hyper_parallel.offload._select import Selector
 from hyper_parallel.offload._usedef import live_bytes, use_definitions
 
@@ -199,7 +199,7 @@ def computed_again(
     most = float(live_bytes(program, chains).max())
     found = []
     for _, chosen in _recompute_sets(program, machine, chains, None, True):
-        dropped = choose_recomputes(program, chains, chosen)
+        dropped = choose_recomputes(Chains(program, chains), chosen)
         profile = Selector(program, machine, order, dropped, ()).profile
         found.append((max(most - float(profile.max()), 0.0), dropped.seconds))
     largest = max(found)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.offload import Channel, MemoryMachine, plan_memory, use_definitions
 from hyper_parallel.offload._lanes import Lane
-from hyper_parallel.offload._recompute import cheapest_at_peak, recompute_density
+from hyper_parallel.offload._recompute import Chains, cheapest_at_peak, recompute_density
 from tests.offload.programs import training_chain
 
 pytestmark = pytest.mark.unit
@@ -56,7 +56,7 @@ def test_recomputation_is_spent_where_the_peak_is():
     )
     program = MemoryProgram("two gaps", storages, ops, 1)
     chains = use_definitions(program, range(len(ops)))
-    density = recompute_density(program, chains)
+    density = recompute_density(Chains(program, chains))
     assert set(density) == {1, 3}
     assert cheapest_at_peak(program, chains, density, 1.0) == [1]
     assert cheapest_at_peak(program, chains, density, 0.5) == [3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, MemoryTier
@@ -14,7 +14,7 @@ from hyper_parallel.offload._select import Rank, Selector, assign_tiers
 
 _RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap", "ring")
 _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
-_FINEST, _LONGEST = 1 / 2048, 16.0  # more time that is counted on, as shares of the step
+_SHORT, _LONG = 1 / 256, 8.0  # more time that is counted on, as a share of the step
 _HALVED = 4  # times that the range of the least such share is halved
 _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
 
@@ -121,29 +121,23 @@ class Search:
 
     def _shortest(self, target: int) -> list[_Rule]:
         """The rules that count on the shortest step in which recomputation and copies together reach a target."""
-        assert self.longer is not None
         low = high = 0.0
-        while not (found := self._reaching(high, target)):
-            low, high = high, max(2 * high, _FINEST)
-            if high > _LONGEST:
+        while not any(self._reaching(high, target)):
+            low, high = high, max(2 * high, _SHORT)
+            if high > _LONG:
                 return []
-        for _ in range(_HALVED if high > _FINEST else 0):
+        for _ in range(_HALVED if high else 0):
             middle = (low + high) / 2
-            if shorter := self._reaching(middle, target):
-                high, found = middle, shorter
-            else:
-                low = middle
-        return found
+            low, high = (low, middle) if any(self._reaching(middle, target)) else (middle, high)
+        return list(self._reaching(high, target))
 
-    def _reaching(self, share: float, target: int) -> list[_Rule]:
+    def _reaching(self, share: float, target: int) -> Iterator[_Rule]:
         """The rules that reach a target in a step that is longer by a share."""
         assert self.longer is not None
         name, selector = self.longer(share)
-        return [
-            (name, selector, rank)
-            for rank in _RANKS
-            if selector.select(target, rank)[1].max(initial=0) <= target
-        ]
+        for rank in _RANKS:
+            if selector.select(target, rank)[1].max(initial=0) <= target:
+                yield name, selector, rank
 
     def first(self, target: int, fits: Callable[[Emitted], bool]) -> Emitted | None:
         """Any program for a target that respects the other tiers and fits."""

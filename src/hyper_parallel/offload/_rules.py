@@ -10,6 +10,7 @@ from hyper_parallel.offload._host import HostUpdates
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._portfolio import Emitted, Search
 from hyper_parallel.offload._recompute import (
+    Chains,
     cheapest_at_peak,
     choose_recomputes,
     recompute_density,
@@ -46,7 +47,8 @@ def rules(
     """
     on_host, hosted = where
     chains = use_definitions(program, order, hosted)
-    density = recompute_density(program, chains) if recompute else {}
+    finder = Chains(program, chains)
+    density = recompute_density(finder) if recompute else {}
     movable = [
         s
         for s, storage in enumerate(program.storages)
@@ -57,7 +59,7 @@ def rules(
     def selectors(
         chosen: Sequence[int], ways: Sequence[tuple[str, bool, float | None]]
     ) -> Iterator[tuple[str, Selector]]:
-        again = choose_recomputes(program, chains, chosen)
+        again = choose_recomputes(finder, chosen)
         again.host = HostUpdates.of(program, order, hosted, again.uses)
         for label, stall, stretch in ways:
             yield (
