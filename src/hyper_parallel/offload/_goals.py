@@ -22,7 +22,6 @@ _SQUEEZED = 3  # choices that are emitted again in less room
 _ROOMS = 5  # tried for each, by bisection
 _LEAST_ROOM = 0.7  # of the peak before
 _GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
-_FAILED = 2  # arenas that did not fit before large programs that are not lower are passed over
 _NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
 
 
@@ -68,15 +67,10 @@ def _least_time(
     plans: dict[int, MemoryPlan] = {}
 
     def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
-        lowest, failed = room + 1, 0
         for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
-            if e.peak >= lowest and len(e.actions) > _LARGE_ACTIONS and failed >= _FAILED:
-                continue  # the addresses of what is faster and lower did not fit
-            lowest = min(lowest, e.peak)
             plan = plans[id(e)] = plans.get(id(e)) or finish(e, room)
             if plan.device_bytes <= budget:
                 return e, plan
-            failed += 1
         return None
 
     found: list[Emitted] = []
@@ -131,16 +125,15 @@ def _more_elsewhere(
     def fits(e: Emitted) -> bool:
         return e.peak <= room and finish(e, room).device_bytes <= budget
 
-    def works(others: Sequence[Search]) -> bool:
+    def planned(others: Sequence[Search]) -> Emitted | None:
         for search in others:
             try:
-                _least_time(search, budget, finish)
+                return _least_time(search, budget, finish)[0]
             except BudgetImpossible:
                 continue
-            return True
-        return False
+        return None
 
-    enough = enough_elsewhere(searches, room - room // _GAPS[-2], fits, works)
+    enough = enough_elsewhere(searches, room - room // _GAPS[-2], fits, planned)
     if not enough:
         return None
     return tier_full(budget, machine, {**enough, "device": error.least_bytes})

@@ -93,7 +93,7 @@ class Search:
         found: list[Emitted] = []
         met: list[_Rule] = []
         rules = self.rules
-        if budget is not None and self.longer is not None:
+        if budget is not None:  # those that may give the fastest programs first: what they give limits the others
             rules = [*self._shortest(target), *sorted(rules, key=lambda rule: rule[1].least_s)]
         for rule in rules:
             name, selector, rank = rule
@@ -121,6 +121,8 @@ class Search:
 
     def _shortest(self, target: int) -> list[_Rule]:
         """The rules that count on the shortest step in which recomputation and copies together reach a target."""
+        if self.longer is None:
+            return []
         low = high = 0.0
         while not any(self._reaching(high, target)):
             low, high = high, max(2 * high, _SHORT)
@@ -141,7 +143,7 @@ class Search:
 
     def first(self, target: int, fits: Callable[[Emitted], bool]) -> Emitted | None:
         """Any program for a target that respects the other tiers and fits."""
-        for name, selector, rank in self.rules:
+        for name, selector, rank in (*self._shortest(target), *self.rules):
             emitted = self.emit(selector, target, target, rank, name)
             if emitted is not None and not overfull(self.machine, emitted) and fits(emitted):
                 return emitted
