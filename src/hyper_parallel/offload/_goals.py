@@ -79,7 +79,8 @@ def _least_time(
     for part in _GAPS if floor <= room else ():
         aim = max(room - room // part, 0)
         within_s = best[0].seconds if best else limit_s
-        found += replace(search, best_seen=search.best_seen).portfolio(aim, within_s, budget=(aim + room) // 2)
+        again = replace(search, best_seen=search.best_seen)
+        found += again.portfolio(aim, within_s, budget=(aim + room) // 2)  # half of it for gaps
         best = first(found)
         # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
         if best and min(e.seconds for e in found if e.peak <= room) > _NEAR * best[0].seconds:

@@ -93,7 +93,8 @@ class Search:
         found: list[Emitted] = []
         met: list[_Rule] = []
         rules = self.rules
-        if budget is not None:  # those that may give the fastest programs first: what they give limits the others
+        if budget is not None:
+            # Those that may give the fastest programs go first: what they give limits the others.
             rules = [*self._shortest(target), *sorted(rules, key=lambda rule: rule[1].least_s)]
         for rule in rules:
             name, selector, rank = rule

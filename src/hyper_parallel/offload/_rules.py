@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 
 from hyper_parallel.ir import MemoryProgram, StorageKind
@@ -87,9 +87,7 @@ def rules(
             if len(program.operators) <= _LARGE:
                 ways += anyway
         found += [(name + label + on_host, s) for label, s in selectors(chosen, ways)]
-    return Search(
-        program, machine, order, found, identity, longer if slack_s is None else None
-    )
+    return Search(program, machine, order, found, identity, longer if slack_s is None else None)
 
 
 def _recompute_sets(
@@ -102,7 +100,7 @@ def _recompute_sets(
     """Sets of storages to recompute that are worth trying.
 
     Under a time limit recomputation may spend a part of the slack only: every second of it is exposed, and what is left
-    must absorb the copies. Under a budget there are limits to the seconds per byte: well below a copy's, a copy's, none.
+    must absorb the copies. Under a budget there are limits to the seconds per byte: far below a copy's, a copy's, none.
     """
     sets: list[tuple[str, list[int]]] = [("copies only", [])]
     if slack_s is not None:
