@@ -93,7 +93,7 @@ class Search:
         found: list[Emitted] = []
         met: list[_Rule] = []
         rules = self.rules
-        if budget is not None:
+        if self.longer is not None:
             # Those that may give the fastest programs go first: what they give limits the others.
             rules = [*self._shortest(target), *sorted(rules, key=lambda rule: rule[1].least_s)]
         for rule in rules:
@@ -121,9 +121,11 @@ class Search:
         return found
 
     def _shortest(self, target: int) -> list[_Rule]:
-        """The rules that count on the shortest step in which recomputation and copies together reach a target."""
-        if self.longer is None:
-            return []
+        """The rules that count on the shortest step in which recomputation and copies together reach a target.
+
+        More recomputation keeps more inputs as well, so the range is doubled until the target is first reached. None do
+        when that takes too long; then waiting for copies is left.
+        """
         low = high = 0.0
         while not any(self._reaching(high, target)):
             low, high = high, max(2 * high, _SHORT)
@@ -136,7 +138,8 @@ class Search:
 
     def _reaching(self, share: float, target: int) -> Iterator[_Rule]:
         """The rules that reach a target in a step that is longer by a share."""
-        assert self.longer is not None
+        if self.longer is None:
+            return
         name, selector = self.longer(share)
         for rank in _RANKS:
             if selector.select(target, rank)[1].max(initial=0) <= target:
