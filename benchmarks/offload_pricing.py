@@ -52,8 +52,9 @@ from hyper_parallel.offload import (
     plan_memory,
     refine_order,
 )
-from hyper_parallel.offload._plan import _recompute_sets, unmoved_seconds
-from hyper_parallel.offload._recompute import choose_recomputes
+from hyper_parallel.offload._plan import unmoved_seconds
+from hyper_parallel.offload._recompute import Chains, choose_recomputes, recompute_density
+from hyper_parallel.offload._rules import _recompute_sets
 from hyper_parallel.offload._select import Selector
 from hyper_parallel.offload._usedef import live_bytes, use_definitions
 
@@ -239,11 +240,12 @@ def computed_again(
     together. Cheap is the set that frees most per second, of those that free at least half of what can be freed.
     """
     chains = use_definitions(program, order)
+    finder = Chains(program, chains)
     machine = MemoryMachine(channel, channel)
     most = float(live_bytes(program, chains).max())
     found = []
-    for _, chosen in _recompute_sets(program, machine, chains, None, True):
-        dropped = choose_recomputes(program, chains, chosen)
+    for _, chosen in _recompute_sets(program, machine, chains, recompute_density(finder), None):
+        dropped = choose_recomputes(finder, chosen)
         profile = Selector(program, machine, order, dropped, ()).profile
         found.append((max(most - float(profile.max()), 0.0), dropped.seconds))
     largest = max(found)

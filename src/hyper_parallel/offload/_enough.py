@@ -18,7 +18,10 @@ _Fits = Callable[[Emitted], bool]
 
 
 def enough_elsewhere(
-    searches: Sequence[Search], aim: int, fits: _Fits, works: Callable[[Sequence[Search]], bool]
+    searches: Sequence[Search],
+    aim: int,
+    fits: _Fits,
+    planned: Callable[[Sequence[Search]], Emitted | None],
 ) -> dict[str, int]:
     """Bytes of DRAM or of flash, each with the other as it is, with which planning succeeds; empty when none helps.
 
@@ -26,12 +29,12 @@ def enough_elsewhere(
         searches: What has found nothing.
         aim: Device bytes that programs aim at.
         fits: Whether a program keeps the budget.
-        works: Whether planning with these searches succeeds.
+        planned: What planning with these searches ends with; None: it fails.
     """
     machine = searches[0].machine
 
     def on(changed: MemoryMachine) -> list[Search]:
-        return [Search(s.program, changed, s.order, s.selectors, s.best_seen) for s in searches]
+        return [replace(s, machine=changed, made={}) for s in searches]
 
     def first(changed: MemoryMachine) -> Emitted | None:
         found = (search.first(aim, fits) for search in on(changed))
@@ -43,37 +46,41 @@ def enough_elsewhere(
             machine.dram_bytes,
             lambda n: first(replace(machine, dram_bytes=n)),
             lambda e: e.dram_bytes,
-            lambda n: works(on(replace(machine, dram_bytes=n))),
+            lambda n: planned(on(replace(machine, dram_bytes=n))),
+            same=machine.copy_out is None,
         )
     if machine.copy_out is not None and machine.flash_bytes is not None:
         found["flash"] = _least(
             machine.flash_bytes,
             lambda n: first(replace(machine, flash_bytes=n)),
             lambda e: e.peaks["flash"],
-            lambda n: works(on(replace(machine, flash_bytes=n))),
+            lambda n: planned(on(replace(machine, flash_bytes=n))),
+            same=True,
         )
     return {tier: enough for tier, enough in found.items() if enough is not None}
 
 
 def _least(
     low: int,
-    first: Callable[[int | None], Emitted | None],
+    first: Callable[[int], Emitted | None],
     taken: Callable[[Emitted], int],
-    works: Callable[[int], bool],
+    planned: Callable[[int | None], Emitted | None],
+    *,
+    same: bool,
 ) -> int | None:
     """The smallest capacity of a tier above `low` that was found to be enough; None when no capacity is.
 
     Args:
         low: A capacity that is not enough.
-        first: A program for a capacity; None: unlimited.
+        first: A program for a capacity.
         taken: Bytes that a program takes in the tier.
-        works: Whether a plan is made with a capacity.
+        planned: What planning with a capacity ends with; None: unlimited.
+        same: With what an unlimited plan takes, planning finds that plan again.
     """
-    if (whole := first(None)) is None:
+    if (whole := planned(None)) is None:
         return None
-    high = max(taken(whole), low + 1)
-    large = len(whole.actions) > _LARGE
-    for _ in range(_LARGE_ROUNDS if large else _ROUNDS):
+    most = high = max(taken(whole), low + 1)
+    for _ in range(_LARGE_ROUNDS if len(whole.actions) > _LARGE else _ROUNDS):
         middle = (low + high) // 2
         if middle == low:
             break
@@ -81,9 +88,11 @@ def _least(
             low = middle
         else:
             high = max(taken(now), low + 1)
-    while not works(high):  # with a capacity the planner takes other ways than without one
-        high += high // 16 + 1
-    return high
+    if high < most and planned(high) is not None:
+        return high
+    # With a capacity DRAM is shared between what stays there and what goes on to flash.
+    tried = (most,) if same else (most, 2 * most, 4 * most)
+    return next((n for n in tried if same or planned(n) is not None), None)
 
 
 def tier_full(budget_bytes: int, machine: MemoryMachine, enough: Mapping[str, int]) -> TierFull:

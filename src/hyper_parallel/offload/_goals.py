@@ -22,7 +22,6 @@ _SQUEEZED = 3  # choices that are emitted again in less room
 _ROOMS = 5  # tried for each, by bisection
 _LEAST_ROOM = 0.7  # of the peak before
 _GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
-_FAILED = 2  # arenas that did not fit before large programs that are not lower are passed over
 _NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
 
 
@@ -68,15 +67,10 @@ def _least_time(
     plans: dict[int, MemoryPlan] = {}
 
     def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
-        lowest, failed = room + 1, 0
         for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
-            if e.peak >= lowest and len(e.actions) > _LARGE_ACTIONS and failed >= _FAILED:
-                continue  # the addresses of what is faster and lower did not fit
-            lowest = min(lowest, e.peak)
             plan = plans[id(e)] = plans.get(id(e)) or finish(e, room)
             if plan.device_bytes <= budget:
                 return e, plan
-            failed += 1
         return None
 
     found: list[Emitted] = []
@@ -85,7 +79,8 @@ def _least_time(
     for part in _GAPS if floor <= room else ():
         aim = max(room - room // part, 0)
         within_s = best[0].seconds if best else limit_s
-        found += replace(search, best_seen=search.best_seen).portfolio(aim, within_s, budget=aim)
+        again = replace(search, best_seen=search.best_seen)
+        found += again.portfolio(aim, within_s, budget=(aim + room) // 2)  # half of it for gaps
         best = first(found)
         # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
         if best and min(e.seconds for e in found if e.peak <= room) > _NEAR * best[0].seconds:
@@ -131,16 +126,15 @@ def _more_elsewhere(
     def fits(e: Emitted) -> bool:
         return e.peak <= room and finish(e, room).device_bytes <= budget
 
-    def works(others: Sequence[Search]) -> bool:
+    def planned(others: Sequence[Search]) -> Emitted | None:
         for search in others:
             try:
-                _least_time(search, budget, finish)
+                return _least_time(search, budget, finish)[0]
             except BudgetImpossible:
                 continue
-            return True
-        return False
+        return None
 
-    enough = enough_elsewhere(searches, room - room // _GAPS[-2], fits, works)
+    enough = enough_elsewhere(searches, room - room // _GAPS[-2], fits, planned)
     if not enough:
         return None
     return tier_full(budget, machine, {**enough, "device": error.least_bytes})

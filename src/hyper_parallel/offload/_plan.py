@@ -30,23 +30,11 @@ from hyper_parallel.offload._host_sets import host_sets, readers_late
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._order import order_peak, order_seconds, refine_order
 from hyper_parallel.offload._overlap import DEPTHS, overlapped
-from hyper_parallel.offload._portfolio import Emitted, Search
-from hyper_parallel.offload._recompute import (
-    cheapest_at_peak,
-    choose_recomputes,
-    recompute_density,
-)
-from hyper_parallel.offload._select import Selector
+from hyper_parallel.offload._portfolio import Emitted
+from hyper_parallel.offload._rules import rules
 from hyper_parallel.offload._simulate import Clock
-from hyper_parallel.offload._usedef import (
-    UseDef,
-    identity_actions,
-    use_definitions,
-)
+from hyper_parallel.offload._usedef import identity_actions
 
-_LARGE = 1500  # operators; below, trying everything takes a few seconds
-_SHARES = (0.25, 0.6, 0.95)  # of the allowed time, spent on recomputation
-_LONGER = (0.01, 0.03)  # of the step: recomputation under a budget
 _MARGIN = 0.3  # of the bandwidth, for the least peak: a link that was said 30 % too fast still keeps the time limit
 
 
@@ -209,14 +197,15 @@ def _in_order(
         limit_s = identity.seconds * (1 + max_slowdown)
     slack_s = None if max_slowdown is None or limit_s is None else limit_s - identity.seconds
     searches = [
-        _search(
+        rules(
             program,
             machine,
             readers_late(program, machine, order, where[1]),
             identity,
-            goal,
             slack_s,
             where,
+            move=goal.move,
+            recompute=goal.recompute,
         )
         for where in host_sets(program, machine, order, slack_s or 0.0)
     ]
@@ -256,79 +245,6 @@ def _identity(program: MemoryProgram, order: tuple[int, ...]) -> Emitted:
     return Emitted(
         actions, program.on_device, order_seconds(program, order), peaks, 0, (), None, "identity"
     )
-
-
-def _search(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    order: tuple[int, ...],
-    identity: Emitted,
-    goal: _Goal,
-    slack_s: float | None,
-    where: tuple[str, frozenset[int]],
-) -> Search:
-    """All rules for one set of updates in host memory."""
-    (on_host, hosted), move = where, goal.move
-    chains = use_definitions(program, order, hosted)
-    movable = [
-        s
-        for s, storage in enumerate(program.storages)
-        if (storage.kind in move if move is not None else storage.kind not in ("input", "output"))
-        and (storage.persistent or not storage.at_start)
-    ]
-    large = len(program.operators) > _LARGE
-    selectors = []
-    for name, chosen in _recompute_sets(program, machine, chains, slack_s, goal.recompute):
-        again = choose_recomputes(program, chains, chosen)
-        again.host = HostUpdates.of(program, order, hosted, again.uses)
-        # Gaps shorter than their copies cost waits: for a budget they may be needed, for a time limit they rarely pay.
-        stretch = 1 + (slack_s or 0.0) / max(identity.seconds, 1e-30)
-        ways: list[tuple[str, bool, float | None]] = [("", False, stretch)]
-        if not (large and slack_s is not None):
-            ways += [(", copies as if alone", False, None), (", waits allowed", True, None)]
-        for label, stall, factor in ways:
-            selector = Selector(
-                program, machine, order, again, movable, stall=stall, stretch=factor
-            )
-            selectors.append((name + label + on_host, selector))
-    return Search(program, machine, order, selectors, identity)
-
-
-def _recompute_sets(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    chains: UseDef,
-    slack_s: float | None,
-    recompute: bool,
-) -> list[tuple[str, list[int]]]:
-    """Sets of storages to recompute that are worth trying.
-
-    Under a time limit recomputation may spend a part of the slack only: every second of it is exposed, and what is left
-    must absorb the copies. Under a budget there are limits to the seconds per byte (well below a copy's, a copy's,
-    none) and to the seconds in all.
-    """
-    sets: list[tuple[str, list[int]]] = [("copies only", [])]
-    density = recompute_density(program, chains) if recompute else {}
-    ranked = sorted(density, key=lambda s: (density[s], -program.sizes[s], s))
-    if slack_s is not None:
-        allowed = [(f"recompute for {x:.0%} of the allowed time", x * slack_s) for x in _SHARES]
-    else:
-        transfer = 1 / machine.prefetch.bytes_s
-        for name, limit in (
-            ("recompute far cheaper than a copy", transfer / 8),
-            ("recompute cheaper than a copy", transfer),
-            ("recompute everything repeatable", float("inf")),
-        ):
-            sets.append((name, [s for s in ranked if density[s] <= limit]))
-        allowed = [(f"recompute for {x:.0%} more time", x * program.seconds) for x in _LONGER]
-    sets += [(name, cheapest_at_peak(program, chains, density, x)) for name, x in allowed]
-    seen: set[tuple[int, ...]] = set()
-    distinct = []
-    for name, chosen in sets:
-        if tuple(chosen) not in seen:
-            seen.add(tuple(chosen))
-            distinct.append((name, chosen))
-    return distinct
 
 
 def _finish(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import filterfalse
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, MemoryTier
 from hyper_parallel.offload._emit import Emitter
@@ -15,6 +14,8 @@ from hyper_parallel.offload._select import Rank, Selector, assign_tiers
 
 _RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap", "ring")
 _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
+_SHORT, _LONG = 1 / 256, 8.0  # more time that is counted on, as a share of the step
+_HALVED = 4  # times that the range of the least such share is halved
 _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
 
 _Rule = tuple[str, Selector, Rank]
@@ -62,6 +63,8 @@ class Search:
     order: tuple[int, ...]
     selectors: list[tuple[str, Selector]]
     best_seen: Emitted
+    # A rule that counts on a step that is longer by a share; under a budget.
+    longer: Callable[[float], tuple[str, Selector]] | None = None
     # By selector, rank, candidates taken and bytes that are waited for: the time limit, and what it gave.
     made: dict[tuple[int, Rank, int, int | None], tuple[float, Emitted | None]] = field(
         default_factory=dict
@@ -74,28 +77,6 @@ class Search:
             for name, s in self.selectors
             for rank in (*_RANKS, *(("home",) if s.stretch is None else ()))
         ]
-
-    def _in_turn(self, target: int) -> Iterator[_Rule]:
-        """The rules, those that may give the fastest programs for a target first: what they give limits the others.
-
-        Of what copies cannot take away within the step, each byte costs the time of its way back.
-        """
-
-        def sure(rule: _Rule) -> bool:
-            return rule[1].stretch is not None
-
-        def seconds(rule: _Rule) -> float:
-            lowest = reached.get(id(rule[1].again), target)
-            return rule[1].least_s + max(lowest - target, 0) / self.machine.prefetch.bytes_s
-
-        reached: dict[int, int] = {}
-        for rule in sorted(filter(sure, self.rules), key=lambda rule: rule[1].least_s):
-            yield rule
-            _, selector, rank = rule
-            if rank in selector.sequences:
-                lowest = selector.sequences[rank].peaks[-1]
-                reached[id(selector.again)] = min(reached.get(id(selector.again), lowest), lowest)
-        yield from sorted(filterfalse(sure, self.rules), key=seconds)
 
     def portfolio(
         self, target: int, limit_s: float = float("inf"), budget: int | None = None
@@ -111,7 +92,11 @@ class Search:
         """
         found: list[Emitted] = []
         met: list[_Rule] = []
-        for rule in self._in_turn(target):
+        rules = self.rules
+        if self.longer is not None:
+            # Those that may give the fastest programs go first: what they give limits the others.
+            rules = [*self._shortest(target), *sorted(rules, key=lambda rule: rule[1].least_s)]
+        for rule in rules:
             name, selector, rank = rule
             if selector.least_s > limit_s * (1 + 1e-9):
                 continue
@@ -135,9 +120,34 @@ class Search:
         self.rules = met or self.rules
         return found
 
+    def _shortest(self, target: int) -> list[_Rule]:
+        """The rules that count on the shortest step in which recomputation and copies together reach a target.
+
+        More recomputation keeps more inputs as well, so the range is doubled until the target is first reached. None do
+        when that takes too long; then waiting for copies is left.
+        """
+        low = high = 0.0
+        while not any(self._reaching(high, target)):
+            low, high = high, max(2 * high, _SHORT)
+            if high > _LONG:
+                return []
+        for _ in range(_HALVED if high else 0):
+            middle = (low + high) / 2
+            low, high = (low, middle) if any(self._reaching(middle, target)) else (middle, high)
+        return list(self._reaching(high, target))
+
+    def _reaching(self, share: float, target: int) -> Iterator[_Rule]:
+        """The rules that reach a target in a step that is longer by a share."""
+        if self.longer is None:
+            return
+        name, selector = self.longer(share)
+        for rank in _RANKS:
+            if selector.select(target, rank)[1].max(initial=0) <= target:
+                yield name, selector, rank
+
     def first(self, target: int, fits: Callable[[Emitted], bool]) -> Emitted | None:
         """Any program for a target that respects the other tiers and fits."""
-        for name, selector, rank in self.rules:
+        for name, selector, rank in (*self._shortest(target), *self.rules):
             emitted = self.emit(selector, target, target, rank, name)
             if emitted is not None and not overfull(self.machine, emitted) and fits(emitted):
                 return emitted

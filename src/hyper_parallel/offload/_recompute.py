@@ -164,11 +164,11 @@ class Chains:
         return dear or sum(self.program.sizes[x] for x in below.kept) > self.program.sizes[s]
 
 
-def recompute_density(program: MemoryProgram, chains: UseDef) -> dict[int, float]:
+def recompute_density(finder: Chains) -> dict[int, float]:
     """Seconds per freed byte of every storage that may be recomputed over its longest idle gap."""
-    finder = Chains(program, chains)
-    found = ((s, finder.of_longest_gap(s)) for s in range(len(program.storages)))
-    return {s: chain.seconds / program.sizes[s] for s, chain in found if chain is not None}
+    sizes = finder.program.sizes
+    found = ((s, finder.of_longest_gap(s)) for s in range(len(sizes)))
+    return {s: chain.seconds / sizes[s] for s, chain in found if chain is not None}
 
 
 def cheapest_at_peak(
@@ -208,19 +208,14 @@ def cheapest_at_peak(
     return chosen
 
 
-def choose_recomputes(
-    program: MemoryProgram, chains: UseDef, chosen: Collection[int]
-) -> Recomputes:
+def choose_recomputes(finder: Chains, chosen: Collection[int]) -> Recomputes:
     """Place the recomputation of the chosen storages.
 
     Later-made storages go first: what they need again becomes a use of an earlier-made one, whose own drop then ends
     there.
     """
+    program, chains, place = finder.program, finder.chains, finder.place
     found = Recomputes([list(u) for u in chains.uses])
-    if not chosen:
-        return found
-    finder = Chains(program, chains)
-    place = finder.place
     sent = {s for op in program.operators if op.message for s in op.touched}
     for s in sorted(chosen, key=lambda s: -place[chains.maker[s]]):
         gap = None if s in found.gaps else _longest_gap(found.uses[s])
