@@ -115,7 +115,7 @@ def assert_same_run(mine, reference, last=20):
 def test_one_rank_through_three_tiers(place, train):
     flash = place / "flash"
     mine = train(
-        "one-off", FREE, "offload.budget=1000KiB", "offload.dram=400KiB", f"offload.flash_dir={flash}"
+        "one-off", FREE, "offload.budget=1000KiB", "offload.dram=200KiB", f"offload.flash_dir={flash}"
     )  # fmt: skip
     assert assert_same_run(mine, train("one", FREE)) <= 1000 * 1024
     assert rows(mine / "metrics.jsonl")[-1]["offload"]["flash_bytes"] > 0
@@ -363,7 +363,7 @@ def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, f
     said = {"truncated": "wrong size", "full": "No space left", "dies": "the thread died"}[fault]
     with pytest.raises(TransferFailed, match=said):
         train(
-            f"fault-{fault}", FREE, "offload.budget=1000KiB", "offload.dram=400KiB",
+            f"fault-{fault}", FREE, "offload.budget=1000KiB", "offload.dram=200KiB",
             f"offload.flash_dir={place}/flash-{fault}",
         )  # fmt: skip
     assert len(rows(place / f"fault-{fault}" / "metrics.jsonl")) < 20
