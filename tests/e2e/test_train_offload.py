@@ -346,7 +346,7 @@ def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, f
 
     def reading(self, storage, target):
         calls.append(storage)
-        if len(calls) > 200 and target.nbytes() > 64:
+        if len(calls) > 50 and target.nbytes() > 64:
             if fault == "dies":
                 raise RuntimeError("the thread died")
             if fault == "truncated":
@@ -354,7 +354,7 @@ def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, f
         read(self, storage, target)
 
     def writing(self, storage, source):
-        if fault == "full" and len(calls) > 200:
+        if fault == "full" and len(calls) > 50:
             monkeypatch.setattr(os, "fsync", _no_space)
         write(self, storage, source)
 

@@ -103,29 +103,31 @@ def _interior_point(a: np.ndarray, b: np.ndarray, c: np.ndarray, iterations: int
     s = np.maximum(h - _rows(a, x), 1.0)
     z = np.ones(len(h))
     best = _bound(a, b, c, np.zeros(m))
-    for _ in range(iterations):
-        primal, dual = _rows(a, x) + s - h, c + _columns(a, z)
-        mu = float(s @ z) / len(h)
-        weight = z / s
-        matrix = (a.T * weight[:m]) @ a
-        matrix[np.diag_indices(n)] += weight[m : m + n] + weight[m + n :]
-        try:
-            inverse = np.linalg.inv(matrix)
-        except np.linalg.LinAlgError:
-            break  # at the end of what double precision gives; the best bound so far holds
-        newton = _Newton(a, inverse, primal, dual, s, z)
-        _, ds, dz = newton.step(0.0)
-        after = float((s + _reach(s, ds) * ds) @ (z + _reach(z, dz) * dz)) / len(h)
-        dx, ds, dz = newton.step((after / mu) ** 3 * mu - ds * dz)
-        reach_s, reach_z = 0.99 * _reach(s, ds), 0.99 * _reach(z, dz)
-        x, s, z = x + reach_s * dx, s + reach_s * ds, z + reach_z * dz
-        best = max(best, _bound(a, b, c, z[:m]))
-        if abs(float(c @ x) - best) <= 1e-6 * abs(best) and np.abs(primal).max() < 1e-6:
-            break
+    try:
+        with np.errstate(over="raise", divide="raise", invalid="raise"):
+            for _ in range(iterations):
+                primal, dual = _rows(a, x) + s - h, c + _columns(a, z)
+                mu = float(s @ z) / len(h)
+                weight = z / s
+                matrix = (a.T * weight[:m]) @ a
+                matrix[np.diag_indices(n)] += weight[m : m + n] + weight[m + n :]
+                newton = _Newton(a, np.linalg.inv(matrix), primal, dual, s, z)
+                _, ds, dz = newton.step(0.0)
+                after = float((s + _reach(s, ds) * ds) @ (z + _reach(z, dz) * dz)) / len(h)
+                dx, ds, dz = newton.step((after / mu) ** 3 * mu - ds * dz)
+                reach_s, reach_z = 0.99 * _reach(s, ds), 0.99 * _reach(z, dz)
+                x, s, z = x + reach_s * dx, s + reach_s * ds, z + reach_z * dz
+                best = max(best, _bound(a, b, c, z[:m]))
+                if abs(float(c @ x) - best) <= 1e-6 * abs(best) and np.abs(primal).max() < 1e-6:
+                    break
+    except (np.linalg.LinAlgError, FloatingPointError):
+        pass  # at the end of what double precision gives; the best bound so far holds
     return best
 
 
 def _reach(value: np.ndarray, change: np.ndarray) -> float:
     """Longest step, at most 1, that keeps everything positive."""
     falls = change < 0
-    return min(1.0, float((-value[falls] / change[falls]).min(initial=1.0 / 0.99)))
+    with np.errstate(over="ignore"):  # a change of next to nothing reaches as far as one likes
+        steps = -value[falls] / change[falls]
+    return min(1.0, float(steps.min(initial=1.0 / 0.99)))
