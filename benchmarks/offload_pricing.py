@@ -53,7 +53,12 @@ from hyper_parallel.offload import (
     refine_order,
 )
 from hyper_parallel.offload._plan import unmoved_seconds
-from hyper_parallel.offload._recompute import Chains, choose_recomputes, recompute_density
+from hyper_parallel.offload._recompute import (
+    Chains,
+    cheapest_at_peak,
+    choose_recomputes,
+    recompute_density,
+)
 from hyper_parallel.offload._rules import _recompute_sets
 from hyper_parallel.offload._select import Selector
 from hyper_parallel.offload._usedef import live_bytes, use_definitions
@@ -68,6 +73,8 @@ SHARES = (0.75, 0.55, 0.4)
 """Budgets, as shares of the peak with everything kept."""
 BUDGETS = (64e9, 50e9, 40e9)
 """Budgets of the 8B step, in bytes; its peak is 83.1 GB."""
+LONGER = (0.01, 0.03)
+"""Shares of the step for which the cheapest results at its peak are made again."""
 COLLECTIVES_BYTES_S = 1.8e9
 """What a rank of fsdp sends and receives."""
 
@@ -241,10 +248,13 @@ def computed_again(
     """
     chains = use_definitions(program, order)
     finder = Chains(program, chains)
+    density = recompute_density(finder)
     machine = MemoryMachine(channel, channel)
+    sets = [chosen for _, chosen in _recompute_sets(program, machine, chains, density, None)]
+    sets += [cheapest_at_peak(program, chains, density, x * program.seconds) for x in LONGER]
     most = float(live_bytes(program, chains).max())
     found = []
-    for _, chosen in _recompute_sets(program, machine, chains, recompute_density(finder), None):
+    for chosen in sets:
         dropped = choose_recomputes(finder, chosen)
         profile = Selector(program, machine, order, dropped, ()).profile
         found.append((max(most - float(profile.max()), 0.0), dropped.seconds))
