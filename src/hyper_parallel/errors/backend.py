@@ -32,17 +32,18 @@ class CaptureUnsupported(HyperParallelError):
 
 
 class StepChanged(HyperParallelError):
-    """A captured step met values or shapes that it was not captured for.
+    """A captured step met values, shapes, a model or an optimizer that it was not captured for.
 
-    A branch of the model depends on a value; the capture recorded the branch that was taken. Fix: capture again with
-    the new inputs, or run this step without the plan.
+    A branch of the model depends on a value; the capture recorded the branch that was taken. Or something has changed
+    that is in no tensor: a learning rate, a hook, `eval()`, a parameter that was exchanged. Fix: undo the change, or
+    capture again, or run this step without the plan.
     """
 
     code = "HP512"
 
 
 class TransferFailed(HyperParallelError):
-    """A copy between memory tiers failed: disk full, file truncated, copy thread died.
+    """A copy between memory tiers failed: disk full, file truncated or changed, copy thread died.
 
     The step is stopped; nothing reads bytes that did not arrive. Fix: the message names the tier and the cause.
     """

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.offload._calls import Call, View
+from hyper_parallel.backends.torch.offload._origin import Origin
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, StorageKind
 
@@ -32,6 +33,8 @@ class Captured:
         device: Where the operators run.
         on_host: Storages that lie in host memory although that is an accelerator: numbers that kernels are given. They
             never move; they count as device bytes.
+        owners: (storage, tensor) of everything that lay in one from the start, as the step's code has it.
+        origin: The model and optimizer that may not change while the program runs, when they are known.
     """
 
     program: MemoryProgram
@@ -42,6 +45,13 @@ class Captured:
     eager_peak_bytes: int = 0
     device: torch.device = _CPU
     on_host: frozenset[int] = frozenset()
+    owners: tuple[tuple[int, torch.Tensor], ...] = ()
+    origin: Origin | None = None
+
+    @property
+    def given(self) -> set[int]:
+        """Storages of the step's inputs, which stay with the caller."""
+        return {view.storage for view in self.inputs.values()}
 
 
 @dataclass

@@ -105,6 +105,7 @@ class PlannedDevice(HeldState):
             TierFull: HP403 when a tier's capacity is exceeded.
         """
         self._check_usable()
+        self._owners.check()
         self._write_inputs(inputs)
         hardware, timed = self.hardware, self.hardware.timed
         clock = self._clock
@@ -181,12 +182,14 @@ class PlannedDevice(HeldState):
             view = expected[name]
             if tuple(value.shape) != view.size or value.dtype != view.dtype:
                 raise StepChanged(
-                    f"input `{name}` does not have the captured shape",
+                    f"input `{name}` does not have the captured shape or type",
                     got=f"{tuple(value.shape)} {value.dtype}",
                     allowed=f"{view.size} {view.dtype}",
                     hint="capture and plan a step of this shape, or pad to the captured one",
                 )
             view.on(self._base(view.storage)).copy_(value)
+        for storage, tensor in self._owners.changes():
+            self._base(storage).copy_(tensor.untyped_storage())
 
     def _base(self, storage: int) -> torch.UntypedStorage:
         return self._on["device"][storage]

@@ -238,12 +238,11 @@ class PlannedGeneration:
         """Logits [V] after the prompt."""
         if self.limits.flash is not None:
             self._files = self._stack.enter_context(own_folder(self.limits.flash, "generate"))
-        flash = self._folder("prompt")
         self._device = PlannedDevice(
             self._captured[0],
             self._plans[0],
             self.limits.machine,
-            flash=flash,
+            flash=self._files,
             arena_bytes=self._arena_bytes,
         )
         self.position = len(ids)
@@ -259,7 +258,7 @@ class PlannedGeneration:
                 self._captured[1],
                 self._plans[1],
                 self.limits.machine,
-                flash=self._folder("decode"),
+                flash=self._files,
             )
             self._count({"device": self._device.hardware.gauge.peak_bytes})
         inputs = decode_inputs(self.model, token, self.position, self.length)
@@ -271,13 +270,6 @@ class PlannedGeneration:
         with self._stack:
             if self._device is not None:
                 self._device.close()
-
-    def _folder(self, name: str) -> Path | None:
-        if self._files is None:
-            return None
-        folder = self._files / name
-        folder.mkdir()
-        return folder
 
     def _run(self, inputs: dict[str, Tensor]) -> Tensor:
         assert self._device is not None
@@ -339,7 +331,7 @@ def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, T
                 hint="register it with `register_buffer`",
             )
         state[s] = owners[name]
-    return replace(captured, state=state)
+    return replace(captured, state=state, owners=())
 
 
 def _own_storages(model: Any) -> None:

@@ -14,6 +14,7 @@ from hyper_parallel.backends.torch.offload._calls import View
 from hyper_parallel.backends.torch.offload._captured import Captured, as_view
 from hyper_parallel.backends.torch.offload._copies import Copies
 from hyper_parallel.backends.torch.offload._hardware import Hardware
+from hyper_parallel.backends.torch.offload._owners import Owners
 from hyper_parallel.backends.torch.offload._prepared import Addresses, Held, Prepared
 from hyper_parallel.backends.torch.offload._streams import DeviceApi
 from hyper_parallel.backends.torch.offload._tiers import FileTier
@@ -77,7 +78,8 @@ class HeldState:
         self._arena: torch.UntypedStorage | None = None
         self._failed = False
         self._closed = False
-        self._take_state()
+        self._owners = Owners(captured)
+        self._begin_to_hold()
 
     def _find_hardware(self, queues: DeviceApi | None) -> Hardware:
         return Hardware(
@@ -90,11 +92,6 @@ class HeldState:
 
     def _is_input(self, storage: int) -> bool:
         return self.plan.program.storages[storage].kind == "input"
-
-    @property
-    def _given(self) -> set[int]:
-        """Storages of the step's inputs, which stay with the caller."""
-        return {view.storage for view in self.captured.inputs.values()}
 
     def _enter(self, s: int, base: torch.UntypedStorage) -> None:
         """A storage comes to its range on the device."""
@@ -122,59 +119,91 @@ class HeldState:
         self._actions = addresses.actions
         return addresses
 
+    def _begin_to_hold(self) -> None:
+        """Take the state from the tensors that own it, and see to it that nobody else uses them meanwhile."""
+        try:
+            self._owners.check()
+        except StepChanged:
+            self._end()  # nobody would see what the recorded tensors hold
+            raise
+        self._take_state()
+        self._owners.hold()
+
     def _take_state(self) -> None:
         """Move the state's bytes into buffers of the device, and empty the tensors that owned them.
 
-        A storage that another tensor still holds would not be free when the plan detaches it.
+        A storage that another tensor still holds would not be free when the plan detaches it. When the bytes cannot be
+        moved they go back, and the device is closed.
         """
         waiting: Held = {}
-        for s, tensor in self.captured.state.items():
-            home = self.plan.homes[s]
-            base = tensor.untyped_storage()
-            if home == "flash":
-                self._files.take(s, base.nbytes())
-                self._files.write(s, _host_copy(base))
-            elif home == "dram":
-                self._on[home][s] = self.hardware.in_dram(base.nbytes())
-                self._on[home][s].copy_(base)
-            else:
-                # The device may not have room for the arena beside what is there now.
-                waiting[s] = _host_copy(base)
-            if not self._is_input(s):
-                # All tensors on this storage share it, so emptying it in place frees the bytes of all of them. Inputs
-                # stay with the caller, who may pass the very same tensors again.
-                base.resize_(0)
         try:
-            addresses = self._take_arena()
-        except torch.OutOfMemoryError as error:
-            self._put_back(waiting)
-            raise self._no_room(error) from error
-        for s, target in addresses.at_start.items():
-            self._enter(s, target)
-            target.copy_(waiting.pop(s))
+            self._owners.check_bytes()
+        except StepChanged:
+            self._end()
+            raise
+        try:
+            for s, tensor in self.captured.state.items():
+                home = self.plan.homes[s]
+                base = tensor.untyped_storage()
+                if home == "flash":
+                    self._files.take(s, base.nbytes())
+                    self._files.write(s, _host_copy(base))
+                elif home == "dram":
+                    self._on[home][s] = self.hardware.in_dram(base.nbytes())
+                    self._on[home][s].copy_(base)
+                else:
+                    # The device may not have room for the arena beside what is there now.
+                    waiting[s] = _host_copy(base)
+                if not self._is_input(s):
+                    # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
+                    # Inputs stay with the caller, who may pass the very same tensors again.
+                    base.resize_(0)
+            for s, target in self._take_arena().at_start.items():
+                target.copy_(waiting[s])
+                self._enter(s, target)
+                del waiting[s]
+        except BaseException as error:
+            with self._moving():
+                self._take_back(waiting)
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise self._no_room(error) from error
+                raise
+
+    def _take_back(self, waiting: Held) -> None:
+        """Of a state that was taken in part, give what was emptied its bytes again; the device is closed."""
+        for s, tensor in self.captured.state.items():
+            base = tensor.untyped_storage()
+            if base.nbytes() != self._num_bytes(s):
+                base.resize_(self._num_bytes(s))
+                base.copy_(waiting[s] if s in waiting else self._bytes(s))
+        self._end()
+
+    def _num_bytes(self, s: int) -> int:
+        return self.captured.program.storages[s].num_bytes
 
     def _give_state(self) -> None:
         """Give the state's bytes back to the tensors that owned them."""
+        self._owners.release()
+        mine = {s: t for s, t in self.captured.state.items() if not self._owners.keep(s)}
         kept: Held = {}
         if not self._failed:
-            kept = {
-                s: _host_copy(self._bytes(s))
-                for s in self.captured.state
-                if s not in self._given and self.plan.homes[s] == "device"
-            }
+            kept = {s: _host_copy(self._bytes(s)) for s in mine if self.plan.homes[s] == "device"}
         self._give_up()
-        self._put_back(kept)
+        for s, tensor in mine.items():
+            base = tensor.untyped_storage()
+            base.resize_(self._num_bytes(s))
+            if self._failed:
+                base.fill_(0xFF)
+            else:
+                base.copy_(kept.pop(s) if s in kept else self._bytes(s))
+        self._files.clear()
+        self._on["dram"].clear()
 
-    def _put_back(self, kept: Held) -> None:
-        """Fill the tensors that owned the state from these copies, where there are any, and from the other tiers."""
-        for s, tensor in self.captured.state.items():
-            if s not in self._given:
-                base = tensor.untyped_storage()
-                base.resize_(self.captured.program.storages[s].num_bytes)
-                if self._failed:
-                    base.fill_(0xFF)
-                else:
-                    base.copy_(kept.pop(s) if s in kept else self._bytes(s))
+    def _end(self) -> None:
+        """The state is where it came from, and stays there."""
+        self._closed = True
+        self.hardware.lanes.close()
+        self._give_up()
         self._files.clear()
         self._on["dram"].clear()
 
@@ -201,8 +230,7 @@ class HeldState:
         try:
             yield
         finally:
-            with self._moving():
-                self._take_state()
+            self._begin_to_hold()
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -210,7 +238,7 @@ class HeldState:
         try:
             yield
         except BaseException as error:
-            self._failed = True
+            self._failed = not self._closed
             if isinstance(error, HyperParallelError) or not isinstance(error, Exception):
                 raise
             raise TransferFailed(
@@ -226,10 +254,10 @@ class HeldState:
         """
         if self._closed:
             return
-        self._closed = True
-        self.hardware.lanes.close()
         with self._moving():
+            self.hardware.lanes.close()
             self._give_state()
+            self._closed = True
 
     def __enter__(self) -> Self:
         return self

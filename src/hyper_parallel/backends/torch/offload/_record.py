@@ -87,9 +87,8 @@ class Recorder(TorchDispatchMode):
         self._named = named
         self._empty = {base._cdata: ref for ref in empty if (base := ref()) is not None}
         self._filled: dict[int, weakref.ref[Any]] = {}
-        self._messages: list[
-            tuple[Any, Any, tuple[int, ...]]
-        ] = []  # issued together, not yet recorded
+        # Issued together, not yet recorded.
+        self._messages: list[tuple[Any, Any, tuple[int, ...]]] = []
         self._sent: list[View] = []  # on their way, alone
         self._fake: Any = None
         self._training = training
@@ -98,8 +97,9 @@ class Recorder(TorchDispatchMode):
         self._index: dict[int, int] = {}  # id of a living torch storage -> our index
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._live = self.eager_peak = 0
+        self._owners: dict[int, tuple[int, torch.Tensor]] = {}  # by the tensor's id
         for name, (tensor, kind) in named.items():
-            self.view(tensor, name, kind)
+            self._owners[id(tensor)] = self.view(tensor, name, kind).storage, tensor
 
     def view(
         self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
@@ -118,6 +118,7 @@ class Recorder(TorchDispatchMode):
             known = self._add(tensor, Entry(name, 0, kind, True, True))
             # Holding the tensor keeps the bytes (and their identity) for the program's whole life.
             self.tables.state[known] = tensor.detach()
+            self._owners[id(tensor)] = known, tensor
         return as_view(tensor, known)
 
     def _end_emptied(self) -> None:
@@ -395,4 +396,5 @@ class Recorder(TorchDispatchMode):
             self.eager_peak,
             device,
             on_host,
+            tuple(self._owners.values()),
         )

@@ -12,6 +12,7 @@ from hyper_parallel.backends.torch._state import local
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.offload._graph import GraphForward
+from hyper_parallel.backends.torch.offload._origin import Origin
 from hyper_parallel.backends.torch.offload._record import Recorder
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import StorageKind
@@ -52,7 +53,11 @@ def capture_training(
 
     named = {**model_state(model), **optimizer_state(model, optimizer)}
     name = f"{type(model).__name__} train"
-    return record(step, inputs, named, name=name, training=True, alignment_bytes=alignment_bytes)
+    captured = record(
+        step, inputs, named, name=name, training=True, alignment_bytes=alignment_bytes
+    )
+    captured.origin = Origin(model, optimizer)
+    return captured
 
 
 def training_step(
@@ -144,6 +149,7 @@ def capture_inference(
             got=late[0],
             hint="record the prompt on a cache that was reset, or generate with `PlannedGeneration`",
         )
+    captured.origin = Origin(model)
     return captured
 
 
@@ -212,6 +218,7 @@ def record(
     Raises:
         CaptureUnsupported: HP511 for what cannot be repeated faithfully.
     """
+    inputs = _apart(inputs, named)
     everything: dict[str, tuple[torch.Tensor, StorageKind]] = {
         **{k: (t, "input") for k, t in inputs.items()},
         **named,
@@ -232,3 +239,21 @@ def record(
         for hook in hooks:
             hook.remove()
     return recorder.captured(result, inputs, name)
+
+
+def _apart(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
+    """The inputs, each on bytes of its own: labels may be the very token ids now, and others in the next step."""
+    seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
+    apart = {}
+    for name, tensor in inputs.items():
+        key = tensor.untyped_storage()._cdata
+        repeats = any(
+            n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        apart[name] = (
+            tensor.clone(memory_format=torch.contiguous_format)
+            if repeats or key in seen
+            else tensor
+        )
+        seen.add(key)
+    return apart

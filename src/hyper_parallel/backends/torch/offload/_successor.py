@@ -69,7 +69,7 @@ class SuccessorDevice(PlannedDevice):
         captured: The next step.
         plan: A plan for it.
         machine: See `PlannedDevice`.
-        flash: Folder of the file tier, another one than that of `before`.
+        flash: Folder of the file tier, on the same disk as that of `before`.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class SuccessorDevice(PlannedDevice):
 
     def _take_state(self) -> None:
         before = self._before
-        for view in before.captured.inputs.values():
-            before._leave(view.storage)
+        for s in before.captured.given:
+            before._leave(s)
         self._arena, before._arena, before._actions = before._arena, None, []
         ranges = self._take_arena().at_start
         self.hardware.pool.reserve(spare_buffers(before.plan, self.plan))
@@ -121,15 +121,16 @@ class SuccessorDevice(PlannedDevice):
                     got=", ".join(f"{live} bytes in {tier}" for tier, live in self.hardware.live),
                     hint="allow more DRAM or more device memory",
                 )
-        for view in self.captured.inputs.values():
-            self._enter(view.storage, ranges[view.storage])
+        for s in self.captured.given:
+            self._enter(s, ranges[s])
         # The bytes are here now; closing the old device must not touch the tensors that own them.
         before._closed = True
+        before._owners.release()
 
     def _on_the_move(self) -> list[_Moving]:
         """The persistent storages where the old plan has them."""
         before = self._before
-        given = {view.storage for view in before.captured.inputs.values()}
+        given = before.captured.given
         known = {
             before.plan.program.storages[s].name: s for s in before.captured.state if s not in given
         }
@@ -158,8 +159,7 @@ class SuccessorDevice(PlannedDevice):
         size = self.plan.program.storages[s].num_bytes
         before = self._before
         if now == home == "flash":
-            before._files.path(moving.old).replace(self._files.path(s))
-            self._files._sizes[s] = before._files._sizes.pop(moving.old)
+            self._files.adopt(s, before._files, moving.old)
             return True
         if home == "device" and not self._is_free(moving, waiting):
             return False

@@ -7,16 +7,20 @@ reference held by mistake shows as a higher measured peak.
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hyper_parallel.errors import TierFull, TransferFailed
+
+_OVERWRITTEN = "the file was truncated or overwritten; run the step again from the last checkpoint"
 
 
 class Meter:
@@ -129,9 +133,7 @@ class AllocatorGauge:
 
 @contextmanager
 def own_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A folder for files that nobody else uses, removed with all that is in it at the end of the context.
-
-    Files are named after storages, so two runs in one folder would read each other's.
+    """A folder for the files of one run, removed with all that is in it at the end of the context.
 
     Args:
         parent: Where; created when it is missing.
@@ -154,29 +156,34 @@ def own_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 class FileTier:
-    """Storages in files of one folder, one file per storage.
+    """Storages in files of one folder, one file per storage, under names that no other tier in the folder has.
 
-    A file is written under a temporary name, synchronised, then renamed; a read checks the size. So a full disk or a
-    truncated file stops the step and is never read as data.
+    A file is written under a temporary name, synchronised, then renamed; a read checks the size and a checksum. So a
+    full disk, and a file that is cut short or changed, stop the step and are never read as data.
     """
 
     def __init__(self, folder: Path, meter: Meter) -> None:
         self._folder = folder
         self._meter = meter
+        self._name = secrets.token_hex(4)
         self._sizes: dict[int, int] = {}
+        self._sums: dict[int, int] = {}
 
     def write(self, storage: int, source: torch.UntypedStorage) -> None:
         """Copy a DRAM buffer to its file."""
         path = self.path(storage)
         temporary = path.with_suffix(".part")
+        data = _bytes_of(source)
         try:
             with temporary.open("wb") as file:
-                file.write(_bytes_of(source))
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
+            self._sums[storage] = zlib.crc32(data)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise TransferFailed(
                 "a storage could not be written to flash",
                 where=str(path),
@@ -199,10 +206,14 @@ class FileTier:
                 where=str(path),
                 got=f"{len(data)} bytes",
                 allowed=f"{target.nbytes()} bytes",
-                hint="the file was truncated or overwritten; run the step again from the last checkpoint",
+                hint=_OVERWRITTEN,
+            )
+        if zlib.crc32(data) != self._sums[storage]:
+            raise TransferFailed(
+                "a flash file does not hold what was written", where=str(path), hint=_OVERWRITTEN
             )
         if data:
-            target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage())
+            _bytes_of(target)[:] = data
 
     def take(self, storage: int, num_bytes: int) -> None:
         """Count a file's bytes from the moment its copy is issued."""
@@ -216,8 +227,20 @@ class FileTier:
 
     def drop(self, storage: int) -> None:
         """Delete a file and give its bytes back."""
-        self.path(storage).unlink(missing_ok=True)
+        path = self.path(storage)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise TransferFailed(
+                "a flash file could not be removed", where=str(path), got=str(error)
+            ) from error
+        self._sums.pop(storage, None)
         self._meter.add(-self._sizes.pop(storage))
+
+    def adopt(self, storage: int, other: FileTier, name: int) -> None:
+        """Take over the file of another tier's storage `name`, on the same disk and meter."""
+        other.path(name).replace(self.path(storage))
+        self._sizes[storage], self._sums[storage] = other._sizes.pop(name), other._sums.pop(name)
 
     def clear(self) -> None:
         """Delete all files."""
@@ -226,10 +249,10 @@ class FileTier:
 
     def path(self, storage: int) -> Path:
         """File of a storage."""
-        return self._folder / f"{storage}.bin"
+        return self._folder / f"{self._name}-{storage}.bin"
 
 
-def _bytes_of(base: torch.UntypedStorage) -> bytes:
+def _bytes_of(base: torch.UntypedStorage) -> memoryview:
     empty = torch.empty(0, dtype=torch.uint8)
     flat = empty.set_(base, 0, (base.nbytes(),), (1,))  # type: ignore[call-overload]
-    return bytes(flat.numpy().tobytes())
+    return memoryview(flat.numpy())
