@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import threading
 from pathlib import Path
 
 import pytest
@@ -322,13 +323,28 @@ def largest_file(folder):
 
 def test_a_file_that_was_changed_stops_the_step(tmp_path):
     _, _, step = captured()
-    with opened(step, tmp_path) as device:
+    with opened(step, tmp_path, copies="threads") as device:
+        device.step(batch(2))
+        assert any("hyper-" in thread.name for thread in threading.enumerate())
         path = largest_file(tmp_path)
         data = bytearray(path.read_bytes())
         data[5] ^= 64
         path.write_bytes(data)
         with pytest.raises(TransferFailed, match="does not hold what was written"):
-            device.step(batch(2))
+            device.step(batch(3))
+    assert not any("hyper-" in thread.name for thread in threading.enumerate())
+
+
+def test_state_that_cannot_be_lent_does_not_pass_for_good(tmp_path):
+    model, _, step = captured()
+    device = opened(step, tmp_path)
+    largest_file(tmp_path).write_bytes(b"short")
+    with pytest.raises(TransferFailed, match="wrong size"), device.lent():
+        pass
+    with pytest.raises(StepChanged):
+        device.step(batch(2))
+    device.close()
+    assert all(p.isnan().all() for p in bits(model))
 
 
 def test_two_devices_may_share_a_folder(tmp_path):

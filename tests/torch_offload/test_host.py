@@ -1,14 +1,17 @@
 """Optimizer updates in host memory give the plain step's bits and take exactly the predicted bytes."""
 
 import itertools
+import time
 from collections import Counter
 
 import pytest
 import torch
 
 from hyper_parallel.backends.torch.offload import PlannedDevice, capture_training, training_step
+from hyper_parallel.backends.torch.offload._copies import CopyLanes
 from hyper_parallel.backends.torch.offload._streams import DeviceApi
 from hyper_parallel.errors import TransferFailed
+from hyper_parallel.ir import Operator
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline, order_peak, plan_memory
 from tests.torch_offload.models import tiny_model
 from tests.torch_offload.test_parity import (
@@ -86,12 +89,27 @@ def test_a_foreach_optimizer_keeps_what_makes_something_on_the_device():
         training_step(model, optimizer, batch(step))
     captured = capture_training(model, optimizer, batch(2))
     plan = planned(captured)
-    with PlannedDevice(captured, plan, HOST, copies="threads") as device:
-        for step in range(3, 6):
+    for step, copies in enumerate(("at_issue", "at_wait", "threads"), 3):
+        with PlannedDevice(captured, plan, HOST, copies=copies) as device:
             loss, measured = device.step(batch(step))
             assert measured.peak_bytes == plan.peak_bytes
             assert torch.equal(loss, losses[step])
     assert_same_state(model, optimizer, reference, reference_optimizer)
+
+
+@pytest.mark.parametrize("when", ["at_issue", "at_wait", "threads"])
+def test_a_copy_waits_for_the_last_update_of_its_storage(when):
+    """Two updates of storage 0 are under way, and the first one is joined."""
+    lanes, done = CopyLanes(when), []
+    update = Operator("update", (0,), (0,))
+    lanes.update(0, update, lambda: done.append("first"))
+    lanes.update(1, update, lambda: (time.sleep(0.1), done.append("second")))
+    lanes.join(0, update)
+    lanes.start(0, "prefetch", lambda: done.append("copy"), 4)
+    lanes.wait(0, "device")
+    assert done == ["first", "second", "copy"]
+    lanes.join(1, update)
+    lanes.close()
 
 
 def test_an_update_that_fails_stops_the_step(monkeypatch):

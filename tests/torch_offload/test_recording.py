@@ -123,6 +123,7 @@ def test_state_is_real_while_it_is_lent_and_changes_stay(tmp_path):
         assert all(not p.untyped_storage().nbytes() for p in model.parameters())
         with device.lent():
             assert not list(tmp_path.iterdir())
+            assert not any(live for _, live in device.hardware.live)
             for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
                 assert torch.equal(mine, other)
                 with torch.no_grad():
@@ -136,6 +137,9 @@ def test_state_is_real_while_it_is_lent_and_changes_stay(tmp_path):
     assert sum(peak_by_kind(plan).values()) == plan.peak_bytes["device"]
     predicted = predicted_timeline(plan, machine)
     assert predicted.spans == measured.timeline.spans
+    stood = sum(span.seconds for span in predicted.spans if span.category == "wait")
+    assert measured.wait_s == pytest.approx(stood)
+    assert measured.join_s == 0
     for tier in ("device", "dram", "flash"):
         curves = [
             [c.value for c in summarise(t, plan).counters if c.lane == tier]

@@ -1,5 +1,7 @@
 """What cannot be repeated is refused, and what breaks during a run stops the step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +22,8 @@ from hyper_parallel.errors import (
     TierFull,
     TransferFailed,
 )
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.ir import MemoryAction, MemoryPlan
+from hyper_parallel.offload import Channel, MemoryMachine, Roofline, assign_addresses, plan_memory
 from tests.torch_offload.models import tiny_model, tokens
 
 pytestmark = pytest.mark.torch
@@ -218,3 +221,55 @@ def test_files_keep_bytes_and_meters_see_real_lifetimes(tmp_path):
     assert device.live_bytes == 448  # the view still holds the storage
     del view
     assert device.live_bytes == 0
+
+
+def test_a_full_meter_refuses_one_byte_more():
+    meter = Meter("flash", 1, capacity_bytes=100)
+    meter.add(100)
+    with pytest.raises(TierFull, match="flash tier is full"):
+        meter.add(1)
+
+
+def by_hand(program, homes, actions):
+    """A plan of these actions (kind, target, tier)."""
+    plan = MemoryPlan(program, homes, tuple(MemoryAction(*action) for action in actions), 0.0)
+    placed, arena = assign_addresses(plan.replayed.residency, program.spans)
+    return replace(plan, addresses=tuple(placed), arena_bytes=arena)
+
+
+def test_a_plan_with_files_needs_a_folder():
+    w = torch.ones(64)
+    step = captured_step(lambda x: x + w, {"x": torch.ones(64)}, {"w": (w, "weight")})
+    homes = tuple("flash" if s.kind == "weight" else "device" for s in step.program.storages)
+    at = homes.index("flash")
+    actions = (
+        ("copy_in", at), ("wait", at, "dram"), ("prefetch", at), ("wait", at, "device"),
+        ("detach", at, "dram"), ("run", 0), ("detach", at, "device"),
+    )  # fmt: skip
+    plan = by_hand(step.program, homes, actions)
+    with pytest.raises(MemoryPlanInvalid, match="no folder"):
+        PlannedDevice(step, plan, MACHINE)
+    assert torch.equal(w, torch.ones(64))
+
+
+def test_a_storage_that_ends_while_it_is_in_every_tier_leaves_all_of_them(tmp_path):
+    def run(x):
+        y = x * 2
+        return y + (y + 1)
+
+    step = captured_step(run, {"x": torch.ones(64)})
+    y, z = (operator.allocs[0] for operator in step.program.operators[:2])
+    actions = (
+        ("run", 0), ("store", y), ("wait", y, "dram"), ("copy_out", y), ("wait", y, "flash"),
+        ("run", 1), ("run", 2), ("free", z), ("free", y),
+    )  # fmt: skip
+    plan = by_hand(step.program, ("device",) * len(step.program.storages), actions)
+    machine = MemoryMachine(FAST, FAST, FAST, FAST, dram_bytes=512)
+    with PlannedDevice(step, plan, machine, flash=tmp_path) as device:
+        for number in range(3):
+            out, measured = device.step({"x": torch.full((64,), float(number))})
+            assert torch.equal(out, torch.full((64,), 4.0 * number + 1))
+            assert measured.peak_bytes == plan.peak_bytes
+        live = dict(device.hardware.live)
+        assert (live["dram"], live["flash"]) == (0, 0)
+        assert not list(tmp_path.iterdir())

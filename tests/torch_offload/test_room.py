@@ -95,3 +95,16 @@ def test_pool_buffers_come_back_and_fill_powers_of_two():
     before = pool.held_bytes
     pool.reserve(pool.made)
     assert pool.held_bytes == before
+
+
+def test_a_pool_knows_what_it_has_and_may_take_to_the_byte():
+    pool = HostPool(512, pin=False, capacity_bytes=2048)
+    assert pool.may_grow(2048)
+    assert not pool.may_grow(2049)
+    held = pool.take(1000)
+    assert not pool.has_free(1000)
+    assert pool.may_grow(1000)
+    assert not pool.may_grow(1025)
+    del held
+    assert pool.has_free(1000)
+    assert not pool.has_free(500)

@@ -100,7 +100,7 @@ def test_streams_give_the_bits_and_the_predicted_peaks(tmp_path, flash):
     net, captured, plan, machine = made(flash)
     reference = Net()
     reference.step(**batch(0))
-    queues = DeviceApi.of(CPU)
+    queues, kinds = DeviceApi.of(CPU), [action.kind for action in plan.actions]
     with PlannedDevice(captured, plan, machine, flash=tmp_path, queues=queues) as device:
         for number in range(1, 5):
             loss, measured = device.step(batch(number), trace=number == 1)
@@ -108,6 +108,8 @@ def test_streams_give_the_bits_and_the_predicted_peaks(tmp_path, flash):
             assert measured.peak_bytes == plan.peak_bytes
             moved = {kind: copied.num_bytes for kind, copied in measured.copied.items()}
             assert moved == plan.replayed.copied_bytes
+            counts = {kind: copied.count for kind, copied in measured.copied.items()}
+            assert counts == {kind: kinds.count(kind) for kind in counts}
             assert measured.seconds > 0
             if number == 1:
                 lanes = {span.lane for span in measured.timeline.spans}

@@ -58,8 +58,9 @@ class HostTasks:
         Raises:
             TransferFailed: HP513 when a copy that it needs could not be made.
         """
-        task = self._updates.pop(index)
+        task = self._updates[index]
         finish(task)
+        del self._updates[index]  # not before: those begun after it find their place by it
         for s in operator.writes:
             if self._changing.get(s) is task:
                 del self._changing[s]

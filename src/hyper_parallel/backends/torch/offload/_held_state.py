@@ -55,8 +55,7 @@ class HeldState:
                 hint="plan the captured program again",
             )
         self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
-        _ = plan.replayed  # an illegal plan is refused before anything moves
-        if wrong := wrong_address(plan):
+        if wrong := wrong_address(plan):  # replays it: HP404 for an illegal action
             raise MemoryPlanInvalid(
                 f"the plan cannot run at its addresses: {wrong}",
                 where=plan.program.name,
