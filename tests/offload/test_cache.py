@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -48,7 +49,10 @@ def test_other_arguments_are_another_plan(filled, tmp_path):
     plan_memory_cached(
         training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000, recompute=False
     )
-    assert len(list(tmp_path.glob("*"))) == 5
+    plan_memory_cached(training_chain(alignment=4), MACHINE, cache=tmp_path, budget_bytes=9000)
+    elsewhere = replace(training_chain(), address_bytes=8)
+    plan_memory_cached(elsewhere, MACHINE, cache=tmp_path, budget_bytes=9000)
+    assert len(list(tmp_path.glob("*"))) == 7
 
 
 def _set(key, value):
@@ -56,6 +60,14 @@ def _set(key, value):
         document[key] = value
 
     return change
+
+
+def _one_home_more(document):
+    document["homes"].append(0)
+
+
+def _arena_above_the_budget(document):
+    document["arena_bytes"] = 9001
 
 
 def _drop_wait(document):
@@ -86,6 +98,8 @@ def _shared_address(document):
         _set("homes", [0]),
         _set("offsets", []),
         _set("arena_bytes", 1),
+        _one_home_more,
+        _arena_above_the_budget,
         _drop_wait,
         _target_beyond,
         _negative_tier,
@@ -115,21 +129,31 @@ def test_a_damaged_file_is_ignored_with_a_reason(filled, tmp_path, caplog, text)
     assert "is ignored" in caplog.text
 
 
-def test_a_legal_plan_that_misses_the_goal_is_ignored(filled, tmp_path, caplog):
-    plan, path = filled
-    loose = json.loads(path.read_text())
-    plan_memory_cached(training_chain(), MACHINE, cache=tmp_path / "b", budget_bytes=8000)
-    tight = the_file(tmp_path / "b")
-    loose["fingerprint"] = json.loads(tight.read_text())["fingerprint"]
-    tight.write_text(json.dumps(loose))
-    if plan.peak_bytes["device"] > 8000:
-        again = plan_memory_cached(
-            training_chain(), MACHINE, cache=tmp_path / "b", budget_bytes=8000
-        )
-        assert again.peak_bytes["device"] <= 8000
-        assert "above the budget" in caplog.text
-    else:
-        pytest.fail("the looser plan must not meet the tighter budget, or this test shows nothing")
+@pytest.mark.parametrize(
+    ("loose", "tight", "said"),
+    [
+        ((MACHINE, {"budget_bytes": 9000}), (MACHINE, {"budget_bytes": 8000}), "above the budget"),
+        ((MACHINE, {"budget_bytes": 9000}), (MACHINE, {"max_slowdown": 0.0}), "s are allowed"),
+        (
+            (MACHINE, {"budget_bytes": 9000}),
+            (replace(MACHINE, dram_bytes=4096), {"budget_bytes": 21_208}),
+            "bytes of dram, the machine has 4096",
+        ),
+    ],
+)
+def test_a_legal_plan_that_misses_the_goal_is_ignored(tmp_path, caplog, loose, tight, said):
+    """The file of an easier goal under the name, and with the fingerprint, of a harder one."""
+    plans = []
+    for folder, (machine, goal) in (("loose", loose), ("tight", tight)):
+        cache = tmp_path / folder
+        plans.append(plan_memory_cached(training_chain(), machine, cache=cache, **goal))
+    easy, path = json.loads(the_file(tmp_path / "loose").read_text()), the_file(tmp_path / "tight")
+    easy["fingerprint"] = json.loads(path.read_text())["fingerprint"]
+    path.write_text(json.dumps(easy))
+    machine, goal = tight
+    again = plan_memory_cached(training_chain(), machine, cache=tmp_path / "tight", **goal)
+    assert again == plans[1] != plans[0]
+    assert said in caplog.text
 
 
 def test_a_directory_that_cannot_be_written_costs_only_the_cache(tmp_path, caplog):

@@ -117,6 +117,17 @@ def test_an_arena_too_small_or_moved_between_steps_is_refused():
     assert wrong_address(replace(plan, addresses=plan.addresses[1:]))
     odd = [replace(plan.addresses[0], offset_bytes=plan.addresses[0].offset_bytes + 1)]
     assert "multiple of 64" in wrong_address(replace(plan, addresses=(*odd, *plan.addresses[1:])))
+    stays, top = list(plan.addresses), -(-plan.arena_bytes // 64) * 64
+    first = {stay.storage for stay in stays if stay.start == 0}
+    at, last = next(
+        (i, stay)
+        for i, stay in enumerate(stays)
+        if stay.storage in first and stay.start and stay.stop == len(plan.actions)
+    )
+    stays[at] = replace(last, offset_bytes=top)
+    larger = top + plan.program.spans[last.storage]
+    moved = replace(plan, addresses=tuple(stays), arena_bytes=larger)
+    assert "another address than it begins" in wrong_address(moved)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])

@@ -153,7 +153,7 @@ def test_a_truncated_file_stops_the_step(tmp_path, copies):
     device, data = three_tier_device(tmp_path, copies)
     victim = next(p for p in tmp_path.iterdir() if p.stat().st_size > 8)
     victim.write_bytes(b"short")
-    with pytest.raises(TransferFailed, match="wrong size"):
+    with pytest.raises(TransferFailed, match=r"^error\[HP513\]: a flash file has the wrong size"):
         device.step(data)
 
 
