@@ -97,18 +97,21 @@ def test_a_foreach_optimizer_keeps_what_makes_something_on_the_device():
     assert_same_state(model, optimizer, reference, reference_optimizer)
 
 
+@pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("when", ["at_issue", "at_wait", "threads"])
-def test_a_copy_waits_for_the_last_update_of_its_storage(when):
-    """Two updates of storage 0 are under way, and the first one is joined."""
+def test_a_copy_waits_for_the_last_update_of_its_storage(when, joined):
+    """Two updates of storage 0 are under way, and the first one is joined before the copy or after it."""
     lanes, done = CopyLanes(when), []
     update = Operator("update", (0,), (0,))
     lanes.update(0, update, lambda: done.append("first"))
     lanes.update(1, update, lambda: (time.sleep(0.1), done.append("second")))
-    lanes.join(0, update)
+    if joined:
+        lanes.join(0, update)
     lanes.start(0, "prefetch", lambda: done.append("copy"), 4)
     lanes.wait(0, "device")
     assert done == ["first", "second", "copy"]
-    lanes.join(1, update)
+    for index in range(joined, 2):
+        lanes.join(index, update)
     lanes.close()
 
 

@@ -106,6 +106,9 @@ def test_bits_do_not_depend_on_when_copies_happen(tmp_path):
     plan = plan_memory(program, machine, budget_bytes=420_000)
     assert plan.peak_bytes["flash"] > 0
     assert plan.replayed.recompute_seconds > 0
+    spans = simulate(program, plan.actions, machine).spans
+    waits_s = sum(span.seconds for span in spans if span.category == "wait")
+    assert waits_s > 0
     steps = iter(range(2, STEPS))
     for copies in ("at_issue", "at_wait", "threads"):  # the state goes from one device to the next
         with PlannedDevice(captured, plan, machine, copies=copies, flash=tmp_path) as device:
@@ -113,6 +116,7 @@ def test_bits_do_not_depend_on_when_copies_happen(tmp_path):
                 loss, measured = device.step(batch(step))
                 assert measured.peak_bytes == plan.peak_bytes
                 assert torch.equal(loss, losses[step])
+            assert (measured.wait_s, measured.join_s) == (pytest.approx(waits_s), 0)
         assert not list(tmp_path.iterdir())
     assert next(steps, None) is None
     assert_same_state(model, optimizer, reference, reference_optimizer)

@@ -111,27 +111,12 @@ class PlannedDevice(HeldState):
         clock = self._clock
         if trace and timed is None:
             clock = Clock(self.plan.program, self.machine, record=True)
-        samples: list[tuple[Any, tuple[tuple[str, int], ...]]] = []
         hardware.reset_peaks()
         if timed is not None:
             timed.begin(self.plan.program, trace)
         try:
             with torch.no_grad(), self._without_autocast():
-                for action, ready in zip(self.plan.actions, self._actions, strict=True):
-                    marked = timed is not None and (trace or action.kind == "join")
-                    begin = timed.now() if timed is not None and marked else None
-                    self._apply(action, ready)
-                    if timed is not None and action.kind == "join":
-                        timed.joined(action.target, begin)
-                    if not trace:
-                        continue
-                    if timed is None:
-                        clock.apply(action)
-                        samples.append((clock.now_s, hardware.live))
-                    else:
-                        if action.kind in ("run", "recompute"):
-                            timed.ran(action, begin)
-                        samples.append((timed.now(), hardware.live))
+                samples = self._apply_all(clock, trace)
                 peaks, device_bytes = hardware.peaks, hardware.gauge.peak_bytes
                 outputs = tree_map_only(
                     View, lambda v: v.on(self._base(v.storage)).clone(), self.captured.outputs
@@ -193,6 +178,26 @@ class PlannedDevice(HeldState):
 
     def _base(self, storage: int) -> torch.UntypedStorage:
         return self._on["device"][storage]
+
+    def _apply_all(
+        self, clock: Clock, trace: bool
+    ) -> list[tuple[Any, tuple[tuple[str, int], ...]]]:
+        """Apply the actions of the plan; with `trace` (time or event, bytes per tier) after each of them."""
+        timed, samples = self.hardware.timed, []
+        for action, ready in zip(self.plan.actions, self._actions, strict=True):
+            marked = timed is not None and (trace or action.kind == "join")
+            begin = timed.now() if timed is not None and marked else None
+            self._apply(action, ready)
+            if timed is not None and action.kind == "join":
+                timed.joined(action.target, begin)
+            if not trace:
+                continue
+            if timed is None:
+                clock.apply(action)
+            elif action.kind in ("run", "recompute"):
+                timed.ran(action, begin)
+            samples.append((clock.now_s if timed is None else timed.now(), self.hardware.live))
+        return samples
 
     def _apply(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> None:
         s, kind = action.target, action.kind

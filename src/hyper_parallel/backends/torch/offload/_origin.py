@@ -20,6 +20,9 @@ _TENSOR = (
     "make it a tensor before the capture, as in `lr=torch.tensor(1e-3)`: every step reads its value"
 )
 
+_Fact = tuple[tuple[str, ...], str, Any]
+"""(parts of the name of whose it is, what it is, its value)."""
+
 
 class Origin:
     """What a recorded step takes for granted of its model and its optimizer.
@@ -48,43 +51,46 @@ class Origin:
         if now == self._then:
             return
         pairs = zip(self._then, now, strict=False)
-        (owner, what, then), fact = next(
-            ((a, b) for a, b in pairs if a != b), (("the model", "number of parts", None), None)
-        )
-        known = fact is not None and fact[:2] == (owner, what)
+        changed = next(((a, b) for a, b in pairs if a != b), None)
+        if changed is None:
+            raise StepChanged(
+                "the model or the optimizer has got or lost a part since the step was recorded",
+                hint=_AGAIN,
+            )
+        (owner, what, then), (other, also, value) = changed
+        known = (owner, what) == (other, also)
         raise StepChanged(
-            f"{what} of {owner or 'the model'} is not what it was when the step was recorded",
-            got=fact[2] if known and fact else None,
+            f"{what} of {'.'.join(filter(None, owner)) or 'the model'} is not what it was when the step was recorded",
+            got=value if known else None,
             allowed=then if known else None,
-            hint=_TENSOR if owner.startswith("parameter group") and what != "params" else _AGAIN,
+            hint=_TENSOR if owner[0].startswith("parameter group") and what != "params" else _AGAIN,
         )
 
-    def _facts(self) -> Iterator[tuple[str, str, Any]]:
-        """(whose it is, what it is, its value); tensors and hooks by identity."""
+    def _facts(self) -> Iterator[_Fact]:
+        """Tensors, modules and hooks by identity. Walked in every step: no text is made, no module visited twice."""
         for name, module in self._model.named_modules():
-            yield name, "`training`", module.training
-            yield name, "identity", id(module)
+            yield (name,), "`training`", module.training
+            yield (name,), "identity", id(module)
             hooks = [getattr(module, kind).items() for kind in _HOOKS]
-            yield name, "hooks", [k for kind in hooks for k, hook in kind if hook is not _refuse]
-        for name, p in self._model.named_parameters():
-            yield name, "identity, gradient, `requires_grad`", (id(p), id(p.grad), p.requires_grad)
-            yield (
-                name,
-                "hooks",
-                [*(p._backward_hooks or ()), *(p._post_accumulate_grad_hooks or ())],
-            )
-        for name, buffer in self._model.named_buffers():
-            yield name, "identity", id(buffer)
+            yield (name,), "hooks", [k for kind in hooks for k, hook in kind if hook is not _refuse]
+            for key, p in module._parameters.items():
+                if p is not None:
+                    known = id(p), id(p.grad), p.requires_grad
+                    yield (name, key), "identity, gradient, `requires_grad`", known
+                    hooks = p._backward_hooks, p._post_accumulate_grad_hooks
+                    yield (name, key), "hooks", [k for kind in hooks for k in kind or ()]
+            for key, buffer in module._buffers.items():
+                yield (name, key), "identity", id(buffer)
         if self._optimizer is None:
             return
         for number, group in enumerate(self._optimizer.param_groups):
             for key in self._keys[number] if number < len(self._keys) else group:
                 value = list(map(id, group[key])) if key == "params" else group[key]
                 tensor = isinstance(value, torch.Tensor)
-                yield f"parameter group {number}", key, id(value) if tensor else value
+                yield (f"parameter group {number}",), key, id(value) if tensor else value
         for number, slots in enumerate(self._optimizer.state.values()):
             tensors = [id(v) for v in slots.values() if isinstance(v, torch.Tensor)]
-            yield f"the optimizer's parameter {number}", "identity of the state", tensors
+            yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
     def hold(self) -> None:
         """A device has the state's bytes: from now on whoever uses, saves or loads what is not there is stopped."""
