@@ -107,7 +107,7 @@ def test_bits_do_not_depend_on_when_copies_happen(tmp_path):
     assert plan.peak_bytes["flash"] > 0
     assert plan.replayed.recompute_seconds > 0
     spans = simulate(program, plan.actions, machine).spans
-    waits_s = sum(span.seconds for span in spans if span.category == "wait")
+    waits_s = sum(span.duration_s for span in spans if span.category == "wait")
     assert waits_s > 0
     steps = iter(range(2, STEPS))
     for copies in ("at_issue", "at_wait", "threads"):  # the state goes from one device to the next

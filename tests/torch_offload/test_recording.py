@@ -137,9 +137,6 @@ def test_state_is_real_while_it_is_lent_and_changes_stay(tmp_path):
     assert sum(peak_by_kind(plan).values()) == plan.peak_bytes["device"]
     predicted = predicted_timeline(plan, machine)
     assert predicted.spans == measured.timeline.spans
-    stood = sum(span.seconds for span in predicted.spans if span.category == "wait")
-    assert measured.wait_s == pytest.approx(stood)
-    assert measured.join_s == 0
     for tier in ("device", "dram", "flash"):
         curves = [
             [c.value for c in summarise(t, plan).counters if c.lane == tier]

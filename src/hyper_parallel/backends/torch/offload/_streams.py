@@ -124,8 +124,8 @@ class StreamLanes(HostTasks):
         change = self._changing.get(storage) if src == "dram" else None
         issued = self._api.event()
         issued.record(self._compute)
-        if lane not in _FILES and change is None and not isinstance(before, Future):
-            self._running[storage, dst] = self._on_stream(storage, lane, move, [issued, before])
+        if lane not in _FILES and change is None and before is None:
+            self._running[storage, dst] = self._on_stream(storage, lane, move, [issued])
             return
         todo = [move]
 
