@@ -20,6 +20,10 @@ class Owners:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._left: list[tuple[int, torch.Tensor, int]] = []  # (storage, its tensor, its version)
+        # (storage, its tensor, what tells torch's storage from another one): looked at in every step
+        self._owned = [
+            (s, tensor, captured.state[s].untyped_storage()._cdata) for s, tensor in captured.owners
+        ]
         operators = captured.program.operators
         self._written = {s for operator in operators for s in operator.writes}
 
@@ -31,9 +35,8 @@ class Owners:
         """
         if self._captured.origin is not None:
             self._captured.origin.check()
-        state = self._captured.state
-        for s, tensor in self._captured.owners:
-            if tensor.untyped_storage()._cdata != state[s].untyped_storage()._cdata:
+        for s, tensor, recorded in self._owned:
+            if tensor.untyped_storage()._cdata != recorded:
                 raise StepChanged(
                     f"`{self._name(s)}` was given another storage",
                     hint="change its values in place (`tensor.copy_(...)`), inside `with device.lent():`",
