@@ -100,7 +100,8 @@ class PlannedDevice(HeldState):
             What the recorded step returned, and what was measured.
 
         Raises:
-            StepChanged: HP512 when an input or a captured branch does not fit the recording.
+            StepChanged: HP512 when an input or a captured branch does not fit the recording, or model or optimizer have
+                changed since (then nothing has run, and the change may be undone).
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """
