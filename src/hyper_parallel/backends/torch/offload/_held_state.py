@@ -226,7 +226,7 @@ class HeldState:
         Raises:
             StepChanged: HP512 at the end when tensors were exchanged instead of changed, or model or optimizer are not
                 as they were when the step was recorded. All of it stays as it is, and the device is closed.
-            TransferFailed: HP513 when the state could not be moved. What cannot go back to its tier stays with the model.
+            TransferFailed: HP513 when the state could not be moved; what cannot go to its tier stays with the model.
         """
         self._check_usable()
         with self._moving():
