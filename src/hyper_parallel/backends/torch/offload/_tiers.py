@@ -7,10 +7,7 @@ reference held by mistake shows as a higher measured peak.
 from __future__ import annotations
 
 import os
-import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,32 +122,6 @@ class AllocatorGauge:
     def rounded(self, num_bytes: int) -> int:
         """What an allocation takes, where the allocator splits nothing off."""
         return -(-num_bytes // 512) * 512
-
-
-@contextmanager
-def own_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A folder for files that nobody else uses, removed with all that is in it at the end of the context.
-
-    Files are named after storages, so two runs in one folder would read each other's.
-
-    Args:
-        parent: Where; created when it is missing.
-        name: Begins the folder's name, so that what a killed process has left can be told.
-
-    Raises:
-        TransferFailed: HP513 when it cannot be made.
-    """
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(
-            prefix=f"{name}-", dir=parent, ignore_cleanup_errors=True
-        )
-    except OSError as error:
-        raise TransferFailed(
-            "there can be no folder for the flash tier", where=str(parent), got=str(error)
-        ) from error
-    with folder as path:
-        yield Path(path)
 
 
 class FileTier:
