@@ -27,18 +27,26 @@ _UNMARKED = {("fsdp", "all_gather_copy_in", "all_gather_output")}
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor as an address inside a storage; making one costs nothing and pins nothing."""
+    """A tensor as an address inside a storage; making one costs nothing and pins nothing.
+
+    What torch conjugates or negates when it is read, as the gradient of a complex product, is such an address as well.
+    """
 
     storage: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conjugate: bool = False
+    negative: bool = False
 
     def on(self, base: torch.UntypedStorage) -> torch.Tensor:
         """The tensor on the storage's current bytes."""
         empty = torch.empty(0, dtype=self.dtype, device=base.device)
-        return empty.set_(base, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        tensor: torch.Tensor = empty.set_(base, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        if self.conjugate:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self.negative else tensor
 
     @property
     def num_bytes(self) -> int:

@@ -73,6 +73,8 @@ def as_view(tensor: torch.Tensor, storage: int) -> View:
         tuple(tensor.shape),
         tuple(tensor.stride()),
         int(tensor.storage_offset()),
+        tensor.is_conj(),
+        tensor.is_neg(),
     )
 
 
@@ -85,16 +87,11 @@ def storages_in(tree: Any) -> tuple[int, ...]:
 
 
 def refuse_layouts(tensor: torch.Tensor) -> None:
-    if (
-        tensor.layout is not torch.strided
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or tensor.is_quantized
-    ):
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CaptureUnsupported(
             "only plain strided tensors have an address in a storage",
-            got=f"layout {tensor.layout}, conjugate {tensor.is_conj()}, negative {tensor.is_neg()}",
-            hint="materialise the tensor with `.contiguous()`, `.resolve_conj()` or `.resolve_neg()`",
+            got=f"layout {tensor.layout}, quantised {tensor.is_quantized}",
+            hint="make the tensor dense with `.to_dense()` or `.dequantize()`",
         )
 
 
