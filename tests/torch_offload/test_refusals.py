@@ -85,6 +85,8 @@ def test_input_names_and_shapes_are_checked():
             device.step({"y": torch.ones(4)})
         with pytest.raises(StepChanged):
             device.step({"x": torch.ones(5)})
+    with pytest.raises(CaptureUnsupported, match="`scale` is no tensor"):
+        captured_step(lambda x, scale: x * scale, {"x": torch.ones(4), "scale": 2.0})
 
 
 def test_resizing_leaking_and_odd_layouts_are_refused():

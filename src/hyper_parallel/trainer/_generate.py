@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hyper_parallel.backends.torch._forward import float64_experts
+from hyper_parallel.backends.torch._forward import loop_over_experts
 from hyper_parallel.backends.torch._static_cache import (
     GrowingSteps,
     StaticSteps,
@@ -172,8 +172,7 @@ def load(
             where=str(export),
             got=sorted(info["missing_keys"])[:3],
         )
-    if model.dtype == torch.float64:
-        float64_experts(model)
+    loop_over_experts(model, model.dtype)
     return model.to(where).eval(), tokenizer
 
 
