@@ -125,6 +125,12 @@ def test_a_fake_capture_gives_the_same_program():
         assert fake.operators == real.operators
         with pytest.raises(CaptureUnsupported, match="fake tensors have no values"):
             captured_step(lambda x: x * 2 if x.sum() > 0 else x, {"x": torch.ones(4)})
+    kept = torch.zeros(4)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(CaptureUnsupported, match="changes a tensor that the model keeps"),
+    ):
+        captured_step(lambda x: kept.add_(x), {"x": torch.ones(4)})
 
 
 def test_a_plan_for_another_program_is_refused():

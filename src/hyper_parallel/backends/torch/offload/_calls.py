@@ -75,6 +75,16 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers of the model's code, as bytes in host memory."""
+
+    values: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
 class Messages:
     """Messages to and from single ranks that were issued together: all are sent before one is waited for."""
 

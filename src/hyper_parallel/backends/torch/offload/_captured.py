@@ -103,16 +103,6 @@ def resizes(what: str) -> CaptureUnsupported:
     )
 
 
-def has_values(tensor: torch.Tensor) -> CaptureUnsupported:
-    """The error of a tensor with values in a step that is recorded without: nobody would give them to the program."""
-    return CaptureUnsupported(
-        "the model's code makes a tensor of numbers inside the step, as `x[..., [-1]]` does; "
-        "a step that is recorded on fake tensors cannot keep their values",
-        got=f"{tuple(tensor.shape)} {tensor.dtype}",
-        hint="leave out --device-memory",
-    )
-
-
 def refuse_leaks(
     entries: list[Entry], find: Callable[[torch.Tensor], int | None], named: Named
 ) -> None:

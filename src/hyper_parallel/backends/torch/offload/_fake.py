@@ -59,7 +59,7 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
     Raises:
         CaptureUnsupported: HP511 when the model's code needs a value or a size that depends on the data.
     """
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # numbers of the model's code
     with FakeCopyMode(mode):
         fake = copy.deepcopy(model)
     try:
