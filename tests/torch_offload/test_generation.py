@@ -249,6 +249,12 @@ _STATES = {"state_size": 8, "expand": 2, "conv_kernel": 4}
         ("mamba", _RECURRENT | _STATES | {"time_step_rank": 4}),
         ("mamba2", _RECURRENT | _STATES | {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8}),
         ("rwkv", _RECURRENT | {"attention_hidden_size": 32, "context_length": 64}),
+        (
+            "minimax",
+            _RECURRENT | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4,
+                          "intermediate_size": 64, "block_size": 8,
+                          "layer_types": ["linear_attention", "full_attention"]},
+        ),
         ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128, "initializer_range": 0.3}),
     ],
 )  # fmt: skip

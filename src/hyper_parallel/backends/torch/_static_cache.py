@@ -210,7 +210,6 @@ class GrowingSteps:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._parameters = inspect.signature(model.forward).parameters
-        self._last = {"logits_to_keep": 1} if "logits_to_keep" in self._parameters else {}
         self._text: list[int] = []
         self._memory: dict[str, Any] = {}
 
@@ -226,9 +225,16 @@ class GrowingSteps:
     def _step(self, ids: list[int]) -> Tensor:
         self._text += ids
         read = ids if self._memory else self._text
-        tokens = torch.tensor([read], device=self.model.device)
+        places = torch.arange(len(self._text) - len(read), len(self._text))
+        # Given, because a model may ask its first layer where it is, and a recurrence does not count.
+        wanted = {"logits_to_keep": 1, "position_ids": places.to(self.model.device).unsqueeze(0)}
         with torch.no_grad():
-            out = self.model(input_ids=tokens, use_cache=True, **self._last, **self._memory)
+            out = self.model(
+                input_ids=torch.tensor([read], device=self.model.device),
+                use_cache=True,
+                **{name: value for name, value in wanted.items() if name in self._parameters},
+                **self._memory,
+            )
         self._memory = {name: out[name] for name in out if name in self._parameters}
         logits: Tensor = out.logits[0, -1]
         return logits
