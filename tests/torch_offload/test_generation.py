@@ -120,6 +120,8 @@ def test_experts_of_widths_that_only_float32_has():
     tokens, use = planned(model, sampling, 60_000)
     assert tokens == list(decode_tokens(model, PROMPT, sampling))
     assert use.measured_bytes == use.predicted_bytes
+    with pytest.raises(CaptureUnsupported, match="rows of 20 in bfloat16 are not whole 16 bytes"):
+        planned(model.bfloat16(), sampling, 60_000)
 
 
 def test_an_impossible_budget_is_refused_with_one_that_works():

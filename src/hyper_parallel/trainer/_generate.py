@@ -340,7 +340,9 @@ class Generator:
                 "prompt and continuation are longer than the context of the model",
                 got=f"{len(prompt_ids)} + {sampling.max_new_tokens} tokens",
                 allowed=f"{context} tokens in all",
-                hint=f"--max-new-tokens {max(1, context - len(prompt_ids))}",
+                hint=f"--max-new-tokens {context - len(prompt_ids)}"
+                if len(prompt_ids) < context
+                else f"shorten the prompt to at most {context - 1} tokens",
             )
         stops = self._stops(chat)
         if self.memory is None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import Cache, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from hyper_parallel.backends.torch._forward import ungrouped_experts
+
 _PLAIN = {"full_attention", "sliding_attention"}
 
 
@@ -79,6 +81,8 @@ def why_no_static_cache(model: Any) -> str | None:
         return "its forward takes no position_ids"
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return f"attention implementation {model.config._attn_implementation}"
+    if why := ungrouped_experts(model, model.dtype):
+        return f"experts run one by one, on as many rows as they get: {why}"
     return None
 
 

@@ -69,7 +69,7 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
     except DynamicOutputShapeException as error:
         raise CaptureUnsupported(
             f"`{error.func}` makes a result whose size depends on the data",
-            hint="for experts use float32 or bfloat16, which transformers runs as grouped products",
+            hint="leave out --device-memory; for experts, `model.set_experts_implementation('grouped_mm')`",
         ) from error
 
 
