@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hyper_parallel.backends.torch._forward import recompute
 from hyper_parallel.backends.torch.offload import (
     FileTier,
     Meter,
@@ -64,6 +65,23 @@ def test_an_optimizer_that_counts_in_python_is_caught():
         pytest.raises(StepChanged, match="fused=True"),
     ):
         device.step(data)
+
+
+def test_recomputation_with_dropout_is_refused():
+    """It sets the random generator back in the backward pass; a program would draw other numbers there."""
+    data = {"input_ids": tokens(0), "labels": tokens(0)}
+
+    def capture(**dropout):
+        model = tiny_model("gpt2", **dropout).train()
+        for layer in model.transformer.h:
+            recompute(layer, None, exact=False)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        training_step(model, optimizer, data)
+        return capture_training(model, optimizer, data)
+
+    with pytest.raises(CaptureUnsupported, match="draws random numbers in the backward pass"):
+        capture()
+    assert capture(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).program.operators
 
 
 def test_a_size_that_depends_on_data_is_guarded():

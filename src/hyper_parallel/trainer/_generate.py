@@ -340,8 +340,8 @@ class Generator:
                 "prompt and continuation are longer than the context of the model",
                 got=f"{len(prompt_ids)} + {sampling.max_new_tokens} tokens",
                 allowed=f"{context} tokens in all",
-                hint=f"--max-new-tokens {context - len(prompt_ids)}"
-                if len(prompt_ids) < context
+                hint=f"--max-new-tokens {room}"
+                if (room := context - len(prompt_ids)) > 0
                 else f"shorten the prompt to at most {context - 1} tokens",
             )
         stops = self._stops(chat)

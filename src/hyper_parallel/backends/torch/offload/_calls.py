@@ -17,6 +17,9 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.ir import Phase
+
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that other ranks take part in."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
@@ -154,10 +157,21 @@ def _is_written(func: Any, argument: Any) -> bool:
     return (func.namespace, func._opname, argument.name) in _UNMARKED
 
 
-def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """It takes random numbers in this call: an attention without dropout takes none, whatever its tag says."""
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> bool:
+    """It takes random numbers in this call: an attention without dropout takes none, whatever its tag says.
+
+    Raises:
+        CaptureUnsupported: HP511 in a backward pass: who makes results again sets the generator back between two
+            operators, which no program repeats.
+    """
     seeded = torch.Tag.nondeterministic_seeded in func.tags
-    return seeded and _argument(func, args, kwargs, "dropout_p") != 0
+    drawn = seeded and _argument(func, args, kwargs, "dropout_p") != 0
+    if drawn and phase == "backward":
+        raise CaptureUnsupported(
+            f"`{func}` draws random numbers in the backward pass, as recomputation with dropout does",
+            hint="leave recomputation to the memory plan: `training.recompute=none`; or train without dropout",
+        )
+    return drawn
 
 
 def is_repeatable(func: Any, writes: bool, draws: bool) -> bool:

@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):
         if not made and not written and not guards and not is_message(func):
             return  # a view, or an alias: an address, not work
         flops, group = count_flops(func, args, kwargs, out), group_of(func, args, kwargs)
-        random = draws(func, args, kwargs)
+        random = draws(func, args, kwargs, phase)
         parts = split_lists(func, views[0], views[1], len(made))
         for number, (part_args, part_kwargs) in enumerate(parts):
             mine = [(0, made[number][1])] if made and len(parts) > 1 else made
