@@ -335,14 +335,15 @@ class Generator:
     ) -> tuple[list[int], Iterator[int]]:
         prompt_ids = self.encode(prompt, chat=chat)
         context = getattr(self.model.config, "max_position_embeddings", None)
-        if context is not None and len(prompt_ids) + sampling.max_new_tokens > context:
+        room = math.inf if context is None else context - len(prompt_ids)
+        if sampling.max_new_tokens > room:
             raise BadValue(
                 "prompt and continuation are longer than the context of the model",
                 got=f"{len(prompt_ids)} + {sampling.max_new_tokens} tokens",
                 allowed=f"{context} tokens in all",
                 hint=f"--max-new-tokens {room}"
-                if (room := context - len(prompt_ids)) > 0
-                else f"shorten the prompt to at most {context - 1} tokens",
+                if room > 0
+                else f"a prompt of at most {context - 1} tokens",
             )
         stops = self._stops(chat)
         if self.memory is None:

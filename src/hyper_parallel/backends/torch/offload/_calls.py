@@ -157,7 +157,9 @@ def _is_written(func: Any, argument: Any) -> bool:
     return (func.namespace, func._opname, argument.name) in _UNMARKED
 
 
-def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase) -> bool:
+def draws(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase = "forward"
+) -> bool:
     """It takes random numbers in this call: an attention without dropout takes none, whatever its tag says.
 
     Raises:
@@ -166,7 +168,8 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase
     """
     seeded = torch.Tag.nondeterministic_seeded in func.tags
     drawn = seeded and _argument(func, args, kwargs, "dropout_p") != 0
-    if drawn and phase == "backward":
+    # The backward of an attention is given what its forward drew.
+    if drawn and phase == "backward" and not func._opname.endswith("_backward"):
         raise CaptureUnsupported(
             f"`{func}` draws random numbers in the backward pass, as recomputation with dropout does",
             hint="leave recomputation to the memory plan: `training.recompute=none`; or train without dropout",
