@@ -341,9 +341,7 @@ class Generator:
                 "prompt and continuation are longer than the context of the model",
                 got=f"{len(prompt_ids)} + {sampling.max_new_tokens} tokens",
                 allowed=f"{context} tokens in all",
-                hint=f"--max-new-tokens {room}"
-                if room > 0
-                else f"a prompt of at most {context - 1} tokens",
+                hint=f"--max-new-tokens {room}" if room > 0 else "a shorter prompt",
             )
         stops = self._stops(chat)
         if self.memory is None:
