@@ -20,6 +20,19 @@ WINDOW = {"sliding_window": 8, "head_dim": 8}
 OTHERS = {
     "mistral": WINDOW,
     "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": WINDOW  # the last two layers use keys and values of the first two
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [64] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+    },
+    "falcon": {"alibi": False},  # its code makes tensors of numbers in every step
     "gpt_oss": WINDOW
     | {
         "num_local_experts": 4,
@@ -47,7 +60,7 @@ def model_of(family, dtype=torch.float32):
             "initializer_range": 0.3,
         }
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **values, **OTHERS[family])
+        config = AutoConfig.for_model(family, **{**values, **OTHERS[family]})
         model = AutoModelForCausalLM.from_config(config)
     else:
         layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
@@ -80,6 +93,8 @@ def planned(model, sampling, device_bytes, **tiers):
         ("mistral", torch.float32, 25_000),
         ("gemma3_text", torch.bfloat16, 17_000),
         ("gpt_oss", torch.float32, 95_000),
+        ("falcon", torch.float32, 34_000),
+        ("gemma3n_text", torch.float32, 90_000),
     ],
 )
 def test_the_same_tokens_on_a_smaller_device(family, dtype, budget):
@@ -105,6 +120,8 @@ def test_experts_of_widths_that_only_float32_has():
     tokens, use = planned(model, sampling, 60_000)
     assert tokens == list(decode_tokens(model, PROMPT, sampling))
     assert use.measured_bytes == use.predicted_bytes
+    with pytest.raises(CaptureUnsupported, match="rows of 20 in bfloat16 are not whole 16 bytes"):
+        planned(model.bfloat16(), sampling, 60_000)
 
 
 def test_an_impossible_budget_is_refused_with_one_that_works():
@@ -219,16 +236,49 @@ def test_a_cache_of_fixed_length_changes_logits_by_rounding_only(family):
         torch.testing.assert_close(step(fixed, ids), step(grown, ids), rtol=bound, atol=bound)
 
 
+_RECURRENT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "initializer_range": 0.3,
+}
+_STATES = {"state_size": 8, "expand": 2, "conv_kernel": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("mamba", _RECURRENT | _STATES | {"time_step_rank": 4}),
+        ("mamba2", _RECURRENT | _STATES | {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8}),
+        ("rwkv", _RECURRENT | {"attention_hidden_size": 32, "context_length": 64}),
+        (
+            "minimax",
+            _RECURRENT | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4,
+                          "intermediate_size": 64, "block_size": 8,
+                          "layer_types": ["linear_attention", "full_attention"]},
+        ),
+        ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128, "initializer_range": 0.3}),
+    ],
+)  # fmt: skip
+def test_what_a_model_remembers_goes_from_step_to_step(family, values):
+    """Under whatever name its forward takes it, or not at all: every step's logits are those of the whole text."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values)).eval()
+    steps = GrowingSteps(model)
+    for count in range(6):
+        logits = steps.next(20 + count) if count else steps.prompt(PROMPT)
+        text = torch.tensor([[*PROMPT, *range(21, 21 + count)]])
+        with torch.no_grad():
+            whole = model(input_ids=text, use_cache=False).logits[0, -1]
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_without_steps_of_fixed_shape_is_refused():
     config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=1, n_head=4, vocab_size=128)
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(CaptureUnsupported, match="HP511") as caught:
         PlannedGeneration(model, 4, 8, limits(10**6))
     assert caught.value.hint == "leave out --device-memory"
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128}
-    falcon = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **shape)).eval()
-    with pytest.raises(CaptureUnsupported, match="numbers inside the step"):  # heads[..., [-1], :]
-        PlannedGeneration(falcon, 4, 8, limits(10**6))
     moe = model_of("qwen3_moe", torch.float64)
     moe.set_experts_implementation("eager")
     with pytest.raises(CaptureUnsupported, match="HP511"):

@@ -163,6 +163,8 @@ def test_attention_without_dropout_is_an_ordinary_operator():
     assert draws(attention, (q, q, q), {"dropout_p": 0.1})
     assert draws(torch.ops.aten.native_dropout.default, (q, 0.1, True), {})
     assert not draws(torch.ops.aten.add.Tensor, (q, q), {})
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    assert draws(backward, (q,) * 8, {"dropout_p": 0.1}, "backward")  # given its forward's seed
 
 
 def test_a_recomputed_attention_has_the_bits_of_the_first():

@@ -144,3 +144,27 @@ def test_state_is_real_while_it_is_lent_and_changes_stay(tmp_path):
         ]
         assert curves[0] == curves[1]
         assert max(curves[0]) == plan.peak_bytes[tier]
+
+
+def complex_step(x, w, angles):
+    """A rotation by complex numbers, as some models turn their queries, and its gradients."""
+    w = w.detach().requires_grad_()
+    turned = torch.view_as_complex(w * x) * torch.polar(torch.ones_like(angles), angles)
+    (grad,) = torch.autograd.grad(torch.view_as_real(turned).square().sum(), w)
+    return grad, turned.detach().conj(), turned.detach().conj().imag
+
+
+def test_conjugate_and_negative_views_are_addresses():
+    def drawn(seed):
+        generator = torch.Generator().manual_seed(seed)
+        sizes = {"x": (3, 4, 2), "w": (3, 4, 2), "angles": (3, 4)}
+        return {k: torch.randn(size, generator=generator) for k, size in sizes.items()}
+
+    captured = record(complex_step, drawn(0), {}, name="complex", training=True)
+    plan = plan_memory(ROOFLINE.annotate(captured.program), MACHINE, max_slowdown=1.0)
+    with PlannedDevice(captured, plan, MACHINE) as device:
+        for seed in (1, 2):
+            out, measured = device.step(drawn(seed))
+            for mine, plain in zip(out, complex_step(**drawn(seed)), strict=True):
+                assert torch.equal(mine, plain)
+            assert measured.peak_bytes == plan.peak_bytes

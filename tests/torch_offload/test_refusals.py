@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hyper_parallel.backends.torch._forward import recompute
 from hyper_parallel.backends.torch.offload import (
     FileTier,
     Meter,
@@ -69,6 +70,23 @@ def test_an_optimizer_that_counts_in_python_is_caught():
         device.step(data)
 
 
+def test_recomputation_with_dropout_is_refused():
+    """It sets the random generator back in the backward pass; a program would draw other numbers there."""
+    data = {"input_ids": tokens(0), "labels": tokens(0)}
+
+    def capture(**dropout):
+        model = tiny_model("gpt2", **dropout).train()
+        for layer in model.transformer.h:
+            recompute(layer, None, exact=False)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        training_step(model, optimizer, data)
+        return capture_training(model, optimizer, data)
+
+    with pytest.raises(CaptureUnsupported, match="draws random numbers in the backward pass"):
+        capture()
+    assert capture(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).program.operators
+
+
 def test_a_size_that_depends_on_data_is_guarded():
     def step(x):
         return x[x > 0].sum()
@@ -88,6 +106,8 @@ def test_input_names_and_shapes_are_checked():
             device.step({"y": torch.ones(4)})
         with pytest.raises(StepChanged):
             device.step({"x": torch.ones(5)})
+    with pytest.raises(CaptureUnsupported, match="`scale` is no tensor"):
+        captured_step(lambda x, scale: x * scale, {"x": torch.ones(4), "scale": 2.0})
 
 
 def test_resizing_leaking_and_odd_layouts_are_refused():
@@ -106,7 +126,7 @@ def test_resizing_leaking_and_odd_layouts_are_refused():
             training=True,
         )
     with pytest.raises(CaptureUnsupported, match="strided"):
-        captured_step(lambda x: torch.view_as_complex(x).conj() * 2, {"x": torch.ones(4, 2)})
+        captured_step(lambda x: x.to_sparse() * 2, {"x": torch.ones(4, 2)})
 
 
 def test_a_fake_capture_gives_the_same_program():
@@ -126,6 +146,12 @@ def test_a_fake_capture_gives_the_same_program():
         assert fake.operators == real.operators
         with pytest.raises(CaptureUnsupported, match="fake tensors have no values"):
             captured_step(lambda x: x * 2 if x.sum() > 0 else x, {"x": torch.ones(4)})
+    kept = torch.zeros(4)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(CaptureUnsupported, match="changes a tensor that the model keeps"),
+    ):
+        captured_step(lambda x: kept.add_(x), {"x": torch.ones(4)})
 
 
 def test_a_plan_for_another_program_is_refused():

@@ -161,6 +161,9 @@ def test_text_beyond_the_context_is_refused_with_the_room_left(generator):
     with pytest.raises(BadValue, match="longer than the context") as caught:
         generator.stream("x", Sampling(128))
     assert caught.value.hint == "--max-new-tokens 127"
+    with pytest.raises(BadValue, match="longer than the context") as caught:
+        generator.generate("\u00fc?" * 100, Sampling(1))
+    assert caught.value.hint == "a shorter prompt"
 
 
 @pytest.mark.parametrize(

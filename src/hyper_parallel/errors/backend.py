@@ -24,7 +24,7 @@ class DeviceUnavailable(HyperParallelError):
 class CaptureUnsupported(HyperParallelError):
     """The step does something that a captured program cannot repeat faithfully.
 
-    Examples: a result whose size depends on the data, a storage that is resized, a conjugate view. Fix: the hint
+    Examples: a result whose size depends on the data, a storage that is resized, a sparse tensor. Fix: the hint
     names the setting of the model or optimizer that avoids it.
     """
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hyper_parallel.backends.torch._forward import float64_experts
+from hyper_parallel.backends.torch._forward import loop_over_experts
 from hyper_parallel.backends.torch._static_cache import (
     GrowingSteps,
     StaticSteps,
@@ -172,8 +172,7 @@ def load(
             where=str(export),
             got=sorted(info["missing_keys"])[:3],
         )
-    if model.dtype == torch.float64:
-        float64_experts(model)
+    loop_over_experts(model, model.dtype)
     return model.to(where).eval(), tokenizer
 
 
@@ -336,12 +335,13 @@ class Generator:
     ) -> tuple[list[int], Iterator[int]]:
         prompt_ids = self.encode(prompt, chat=chat)
         context = getattr(self.model.config, "max_position_embeddings", None)
-        if context is not None and len(prompt_ids) + sampling.max_new_tokens > context:
+        room = math.inf if context is None else context - len(prompt_ids)
+        if sampling.max_new_tokens > room:
             raise BadValue(
                 "prompt and continuation are longer than the context of the model",
                 got=f"{len(prompt_ids)} + {sampling.max_new_tokens} tokens",
                 allowed=f"{context} tokens in all",
-                hint=f"--max-new-tokens {max(1, context - len(prompt_ids))}",
+                hint=f"--max-new-tokens {room}" if room > 0 else "a shorter prompt",
             )
         stops = self._stops(chat)
         if self.memory is None:

@@ -121,9 +121,9 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
         )
     _check_resume(loaded)
     plan = plan_recipe(recipe, started_ranks(), loaded.where)
-    check_offload(recipe, plan, loaded.where)
     weights_directory(recipe)
     model = build_model(recipe)
+    check_offload(recipe, plan, model, loaded.where)
     check_parameters(model, plan, loaded.where("model.path"))
     check_routing(model, routing_of(recipe), loaded.where("moe"))
     packed = prepare(

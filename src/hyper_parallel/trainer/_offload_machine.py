@@ -9,11 +9,11 @@ from typing import Final
 
 import torch
 
+from hyper_parallel.backends.torch._forward import ungrouped_experts
 from hyper_parallel.backends.torch.offload import Measured
 from hyper_parallel.config import Offload, Recipe
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Plan
-from hyper_parallel.model import load_model
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
 from hyper_parallel.topology import Supernode, detect_local, load_topology
 from hyper_parallel.units import format_bytes
@@ -118,8 +118,16 @@ def rehearsal_bytes(device: torch.device) -> int:
     return int(0.8 * (free + module.memory_reserved(device)))
 
 
-def check_offload(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> None:
+def check_offload(
+    recipe: Recipe, plan: Plan, model: torch.nn.Module, where: Callable[[str], str]
+) -> None:
     """Refuse what offload cannot run, before any rank starts.
+
+    Args:
+        recipe: What the user asked for.
+        plan: The plan of the run.
+        model: As `build_model` gives it.
+        where: Origin of a key of the recipe.
 
     Raises:
         CaptureUnsupported: HP511 for experts whose sizes depend on the data.
@@ -127,12 +135,15 @@ def check_offload(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> No
     strategy = plan.strategy
     if not recipe.offload.on or recipe.moe.capacity_factor is not None:
         return
-    if recipe.training.dtype == "float64" and load_model(recipe.model.path).num_experts:
+    dtype = recipe.training.dtype
+    if why := ungrouped_experts(model, getattr(torch, dtype)):
+        other = ", or training.dtype=float32"
         raise CaptureUnsupported(
-            "a memory plan needs fixed sizes, and in float64 experts run one by one, on as many rows as they get",
+            f"a memory plan needs fixed sizes, and these experts run one by one, on as many rows as they get: {why}",
             where=where("training.dtype"),
-            got="training.dtype=float64, moe.capacity_factor=null",
-            hint="moe.capacity_factor=1.25, or training.dtype=float32",
+            got=f"training.dtype={dtype}, moe.capacity_factor=null",
+            hint="moe.capacity_factor=1.25"
+            + ("" if ungrouped_experts(model, torch.float32) else other),
         )
     if strategy.ep > 1:
         raise CaptureUnsupported(

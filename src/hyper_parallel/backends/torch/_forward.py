@@ -55,9 +55,32 @@ def keep_float64(model: nn.Module) -> None:
     model.forward = forward
 
 
-def float64_experts(model: nn.Module) -> None:
-    """Let experts use the model's own loop: grouped matrix products have no float64."""
-    if hasattr(model, "set_experts_implementation"):
+def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
+    """Why grouped matrix products do not take the experts of a model; None: they do, or it has none.
+
+    Args:
+        model: With all experts of a layer in one parameter [E, ...]; its own number format does not matter.
+        dtype: Number format of the products.
+    """
+    sizes = {
+        size
+        for name, p in model.named_parameters()
+        if ".experts." in name and p.dim() == 3
+        for size in p.shape[1:]
+    }
+    if sizes and dtype == torch.float64:
+        return "grouped products have no float64"
+    odd = sorted(size for size in sizes if size * dtype.itemsize % 16)
+    return (
+        f"rows of {odd[0]} in {str(dtype).removeprefix('torch.')} are not whole 16 bytes"
+        if odd
+        else None
+    )
+
+
+def loop_over_experts(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let experts use the model's own loop where grouped matrix products do not take them."""
+    if ungrouped_experts(model, dtype) and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
 
 

@@ -22,7 +22,7 @@ from hyper_parallel.backends.torch._context_attention import register
 from hyper_parallel.backends.torch._documents import mask_documents
 from hyper_parallel.backends.torch._expert_list import divide_lists
 from hyper_parallel.backends.torch._experts import apply_to_experts, shard_experts
-from hyper_parallel.backends.torch._forward import float64_experts, keep_float64, recompute
+from hyper_parallel.backends.torch._forward import keep_float64, loop_over_experts, recompute
 from hyper_parallel.backends.torch._gradients import TpGradients
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch._pipeline import Pipeline, cut_model
@@ -87,7 +87,8 @@ def apply_plan(
     tp_mesh = tensor_mesh(mesh, strategy)
     dtype = getattr(torch, plan.workload.param_dtype)
     _place(model, layouts, tp_mesh, expert_mesh, device, dtype)
-    exact = getattr(torch, plan.workload.compute_dtype) == torch.float64
+    compute = getattr(torch, plan.workload.compute_dtype)
+    exact = compute == torch.float64
     if tp_mesh is not None:
         found.tp = TpState(tensor_group(tp_mesh, TP_AXES))
         found.tp.regather = strategy.gathered_inputs == "re-gather"
@@ -95,14 +96,14 @@ def apply_plan(
     if mesh is not None and strategy.cp > 1:
         found.context = _context_parallel(model, decoder, stages, strategy, mesh)
     elif decoder is not None:
-        mask_documents(decoder[0], getattr(torch, plan.workload.compute_dtype))
+        mask_documents(decoder[0], compute)
     # Before tensor parallelism: the tokens are cut outside of what is made again.
     by_stage = list(stages.layers.values()) if stages else [layers or layers_of(model)]
     for layer in _recomputed(strategy, by_stage):
         recompute(layer, found.tp, exact, found.context)
     if exact:
         keep_float64(model)
-        float64_experts(model)
+    loop_over_experts(model, compute)
     apply_to_experts(model, found, expert_mesh, routing, decoder)
     if found.tp is not None and found.gradients is not None:
         parallel = tensor_parallel(model, found, tp_mesh)

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import Cache, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from hyper_parallel.backends.torch._forward import ungrouped_experts
+
 _PLAIN = {"full_attention", "sliding_attention"}
 
 
@@ -79,6 +81,8 @@ def why_no_static_cache(model: Any) -> str | None:
         return "its forward takes no position_ids"
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return f"attention implementation {model.config._attn_implementation}"
+    if why := ungrouped_experts(model, model.dtype):
+        return f"experts run one by one, on as many rows as they get: {why}"
     return None
 
 
@@ -89,10 +93,11 @@ def new_cache(model: Any, length: int) -> Any:
 
 
 def cache_tensors(cache: Any) -> dict[str, Tensor]:
-    """Keys and values by name, layer by layer."""
+    """Keys and values by name, layer by layer; a layer that uses those of another has none."""
     return {
         f"cache.{index}.{name}": getattr(layer, name)
         for index, layer in enumerate(cache.layers)
+        if layer.is_initialized
         for name in ("keys", "values")
     }
 
@@ -100,8 +105,10 @@ def cache_tensors(cache: Any) -> dict[str, Tensor]:
 def bind_cache(cache: Any, tensors: dict[str, Tensor]) -> None:
     """Let a cache use these tensors, named as by `cache_tensors`."""
     for index, layer in enumerate(cache.layers):
-        layer.lazy_initialization(tensors[f"cache.{index}.keys"], tensors[f"cache.{index}.values"])
-        layer.keys, layer.values = tensors[f"cache.{index}.keys"], tensors[f"cache.{index}.values"]
+        keys, values = (tensors.get(f"cache.{index}.{name}") for name in ("keys", "values"))
+        if keys is not None:
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
 
 
 def prompt_inputs(model: Any, ids: list[int]) -> dict[str, Tensor]:
@@ -195,28 +202,43 @@ class StaticSteps:
 
 
 class GrowingSteps:
-    """The same for every other model: the cache grows with the text.
+    """The same for every other model: what it remembers grows with the text.
+
+    A model gives back what the next step begins with (keys and values, or the state of a recurrence), under the name
+    that its forward takes. One that gives nothing reads the whole text again.
 
     Args:
         model: Any Hugging Face causal language model.
     """
 
     def __init__(self, model: Any) -> None:
-        from transformers import DynamicCache
-
         self.model = model
-        self.cache = DynamicCache(config=model.config)
+        self._parameters = inspect.signature(model.forward).parameters
+        self._text: list[int] = []
+        self._memory: dict[str, Any] = {}
 
     def prompt(self, ids: list[int]) -> Tensor:
         """Logits [V] after the prompt."""
-        tokens = torch.tensor([ids], device=self.model.device)
-        with torch.no_grad():
-            out = self.model(
-                input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-            )
-        logits: Tensor = out.logits[0, -1]
-        return logits
+        self._text, self._memory = [], {}
+        return self._step(ids)
 
     def next(self, token: int) -> Tensor:
         """Logits [V] after one more token."""
-        return self.prompt([token])
+        return self._step([token])
+
+    def _step(self, ids: list[int]) -> Tensor:
+        self._text += ids
+        read = ids if self._memory else self._text
+        places = torch.arange(len(self._text) - len(read), len(self._text))
+        # Given, because a model may ask its first layer where it is, and a recurrence does not count.
+        wanted = {"logits_to_keep": 1, "position_ids": places.to(self.model.device).unsqueeze(0)}
+        with torch.no_grad():
+            out = self.model(
+                input_ids=torch.tensor([read], device=self.model.device),
+                use_cache=True,
+                **{name: value for name, value in wanted.items() if name in self._parameters},
+                **self._memory,
+            )
+        self._memory = {name: out[name] for name in out if name in self._parameters}
+        logits: Tensor = out.logits[0, -1]
+        return logits

@@ -10,6 +10,7 @@ from hyper_parallel.backends.torch.offload._generation import (
     PlannedGeneration,
 )
 from hyper_parallel.backends.torch.offload._graph import GraphForward, forward_as_graph
+from hyper_parallel.backends.torch.offload._own_folder import own_folder
 from hyper_parallel.backends.torch.offload._record import Recorder
 from hyper_parallel.backends.torch.offload._resized import ResizeWatch
 from hyper_parallel.backends.torch.offload._room import Room
@@ -25,7 +26,7 @@ from hyper_parallel.backends.torch.offload._steps import (
 )
 from hyper_parallel.backends.torch.offload._streams import DeviceApi
 from hyper_parallel.backends.torch.offload._successor import SuccessorDevice
-from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter, own_folder
+from hyper_parallel.backends.torch.offload._tiers import FileTier, Meter
 
 __all__ = [
     "Call",

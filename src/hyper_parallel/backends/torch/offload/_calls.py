@@ -17,6 +17,9 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.ir import Phase
+
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that other ranks take part in."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
@@ -27,18 +30,26 @@ _UNMARKED = {("fsdp", "all_gather_copy_in", "all_gather_output")}
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor as an address inside a storage; making one costs nothing and pins nothing."""
+    """A tensor as an address inside a storage; making one costs nothing and pins nothing.
+
+    What torch conjugates or negates when it is read, as the gradient of a complex product, is such an address as well.
+    """
 
     storage: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conjugate: bool = False
+    negative: bool = False
 
     def on(self, base: torch.UntypedStorage) -> torch.Tensor:
         """The tensor on the storage's current bytes."""
         empty = torch.empty(0, dtype=self.dtype, device=base.device)
-        return empty.set_(base, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        tensor: torch.Tensor = empty.set_(base, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        if self.conjugate:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self.negative else tensor
 
     @property
     def num_bytes(self) -> int:
@@ -64,6 +75,16 @@ class Call:
     kwargs: dict[str, Any]
     made: tuple[tuple[int, View], ...] = ()
     guards: tuple[tuple[int, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers of the model's code, as bytes in host memory."""
+
+    values: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +157,24 @@ def _is_written(func: Any, argument: Any) -> bool:
     return (func.namespace, func._opname, argument.name) in _UNMARKED
 
 
-def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """It takes random numbers in this call: an attention without dropout takes none, whatever its tag says."""
+def draws(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase = "forward"
+) -> bool:
+    """It takes random numbers in this call: an attention without dropout takes none, whatever its tag says.
+
+    Raises:
+        CaptureUnsupported: HP511 in a backward pass: who makes results again sets the generator back between two
+            operators, which no program repeats.
+    """
     seeded = torch.Tag.nondeterministic_seeded in func.tags
-    return seeded and _argument(func, args, kwargs, "dropout_p") != 0
+    drawn = seeded and _argument(func, args, kwargs, "dropout_p") != 0
+    # The backward of an attention is given what its forward drew.
+    if drawn and phase == "backward" and not func._opname.endswith("_backward"):
+        raise CaptureUnsupported(
+            f"`{func}` draws random numbers in the backward pass, as recomputation with dropout does",
+            hint="leave recomputation to the memory plan: `training.recompute=none`; or train without dropout",
+        )
+    return drawn
 
 
 def is_repeatable(func: Any, writes: bool, draws: bool) -> bool:

@@ -83,6 +83,8 @@ def as_view(tensor: torch.Tensor, storage: int) -> View:
         tuple(tensor.shape),
         tuple(tensor.stride()),
         int(tensor.storage_offset()),
+        tensor.is_conj(),
+        tensor.is_neg(),
     )
 
 
@@ -95,16 +97,11 @@ def storages_in(tree: Any) -> tuple[int, ...]:
 
 
 def refuse_layouts(tensor: torch.Tensor) -> None:
-    if (
-        tensor.layout is not torch.strided
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or tensor.is_quantized
-    ):
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CaptureUnsupported(
             "only plain strided tensors have an address in a storage",
-            got=f"layout {tensor.layout}, conjugate {tensor.is_conj()}, negative {tensor.is_neg()}",
-            hint="materialise the tensor with `.contiguous()`, `.resolve_conj()` or `.resolve_neg()`",
+            got=f"layout {tensor.layout}, quantised {tensor.is_quantized}",
+            hint="make the tensor dense with `.to_dense()` or `.dequantize()`",
         )
 
 
@@ -113,16 +110,6 @@ def resizes(what: str) -> CaptureUnsupported:
     return CaptureUnsupported(
         f"the step resizes a storage at `{what}`; a static memory plan needs fixed sizes",
         hint="allocate the final size before the step",
-    )
-
-
-def has_values(tensor: torch.Tensor) -> CaptureUnsupported:
-    """The error of a tensor with values in a step that is recorded without: nobody would give them to the program."""
-    return CaptureUnsupported(
-        "the model's code makes a tensor of numbers inside the step, as `x[..., [-1]]` does; "
-        "a step that is recorded on fake tensors cannot keep their values",
-        got=f"{tuple(tensor.shape)} {tensor.dtype}",
-        hint="leave out --device-memory",
     )
 
 

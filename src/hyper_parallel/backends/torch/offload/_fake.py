@@ -59,7 +59,7 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
     Raises:
         CaptureUnsupported: HP511 when the model's code needs a value or a size that depends on the data.
     """
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # numbers of the model's code
     with FakeCopyMode(mode):
         fake = copy.deepcopy(model)
     try:
@@ -69,7 +69,7 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
     except DynamicOutputShapeException as error:
         raise CaptureUnsupported(
             f"`{error.func}` makes a result whose size depends on the data",
-            hint="for experts use float32 or bfloat16, which transformers runs as grouped products",
+            hint="leave out --device-memory; for experts, `model.set_experts_implementation('grouped_mm')`",
         ) from error
 
 

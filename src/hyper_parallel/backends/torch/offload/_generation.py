@@ -30,9 +30,9 @@ from hyper_parallel.backends.torch._static_cache import (
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._execute import Measured, PlannedDevice
 from hyper_parallel.backends.torch.offload._fake import fake_copy
+from hyper_parallel.backends.torch.offload._own_folder import own_folder
 from hyper_parallel.backends.torch.offload._steps import Named, model_state, record
 from hyper_parallel.backends.torch.offload._successor import SuccessorDevice, spare_buffers
-from hyper_parallel.backends.torch.offload._tiers import own_folder
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
 from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory_cached

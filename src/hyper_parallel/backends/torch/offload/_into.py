@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from hyper_parallel.backends.torch.offload._calls import Call, View
+from hyper_parallel.backends.torch.offload._calls import Call, Numbers, View
 from hyper_parallel.backends.torch.offload._groups import into_group
 
 Bound = Callable[[], Any]
@@ -29,7 +29,7 @@ _FILL: Final = {
     "full_like": None, "new_full": None, "scalar_tensor": None,
 }  # fmt: skip
 """The value they fill their result with; None: it is an argument."""
-_COPY: Final = ("clone", "_to_copy", "lift_fresh_copy")
+_COPY: Final = ("clone", "_to_copy", "lift_fresh", "lift_fresh_copy")
 _IN_PLACE: Final = ("masked_fill", "index_put")
 """These are a copy of their first argument, changed in place."""
 _NUMBERS: Final = ("mul.Scalar", "div.Scalar", "add.Scalar", "sub.Scalar")
@@ -41,6 +41,8 @@ def into(call: Call) -> _Into | None:
     func, made = call.func, call.made
     if (begin := into_group(call)) is not None:
         return begin
+    if isinstance(func, Numbers):
+        return _giving(call)
     if not made or getattr(func, "namespace", "") != "aten":
         return None
     name, views = func._opname, [view for _, view in made]
@@ -150,6 +152,13 @@ def _filling(call: Call, value: float | None) -> _Into:
 
     def bind(args: Any, kwargs: Any, outs: list[torch.Tensor]) -> Bound:
         return lambda: outs[0].fill_(value)
+
+    return bind
+
+
+def _giving(call: Call) -> _Into:
+    def bind(args: Any, kwargs: Any, outs: list[torch.Tensor]) -> Bound:
+        return lambda: outs[0].copy_(call.func.values)
 
     return bind
 

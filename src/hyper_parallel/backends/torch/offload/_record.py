@@ -14,17 +14,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch._known import fake_mode
 from hyper_parallel.backends.torch._memory_counter import called_from
-from hyper_parallel.backends.torch._workspace import device_workspace
 from hyper_parallel.backends.torch.offload._calls import (
     Arrived,
     Call,
     Messages,
+    Numbers,
     View,
     count_flops,
     draws,
@@ -41,7 +45,6 @@ from hyper_parallel.backends.torch.offload._captured import (
     Named,
     Tables,
     as_view,
-    has_values,
     refuse_layouts,
     refuse_leaks,
     resizes,
@@ -49,9 +52,8 @@ from hyper_parallel.backends.torch.offload._captured import (
     views_in,
     where_it_runs,
 )
+from hyper_parallel.backends.torch.offload._extra_bytes import beside, inside
 from hyper_parallel.backends.torch.offload._groups import WAIT, group_of, sent_bytes
-from hyper_parallel.backends.torch.offload._into import into
-from hyper_parallel.backends.torch.offload._pieces import columns, piece_bytes
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, Storage, StorageKind
 
@@ -112,9 +114,9 @@ class Recorder(TorchDispatchMode):
             known is None and empty is not None and empty() is base
         ):
             known = self._refilled(tensor, known)
+        if known is None and self._fake is not None and not isinstance(tensor, FakeTensor):
+            known = self._numbers(tensor)
         if known is None:
-            if self._fake is not None and not isinstance(tensor, FakeTensor):
-                raise has_values(tensor)
             known = self._add(tensor, Entry(name, 0, kind, True, True))
             # Holding the tensor keeps the bytes (and their identity) for the program's whole life.
             self.tables.state[known] = tensor.detach()
@@ -150,6 +152,15 @@ class Recorder(TorchDispatchMode):
                 ((0, View(index, torch.uint8, (num_bytes,), (1,), 0)),),
             ),
         )
+        return index
+
+    def _numbers(self, tensor: torch.Tensor) -> int:
+        """A tensor with values in a step without, as `x[..., [-1]]` makes: an operator gives them every time."""
+        index = self._add(tensor, Entry("numbers", 0, "scratch"))
+        view = View(index, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,), 0)
+        with unset_fake_temporarily():
+            call = Call(Numbers(view.on(tensor.untyped_storage()).clone()), (), {}, ((0, view),))
+        self._keep(Operator("numbers", allocs=(index,), phase=self.phase), call)
         return index
 
     def _find(self, tensor: torch.Tensor) -> int | None:
@@ -220,6 +231,11 @@ class Recorder(TorchDispatchMode):
         leaves = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         views = tree_map_only(torch.Tensor, self.view, (args, kwargs))
         written = written_leaves(func, args, kwargs)
+        if self._fake is not None and not all(isinstance(t, FakeTensor) for t in written):
+            raise CaptureUnsupported(
+                f"`{func}` changes a tensor that the model keeps outside of its parameters and buffers",
+                hint="register it with `register_buffer`",
+            )
         before = [t.untyped_storage().nbytes() for t in written]
         try:
             out = func(*args, **kwargs)
@@ -263,7 +279,7 @@ class Recorder(TorchDispatchMode):
         if not made and not written and not guards and not is_message(func):
             return  # a view, or an alias: an address, not work
         flops, group = count_flops(func, args, kwargs, out), group_of(func, args, kwargs)
-        random = draws(func, args, kwargs)
+        random = draws(func, args, kwargs, phase)
         parts = split_lists(func, views[0], views[1], len(made))
         for number, (part_args, part_kwargs) in enumerate(parts):
             mine = [(0, made[number][1])] if made and len(parts) > 1 else made
@@ -291,27 +307,12 @@ class Recorder(TorchDispatchMode):
                     phase=phase,
                     repeatable=is_repeatable(func, bool(writes), random) and not guards,
                     ordered=bool(guards) or random or group is not None,
-                    beside=(*self._beside(call), *self._inside(func, args, kwargs)),
+                    beside=(*beside(call, self.tables.entries), *inside(func, args, kwargs)),
                     group="" if group is None else group.group_name,
                     message=is_message(func),
                 ),
                 call,
             )
-
-    def _beside(self, call: Call) -> tuple[int, ...]:
-        """Bytes that a call makes beside the addresses of its results."""
-        if not call.made or into(call) is not None:
-            return ()
-        if pieces := columns(call):
-            return piece_bytes(call, pieces)
-        return tuple(self.tables.entries[view.storage].num_bytes for _, view in call.made)
-
-    def _inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-        """Bytes that a kernel takes for itself where an allocator counts them; the meter of a CPU does not."""
-        if all(t.device.type == "cpu" for t in args if isinstance(t, torch.Tensor)):
-            return ()
-        taken = device_workspace(func, args, kwargs)
-        return (taken,) if taken else ()
 
     def _keep(self, operator: Operator, call: Call) -> None:
         self.tables.operators.append(operator)

@@ -218,6 +218,13 @@ def record(
     Raises:
         CaptureUnsupported: HP511 for what cannot be repeated faithfully.
     """
+    for key, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise CaptureUnsupported(
+                f"`{key}` is no tensor; what differs from step to step must be one",
+                got=f"{key}={value!r}"[:200],
+                hint=f"leave `{key}` out of the inputs, and let the model's config or a wrapped forward set it",
+            )
     inputs = _apart(inputs, named)
     everything: dict[str, tuple[torch.Tensor, StorageKind]] = {
         **{k: (t, "input") for k, t in inputs.items()},

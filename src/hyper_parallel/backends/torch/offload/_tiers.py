@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 import weakref
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,30 +127,6 @@ class AllocatorGauge:
     def rounded(self, num_bytes: int) -> int:
         """What an allocation takes, where the allocator splits nothing off."""
         return -(-num_bytes // 512) * 512
-
-
-@contextmanager
-def own_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A folder for the files of one run, removed with all that is in it at the end of the context.
-
-    Args:
-        parent: Where; created when it is missing.
-        name: Begins the folder's name, so that what a killed process has left can be told.
-
-    Raises:
-        TransferFailed: HP513 when it cannot be made.
-    """
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(
-            prefix=f"{name}-", dir=parent, ignore_cleanup_errors=True
-        )
-    except OSError as error:
-        raise TransferFailed(
-            "there can be no folder for the flash tier", where=str(parent), got=str(error)
-        ) from error
-    with folder as path:
-        yield Path(path)
 
 
 class FileTier:
