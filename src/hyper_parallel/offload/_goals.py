@@ -16,12 +16,14 @@ from hyper_parallel.offload._portfolio import Asked, Emitted, Search
 from hyper_parallel.offload._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
 
+_TRIED = 3  # programs whose addresses are looked for at each aim
 _OTHERS = 6  # programs whose addresses are tried when those of the best do not fit together
 _LARGE_ACTIONS = 6000  # beyond, two
 _SQUEEZED = 3  # choices that are emitted again in less room
 _ROOMS = 5  # tried for each, by bisection
 _LEAST_ROOM = 0.7  # of the peak before
-_GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
+_AIMS = 5  # device bytes aimed at, the next always so much lower as addresses took too much
+_GAP, _LESS = 256, 50  # parts of the room: first left for gaps between addresses, and left more each time at least
 _NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
 
 
@@ -64,27 +66,27 @@ def _least_time(
     limit_s: float = float("inf"),
 ) -> tuple[Emitted, MemoryPlan]:
     room = budget - search.program.staging_bytes
-    plans: dict[int, MemoryPlan] = {}
-
-    def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
-        for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
-            plan = plans[id(e)] = plans.get(id(e)) or finish(e, room)
-            if plan.device_bytes <= budget:
-                return e, plan
-        return None
-
-    found: list[Emitted] = []
     floor = working_set_bytes(device_part(search.program, search.machine))
-    best = None
-    for part in _GAPS if floor <= room else ():
-        aim = max(room - room // part, 0)
+    best: tuple[Emitted, MemoryPlan] | None = None
+    seen_s = float("inf")  # of the fastest program, whatever its addresses take
+    aim = room - room // _GAP
+    for _ in range(_AIMS if floor <= room else 0):
         within_s = best[0].seconds if best else limit_s
         again = replace(search, best_seen=search.best_seen)
-        found += again.portfolio(aim, within_s, budget=(aim + room) // 2)  # half of it for gaps
-        best = first(found)
+        found = [e for e in again.portfolio(aim, within_s, budget=aim) if e.peak <= 2 * room - aim]
+        arenas: list[int] = []
+        distinct = {(e.seconds, e.peak): e for e in found}
+        for _, e in sorted(distinct.items())[:_TRIED]:
+            seen_s = min(seen_s, e.seconds)
+            plan = finish(e, room)
+            if plan.device_bytes <= budget:
+                best = min(best or (e, plan), (e, plan), key=lambda one: one[0].seconds)
+                break
+            arenas.append(plan.arena_bytes)
         # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
-        if best and min(e.seconds for e in found if e.peak <= room) > _NEAR * best[0].seconds:
+        if best and seen_s > _NEAR * best[0].seconds:
             break
+        aim = min(aim * room // min(arenas), aim - aim // _LESS) if arenas else aim - aim // _LESS
     if best is not None:
         return best
     if limit_s < float("inf"):
@@ -95,11 +97,13 @@ def _least_time(
     # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
     again = replace(search, best_seen=search.best_seen)
     lowest = again.portfolio(floor)
-    found += [*lowest, *again.portfolio((floor + room) // 2, budget=room)]
     candidates = sorted(lowest, key=lambda e: (e.peak, e.seconds))[:3] or [search.best_seen]
-    plans |= {id(e): finish(e, 0) for e in candidates}
-    if (best := first(found)) is not None:
-        return best
+    plans = {id(e): finish(e, 0) for e in candidates}
+    others = again.portfolio((floor + room) // 2, budget=room)
+    for e in sorted((*lowest, *others), key=lambda e: (e.seconds, e.peak)):
+        plan = plans.get(id(e)) or (finish(e, room) if e.peak <= room else None)
+        if plan is not None and plan.device_bytes <= budget:
+            return e, plan
     least = min(plans[id(e)].device_bytes for e in candidates)
     error = BudgetImpossible(
         f"no memory plan fits {format_bytes(budget)}",
@@ -134,7 +138,7 @@ def _more_elsewhere(
                 continue
         return None
 
-    enough = enough_elsewhere(searches, room - room // _GAPS[-2], fits, planned)
+    enough = enough_elsewhere(searches, room - room // 20, fits, planned)
     if not enough:
         return None
     return tier_full(budget, machine, {**enough, "device": error.least_bytes})

@@ -43,10 +43,14 @@ class LinearProgram:
 
     def solve(self) -> np.ndarray | None:
         """A point of least cost; None when no point satisfies every row."""
-        solver = self._run({"solver": "ipm"})
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return None
-        return np.array(solver.getSolution().col_value)
+        for method in ("ipm", "simplex"):
+            solver = self._run({"solver": method})
+            status = solver.getModelStatus()
+            if status == highspy.HighsModelStatus.kOptimal:
+                return np.array(solver.getSolution().col_value)
+            if status == highspy.HighsModelStatus.kInfeasible:
+                break
+        return None
 
     def lower_bound(self) -> float:
         """A number that no point costs less than, close to the optimum when one exists.

@@ -79,7 +79,9 @@ class Search:
         met: list[Rule] = []
         # Those that may give the fastest programs go first: what they give limits the others.
         left = self.left if budget is None else sorted(self.left, key=lambda r: r.selector.least_s)
-        for rule in chain(self.rules.first(target, lambda: limit_s), left):
+        for rule in chain(
+            self.rules.first(target, lambda: limit_s), (r for r in left if budget is None or not found)
+        ):
             if rule.selector.least_s > limit_s * (1 + 1e-9):
                 continue
             aim = target
@@ -94,7 +96,7 @@ class Search:
                     if budget is not None and emitted.peak <= budget:
                         limit_s = min(limit_s, emitted.seconds)
                 aim -= emitted.peak - target
-                if emitted.peak <= target or aim <= 0:
+                if emitted.peak <= target or aim <= 0 or rule.rank == "least_waits":
                     break
             kept = last is not None and not overfull(self.machine, last)
             if kept and last is not None and last.peak <= target and last.seconds <= limit_s:
