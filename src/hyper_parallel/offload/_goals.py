@@ -86,7 +86,8 @@ def _least_time(
         # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
         if best and seen_s > _NEAR * best[0].seconds:
             break
-        aim = min(aim * room // min(arenas), aim - aim // _LESS) if arenas else aim - aim // _LESS
+        over = max(min(arenas, default=room) - room, 0)
+        aim -= max(aim * over // (2 * (room + over)), aim // _LESS)
     if best is not None:
         return best
     if limit_s < float("inf"):

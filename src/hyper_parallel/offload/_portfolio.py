@@ -14,6 +14,7 @@ from hyper_parallel.offload._recompute import Recomputes
 from hyper_parallel.offload._rules import Rule, Rules
 from hyper_parallel.offload._select import assign_tiers
 
+_LITTLE = 1.2  # times the step in which nothing moves: no other rules are tried then
 _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
 
 
@@ -79,9 +80,9 @@ class Search:
         met: list[Rule] = []
         # Those that may give the fastest programs go first: what they give limits the others.
         left = self.left if budget is None else sorted(self.left, key=lambda r: r.selector.least_s)
-        for rule in chain(
-            self.rules.first(target, lambda: limit_s), (r for r in left if budget is None or not found)
-        ):
+        first = self.rules.first(target, lambda: limit_s) if budget is not None else ()
+        enough_s = _LITTLE * self.rules.step_s if budget is not None else 0.0
+        for rule in chain(first, (r for r in left if not found or limit_s > enough_s)):
             if rule.selector.least_s > limit_s * (1 + 1e-9):
                 continue
             aim = target

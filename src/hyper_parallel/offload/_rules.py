@@ -71,7 +71,7 @@ class Rules:
         move: Collection[StorageKind] | None,
         recompute: bool,
     ) -> None:
-        self._program, self._machine, self._order, self._step_s = program, machine, order, step_s
+        self._program, self._machine, self._order, self.step_s = program, machine, order, step_s
         self._on_host, self._hosted = where
         self._chains = use_definitions(program, order, self._hosted)
         self._finder = Chains(program, self._chains)
@@ -121,7 +121,7 @@ class Rules:
         ):
             ways = anyway
             if slack_s is not None:
-                ways = [("", False, 1 + slack_s / max(self._step_s, 1e-30))]
+                ways = [("", False, 1 + slack_s / max(self.step_s, 1e-30))]
                 if len(self._program.operators) <= _LARGE:
                     ways += anyway
             for label, stall, stretch in ways:
@@ -135,7 +135,7 @@ class Rules:
     def _cheapest(self, share: float) -> tuple[int, ...]:
         """What is made again when a share of the step is spent on it."""
         return tuple(
-            cheapest_at_peak(self._program, self._chains, self._density, share * self._step_s)
+            cheapest_at_peak(self._program, self._chains, self._density, share * self.step_s)
         )
 
     def _shortest(
@@ -173,13 +173,13 @@ class Rules:
     def _relaxed(self, target: int, limit_s: Callable[[], float]) -> Iterator[Rule]:
         """What the linear program makes again, with what the channels carry in time, or with the least waits."""
         for slower in _SLOWER:
-            if limit_s() <= _ENOUGH * self._step_s:
+            if limit_s() <= _ENOUGH * self.step_s:
                 return
             found = self._choice(target, slower)
             if found is None or found.seconds > limit_s():
                 return
             again = tuple(found.again)
-            share = max(found.seconds / max(self._step_s, 1e-30) - 1, 0.0)
+            share = max(found.seconds / max(self.step_s, 1e-30) - 1, 0.0)
             yield from self._shortest(lambda _, again=again: again, target, share)
             selector = self._selector(again, True, None)
             for window in _WINDOWS:
