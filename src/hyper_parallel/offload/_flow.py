@@ -1,9 +1,9 @@
 """A step as bytes that flow over both channels: the linear program of the seconds that computing waits.
 
-A relaxation of emission. Parts of storages may leave, any bytes that were stored count as gone once enough was to leave,
-and any may come back as long as enough is there whenever something is due. What remains is what decides a tight budget:
-bytes at every position, what both channels carry up to there, and the waits. Positions are sampled, each for its
-neighbours: the one with the most bytes.
+A relaxation of emission. Parts of storages may leave. Any bytes that were stored count as gone once enough was to
+leave, and any may come back as long as enough is there whenever something is due. What remains is what decides a tight
+budget: bytes at every position, what both channels carry up to there, and the waits. Positions are sampled, each for
+its neighbours: the one with the most bytes.
 """
 
 from __future__ import annotations

@@ -16,14 +16,18 @@ from hyper_parallel.offload._portfolio import Asked, Emitted, Search
 from hyper_parallel.offload._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
 
-_TRIED = 3  # programs whose addresses are looked for at each aim
+_TRIED = 3  # programs whose addresses are looked for at each target; of small programs four times as many
+_LARGE_PROGRAM = 300  # operators
 _OTHERS = 6  # programs whose addresses are tried when those of the best do not fit together
 _LARGE_ACTIONS = 6000  # beyond, two
 _SQUEEZED = 3  # choices that are emitted again in less room
 _ROOMS = 5  # tried for each, by bisection
 _LEAST_ROOM = 0.7  # of the peak before
-_AIMS = 5  # device bytes aimed at, the next always so much lower as addresses took too much
-_GAP, _LESS = 256, 50  # parts of the room: first left for gaps between addresses, and left more each time at least
+_AIMS = 5  # targets; from the third on lower by half of what addresses took too much
+_GAPS = (
+    256,
+    50,
+)  # parts of the room that are left for gaps between addresses first; then at least the last one more
 _NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
 
 
@@ -69,25 +73,33 @@ def _least_time(
     floor = working_set_bytes(device_part(search.program, search.machine))
     best: tuple[Emitted, MemoryPlan] | None = None
     seen_s = float("inf")  # of the fastest program, whatever its addresses take
-    aim = room - room // _GAP
-    for _ in range(_AIMS if floor <= room else 0):
+    tried = _TRIED if len(search.program.operators) > _LARGE_PROGRAM else 4 * _TRIED
+    aim = room - room // _GAPS[0]
+    for count in range(1, _AIMS + 1 if floor <= room else 1):
         within_s = best[0].seconds if best else limit_s
         again = replace(search, best_seen=search.best_seen)
-        found = [e for e in again.portfolio(aim, within_s, budget=aim) if e.peak <= 2 * room - aim]
+        found = [e for e in again.portfolio(aim, within_s, budget=aim) if e.peak <= room]
         arenas: list[int] = []
-        distinct = {(e.seconds, e.peak): e for e in found}
-        for _, e in sorted(distinct.items())[:_TRIED]:
+        distinct = list({e.actions: e for e in found}.values())
+        for e in sorted(distinct, key=lambda e: (e.seconds, e.peak))[:tried]:
+            if best and e.seconds > best[0].seconds:
+                break
             seen_s = min(seen_s, e.seconds)
             plan = finish(e, room)
-            if plan.device_bytes <= budget:
-                best = min(best or (e, plan), (e, plan), key=lambda one: one[0].seconds)
-                break
-            arenas.append(plan.arena_bytes)
+            if plan.device_bytes > budget:
+                arenas.append(plan.arena_bytes)
+                continue
+            best = min(best or (e, plan), (e, plan), key=_quality)
+            if plan.arena_bytes <= GOOD * e.peak:
+                break  # else one that takes as long may have better addresses
         # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
         if best and seen_s > _NEAR * best[0].seconds:
             break
-        over = max(min(arenas, default=room) - room, 0)
-        aim -= max(aim * over // (2 * (room + over)), aim // _LESS)
+        if count < len(_GAPS):
+            aim = room - room // _GAPS[count]
+        else:
+            over = max(min(arenas, default=room) - room, 0)
+            aim -= max(aim * over // (2 * (room + over)), (count - 1) * room // _GAPS[-1])
     if best is not None:
         return best
     if limit_s < float("inf"):
@@ -102,8 +114,10 @@ def _least_time(
     plans = {id(e): finish(e, 0) for e in candidates}
     others = again.portfolio((floor + room) // 2, budget=room)
     for e in sorted((*lowest, *others), key=lambda e: (e.seconds, e.peak)):
-        plan = plans.get(id(e)) or (finish(e, room) if e.peak <= room else None)
-        if plan is not None and plan.device_bytes <= budget:
+        if e.peak > room:
+            continue
+        plan = plans.get(id(e)) or finish(e, room)
+        if plan.device_bytes <= budget:
             return e, plan
     least = min(plans[id(e)].device_bytes for e in candidates)
     error = BudgetImpossible(
@@ -114,6 +128,11 @@ def _least_time(
     )
     error.least_bytes = least
     raise error
+
+
+def _quality(found: tuple[Emitted, MemoryPlan]) -> tuple[float, float]:
+    """Time first, then what addresses waste."""
+    return found[0].seconds, found[1].arena_bytes / max(found[0].peak, 1)
 
 
 def _more_elsewhere(

@@ -74,7 +74,7 @@ class LinearProgram:
         """With `whole` at whole numbers: the least cost found (None: nothing in time), and what nothing is below."""
         solver = self._run({"time_limit": limit_s, "mip_rel_gap": 1e-4}, self.whole)
         info = solver.getInfo()
-        feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        feasible = info.primal_solution_status == int(highspy.kSolutionStatusFeasible)
         return info.objective_function_value if feasible else None, float(info.mip_dual_bound)
 
     def _run(
@@ -93,7 +93,7 @@ class LinearProgram:
         lp.a_matrix_.start_ = np.cumsum([0, *(len(row) for row, _, _ in self.rows)])
         lp.a_matrix_.index_ = np.array([v for row, _, _ in self.rows for v in row])
         lp.a_matrix_.value_ = np.array([x for row, _, _ in self.rows for x in row.values()])
-        solver = highspy.Highs()
+        solver: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for name, value in {"output_flag": False, "threads": 1, **options}.items():
             solver.setOptionValue(name, value)
         solver.passModel(lp)

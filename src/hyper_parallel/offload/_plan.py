@@ -200,7 +200,14 @@ def _in_order(
     for where in host_sets(program, machine, order, slack_s or 0.0):
         late = readers_late(program, machine, order, where[1])
         rules = Rules(
-            program, machine, late, identity.seconds, slack_s, where, move=goal.move, recompute=goal.recompute
+            program,
+            machine,
+            late,
+            identity.seconds,
+            slack_s,
+            where,
+            move=goal.move,
+            recompute=goal.recompute,
         )
         searches.append(Search(program, machine, late, rules, identity))
     if budget_bytes is not None:

@@ -90,9 +90,7 @@ def _emit(
     """The program of some moves, and its bytes at every position."""
     assert like.again is not None
     gaps = sorted((g for m in chosen for g in m), key=lambda g: (g.storage, g.first))
-    profile = next(
-        r.selector.profile for r in search.rules.fixed if r.selector.again is like.again
-    )
+    profile = next(r.selector.profile for r in search.rules.fixed if r.selector.again is like.again)
     change = np.zeros(len(profile) + 1, np.int64)
     for g in gaps:  # what is needed at every position, everything else away
         change[g.first + 1] -= search.program.sizes[g.storage]

@@ -55,12 +55,19 @@ class Relaxation:
         seconds = np.diff(np.concatenate(([0.0], selector.ends_s)))
         for position, extra in selector.again.least_s(selector.program).items():
             seconds[position] += extra
-        self.flow = Flow(selector.profile, seconds.tolist(), selector.machine, _FINE if finder is None else _COARSE)
+        self.flow = Flow(
+            selector.profile,
+            seconds.tolist(),
+            selector.machine,
+            _FINE if finder is None else _COARSE,
+        )
         self.candidates: dict[int, Candidate] = {}  # by part
         self.inside: dict[int, list[int]] = {}  # storage -> parts of its gaps inside the step
         self.kept_by: dict[int, int] = {}  # part of a gap -> part of what must be in DRAM for it
         self.again: dict[int, int] = {}  # storage -> part
-        self._stored: dict[tuple[int, int], tuple[int, int]] = {}  # content -> part, first position that it leaves
+        self._stored: dict[
+            tuple[int, int], tuple[int, int]
+        ] = {}  # content -> part, first position that it leaves
         homes: dict[int, int] = {}
         for c in selector.candidates:
             if c.home and len(c.gaps) < 3:
@@ -164,7 +171,9 @@ def _recompute(model: Relaxation, finder: Chains) -> None:
     flow, uses = model.flow, finder.chains.uses
     runs: dict[tuple[int, int], int] = {}
     kept: dict[int, dict[int, list[int]]] = {}  # storage -> until when -> parts that need it
-    early: dict[int, dict[int, list[int]]] = {}  # part of a gap -> position within -> parts that need it there
+    early: dict[
+        int, dict[int, list[int]]
+    ] = {}  # part of a gap -> position within -> parts that need it there
     for s in range(len(model.sizes)):
         chain, gap = finder.of_longest_gap(s), longest_gap(uses[s])
         if chain is None or gap is None:
@@ -178,7 +187,9 @@ def _recompute(model: Relaxation, finder: Chains) -> None:
         for operator in chain.operators:
             if (operator, until) not in runs:
                 runs[operator, until] = flow.part()
-                flow.longer(runs[operator, until], until, finder.program.operators[operator].seconds)
+                flow.longer(
+                    runs[operator, until], until, finder.program.operators[operator].seconds
+                )
             flow.within([part], runs[operator, until])
         for x in chain.kept:
             kept.setdefault(x, {}).setdefault(until, []).append(part)

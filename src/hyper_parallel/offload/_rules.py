@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,7 +24,11 @@ _LARGE = 1500  # operators; below, trying everything takes a few seconds
 _SHARES = (0.25, 0.6, 0.95)  # of the allowed time, spent on recomputation
 _SHORT, _LONG = 1 / 256, 8.0  # more time that is counted on, as a share of the step
 _HALVED = 4  # times that the range of the least such share is halved
-_SLOWER = (0.1, 0.25)  # channels of the relaxation, which flows more smoothly than whole storages do
+_SLOWER = (
+    0.1,
+    0.25,
+)  # channels of the relaxation, which flows more smoothly than whole storages do
+_CLOSE = 1.5  # times the relaxation's extra time: near enough for what counts on copies in time
 _ENOUGH = 1.005  # times the step in which nothing moves: not worth a linear program
 _RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap", "ring")
 _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
@@ -79,16 +83,22 @@ class Rules:
         self._movable = [
             s
             for s, storage in enumerate(program.storages)
-            if (storage.kind in move if move is not None else storage.kind not in ("input", "output"))
+            if (
+                storage.kind in move
+                if move is not None
+                else storage.kind not in ("input", "output")
+            )
             and (storage.persistent or not storage.at_start)
         ]
         self._under_budget = slack_s is None
         self._again = cache(self._recomputes)
         self._selector = cache(self._make)
-        self._choice = cache(self._choose)
+        self.relaxed = cache(self._choose)
         self.fixed = list(self._fixed(slack_s))
 
-    def first(self, target: int, limit_s: Callable[[], float] = lambda: float("inf")) -> Iterator[Rule]:
+    def first(
+        self, target: int, limit_s: Callable[[], float] = lambda: float("inf")
+    ) -> Iterator[Rule]:
         """Those that may give the fastest programs under a budget.
 
         Args:
@@ -99,7 +109,9 @@ class Rules:
             yield from self._shortest(self._cheapest, target)
             yield from self._relaxed(target, limit_s)
 
-    def _make(self, chosen: tuple[int, ...], stall: bool, stretch: float | None, slower: float = 0.0) -> Selector:
+    def _make(
+        self, chosen: tuple[int, ...], stall: bool, stretch: float | None, slower: float = 0.0
+    ) -> Selector:
         machine, again = self._machine.derated(slower), self._again(chosen)
         return Selector(
             self._program, machine, self._order, again, self._movable, stall=stall, stretch=stretch
@@ -167,7 +179,8 @@ class Rules:
         selector = self._selector(again, False, 1 + share)
         for rank in _RANKS:
             if selector.select(target, rank)[1].max(initial=0) <= target:
-                name = f"recompute in {share:.1%} more time{self._on_host}"
+                what = "copies and recompute" if again else "copies"
+                name = f"{what} in {share:.1%} more time{self._on_host}"
                 yield Rule(name, selector, rank)
 
     def _relaxed(self, target: int, limit_s: Callable[[], float]) -> Iterator[Rule]:
@@ -175,12 +188,15 @@ class Rules:
         for slower in _SLOWER:
             if limit_s() <= _ENOUGH * self.step_s:
                 return
-            found = self._choice(target, slower)
+            found = self.relaxed(target, slower)
             if found is None or found.seconds > limit_s():
                 return
             again = tuple(found.again)
             share = max(found.seconds / max(self.step_s, 1e-30) - 1, 0.0)
-            yield from self._shortest(lambda _, again=again: again, target, share)
+            counted = self._shortest(_always(again), target, share)
+            yield from counted
+            if counted and (counted[0].selector.stretch or 1.0) <= 1 + _CLOSE * share:
+                continue  # hardly any waits are left
             selector = self._selector(again, True, None)
             for window in _WINDOWS:
                 yield Rule(f"least waits{self._on_host}", selector, "least_waits", window)
@@ -189,6 +205,10 @@ class Rules:
         """The relaxation with slower channels."""
         selector = self._selector((), True, None, slower)
         return Relaxation(selector, self._finder if self._density else None).solve(target)
+
+
+def _always(again: tuple[int, ...]) -> Callable[[float], tuple[int, ...]]:
+    return lambda _: again
 
 
 def recompute_sets(
