@@ -59,7 +59,7 @@ from hyper_parallel.offload._recompute import (
     choose_recomputes,
     recompute_density,
 )
-from hyper_parallel.offload._rules import _recompute_sets
+from hyper_parallel.offload._rules import recompute_sets
 from hyper_parallel.offload._select import Selector
 from hyper_parallel.offload._usedef import live_bytes, use_definitions
 
@@ -250,7 +250,7 @@ def computed_again(
     finder = Chains(program, chains)
     density = recompute_density(finder)
     machine = MemoryMachine(channel, channel)
-    sets = [chosen for _, chosen in _recompute_sets(program, machine, chains, density, None)]
+    sets = [chosen for _, chosen in recompute_sets(program, machine, chains, density, None)]
     sets += [cheapest_at_peak(program, chains, density, x * program.seconds) for x in LONGER]
     most = float(live_bytes(program, chains).max())
     found = []

@@ -1,11 +1,10 @@
 """How far plans of small graphs are from the best: the planner's peak beside a bound in whole storages.
 
-    pip install "hyper-parallel[bench]"
     python benchmarks/offload_small.py --json
 
 Training steps of chains of 3 to 12 layers (16 to 61 operators): forward, backward and update, three kinds of copies.
 The goal is the least peak at <= 2 % more time, without recomputation, in the order given. `bound_bytes` is the dual
-bound of a mixed-integer program (HiGHS, through scipy): a variable for every storage and position it may be away,
+bound of a mixed-integer program (HiGHS): a variable for every storage and position it may be away,
 whole storages, what both channels carry between any two positions, and the seconds allowed. Copies may be cut there,
 so a plan that reaches it need not exist. Everything is simulated.
 """
@@ -16,20 +15,12 @@ import argparse
 import json
 import sys
 import time
+from importlib.metadata import version
 from typing import Any
-
-import numpy as np
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage, StorageKind
 from hyper_parallel.offload import Channel, MemoryMachine, order_peak, plan_memory
 from hyper_parallel.offload._bound import least_peak_program
-from hyper_parallel.offload._linear import LinearProgram
-
-try:
-    import scipy.sparse
-    from scipy.optimize import Bounds, LinearConstraint, milp
-except ModuleNotFoundError as error:  # pragma: no cover
-    raise SystemExit('this benchmark needs scipy: pip install "hyper-parallel[bench]"') from error
 
 SLOWDOWN = 0.02
 
@@ -70,28 +61,6 @@ def chain(layers: int, act: int = 1000, weight: int = 400) -> MemoryProgram:
     return MemoryProgram(f"chain of {layers}", tuple(storages), tuple(operators), 1)
 
 
-def solve(lp: LinearProgram, seconds: float) -> tuple[float | None, float]:
-    """Least cost found in whole numbers (None: none in time), and what nothing can cost less than."""
-    entries = [
-        (value, row, column)
-        for row, (coefficients, _) in enumerate(lp.rows)
-        for column, value in coefficients.items()
-    ]
-    values, rows, columns = zip(*entries, strict=True)
-    matrix = scipy.sparse.csr_matrix((values, (rows, columns)), shape=(len(lp.rows), len(lp.costs)))
-    whole = np.zeros(len(lp.costs))
-    whole[list(lp.whole)] = 1
-    found = milp(
-        np.array(lp.costs),
-        constraints=LinearConstraint(matrix, np.array([b for _, b in lp.rows]), np.inf),
-        integrality=whole,
-        bounds=Bounds(0, np.array(lp.uppers)),
-        options={"time_limit": seconds, "mip_rel_gap": 1e-4},
-    )
-    bound = found.mip_dual_bound
-    return found.fun, float(bound) if bound is not None else 0.0
-
-
 def main() -> None:
     """Plan, bound, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -119,7 +88,7 @@ def main() -> None:
             planned_s = time.process_time() - begin
             lp = least_peak_program(program, machine, order, limit_s, recompute=False)
             linear = lp.lower_bound() if len(lp.costs) < 1500 else None
-            best, dual = solve(lp, args.solver_s)
+            best, dual = lp.whole_optimum(args.solver_s)
             bound = max(dual, linear or 0.0)
             rows.append(
                 {
@@ -140,7 +109,7 @@ def main() -> None:
     result = {
         "what": "simulated",
         "command": sys.argv[1:],
-        "scipy": scipy.__version__,
+        "highspy": version("highspy"),
         "rows": rows,
         "within_3_percent": sum(o <= 0.03 for o in over),
         "cases": len(over),

@@ -38,7 +38,7 @@ else
 fi
 
 [ -x .venv/bin/python ] || "$python" -m venv "${flags[@]}" .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check "${constraint[@]}" -e '.[torch,dev,bench]'
+.venv/bin/python -m pip install --quiet --disable-pip-version-check "${constraint[@]}" -e '.[torch,dev]'
 has_torch .venv/bin/python || {
     echo "error: torch >= 2.11 does not import in .venv" >&2
     echo "hint: rm -rf .venv && make setup" >&2

@@ -14,8 +14,9 @@ from hyper_parallel.offload import (
 )
 from hyper_parallel.offload._lanes import Lane
 from hyper_parallel.offload._plan import _identity
+from hyper_parallel.offload._portfolio import Search
 from hyper_parallel.offload._recompute import Chains, cheapest_at_peak, recompute_density
-from hyper_parallel.offload._rules import rules
+from hyper_parallel.offload._rules import Rules
 from tests.offload.programs import training_chain
 
 pytestmark = pytest.mark.unit
@@ -120,11 +121,11 @@ def test_what_takes_too_long_wherever_its_bytes_are_is_not_selected():
     machine = MemoryMachine(Channel(800.0, 0), Channel(800.0, 0))
     order = tuple(range(len(program.operators)))
     identity = _identity(program, order)
-    search = rules(
-        program, machine, order, identity, None, ("", frozenset()), move=None, recompute=True
-    )
+    where = ("", frozenset[int]())
+    rules = Rules(program, machine, order, program.seconds, None, where, move=None, recompute=True)
     limit_s = 1.01 * program.seconds
-    search.portfolio(int(0.6 * identity.peak), limit_s)
-    in_time = [selector.least_s <= limit_s for _, selector in search.selectors]
+    Search(program, machine, order, rules, identity).portfolio(int(0.6 * identity.peak), limit_s)
+    selectors = list(dict.fromkeys(rule.selector for rule in rules.fixed))
+    in_time = [selector.least_s <= limit_s for selector in selectors]
     assert set(in_time) == {True, False}
-    assert [bool(selector.sequences) for _, selector in search.selectors] == in_time
+    assert [bool(selector.sequences) for selector in selectors] == in_time

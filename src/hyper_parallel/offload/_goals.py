@@ -16,12 +16,18 @@ from hyper_parallel.offload._portfolio import Asked, Emitted, Search
 from hyper_parallel.offload._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
 
+_TRIED = 3  # programs whose addresses are looked for at each target; of small programs four times as many
+_LARGE_PROGRAM = 300  # operators
 _OTHERS = 6  # programs whose addresses are tried when those of the best do not fit together
 _LARGE_ACTIONS = 6000  # beyond, two
 _SQUEEZED = 3  # choices that are emitted again in less room
 _ROOMS = 5  # tried for each, by bisection
 _LEAST_ROOM = 0.7  # of the peak before
-_GAPS = (256, 50, 20, 8)  # part of the room that is left for gaps between addresses, tried in turn
+_AIMS = 5  # targets; from the third on lower by half of what addresses took too much
+_GAPS = (
+    256,
+    50,
+)  # parts of the room that are left for gaps between addresses first; then at least the last one more
 _NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
 
 
@@ -64,27 +70,36 @@ def _least_time(
     limit_s: float = float("inf"),
 ) -> tuple[Emitted, MemoryPlan]:
     room = budget - search.program.staging_bytes
-    plans: dict[int, MemoryPlan] = {}
-
-    def first(found: list[Emitted]) -> tuple[Emitted, MemoryPlan] | None:
-        for e in sorted((e for e in found if e.peak <= room), key=lambda e: (e.seconds, e.peak)):
-            plan = plans[id(e)] = plans.get(id(e)) or finish(e, room)
-            if plan.device_bytes <= budget:
-                return e, plan
-        return None
-
-    found: list[Emitted] = []
     floor = working_set_bytes(device_part(search.program, search.machine))
-    best = None
-    for part in _GAPS if floor <= room else ():
-        aim = max(room - room // part, 0)
+    best: tuple[Emitted, MemoryPlan] | None = None
+    seen_s = float("inf")  # of the fastest program, whatever its addresses take
+    tried = _TRIED if len(search.program.operators) > _LARGE_PROGRAM else 4 * _TRIED
+    aim = room - room // _GAPS[0]
+    for count in range(1, _AIMS + 1 if floor <= room else 1):
         within_s = best[0].seconds if best else limit_s
         again = replace(search, best_seen=search.best_seen)
-        found += again.portfolio(aim, within_s, budget=(aim + room) // 2)  # half of it for gaps
-        best = first(found)
+        found = [e for e in again.portfolio(aim, within_s, budget=aim) if e.peak <= room]
+        arenas: list[int] = []
+        distinct = list({e.actions: e for e in found}.values())
+        for e in sorted(distinct, key=lambda e: (e.seconds, e.peak))[:tried]:
+            if best and e.seconds > best[0].seconds:
+                break
+            seen_s = min(seen_s, e.seconds)
+            plan = finish(e, room)
+            if plan.device_bytes > budget:
+                arenas.append(plan.arena_bytes)
+                continue
+            best = min(best or (e, plan), (e, plan), key=_quality)
+            if plan.arena_bytes <= GOOD * e.peak:
+                break  # else one that takes as long may have better addresses
         # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
-        if best and min(e.seconds for e in found if e.peak <= room) > _NEAR * best[0].seconds:
+        if best and seen_s > _NEAR * best[0].seconds:
             break
+        if count < len(_GAPS):
+            aim = room - room // _GAPS[count]
+        else:
+            over = max(min(arenas, default=room) - room, 0)
+            aim -= max(aim * over // (2 * (room + over)), (count - 1) * room // _GAPS[-1])
     if best is not None:
         return best
     if limit_s < float("inf"):
@@ -95,11 +110,15 @@ def _least_time(
     # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
     again = replace(search, best_seen=search.best_seen)
     lowest = again.portfolio(floor)
-    found += [*lowest, *again.portfolio((floor + room) // 2, budget=room)]
     candidates = sorted(lowest, key=lambda e: (e.peak, e.seconds))[:3] or [search.best_seen]
-    plans |= {id(e): finish(e, 0) for e in candidates}
-    if (best := first(found)) is not None:
-        return best
+    plans = {id(e): finish(e, 0) for e in candidates}
+    others = again.portfolio((floor + room) // 2, budget=room)
+    for e in sorted((*lowest, *others), key=lambda e: (e.seconds, e.peak)):
+        if e.peak > room:
+            continue
+        plan = plans.get(id(e)) or finish(e, room)
+        if plan.device_bytes <= budget:
+            return e, plan
     least = min(plans[id(e)].device_bytes for e in candidates)
     error = BudgetImpossible(
         f"no memory plan fits {format_bytes(budget)}",
@@ -109,6 +128,11 @@ def _least_time(
     )
     error.least_bytes = least
     raise error
+
+
+def _quality(found: tuple[Emitted, MemoryPlan]) -> tuple[float, float]:
+    """Time first, then what addresses waste."""
+    return found[0].seconds, found[1].arena_bytes / max(found[0].peak, 1)
 
 
 def _more_elsewhere(
@@ -134,7 +158,7 @@ def _more_elsewhere(
                 continue
         return None
 
-    enough = enough_elsewhere(searches, room - room // _GAPS[-2], fits, planned)
+    enough = enough_elsewhere(searches, room - room // 20, fits, planned)
     if not enough:
         return None
     return tier_full(budget, machine, {**enough, "device": error.least_bytes})

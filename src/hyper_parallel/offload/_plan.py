@@ -30,8 +30,8 @@ from hyper_parallel.offload._host_sets import host_sets, readers_late
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._order import order_peak, order_seconds, refine_order
 from hyper_parallel.offload._overlap import DEPTHS, overlapped
-from hyper_parallel.offload._portfolio import Emitted
-from hyper_parallel.offload._rules import rules
+from hyper_parallel.offload._portfolio import Emitted, Search
+from hyper_parallel.offload._rules import Rules
 from hyper_parallel.offload._simulate import Clock
 from hyper_parallel.offload._usedef import identity_actions
 
@@ -196,19 +196,20 @@ def _in_order(
     if limit_s is None and max_slowdown is not None:
         limit_s = identity.seconds * (1 + max_slowdown)
     slack_s = None if max_slowdown is None or limit_s is None else limit_s - identity.seconds
-    searches = [
-        rules(
+    searches = []
+    for where in host_sets(program, machine, order, slack_s or 0.0):
+        late = readers_late(program, machine, order, where[1])
+        rules = Rules(
             program,
             machine,
-            readers_late(program, machine, order, where[1]),
-            identity,
+            late,
+            identity.seconds,
             slack_s,
             where,
             move=goal.move,
             recompute=goal.recompute,
         )
-        for where in host_sets(program, machine, order, slack_s or 0.0)
-    ]
+        searches.append(Search(program, machine, late, rules, identity))
     if budget_bytes is not None:
         best, plan = least_time(
             searches,

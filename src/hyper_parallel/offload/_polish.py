@@ -74,7 +74,7 @@ def _moves(search: Search, best: Emitted) -> tuple[list[_Move], list[frozenset[_
     """
     moves: dict[_Move, None] = {}
     groups: dict[frozenset[_Move], None] = {}
-    for _, selector in search.selectors:
+    for selector in dict.fromkeys(rule.selector for rule in search.rules.fixed):
         if selector.again is best.again:
             for c in selector.candidates:
                 ends = tuple(g for g in c.gaps if g.first < 0 or g.last == selector.n)
@@ -90,7 +90,7 @@ def _emit(
     """The program of some moves, and its bytes at every position."""
     assert like.again is not None
     gaps = sorted((g for m in chosen for g in m), key=lambda g: (g.storage, g.first))
-    profile = next(s.profile for _, s in search.selectors if s.again is like.again)
+    profile = next(r.selector.profile for r in search.rules.fixed if r.selector.again is like.again)
     change = np.zeros(len(profile) + 1, np.int64)
     for g in gaps:  # what is needed at every position, everything else away
         change[g.first + 1] -= search.program.sizes[g.storage]

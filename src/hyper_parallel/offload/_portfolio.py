@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, MemoryTier
 from hyper_parallel.offload._emit import Emitter
 from hyper_parallel.offload._issue import Gap
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
-from hyper_parallel.offload._select import Rank, Selector, assign_tiers
+from hyper_parallel.offload._rules import Rule, Rules
+from hyper_parallel.offload._select import assign_tiers
 
-_RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap", "ring")
+_LITTLE = 1.2  # times the step in which nothing moves: no other rules are tried then
 _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
-_SHORT, _LONG = 1 / 256, 8.0  # more time that is counted on, as a share of the step
-_HALVED = 4  # times that the range of the least such share is halved
-_WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
-
-_Rule = tuple[str, Selector, Rank]
 
 
 @dataclass(frozen=True)
 class Asked:
     """What a rule was asked for."""
 
-    name: str
-    selector: Selector
-    rank: Rank
+    rule: Rule
     aim: int
 
 
@@ -61,22 +56,13 @@ class Search:
     program: MemoryProgram
     machine: MemoryMachine
     order: tuple[int, ...]
-    selectors: list[tuple[str, Selector]]
+    rules: Rules
     best_seen: Emitted
-    # A rule that counts on a step that is longer by a share; under a budget.
-    longer: Callable[[float], tuple[str, Selector]] | None = None
-    # By selector, rank, candidates taken and bytes that are waited for: the time limit, and what it gave.
-    made: dict[tuple[int, Rank, int, int | None], tuple[float, Emitted | None]] = field(
-        default_factory=dict
-    )
+    # By selector, rank, window, candidates taken and bytes that are waited for: the time limit, and what it gave.
+    made: dict[tuple[object, ...], tuple[float, Emitted | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # What is at home in DRAM costs less than the channels' account of it where computation waits for them anyway.
-        self.rules = [
-            (name, s, rank)
-            for name, s in self.selectors
-            for rank in (*_RANKS, *(("home",) if s.stretch is None else ()))
-        ]
+        self.left = self.rules.fixed
 
     def portfolio(
         self, target: int, limit_s: float = float("inf"), budget: int | None = None
@@ -91,19 +77,18 @@ class Search:
             budget: Only the fastest program under it is wanted: what is found becomes the time limit.
         """
         found: list[Emitted] = []
-        met: list[_Rule] = []
-        rules = self.rules
-        if self.longer is not None:
-            # Those that may give the fastest programs go first: what they give limits the others.
-            rules = [*self._shortest(target), *sorted(rules, key=lambda rule: rule[1].least_s)]
-        for rule in rules:
-            name, selector, rank = rule
-            if selector.least_s > limit_s * (1 + 1e-9):
+        met: list[Rule] = []
+        # Those that may give the fastest programs go first: what they give limits the others.
+        left = self.left if budget is None else sorted(self.left, key=lambda r: r.selector.least_s)
+        first = self.rules.first(target, lambda: limit_s) if budget is not None else ()
+        enough_s = _LITTLE * self.rules.step_s if budget is not None else 0.0
+        for rule in chain(first, (r for r in left if not found or limit_s > enough_s)):
+            if rule.selector.least_s > limit_s * (1 + 1e-9):
                 continue
             aim = target
             last = None
             for _ in range(2):
-                last = emitted = self.emit(selector, aim, target, rank, name, limit_s)
+                last = emitted = self.emit(rule, aim, target, limit_s)
                 if emitted is None:
                     break
                 if not overfull(self.machine, emitted):
@@ -112,61 +97,30 @@ class Search:
                     if budget is not None and emitted.peak <= budget:
                         limit_s = min(limit_s, emitted.seconds)
                 aim -= emitted.peak - target
-                if emitted.peak <= target or aim <= 0:
+                if emitted.peak <= target or aim <= 0 or rule.rank == "least_waits":
                     break
             kept = last is not None and not overfull(self.machine, last)
             if kept and last is not None and last.peak <= target and last.seconds <= limit_s:
                 met.append(rule)
-        self.rules = met or self.rules
+        self.left = met or self.left
         return found
-
-    def _shortest(self, target: int) -> list[_Rule]:
-        """The rules that count on the shortest step in which recomputation and copies together reach a target.
-
-        More recomputation keeps more inputs as well, so the range is doubled until the target is first reached. None do
-        when that takes too long; then waiting for copies is left.
-        """
-        low = high = 0.0
-        while not any(self._reaching(high, target)):
-            low, high = high, max(2 * high, _SHORT)
-            if high > _LONG:
-                return []
-        for _ in range(_HALVED if high else 0):
-            middle = (low + high) / 2
-            low, high = (low, middle) if any(self._reaching(middle, target)) else (middle, high)
-        return list(self._reaching(high, target))
-
-    def _reaching(self, share: float, target: int) -> Iterator[_Rule]:
-        """The rules that reach a target in a step that is longer by a share."""
-        if self.longer is None:
-            return
-        name, selector = self.longer(share)
-        for rank in _RANKS:
-            if selector.select(target, rank)[1].max(initial=0) <= target:
-                yield name, selector, rank
 
     def first(self, target: int, fits: Callable[[Emitted], bool]) -> Emitted | None:
         """Any program for a target that respects the other tiers and fits."""
-        for name, selector, rank in (*self._shortest(target), *self.rules):
-            emitted = self.emit(selector, target, target, rank, name)
+        for rule in chain(self.rules.first(target), self.left):
+            emitted = self.emit(rule, target, target)
             if emitted is not None and not overfull(self.machine, emitted) and fits(emitted):
                 return emitted
         return None
 
     def emit(
-        self,
-        selector: Selector,
-        aim: int,
-        target: int,
-        rank: Rank,
-        name: str,
-        limit_s: float = float("inf"),
+        self, rule: Rule, aim: int, target: int, limit_s: float = float("inf")
     ) -> Emitted | None:
         """One rule's program for an aim; None when it takes longer than the limit."""
-        _, planned = selector.select(aim, rank)
+        _, planned = rule.selector.select(aim, rule.rank)
         # What the selection cannot reach, waiting for room cannot reach either.
-        missed = selector.stretch is not None and planned.max(initial=0) > target
-        return self._emit(Asked(name, selector, rank, aim), None if missed else target, limit_s)
+        missed = rule.selector.stretch is not None and planned.max(initial=0) > target
+        return self._emit(Asked(rule, aim), None if missed else target, limit_s)
 
     def in_less_room(self, emitted: Emitted, room: int, limit_s: float) -> Emitted | None:
         """The same choice, where copies wait for room as if there were less; None when that takes too long.
@@ -182,9 +136,10 @@ class Search:
 
     def _emit(self, asked: Asked, room: int | None, limit_s: float) -> Emitted | None:
         """The program of what a rule chooses; with room, copies wait for it."""
-        selector = asked.selector
-        chosen, planned = selector.select(asked.aim, asked.rank)
-        key = (id(selector), asked.rank, len(chosen), room)
+        rule = asked.rule
+        selector = rule.selector
+        chosen, planned = selector.select(asked.aim, rule.rank)
+        key = (id(selector), rule.rank, rule.window, tuple(map(id, chosen)), room)
         if key in self.made:
             limited_s, known = self.made[key]
             if known is not None or limit_s <= limited_s:
@@ -210,7 +165,7 @@ class Search:
                 room,
                 planned.copy(),
                 back,
-                window=_WINDOW if selector.stall else None,
+                window=rule.window,
             )
             actions = emitter.emit(limit_s * (1 + 1e-9))
             if actions is None:
@@ -224,7 +179,7 @@ class Search:
                 emitter.dram_bytes,
                 tuple(gaps),
                 selector.again,
-                f"{asked.name}, {asked.rank}",
+                f"{rule.name}, {rule.rank}",
                 asked,
             )
             if self.machine.copy_out is None or not overfull(self.machine, emitted):

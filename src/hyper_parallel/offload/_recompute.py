@@ -64,7 +64,7 @@ class Recomputes:
 
 
 @dataclass(frozen=True)
-class _Chain:
+class Chain:
     """Operators that give a storage again.
 
     Attributes:
@@ -104,9 +104,9 @@ class Chains:
             x for x, freed in enumerate(needed_by) if 2 * freed >= 3 * program.sizes[x] > 0
         }
 
-    def of_longest_gap(self, storage: int) -> _Chain | None:
+    def of_longest_gap(self, storage: int) -> Chain | None:
         """The chain that fills the longest idle gap of a storage again."""
-        gap = _longest_gap(self.chains.uses[storage])
+        gap = longest_gap(self.chains.uses[storage])
         if (
             gap is None
             or not self.program.sizes[storage]
@@ -115,7 +115,7 @@ class Chains:
             return None
         return self.find(storage, gap[1])
 
-    def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> _Chain | None:
+    def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> Chain | None:
         """Operators that give `storage` again before position `until`, or None when that is not possible."""
         program, chains = self.program, self.chains
         maker = chains.maker[storage]
@@ -152,9 +152,9 @@ class Chains:
                 kept.update(dict.fromkeys(below.kept))
         operators[maker] = None
         seconds = sum(program.operators[o].seconds for o in operators)
-        return _Chain(tuple(operators), tuple(helpers), tuple(inputs), tuple(kept), seconds)
+        return Chain(tuple(operators), tuple(helpers), tuple(inputs), tuple(kept), seconds)
 
-    def _better_kept(self, s: int, below: _Chain | None) -> bool:
+    def _better_kept(self, s: int, below: Chain | None) -> bool:
         """A dead input lives on when making it again is impossible, dear, or would keep more bytes than it has."""
         if self.keep is not None:
             return s in self.keep
@@ -184,7 +184,7 @@ def cheapest_at_peak(
         density: Seconds per freed byte of what may be recomputed.
         allowed_s: Seconds of recomputation in all.
     """
-    gaps = {s: gap for s in density if (gap := _longest_gap(chains.uses[s])) is not None}
+    gaps = {s: gap for s in density if (gap := longest_gap(chains.uses[s])) is not None}
     items = sorted(gaps, key=lambda s: (density[s], -program.sizes[s], s))
     low = np.array([gaps[s][0] + 1 for s in items])
     high = np.array([gaps[s][1] for s in items])
@@ -218,7 +218,7 @@ def choose_recomputes(finder: Chains, chosen: Collection[int]) -> Recomputes:
     found = Recomputes([list(u) for u in chains.uses])
     sent = {s for op in program.operators if op.message for s in op.touched}
     for s in sorted(chosen, key=lambda s: -place[chains.maker[s]]):
-        gap = None if s in found.gaps else _longest_gap(found.uses[s])
+        gap = None if s in found.gaps else longest_gap(found.uses[s])
         if gap is None:
             continue
         chain = finder.find(s, gap[1])
@@ -256,7 +256,7 @@ def _places(chains: UseDef) -> list[int]:
     return place
 
 
-def _longest_gap(uses: list[int] | tuple[int, ...]) -> tuple[int, int] | None:
+def longest_gap(uses: list[int] | tuple[int, ...]) -> tuple[int, int] | None:
     gaps = [(b - a, a, b) for a, b in pairwise(uses) if b - a > 1]
     if not gaps:
         return None

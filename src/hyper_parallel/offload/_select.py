@@ -17,8 +17,9 @@ from hyper_parallel.offload._greedy import Greedy
 from hyper_parallel.offload._issue import Gap
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
+from hyper_parallel.offload._relax import Relaxation
 
-Rank = Literal["idle_per_transfer", "longest_gap", "largest", "ring", "home"]
+Rank = Literal["idle_per_transfer", "longest_gap", "largest", "ring", "home", "least_waits"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Selector:
         self.writes = recomputes.host.device_writes(program, order)
         self.written = set(self.writes)
         self.profile = self._profile()
-        self.sequences: dict[Rank, Greedy] = {}
+        self.sequences: dict[Rank, Greedy | Relaxation] = {}
         self.movable = movable
         # No program of these recomputes takes less time, wherever its bytes are.
         self.least_s = sum(seconds) + sum(recomputes.least_s(program).values())
@@ -239,7 +240,7 @@ class Selector:
             The chosen candidates and the resulting profile.
         """
         if rank not in self.sequences:
-            self.sequences[rank] = Greedy(self, rank)
+            self.sequences[rank] = Relaxation(self) if rank == "least_waits" else Greedy(self, rank)
         return self.sequences[rank].until(target_bytes)
 
     def ring_bytes(self) -> float:
