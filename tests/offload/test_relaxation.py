@@ -60,7 +60,7 @@ def read_again(density_s):
 
 @pytest.mark.parametrize(("density_s", "again", "more_s"), [(2.0, [1], 1.2), (40.0, [], 5.6)])
 def test_what_is_dearer_to_make_than_to_copy_is_copied(density_s, again, more_s):
-    """80 of its 100 bytes must go. 20 leave in 2 seconds and 60 are made again; or 14 are, and meanwhile 66 come back."""
+    """80 of its 100 bytes must go: 20 leave in 2 seconds, 60 are made again; or 14 are, and 66 come back meanwhile."""
     program = read_again(density_s)
     where = ("", frozenset[int]())
     rules = Rules(program, SLOW, (0, 1, 2), program.seconds, None, where, move=None, recompute=True)
