@@ -93,7 +93,7 @@ class Rules:
         self._under_budget = slack_s is None
         self._again = cache(self._recomputes)
         self._selector = cache(self._make)
-        self.relaxed = cache(self._choose)
+        self.relaxation = cache(self._choose)
         self.fixed = list(self._fixed(slack_s))
 
     def first(
@@ -188,7 +188,7 @@ class Rules:
         for slower in _SLOWER:
             if limit_s() <= _ENOUGH * self.step_s:
                 return
-            found = self.relaxed(target, slower)
+            found = self.relaxation(target, slower)
             if found is None or found.seconds > limit_s():
                 return
             again = tuple(found.again)
