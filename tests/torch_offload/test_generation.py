@@ -140,7 +140,7 @@ def test_an_impossible_budget_is_refused_with_one_that_works():
 def test_the_way_to_the_decode_plan_is_predicted():
     """State leaves the device while all DRAM buffers of its size are in use: one more is needed between the steps."""
     model, sampling = model_of("llama"), Sampling(3, temperature=0)
-    steps = PlannedGeneration(model, len(PROMPT), len(PROMPT) + 2, limits(43_000))
+    steps = PlannedGeneration(model, len(PROMPT), len(PROMPT) + 2, limits(64_000))
     tokens = list(decode_tokens(model, PROMPT, sampling, steps=steps))
     steps.close()
     assert tokens == list(decode_tokens(model, PROMPT, sampling))
