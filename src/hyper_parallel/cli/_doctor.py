@@ -41,6 +41,7 @@ class Requirement:
 
 
 REQUIREMENTS: Final = (
+    Requirement("highspy", "1.9", "core", "linear programs of memory planning"),
     Requirement("numpy", "1.25", "core", "planning"),
     Requirement("pydantic", "2.10", "core", "recipes"),
     Requirement("pyyaml", "6.0", "core", "recipes and topology files"),
