@@ -24,10 +24,9 @@ _SQUEEZED = 3  # choices that are emitted again in less room
 _ROOMS = 5  # tried for each, by bisection
 _LEAST_ROOM = 0.7  # of the peak before
 _AIMS = 5  # targets; from the third on lower by half of what addresses took too much
-_GAPS = (
-    256,
-    50,
-)  # parts of the room that are left for gaps between addresses first; then at least the last one more
+# Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
+_GAPS = (256, 50)
+_ELSEWHERE = 20  # the same while it is asked what DRAM or flash would be enough
 _NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
 
 
@@ -158,7 +157,7 @@ def _more_elsewhere(
                 continue
         return None
 
-    enough = enough_elsewhere(searches, room - room // 20, fits, planned)
+    enough = enough_elsewhere(searches, room - room // _ELSEWHERE, fits, planned)
     if not enough:
         return None
     return tier_full(budget, machine, {**enough, "device": error.least_bytes})

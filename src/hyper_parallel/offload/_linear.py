@@ -59,10 +59,9 @@ class LinearProgram:
         a bound, so nothing rests on the solver's tolerances.
         """
         solver = self._run({"presolve": "off"})
-        duals = solver.getSolution().row_dual
-        if len(duals) != len(self.rows):
-            return 0.0
-        y = np.maximum(np.array(duals), 0.0)
+        duals = np.array(solver.getSolution().row_dual)
+        # Without multipliers all of them may be 0, which is a bound as well.
+        y = np.maximum(duals, 0.0) if len(duals) == len(self.rows) else np.zeros(len(self.rows))
         reduced = np.array(self.costs)
         for (coefficients, _, _), price in zip(self.rows, y.tolist(), strict=True):
             for v, value in coefficients.items() if price else ():
