@@ -64,7 +64,7 @@ def test_what_is_dearer_to_make_than_to_copy_is_copied(density_s, again, more_s)
     program = read_again(density_s)
     where = ("", frozenset[int]())
     rules = Rules(program, SLOW, (0, 1, 2), program.seconds, None, where, move=None, recompute=True)
-    found = rules.relaxation(130, 0.0)
+    found = rules.relaxation(0.0).solve(130)
     assert found is not None
     assert found.again == again
     assert found.seconds == pytest.approx(program.seconds + more_s)

@@ -27,7 +27,8 @@ _AIMS = 5  # targets; from the third on lower by half of what addresses took too
 # Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
 _GAPS = (256, 50)
 _ELSEWHERE = 20  # the same while it is asked what DRAM or flash would be enough
-_NEAR = 0.97  # a program that is faster by less is not tried again with more room for gaps
+# A program that is faster by less is not tried again with more room for gaps; at the first target, by much less.
+_NEAR, _AS_FAST = 0.97, 0.998
 
 
 def least_time(
@@ -77,7 +78,7 @@ def _least_time(
     for count in range(1, _AIMS + 1 if floor <= room else 1):
         within_s = best[0].seconds if best else limit_s
         again = replace(search, best_seen=search.best_seen)
-        found = [e for e in again.portfolio(aim, within_s, budget=aim) if e.peak <= room]
+        found = [e for e in again.portfolio(aim, within_s, budget=room) if e.peak <= room]
         arenas: list[int] = []
         distinct = list({e.actions: e for e in found}.values())
         for e in sorted(distinct, key=lambda e: (e.seconds, e.peak))[:tried]:
@@ -91,8 +92,8 @@ def _least_time(
             best = min(best or (e, plan), (e, plan), key=_quality)
             if plan.arena_bytes <= GOOD * e.peak:
                 break  # else one that takes as long may have better addresses
-        # Where only its addresses spoil a much faster program, a little more room for gaps may save it.
-        if best and seen_s > _NEAR * best[0].seconds:
+        # Where only its addresses spoil a faster program, a little more room for gaps may save it.
+        if best and seen_s > (_AS_FAST if count == 1 else _NEAR) * best[0].seconds:
             break
         if count < len(_GAPS):
             aim = room - room // _GAPS[count]

@@ -82,7 +82,7 @@ class Search:
         left = self.left if budget is None else sorted(self.left, key=lambda r: r.selector.least_s)
         first = self.rules.first(target, lambda: limit_s) if budget is not None else ()
         enough_s = _LITTLE * self.rules.step_s if budget is not None else 0.0
-        for rule in chain(first, (r for r in left if not found or limit_s > enough_s)):
+        for rule in chain(first, (r for r in left if limit_s > enough_s)):
             if rule.selector.least_s > limit_s * (1 + 1e-9):
                 continue
             aim = target

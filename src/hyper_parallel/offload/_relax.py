@@ -26,18 +26,14 @@ _BRIEF = 8  # positions: what is kept for no longer hardly leaves meanwhile
 
 @dataclass(frozen=True)
 class Relaxed:
-    """The optimum, in whole storages.
+    """The optimum.
 
     Attributes:
         seconds: Of the step in the relaxation.
-        candidates: What leaves.
-        profile: Device bytes during every position when all of it is away in time.
         again: Storages that are dropped and made again.
     """
 
     seconds: float
-    candidates: list[Candidate]
-    profile: np.ndarray
     again: list[int]
 
 
@@ -80,22 +76,30 @@ class Relaxation:
             _recompute(self, finder)
         for (s, since), (part, leaves) in self._stored.items():
             self.flow.stored(part, since + 1, leaves, self.sizes[s])
-        self.solve = cache(self._solve)
+        self._flowed = cache(self.flow.solve)
 
-    def _solve(self, target_bytes: int) -> Relaxed | None:
-        """The optimum for a target, most of what is chosen first; None when it cannot be reached."""
-        found = self.flow.solve(target_bytes)
+    def solve(self, target_bytes: int) -> Relaxed | None:
+        """The optimum for a target; None when it cannot be reached."""
+        found = self._flowed(target_bytes)
         if found is None:
             return None
+        again = [s for s, part in self.again.items() if found.parts[part] >= _HALF]
+        return Relaxed(found.seconds, again)
+
+    def until(self, target_bytes: int) -> tuple[list[Candidate], np.ndarray]:
+        """As `Greedy.until`: the optimum in whole storages; nothing when there is none."""
+        found = self._flowed(target_bytes)
+        if found is None:
+            return [], self.selector.profile
         profile = self.selector.profile.copy()
         chosen: list[Candidate] = []
         rest: list[Candidate] = []
         for part in sorted(self.candidates, key=lambda part: -found.parts[part]):
             if found.parts[part] < _HALF:
                 rest.append(self.candidates[part])
-                continue
-            chosen.append(self.candidates[part])
-            _take(profile, chosen[-1])
+            else:
+                chosen.append(self.candidates[part])
+                _take(profile, chosen[-1])
         while len(profile) and profile.max() > target_bytes:
             at = int(np.argmax(profile))
             freed = (c for c in rest if any(low <= at < high for low, high in c.spans))
@@ -105,13 +109,7 @@ class Relaxation:
             rest.remove(pick)
             chosen.append(pick)
             _take(profile, pick)
-        again = [s for s, part in self.again.items() if found.parts[part] >= _HALF]
-        return Relaxed(found.seconds, chosen, profile, again)
-
-    def until(self, target_bytes: int) -> tuple[list[Candidate], np.ndarray]:
-        """As `Greedy.until`: candidates that bring the profile under a target, none when it cannot be reached."""
-        found = self.solve(target_bytes)
-        return (found.candidates, found.profile) if found else ([], self.selector.profile)
+        return chosen, profile
 
     def in_dram(self, s: int, since: int, leaves: int) -> int:
         """The part of a storage whose content since a position is copied to DRAM, to leave at a later one."""

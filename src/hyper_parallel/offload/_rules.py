@@ -16,20 +16,19 @@ from hyper_parallel.offload._recompute import (
     choose_recomputes,
     recompute_density,
 )
-from hyper_parallel.offload._relax import Relaxation, Relaxed
+from hyper_parallel.offload._relax import Relaxation
 from hyper_parallel.offload._select import Rank, Selector
 from hyper_parallel.offload._usedef import UseDef, use_definitions
 
-_LARGE = 1500  # operators; below, trying everything takes a few seconds
+_LARGE = 1500  # operators; up to here trying everything takes a few seconds
 _SHARES = (0.25, 0.6, 0.95)  # of the allowed time, spent on recomputation
 _SHORT, _LONG = 1 / 256, 8.0  # more time that is counted on, as a share of the step
-_HALVED = 4  # times that the range of the least such share is halved
-_SLOWER = (
-    0.1,
-    0.25,
-)  # channels of the relaxation, which flows more smoothly than whole storages do
+_LOOSE = 4  # times the share that is of use: emission may take less than what was counted on
+_EXACT = 1 / 32  # of itself: how closely the least such share is looked for
+# Channels of the relaxation, which flows more smoothly than whole storages do, are slower by this.
+_SLOWER = (0.1, 0.25)
 _CLOSE = 1.5  # times the relaxation's extra time: near enough for what counts on copies in time
-_ENOUGH = 1.005  # times the step in which nothing moves: not worth a linear program
+_ENOUGH = 1.005  # times what no choice is expected to be below: not worth a linear program
 _RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap", "ring")
 _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
 _WINDOWS = (None, 64.0, 4.0)  # the same for what the relaxation chose, tried in turn
@@ -75,7 +74,9 @@ class Rules:
         move: Collection[StorageKind] | None,
         recompute: bool,
     ) -> None:
-        self._program, self._machine, self._order, self.step_s = program, machine, order, step_s
+        self._program, self._machine, self._order = program, machine, order
+        self.step_s = max(step_s, 1e-30)
+        self._large = len(program.operators) > _LARGE
         self._on_host, self._hosted = where
         self._chains = use_definitions(program, order, self._hosted)
         self._finder = Chains(program, self._chains)
@@ -92,8 +93,9 @@ class Rules:
         ]
         self._under_budget = slack_s is None
         self._again = cache(self._recomputes)
+        self._cheapest = cache(self._cheapest_again)
         self._selector = cache(self._make)
-        self.relaxation = cache(self._choose)
+        self.relaxation = cache(self._relax)
         self.fixed = list(self._fixed(slack_s))
 
     def first(
@@ -105,9 +107,25 @@ class Rules:
             target: Device bytes.
             limit_s: What is slower is of no use, as far as is known when the next one is asked for.
         """
-        if self._under_budget:
-            yield from self._shortest(self._cheapest, target)
-            yield from self._relaxed(target, limit_s)
+        if not self._under_budget:
+            return
+        yield from self._shortest(self._cheapest, target, 0.0, (0.0, _SHORT))
+        if limit_s() <= _ENOUGH * self.step_s:
+            return
+        least_s = self.step_s
+        for slower in _SLOWER:
+            found = self.relaxation(slower).solve(target)
+            if found is None:
+                break
+            least_s = max(least_s, found.seconds)
+            if least_s > limit_s():
+                break
+            yield from self._relaxed(tuple(found.again), found.seconds, target, limit_s)
+            if limit_s() <= _ENOUGH * least_s:
+                break
+        share, limit = (seconds / self.step_s - 1 for seconds in (least_s, limit_s()))
+        within = _SHORT, _LOOSE * limit
+        yield from self._shortest(self._cheapest, target, min(share, limit), within)
 
     def _make(
         self, chosen: tuple[int, ...], stall: bool, stretch: float | None, slower: float = 0.0
@@ -133,8 +151,8 @@ class Rules:
         ):
             ways = anyway
             if slack_s is not None:
-                ways = [("", False, 1 + slack_s / max(self.step_s, 1e-30))]
-                if len(self._program.operators) <= _LARGE:
+                ways = [("", False, 1 + slack_s / self.step_s)]
+                if not self._large:
                     ways += anyway
             for label, stall, stretch in ways:
                 selector = self._selector(tuple(chosen), stall, stretch)
@@ -144,71 +162,98 @@ class Rules:
                     window = _WINDOW if stall else None
                     yield Rule(name + label + self._on_host, selector, rank, window)
 
-    def _cheapest(self, share: float) -> tuple[int, ...]:
+    def _cheapest_again(self, share: float) -> tuple[int, ...]:
         """What is made again when a share of the step is spent on it."""
         return tuple(
             cheapest_at_peak(self._program, self._chains, self._density, share * self.step_s)
         )
 
     def _shortest(
-        self, again: Callable[[float], tuple[int, ...]], target: int, least: float = 0.0
+        self,
+        again: Callable[[float], tuple[int, ...]],
+        target: int,
+        first: float,
+        within: tuple[float, float],
     ) -> list[Rule]:
         """The rules that count on the shortest step in which recomputation and copies together reach a target.
 
-        More recomputation keeps more inputs as well, so the range is doubled until the target is first reached. None do
-        when that takes too long; then waiting for copies is left.
+        More recomputation keeps more inputs as well, so the range grows until the target is first reached. None do when
+        that takes too long; then waiting for copies is left.
 
         Args:
             again: What is made again in a step that is longer by a share.
             target: Device bytes.
-            least: The first share that is tried.
+            first: The first share that is tried; smaller ones follow where it reaches the target.
+            within: The smallest and the largest one.
         """
-        low = high = least
-        while not any(self._reaching(again(high), high, target)):
-            low, high = high, max(2 * high, _SHORT)
-            if high > _LONG:
+        least, most = within[0], min(within[1], _LONG)
+
+        ranks = _RANKS
+
+        def reached(share: float) -> bool:
+            nonlocal ranks
+            rule = next(self._reaching(again(share), share, target, ranks), None)
+            if rule and self._large:
+                ranks = (rule.rank,)  # that none of three does takes three times as long to find
+            return rule is not None
+
+        low = high = first
+        step = _SHORT
+        if reached(first):
+            while low > least and reached(low := max(high - step, least)):
+                high = low
+                step *= 2
+        else:
+            while low < most and not reached(high := min(low + step, most)):
+                low = high
+                step *= 2
+            if low >= most:
                 return []
-        for _ in range(_HALVED if high > least else 0):
+        while high - low > _EXACT * max(high, _SHORT):
             middle = (low + high) / 2
-            reached = any(self._reaching(again(middle), middle, target))
-            low, high = (low, middle) if reached else (middle, high)
+            low, high = (low, middle) if reached(middle) else (middle, high)
         return list(self._reaching(again(high), high, target))
 
-    def _reaching(self, again: tuple[int, ...], share: float, target: int) -> Iterator[Rule]:
+    def _reaching(
+        self,
+        again: tuple[int, ...],
+        share: float,
+        target: int,
+        ranks: tuple[Rank, ...] = _RANKS,
+    ) -> Iterator[Rule]:
         """The rules that reach a target in a step that is longer by a share; copies have that time as well."""
         selector = self._selector(again, False, 1 + share)
-        for rank in _RANKS:
+        for rank in ranks:
             if selector.select(target, rank)[1].max(initial=0) <= target:
                 what = "copies and recompute" if again else "copies"
                 name = f"{what} in {share:.1%} more time{self._on_host}"
                 yield Rule(name, selector, rank)
 
-    def _relaxed(self, target: int, limit_s: Callable[[], float]) -> Iterator[Rule]:
-        """What the linear program makes again, with what the channels carry in time, or with the least waits."""
-        for slower in _SLOWER:
-            if limit_s() <= _ENOUGH * self.step_s:
-                return
-            found = self.relaxation(target, slower)
-            if found is None or found.seconds > limit_s():
-                return
-            again = tuple(found.again)
-            share = max(found.seconds / max(self.step_s, 1e-30) - 1, 0.0)
-            counted = self._shortest(_always(again), target, share)
-            yield from counted
-            if counted and (counted[0].selector.stretch or 1.0) <= 1 + _CLOSE * share:
-                continue  # hardly any waits are left
-            selector = self._selector(again, True, None)
-            for window in _WINDOWS:
-                yield Rule(f"least waits{self._on_host}", selector, "least_waits", window)
+    def _relaxed(
+        self, again: tuple[int, ...], seconds: float, target: int, limit_s: Callable[[], float]
+    ) -> Iterator[Rule]:
+        """What the linear program makes again, with what the channels carry in time, or with the least waits.
 
-    def _choose(self, target: int, slower: float) -> Relaxed | None:
-        """The relaxation with slower channels."""
+        Args:
+            again: What it makes again.
+            seconds: Of its step.
+            target: Device bytes.
+            limit_s: What is slower is of no use.
+        """
+        share = max(seconds / self.step_s - 1, 0.0)
+        within = share, _LOOSE * (limit_s() / self.step_s - 1)
+        counted = self._shortest(lambda _: again, target, share, within)
+        yield from counted
+        if counted and (counted[0].selector.stretch or 1.0) <= 1 + _CLOSE * share:
+            return  # hardly any waits are left
+        selector = self._selector(again, True, None)
+        for window in _WINDOWS:
+            yield Rule(f"least waits{self._on_host}", selector, "least_waits", window)
+
+    def _relax(self, slower: float) -> Relaxation:
+        """The linear program with channels that are slower by a share."""
         selector = self._selector((), True, None, slower)
-        return Relaxation(selector, self._finder if self._density else None).solve(target)
-
-
-def _always(again: tuple[int, ...]) -> Callable[[float], tuple[int, ...]]:
-    return lambda _: again
+        return Relaxation(selector, self._finder if self._density else None)
 
 
 def recompute_sets(
