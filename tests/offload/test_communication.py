@@ -248,6 +248,30 @@ def test_what_other_ranks_still_read_is_not_made_again(message):
         assert kinds.index(("join", 1)) < kinds.index(("recompute", 0))
 
 
+def test_what_other_ranks_still_read_is_there_for_a_recomputation():
+    """`wide` is made again from `small`, which dies with the collective: a wait for room may not take it away."""
+    storages = (
+        Storage("out", 443, "activation", False, True),
+        Storage("small", 53, "activation"),
+        Storage("wide", 210, "activation", False, True),
+        Storage("other", 191, "activation", False, True),
+        Storage("sent", 222, "activation"),
+    )
+    ops = (
+        Operator("out", (), (), (0,), ordered=True),
+        Operator("small", (), (), (1,), repeatable=True, ordered=True),
+        Operator("wide", (1,), (), (2,), repeatable=True, ordered=True),
+        Operator("other", (), (), (3,), ordered=True),
+        Operator("work", (), (), (), 1.0, phase="backward"),
+        Operator("sent", (), (), (4,), phase="backward"),
+        Operator("share", (4, 1), talk_s=2.0, group="dp", ordered=True, phase="backward"),
+        Operator("last", (), (2,), (), 1.0, phase="optimizer"),
+    )
+    program = MemoryProgram("shared input", storages, ops, 16)
+    machine = MemoryMachine(Channel(2000.0, 0.0), Channel(20.0, 0.05))
+    check(plan_memory(program, machine, max_slowdown=0.38), program, machine)
+
+
 @st.composite
 def talking(draw):
     """A random program in which some operators talk to other ranks."""

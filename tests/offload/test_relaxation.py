@@ -58,7 +58,7 @@ def read_again(density_s):
     return MemoryProgram("read again", storages, operators, 1)
 
 
-@pytest.mark.parametrize(("density_s", "again", "more_s"), [(2.0, [1], 1.2), (40.0, [], 5.6)])
+@pytest.mark.parametrize(("density_s", "again", "more_s"), [(2.0, (1,), 1.2), (40.0, (), 5.6)])
 def test_what_is_dearer_to_make_than_to_copy_is_copied(density_s, again, more_s):
     """80 of its 100 bytes must go: 20 leave in 2 seconds, 60 are made again; or 14 are, and 66 come back meanwhile."""
     program = read_again(density_s)
@@ -66,15 +66,16 @@ def test_what_is_dearer_to_make_than_to_copy_is_copied(density_s, again, more_s)
     rules = Rules(program, SLOW, (0, 1, 2), program.seconds, None, where, move=None, recompute=True)
     found = rules.relaxation(0.0).solve(130)
     assert found is not None
-    assert found.again == again
+    assert found.again[0] == again
     assert found.seconds == pytest.approx(program.seconds + more_s)
 
 
 @pytest.mark.parametrize(
-    ("layers", "bytes_s", "share", "most"), [(12, 400.0, 0.35, 1.45), (20, 600.0, 0.3, 1.1)]
+    ("layers", "bytes_s", "share", "most"),
+    [(12, 400.0, 0.35, 1.3), (12, 250.0, 0.35, 2.1), (20, 600.0, 0.3, 1.1)],
 )
 def test_copies_and_recompute_are_weighed_together(layers, bytes_s, share, most):
-    """With sets by limits of seconds per byte the steps were 1.53 and 1.15 times as long."""
+    """With sets by limits of seconds per byte the steps were 1.53, 2.55 and 1.15 times as long."""
     program = training_chain(layers)
     machine = MemoryMachine(Channel(bytes_s, 0), Channel(bytes_s, 0))
     budget = int(share * order_peak(program, range(len(program.operators))))

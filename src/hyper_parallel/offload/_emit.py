@@ -126,6 +126,8 @@ class Emitter(Underway):
             wanted.update(dict.fromkeys(self.program.operators[i].reads))
         fresh = {*op.allocs, *(s for i in rerun for s in self.program.operators[i].allocs)}
         wanted = {s: None for s in wanted if s not in fresh}
+        for s in wanted:
+            self.talks.keep(s)  # else it would go where other ranks are waited for
         for running in self.talks.before(op, wanted, fresh.difference(op.allocs)):
             self._join(running, position)
         if self.budget is not None:
@@ -148,7 +150,9 @@ class Emitter(Underway):
             self._do("recompute", i)
         helpers = [h for h in self.again.helpers.get(position, ()) if h not in op.touched]
         for h in helpers:
-            if "device" in self.current[h] and not self._used_at(h, position):
+            if "device" not in self.current[h] or self._used_at(h, position):
+                continue
+            if not self.talks.hold(h, position):
                 self._detach(h, "device")
         for s in op.allocs:
             self._set(s, "device")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hyper_parallel.offload._select import Candidate, Selector
 
 _FINE, _COARSE = 400, 100  # positions: to decide what leaves, and what is made again
-_HALF = 0.5  # a storage of which so much is chosen is chosen
+_HALF, _NEARLY_ALL = 0.5, 0.9  # a storage of which so much is chosen is chosen
 _BRIEF = 8  # positions: what is kept for no longer hardly leaves meanwhile
 
 
@@ -30,11 +30,11 @@ class Relaxed:
 
     Attributes:
         seconds: Of the step in the relaxation.
-        again: Storages that are dropped and made again.
+        again: Storages that are dropped and made again: by half at least, or by nearly all.
     """
 
     seconds: float
-    again: list[int]
+    again: tuple[tuple[int, ...], ...]
 
 
 class Relaxation:
@@ -83,8 +83,9 @@ class Relaxation:
         found = self._flowed(target_bytes)
         if found is None:
             return None
-        again = [s for s, part in self.again.items() if found.parts[part] >= _HALF]
-        return Relaxed(found.seconds, again)
+        parts = {s: found.parts[part] for s, part in self.again.items()}
+        again = [tuple(s for s, x in parts.items() if x >= least) for least in (_HALF, _NEARLY_ALL)]
+        return Relaxed(found.seconds, tuple(dict.fromkeys(again)))
 
     def until(self, target_bytes: int) -> tuple[list[Candidate], np.ndarray]:
         """As `Greedy.until`: the optimum in whole storages; nothing when there is none."""

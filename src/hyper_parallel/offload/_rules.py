@@ -120,7 +120,9 @@ class Rules:
             least_s = max(least_s, found.seconds)
             if least_s > limit_s():
                 break
-            yield from self._relaxed(tuple(found.again), found.seconds, target, limit_s)
+            # What is made again in part as well may need more than that part of its inputs.
+            rules = (self._relaxed(again, least_s, target, limit_s()) for again in found.again)
+            yield from next(filter(None, rules), ())
             if limit_s() <= _ENOUGH * least_s:
                 break
         share, limit = (seconds / self.step_s - 1 for seconds in (least_s, limit_s()))
@@ -230,25 +232,26 @@ class Rules:
                 yield Rule(name, selector, rank)
 
     def _relaxed(
-        self, again: tuple[int, ...], seconds: float, target: int, limit_s: Callable[[], float]
-    ) -> Iterator[Rule]:
+        self, again: tuple[int, ...], seconds: float, target: int, limit_s: float
+    ) -> list[Rule]:
         """What the linear program makes again, with what the channels carry in time, or with the least waits.
 
         Args:
             again: What it makes again.
             seconds: Of its step.
-            target: Device bytes.
+            target: Device bytes; without rules it cannot be reached.
             limit_s: What is slower is of no use.
         """
         share = max(seconds / self.step_s - 1, 0.0)
-        within = share, _LOOSE * (limit_s() / self.step_s - 1)
-        counted = self._shortest(lambda _: again, target, share, within)
-        yield from counted
-        if counted and (counted[0].selector.stretch or 1.0) <= 1 + _CLOSE * share:
-            return  # hardly any waits are left
+        within = share, _LOOSE * (limit_s / self.step_s - 1)
+        rules = self._shortest(lambda _: again, target, share, within)
+        if rules and (rules[0].selector.stretch or 1.0) <= 1 + _CLOSE * share:
+            return rules  # hardly any waits are left
         selector = self._selector(again, True, None)
-        for window in _WINDOWS:
-            yield Rule(f"least waits{self._on_host}", selector, "least_waits", window)
+        if selector.select(target, "least_waits")[1].max(initial=0) <= target:
+            name = f"least waits{self._on_host}"
+            rules += [Rule(name, selector, "least_waits", window) for window in _WINDOWS]
+        return rules
 
     def _relax(self, slower: float) -> Relaxation:
         """The linear program with channels that are slower by a share."""
