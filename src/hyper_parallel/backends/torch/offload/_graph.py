@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -135,7 +136,7 @@ class _Traced:
             self._as_it_is,
             partition_fn=min_cut_rematerialization_partition,
         )
-        with _disable_current_modes(), _refusals():
+        with _disable_current_modes(), _refusals(), _use_lazy_graph_module(True):
             if not fake:
                 self._values += _values_read(model, {**tensors, **rest})
             try:
