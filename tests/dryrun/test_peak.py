@@ -64,7 +64,7 @@ def test_the_traced_peak_is_the_measured_one(strategy, case):
     real = launch(
         lambda rank: measure(lambda: _build(case), plan, TRAINING, lambda: _batch(case, plan)),
         strategy.world_size,
-        timeout_s=60,
+        timeout_s=180,
     )[0]
     traced = _trace(case, plan)
     peak = traced.peaks["hbm"]
@@ -90,7 +90,7 @@ def test_every_rank_can_be_traced():
     real = launch(
         lambda rank: measure(lambda: _build(case), plan, TRAINING, lambda: _batch(case, plan)),
         4,
-        timeout_s=60,
+        timeout_s=180,
     )
     traced = [_trace(case, plan, rank).peaks["hbm"].num_bytes for rank in (0, 3)]
     assert traced[0] > traced[1]

@@ -137,7 +137,7 @@ def test_torch_runs_our_schedules_with_fsdp_inside_the_stages(tmp_path):
 def _compare(cases, tmp_path, dp=1):
     for number, (schedule, _) in enumerate(cases):
         (tmp_path / f"{number}.csv").write_text(schedule.to_csv())
-    ranks = launch(lambda rank: _run_rank(rank, cases, tmp_path, dp), RANKS, timeout_s=60)
+    ranks = launch(lambda rank: _run_rank(rank, cases, tmp_path, dp), RANKS, timeout_s=180)
     for number, (schedule, form) in enumerate(cases):
         loss, expected = _one_process(schedule.stages, schedule.microbatches)
         got, losses = {}, []

@@ -183,4 +183,4 @@ def test_attention_that_would_not_be_repeated_is_refused(config, says) -> None:
             parallelize(setup.build(), setup.plan(Strategy(cp=2)), world)
         assert says in caught.value.what
 
-    launch(rank, 2, timeout_s=60)
+    launch(rank, 2, timeout_s=180)

@@ -81,7 +81,7 @@ def test_rows_travel_and_experts_stay() -> None:
             held = {n.split(".")[5] for n, _ in model.named_parameters() if ".experts." in n}
             assert held == {str(i + world.rank * 4) for i in range(4)}
 
-    launch(rank, 2, timeout_s=60)
+    launch(rank, 2, timeout_s=180)
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
@@ -112,7 +112,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
             with pytest.raises(NotDivisible, match="the 9 experts"):
                 parallelize(model, plan, world)
 
-    launch(rank, 2, timeout_s=60)
+    launch(rank, 2, timeout_s=180)
 
 
 def test_checkpoints_do_not_depend_on_ep(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_checkpoints_do_not_depend_on_ep(tmp_path: Path) -> None:
             return values(model)
 
     trained = {}
-    for part in launch(two, 2, timeout_s=60):
+    for part in launch(two, 2, timeout_s=180):
         trained |= part
     whole = USUAL.build()
     materialize(whole, seed=1, device="cpu")

@@ -156,7 +156,7 @@ def test_lists_of_expert_modules_work_without_ep() -> None:
                     # `plain` rounds norms to float32 on the way.
                     assert float(error) <= 1e-5 * max(float(theirs.abs().max()), 1e-3), name
 
-    launch(rank, 2, timeout_s=60)
+    launch(rank, 2, timeout_s=180)
 
 
 def _own_layouts(model: nn.Module, strategy: Strategy) -> dict[str, object]:

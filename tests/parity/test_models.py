@@ -126,7 +126,7 @@ def test_an_output_that_fsdp_cannot_look_into_is_refused() -> None:
                 model(**setup.batch(), num_items_in_batch=1)
             return str(error.value.got)
 
-    assert launch(rank, 2, timeout_s=60) == ["SimpleNamespace", "SimpleNamespace"]
+    assert launch(rank, 2, timeout_s=180) == ["SimpleNamespace", "SimpleNamespace"]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_routing_is_counted_and_router_biases_follow_the_global_load(strategy: S
 
     with World.join("cpu") as world:
         (move,), statistics = _moves(S(), world)
-    found = launch(rank, 2, timeout_s=60)
+    found = launch(rank, 2, timeout_s=180)
     # The first layer is dense, so that the first of two stages has no router.
     assert [len(mine) for mine, _ in found] == ([0, 1] if strategy.pp > 1 else [1, 1])
     for mine, theirs in found:
@@ -171,7 +171,7 @@ def test_rows_above_the_capacity_are_dropped_on_every_layout() -> None:
             out = mine.model.layers[0].mlp(hidden.chunk(2)[rank].unsqueeze(0))[0]
             return out.detach(), end_step(mine).dropped
 
-    found = launch(rank, 2, timeout_s=60)
+    found = launch(rank, 2, timeout_s=180)
     assert torch.allclose(torch.cat([out for out, _ in found]), halves, rtol=1e-12, atol=1e-14)
     assert found[0][1] == found[1][1] > 0
     with World.join("cpu") as world:

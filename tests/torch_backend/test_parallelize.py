@@ -69,7 +69,7 @@ def test_logits_without_labels_are_whole(vocab: int) -> None:
             assert base.shape == (*ids.shape, case.hidden)
             assert torch.equal(split.generate(ids, max_new_tokens=4, do_sample=False), text)
 
-    launch(rank, 2, timeout_s=60)
+    launch(rank, 2, timeout_s=180)
 
 
 @pytest.mark.torch
@@ -131,7 +131,7 @@ def test_plain_backward_calls_add_up() -> None:
                         grad, expected[2][name] * copies, rtol=1e-9, atol=1e-12
                     )
 
-    launch(rank, 4, timeout_s=60)
+    launch(rank, 4, timeout_s=180)
 
 
 @pytest.mark.dist
@@ -177,7 +177,7 @@ def test_two_models_on_two_meshes_in_one_process() -> None:
             model = parallelize(copy.deepcopy(reference.model), plans[mine], world, halves[mine])
             return losses(model, reference.case, 3)
 
-    found = launch(rank, 4, timeout_s=60)
+    found = launch(rank, 4, timeout_s=180)
     for number, curve in enumerate(found):
         assert curve == pytest.approx(expected[number // 2][:3], rel=1e-10, abs=0)
 
@@ -236,7 +236,7 @@ def test_any_module_with_rules() -> None:
                 total = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
                 assert float(clip_grad_norm_(net, None)) == pytest.approx(total, rel=1e-12)
 
-    launch(rank, 4, timeout_s=60)
+    launch(rank, 4, timeout_s=180)
 
 
 @pytest.mark.dist
@@ -256,7 +256,7 @@ def test_lower_precision_stays_close() -> None:
                 out.append(found.losses)
             return out
 
-    ranks = launch(rank, 4, timeout_s=60)
+    ranks = launch(rank, 4, timeout_s=180)
     for i, tolerance in ((0, 1e-5), (1, 2e-2)):
         losses = [sum(r[i][k] for r in ranks) for k in range(len(expected))]
         assert losses == pytest.approx(expected, rel=tolerance)
@@ -282,7 +282,7 @@ def test_meta_parameters_are_laid_out_without_memory() -> None:
             assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
             audit(model)
 
-    launch(rank, 4, timeout_s=60)
+    launch(rank, 4, timeout_s=180)
 
 
 @pytest.mark.dist
@@ -345,7 +345,7 @@ def test_audit_names_a_parameter_that_moved() -> None:
             with pytest.raises(UnsupportedSharding, match="do not fit together"):
                 CASE.plan(Strategy(tp_x=2, rules=(whole,)))
 
-    launch(rank, 2, timeout_s=60)
+    launch(rank, 2, timeout_s=180)
 
 
 @pytest.mark.dist
@@ -362,4 +362,4 @@ def test_a_later_world_with_an_equal_mesh_uses_its_own_groups() -> None:
         with World.join("cpu") as world:
             return whole(world).tolist()
 
-    assert launch(rank, 2, timeout_s=60) == [[0.0, 1.0], [0.0, 1.0]]
+    assert launch(rank, 2, timeout_s=180) == [[0.0, 1.0], [0.0, 1.0]]

@@ -79,7 +79,7 @@ def test_a_norm_on_slices_is_the_norm_of_the_whole() -> None:
                     found = getattr(part, name).grad
                     torch.testing.assert_close(found, param.grad[mine], rtol=1e-11, atol=1e-12)
 
-    launch(rank, 2, timeout_s=60)
+    launch(rank, 2, timeout_s=180)
 
 
 @pytest.mark.torch
@@ -90,7 +90,7 @@ def test_a_statistic_that_would_be_one_ranks_own_is_refused(norm: type, what: st
             norm(WIDTH)(torch.ones(2, WIDTH))
 
     with pytest.raises(UnsupportedSharding) as caught:
-        launch(rank, 1, timeout_s=60)
+        launch(rank, 1, timeout_s=180)
     assert caught.value.what.startswith(f"the norm `final` computes its statistics with {what}")
 
 

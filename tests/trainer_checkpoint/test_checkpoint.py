@@ -345,12 +345,12 @@ def test_ranks_agree_on_the_checkpoint_when_a_file_of_one_of_them_is_damaged(tmp
         model, optimizer = build(2, fsdp=2)
         return checkpointer(tmp_path).load(model, optimizer)
 
-    launch(save, 2, timeout_s=60)
+    launch(save, 2, timeout_s=180)
     flip(tmp_path / "step_00000002" / "__1_0.distcp")
-    assert launch(load, 2, timeout_s=60) == [(1, {"step": 1})] * 2
+    assert launch(load, 2, timeout_s=180) == [(1, {"step": 1})] * 2
     shutil.rmtree(tmp_path / "step_00000001")
     with pytest.raises(CheckpointCorrupt, match=r"__1_0\.distcp"):
-        launch(load, 2, timeout_s=60)
+        launch(load, 2, timeout_s=180)
 
 
 @pytest.mark.torch

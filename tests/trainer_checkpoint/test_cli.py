@@ -57,7 +57,7 @@ def test_export_of_a_sharded_checkpoint(tmp_path):
         saver.save(5, model, optimizer, {})
         saver.finish()
 
-    launch(rank_fn, 2, timeout_s=60)
+    launch(rank_fn, 2, timeout_s=180)
     model, optimizer = build(3, dtype=torch.float64)
     model.config.save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")

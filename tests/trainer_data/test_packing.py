@@ -184,7 +184,7 @@ def test_processes_that_prepare_together_build_once(corpus, make):
         packed = make(corpus)
         return packed.cached, packed.fingerprint
 
-    cached, fingerprints = zip(*launch(one, 3, timeout_s=60), strict=True)
+    cached, fingerprints = zip(*launch(one, 3, timeout_s=180), strict=True)
     assert sorted(cached) == [False, True, True]
     assert len(set(fingerprints)) == 1
 
@@ -253,7 +253,7 @@ def test_two_processes_train_the_same_tokenizer(corpus, make, tmp_path):
     def one(rank):
         return make(corpus, cache_dir=str(tmp_path / f"cache{rank}")).fingerprint
 
-    assert len(set(launch(one, 3, timeout_s=60))) == 1
+    assert len(set(launch(one, 3, timeout_s=180))) == 1
 
 
 def test_nothing_is_fetched(conversations, make, monkeypatch):

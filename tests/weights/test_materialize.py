@@ -166,7 +166,7 @@ def test_uneven_shards_and_a_forward_pass_after_materialising():
 
     plain = on_meta(Mlp)
     materialize(plain, seed=3, device="cpu")
-    for state, out in launch(rank_fn, 4, timeout_s=60):
+    for state, out in launch(rank_fn, 4, timeout_s=180):
         assert_same(state, full_state(plain))
         assert torch.equal(out, plain(torch.ones(2, 7)))
 
@@ -184,7 +184,7 @@ def test_copy_full_agrees_with_distribute_tensor():
             copy_full(got, full)
             assert torch.equal(local_tensor(got), local_tensor(want)), placements
 
-    launch(rank_fn, 4, timeout_s=60)
+    launch(rank_fn, 4, timeout_s=180)
 
 
 @pytest.mark.dist
@@ -204,4 +204,4 @@ def test_an_ambiguous_uneven_split_is_refused():
         except UnsupportedSharding as error:
             return str(error)
 
-    assert all("split unevenly" in text for text in launch(rank_fn, 6, timeout_s=60))
+    assert all("split unevenly" in text for text in launch(rank_fn, 6, timeout_s=180))
