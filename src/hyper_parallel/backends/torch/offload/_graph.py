@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
