@@ -55,7 +55,6 @@ REQUIREMENTS: Final = (
     Requirement("jinja2", "3.1", "training", "chat templates"),
     Requirement("filelock", "3.13", "training", "one process prepares the data"),
     Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
-    Requirement("highspy", "", "optional", "exact solvers of the planner (MILP)"),
     Requirement("ray", "", "optional", "single controller over machines"),
     Requirement("mindspore", "", "optional", "MindSpore back end, in an environment of its own"),
     Requirement(
