@@ -161,6 +161,14 @@ class MemoryProgram:
         """`Operator.touched` of every operator."""
         return tuple(op.touched for op in self.operators)
 
+    @cached_property
+    def operands(self) -> tuple[tuple[int, ...], ...]:
+        """What of `touched` every operator finds when it begins: all but its results."""
+        return tuple(
+            tuple(s for s in touched if s not in op.allocs)
+            for op, touched in zip(self.operators, self.touched, strict=True)
+        )
+
     @property
     def on_device(self) -> tuple[MemoryTier, ...]:
         """Homes that leave every storage on the device."""

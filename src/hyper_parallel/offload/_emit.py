@@ -57,6 +57,7 @@ class Emitter(Underway):
         self.leaving: dict[int, list[int]] = {}
         for g in gaps:
             self.leaving.setdefault(g.storage, []).append(g.first)
+        self.ends = self._ends()
         seconds = recomputes.host.seconds(program, order)
         starts = np.cumsum([0.0, *seconds])[:-1]
         again = np.zeros(len(starts))
@@ -74,6 +75,18 @@ class Emitter(Underway):
         self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
         # A store lane takes what leaves next when it is idle, or would be during the next operator.
         self.eager_s = [*seconds[1:], 0.0] if eager else [0.0] * len(seconds)
+
+    def _ends(self) -> list[set[int]]:
+        """Per position, what leaves or is over once the operator there is done; a superset for what is made again."""
+        ends: list[set[int]] = [set() for _ in self.order]
+        for s, position in self.leave:
+            ends[position].add(s)
+        for s, (position, _) in self.again.gaps.items():
+            ends[position].add(s)
+        for s, uses in enumerate(self.again.uses):
+            if uses and not self.program.storages[s].at_end:
+                ends[uses[-1]].add(s)
+        return ends
 
     def emit(self, limit_s: float = float("inf")) -> tuple[MemoryAction, ...] | None:
         """The whole program, or None as soon as it must take longer than the limit."""
@@ -96,7 +109,8 @@ class Emitter(Underway):
                 self._operator(position, index)
             for gap in self.early[position]:
                 insort(ready, gap, key=lambda g: (g.first, -self.program.sizes[g.storage]))
-            ready = self._store_early(ready, position)
+            if ready:
+                ready = self._store_early(ready, position)
         self.place = len(self.order)
         for running in (*self.talks.running, *self.host.running):
             self._join(running, len(self.order))
@@ -115,59 +129,60 @@ class Emitter(Underway):
     # -- one operator --------------------------------------------------------------------------
 
     def _operator(self, position: int, index: int) -> None:
-        op = self.program.operators[index]
+        operators, current, sizes = self.program.operators, self.current, self.program.sizes
+        op = operators[index]
         rerun = [
             i
             for i in self.again.rerun.get(position, ())
-            if any("device" not in self.current[s] for s in self.program.operators[i].allocs)
+            if any("device" not in current[s] for s in operators[i].allocs)
         ]
-        wanted = dict.fromkeys((*op.reads, *op.writes))
-        for i in rerun:
-            wanted.update(dict.fromkeys(self.program.operators[i].reads))
-        fresh = {*op.allocs, *(s for i in rerun for s in self.program.operators[i].allocs)}
-        wanted = {s: None for s in wanted if s not in fresh}
-        for s in wanted:
-            self.talks.keep(s)  # else it would go where other ranks are waited for
-        for running in self.talks.before(op, wanted, fresh.difference(op.allocs)):
-            self._join(running, position)
+        touched, wanted = self.program.touched[index], self.program.operands[index]
+        again = [s for i in rerun for s in operators[i].allocs]
+        if rerun:
+            read = dict.fromkeys((*wanted, *(s for i in rerun for s in operators[i].reads)))
+            wanted = tuple(s for s in read if s not in again and s not in op.allocs)
+            touched = tuple(dict.fromkeys((*touched, *wanted, *again)))
+        if self.talks:
+            for s in wanted:
+                self.talks.keep(s)  # else it would go where other ranks are waited for
+            for running in self.talks.before(op, wanted, again):
+                self._join(running, position)
         if self.budget is not None:
-            sizes = self.program.sizes
-            operands = {*wanted, *fresh}
-            need = sum(sizes[s] for s in operands if "device" not in self.current[s])
-            self._make_room(need, operands, position)
+            need = sum([sizes[s] for s in touched if "device" not in current[s]])
+            if self.live["device"] + need > self.budget:
+                self._make_room(need, set(touched), position)
         for s in wanted:
-            self._bring(s)
-        for s in wanted:
-            self._arrive(s, position)
-        for s in op.writes:
+            if self.pending or self.talks or "device" not in current[s]:
+                self._bring(s)
+        if self.flying:
+            for s in wanted:
+                self._arrive(s, position)
+        for s in op.writes if self.pending else ():
             for item in [p for p in self.pending if p.storage == s]:
                 self._finish(item)
         for i in rerun:
-            for s in self.program.operators[i].allocs:
-                if "device" in self.current[s]:  # other ranks used it until now
+            for s in operators[i].allocs:
+                if "device" in current[s]:  # other ranks used it until now
                     self._detach(s, "device")
                 self._set(s, "device")
             self._do("recompute", i)
-        helpers = [h for h in self.again.helpers.get(position, ()) if h not in op.touched]
-        for h in helpers:
-            if "device" not in self.current[h] or self._used_at(h, position):
+        for h in self.again.helpers.get(position, ()):
+            if h in op.touched or "device" not in current[h] or self._used_at(h, position):
                 continue
             if not self.talks.hold(h, position):
                 self._detach(h, "device")
         for s in op.allocs:
             self._set(s, "device")
         for s in op.writes:
-            for tier in self.current[s]:
-                self.current[s][tier] = tier == "device"
+            for tier in current[s]:
+                current[s][tier] = tier == "device"
         self.held.append(self.live["device"])
         self._do("run", index)
         if op.group:
             self.talks.begin(index)
-        touched = self.program.touched[index]
-        if rerun:
-            touched = tuple(dict.fromkeys((*touched, *wanted, *fresh)))
+        ends = self.ends[position]
         for s in touched:
-            if "device" in self.current[s]:
+            if (s in ends or rerun) and "device" in current[s]:
                 self._after(s, position, position)
 
     def _join(self, index: int, position: int) -> None:
@@ -258,9 +273,12 @@ class Emitter(Underway):
 
     def _retire(self, position: int) -> None:
         """Detach what has been copied by now, and what other ranks or the host are done with."""
-        for index in (*self.talks.holding(), *self.host.running):
-            if self.clock.joined_s(index) <= self.clock.now_s:
-                self._join(index, position)
+        if self.talks or self.host.running:
+            for index in (*self.talks.holding(), *self.host.running):
+                if self.clock.joined_s(index) <= self.clock.now_s:
+                    self._join(index, position)
+        if not self.pending:
+            return
         late = set[MemoryTier]()
         for item in list(self.pending):
             if self.clock.arrival_s(item.storage, item.into) <= self.clock.now_s:
@@ -327,7 +345,8 @@ class Emitter(Underway):
         """Start the copy to the device unless the bytes are there or on their way."""
         held = self.current[s]
         if "device" in held:
-            self.talks.keep(s)
+            if self.talks:
+                self.talks.keep(s)
             for item in self.pending:
                 if item.storage == s:
                     item.leaves = False

@@ -12,7 +12,7 @@ from hyper_parallel.ir import (
     slab_bytes,
 )
 from hyper_parallel.offload._machine import MemoryMachine
-from hyper_parallel.offload._simulate import Clock
+from hyper_parallel.offload._simulate import TIMELESS, Clock
 
 
 class Ledger:
@@ -37,12 +37,15 @@ class Ledger:
         self.current: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
 
     def _set(self, s: int, tier: MemoryTier) -> None:
-        if tier not in self.current[s]:
-            self.live[tier] += self.program.sizes[s]
-            self.peaks[tier] = max(self.peaks[tier], self.live[tier])
+        held = self.current[s]
+        if tier not in held:
+            size = self.program.sizes[s]
+            live = self.live[tier] = self.live[tier] + size
+            if live > self.peaks[tier]:
+                self.peaks[tier] = live
             if tier == "dram":
-                self.buffers.take(self.program.sizes[s])
-        self.current[s][tier] = True
+                self.buffers.take(size)
+        held[tier] = True
 
     def _unset(self, s: int, tier: MemoryTier) -> None:
         del self.current[s][tier]
@@ -75,4 +78,5 @@ class Ledger:
     def _do(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
         action = MemoryAction(kind, target, tier)
         self.actions.append(action)
-        self.clock.apply(action)
+        if kind not in TIMELESS:
+            self.clock.apply(action)

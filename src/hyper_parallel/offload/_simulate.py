@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram
+from hyper_parallel.ir import COPIES, MemoryAction, MemoryActionKind, MemoryProgram
 from hyper_parallel.ir.timeline import Span, Timeline
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._talks import TalkLane
+
+
+TIMELESS = frozenset[MemoryActionKind](("detach", "free"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,6 @@ class Clock:
         now_s: Time on the compute lane.
         wait_s: Seconds the compute lane stood still for copies, and for updates in host memory.
         join_s: Seconds it stood still for other ranks.
-        copied: What moved so far, by kind of copy.
         spans: Intervals of work, recorded when asked for.
     """
 
@@ -51,9 +53,9 @@ class Clock:
         self.now_s = 0.0
         self.wait_s = 0.0
         self.join_s = 0.0
-        self.copied = dict.fromkeys(COPIES, Copied())
         self.spans: list[Span] | None = [] if record else None
         self._lane_free = dict.fromkeys(COPIES, 0.0)
+        self._copied: dict[str, list[tuple[int, float]]] = {kind: [] for kind in COPIES}
         self._arrival: dict[tuple[int, str], float] = {}
         self._talks = TalkLane()
         self._host_free = 0.0
@@ -83,6 +85,14 @@ class Clock:
             self.wait_s += self._stand(self._arrival[action.target, action.tier], name)
         elif action.kind == "update":
             self._update(action.target)
+
+    @property
+    def copied(self) -> dict[str, Copied]:
+        """What moved so far, by kind of copy."""
+        return {
+            kind: Copied(len(each), sum(n for n, _ in each), sum(s for _, s in each))
+            for kind, each in self._copied.items()
+        }
 
     def arrival_s(self, storage: int, tier: str) -> float:
         """When the newest copy of a storage into a tier is complete."""
@@ -117,17 +127,11 @@ class Clock:
     def _copy(self, action: MemoryAction) -> None:
         src, dst = COPIES[action.kind]
         storage = self.program.storages[action.target]
-        start = max(
-            self.now_s,
-            self._lane_free[action.kind],
-            self._arrival.get((action.target, src), 0.0),
-        )
+        arrived = self._arrival.get((action.target, src), 0.0)
+        start = max(self.now_s, self._lane_free[action.kind], arrived)
         seconds = self.machine.channel(action.kind).seconds(storage.num_bytes)
         self._lane_free[action.kind] = self._arrival[action.target, dst] = start + seconds
-        before = self.copied[action.kind]
-        self.copied[action.kind] = Copied(
-            before.count + 1, before.num_bytes + storage.num_bytes, before.seconds + seconds
-        )
+        self._copied[action.kind].append((storage.num_bytes, seconds))
         self._span(action.kind, storage.name, start, seconds, "copy")
 
     def _span(self, lane: str, name: str, start_s: float, seconds: float, category: str) -> None:
