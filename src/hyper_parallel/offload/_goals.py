@@ -12,7 +12,7 @@ from hyper_parallel.offload._address import GOOD
 from hyper_parallel.offload._enough import enough_elsewhere, tier_full
 from hyper_parallel.offload._host import device_part
 from hyper_parallel.offload._polish import LARGEST, polish
-from hyper_parallel.offload._portfolio import Asked, Emitted, Search
+from hyper_parallel.offload._portfolio import Emitted, Search
 from hyper_parallel.offload._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
 
@@ -20,7 +20,10 @@ _TRIED = 3  # programs whose addresses are looked for at each target; of small p
 _LARGE_PROGRAM = 300  # operators
 _OTHERS = 6  # programs whose addresses are tried when those of the best do not fit together
 _LARGE_ACTIONS = 6000  # beyond, two
-_SQUEEZED = 3  # choices that are emitted again in less room
+_TARGETS = 12  # by bisection, until they are so close
+_CLOSE = 100
+_SQUEEZED = 3  # rules whose choice is emitted again in less room; one that needs so much more than the best is not
+_MUCH = 1.25
 _ROOMS = 5  # tried for each, by bisection
 _LEAST_ROOM = 0.7  # of the peak before
 _AIMS = 5  # targets; from the third on lower by half of what addresses took too much
@@ -199,21 +202,24 @@ def _in_turn(found: Sequence[Emitted]) -> list[Emitted]:
 def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitted]:
     """Programs within the time, and the identity.
 
-    Bisects the target; every success is judged by its real peak, so the answer never depends on monotony.
+    Bisects the target; every success is judged by its real peak, so the answer never depends on monotony. One rule that
+    meets a target is enough to go on; the lowest one met is asked of all.
     """
     low, high = working_set_bytes(device_part(search.program, search.machine)), identity.peak
     best = identity
     found = [identity]
-    for _ in range(10):
+    met: int | None = None
+    for _ in range(_TARGETS):
         target = (low + high) // 2
-        if high - low <= max(identity.peak // 200, search.program.alignment_bytes):
+        if high - low <= max(high // _CLOSE, search.program.alignment_bytes):
             break
         fine = [
             e
-            for e in search.portfolio(target, limit_s)
+            for e in search.portfolio(target, limit_s, every=False)
             if e.seconds <= limit_s and e.peak < best.peak
         ]
         if fine:
+            met = target
             best = min(fine, key=lambda e: (e.peak, e.seconds))
             found += fine
             high = min(best.peak, high)
@@ -221,22 +227,27 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitt
                 low = target
         else:
             low = target
+    if met is not None:
+        found += [e for e in search.portfolio(met, limit_s) if e.seconds <= limit_s]
+        best = min(found, key=lambda e: (e.peak, e.seconds))
     if len(search.program.operators) <= LARGEST and best.again is not None:
         found.append(polish(search, best, limit_s))
     return found + _squeezed(search, found, limit_s)
 
 
 def _squeezed(search: Search, found: Sequence[Emitted], limit_s: float) -> list[Emitted]:
-    """The choices of lowest peak, emitted in less room.
+    """What the rules of lowest peak chose, emitted in less room.
 
     A selection ends where its target is reached or cannot be, but waiting may still lower the peak. Where it cannot, it
     lowers the rest of the step, so that the addresses of the peak fit together.
     """
-    lowest: dict[Asked | None, Emitted] = {}
+    lowest: dict[int, Emitted] = {}  # of every rule
+    most = _MUCH * min(e.peak for e in found)
     for e in sorted(found, key=lambda e: (e.peak, e.seconds)):
-        lowest.setdefault(e.asked, e)
+        if e.asked is not None and e.peak <= most:
+            lowest.setdefault(id(e.asked.rule), e)
     squeezed = []
-    for e in [e for e in lowest.values() if e.asked is not None][:_SQUEEZED]:
+    for e in list(lowest.values())[:_SQUEEZED]:
         low, high = _LEAST_ROOM, 1.0
         for _ in range(_ROOMS):
             share = (low + high) / 2

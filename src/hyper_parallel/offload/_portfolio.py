@@ -65,16 +65,21 @@ class Search:
         self.left = self.rules.fixed
 
     def portfolio(
-        self, target: int, limit_s: float = float("inf"), budget: int | None = None
+        self,
+        target: int,
+        limit_s: float = float("inf"),
+        budget: int | None = None,
+        every: bool = True,
     ) -> list[Emitted]:
-        """Every emitted program for a target that respects the other tiers.
+        """Emitted programs for a target that respect the other tiers.
 
-        Once a target is met within the time limit, only the rules that met it go on to the next, lower one.
+        Once a target is met within the time limit, rules that did not meet it are not asked for the next, lower one.
 
         Args:
             target: Device bytes that are aimed at.
             limit_s: Programs that take longer are given up on the way.
             budget: Only the fastest program under it is wanted: what is found becomes the time limit.
+            every: Ask every rule; else only until one meets the target.
         """
         found: list[Emitted] = []
         met: list[Rule] = []
@@ -82,7 +87,9 @@ class Search:
         left = self.left if budget is None else sorted(self.left, key=lambda r: r.selector.least_s)
         first = self.rules.first(target, lambda: limit_s) if budget is not None else ()
         enough_s = _LITTLE * self.rules.step_s if budget is not None else 0.0
+        asked = set[int]()
         for rule in chain(first, (r for r in left if limit_s > enough_s)):
+            asked.add(id(rule))
             if rule.selector.least_s > limit_s * (1 + 1e-9):
                 continue
             aim = target
@@ -102,6 +109,9 @@ class Search:
             kept = last is not None and not overfull(self.machine, last)
             if kept and last is not None and last.peak <= target and last.seconds <= limit_s:
                 met.append(rule)
+                if not every:
+                    met += [r for r in self.left if id(r) not in asked]
+                    break
         self.left = met or self.left
         return found
 

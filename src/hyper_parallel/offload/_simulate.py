@@ -17,7 +17,6 @@ from hyper_parallel.ir.timeline import Span, Timeline
 from hyper_parallel.offload._machine import MemoryMachine
 from hyper_parallel.offload._talks import TalkLane
 
-
 TIMELESS = frozenset[MemoryActionKind](("detach", "free"))
 
 
