@@ -24,6 +24,24 @@ COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that other ranks take part in."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
 """Operators of c10d that exchange with one other rank; neighbours in the program may depend on each other."""
+_aten = torch.ops.aten
+VIEWS = frozenset(
+    (
+        _aten.alias.default,
+        _aten.detach.default,
+        _aten.expand.default,
+        _aten.permute.default,
+        _aten.select.int,
+        _aten.slice.Tensor,
+        _aten.split.Tensor,
+        _aten.squeeze.dim,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+    )
+)
+"""The most frequent operators whose results are addresses in the storage of their first argument, and nothing else."""
 _UNMARKED = {("fsdp", "all_gather_copy_in", "all_gather_output")}
 """Arguments (namespace, operator, name) that are written although their schema does not say so."""
 

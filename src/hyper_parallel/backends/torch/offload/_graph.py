@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hyper_parallel.errors import CaptureUnsupported, HyperParallelError, StepChanged
@@ -135,6 +134,7 @@ class _Traced:
             self._as_it_is,
             self._as_it_is,
             partition_fn=min_cut_rematerialization_partition,
+            enable_log=False,
         )
         with _disable_current_modes(), _refusals(), _use_lazy_graph_module(True):
             if not fake:
@@ -148,13 +148,15 @@ class _Traced:
     def _as_it_is(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         """A compiler that changes nothing; every value of the graph is let go after its last use."""
         del inputs
-        graph.graph.set_codegen(_BoxedCodeGen())
-        graph.recompile()
+        nodes = torch.fx.Interpreter(graph)
+        nodes.extra_traceback = False  # errors stay as they are
 
         def run(values: list[Any]) -> Any:
             if self._making:
                 raise _Made
-            return graph(values)
+            out = nodes.boxed_run(values)
+            nodes.env.clear()  # autograd copies a gradient that someone else holds
+            return out
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

@@ -7,7 +7,7 @@ address and who began it holds the only thing to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,15 +16,18 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_flatten
 
-from hyper_parallel.backends.torch.offload._calls import COMMUNICATION, Call, View
-from hyper_parallel.backends.torch.offload._captured import views_in
+from hyper_parallel.backends.torch.offload._calls import COMMUNICATION, Call, Messages, View
+from hyper_parallel.backends.torch.offload._captured import storages_in, views_in
 from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.ir import Operator, Phase
 
 _REDUCTIONS: Final = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT,
     "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX,
 }  # fmt: skip
 _Begin = Callable[[], Any]
+Message = tuple[Any, Any, tuple[int, ...]]
+"""A function that sends or receives, its arguments with views for tensors, and the storages that it fills."""
 WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 """Where a functional collective was waited for; a plan has its own places for that."""
 
@@ -68,6 +71,26 @@ def sent_bytes(func: Any, args: Any, made: list[View], ranks: int) -> int:
     if name in ("alltoall", "all_to_all"):
         return (given + out) // 2 * others // ranks
     return given
+
+
+def together(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]:
+    """Messages that were issued together as one operator, done when all of them are, and its call."""
+    calls = tuple(args for _, args, _ in messages)
+    writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
+    funcs = tuple(func for func, *_ in messages)
+    group = group_of(funcs[0], messages[0][1], {})
+    assert group is not None
+    operator = Operator(
+        "c10d.messages",
+        storages_in(calls),
+        writes,
+        access_bytes=sum(v.num_bytes for v in views_in(calls)),
+        phase=phase,
+        ordered=True,
+        group=group.group_name,
+        message=True,
+    )
+    return operator, Call(Messages(funcs), calls, {})
 
 
 def into_group(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:

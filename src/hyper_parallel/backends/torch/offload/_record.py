@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from hyper_parallel.backends.torch._known import fake_mode
 from hyper_parallel.backends.torch._memory_counter import called_from
 from hyper_parallel.backends.torch.offload._calls import (
+    VIEWS,
     Arrived,
     Call,
-    Messages,
     Numbers,
     View,
     count_flops,
@@ -53,12 +53,19 @@ from hyper_parallel.backends.torch.offload._captured import (
     where_it_runs,
 )
 from hyper_parallel.backends.torch.offload._extra_bytes import beside, inside
-from hyper_parallel.backends.torch.offload._groups import WAIT, group_of, sent_bytes
+from hyper_parallel.backends.torch.offload._groups import (
+    WAIT,
+    Message,
+    group_of,
+    sent_bytes,
+    together,
+)
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, Storage, StorageKind
 
 ADDRESS_BYTES = 64
 """Where a storage begins, as torch's CPU allocator has it: some kernels add in another order elsewhere."""
+_DEVICE = torch.ops.prim.device.default
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -90,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self._empty = {base._cdata: ref for ref in empty if (base := ref()) is not None}
         self._filled: dict[int, weakref.ref[Any]] = {}
         # Issued together, not yet recorded.
-        self._messages: list[tuple[Any, Any, tuple[int, ...]]] = []
+        self._messages: list[Message] = []
         self._sent: list[View] = []  # on their way, alone
         self._fake: Any = None
         self._training = training
@@ -122,6 +129,10 @@ class Recorder(TorchDispatchMode):
             self.tables.state[known] = tensor.detach()
             self._owners[id(tensor)] = known, tensor
         return as_view(tensor, known)
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        known, base = self._find(tensor), tensor.untyped_storage()
+        return known is not None and self.tables.entries[known].num_bytes == base.nbytes()
 
     def _end_emptied(self) -> None:
         """Forget refilled storages that their owner has emptied, before they may come back with the same size."""
@@ -222,9 +233,12 @@ class Recorder(TorchDispatchMode):
         if aside or func is WAIT or fake_mode() is not self._fake:
             return func(*args, **kwargs)  # the latter: DTensor asks for the shape of a result
         self._end_emptied()
+        if func is _DEVICE or (func in VIEWS and self._is_known(args[0])):
+            self._end_messages()
+            return func(*args, **kwargs)
         message = is_message(func)
-        together = message and called_from("batch_isend_irecv")
-        if not together:
+        batched = message and called_from("batch_isend_irecv")
+        if not batched:
             self._end_messages()
         if self.phase == "optimizer":
             self._end_sent()
@@ -246,9 +260,9 @@ class Recorder(TorchDispatchMode):
             ) from error
         if func.namespace == "c10d" and not message:
             out = without_work(out)
-        if message and not written and not together:
+        if message and not written and not batched:
             self._sent += views_in(views)
-        if together:
+        if batched:
             writes = tuple(self._find(t) for t in written)
             self._messages.append((func, views[0], tuple(s for s in writes if s is not None)))
             return out
@@ -322,23 +336,7 @@ class Recorder(TorchDispatchMode):
         """Messages that were issued together become one operator, done when all of them are."""
         messages, self._messages = self._messages, []
         if messages:
-            calls = tuple(args for _, args, _ in messages)
-            moved = sum(v.num_bytes for v in views_in(calls))
-            writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
-            reads, funcs = storages_in(calls), tuple(func for func, *_ in messages)
-            group = group_of(funcs[0], messages[0][1], {})
-            assert group is not None
-            together = Operator(
-                "c10d.messages",
-                reads,
-                writes,
-                access_bytes=moved,
-                phase=self.phase,
-                ordered=True,
-                group=group.group_name,
-                message=True,
-            )
-            self._keep(together, Call(Messages(funcs), calls, {}))
+            self._keep(*together(messages, self.phase))
 
     def _end_sent(self) -> None:
         """What was sent alone stays where it is until the receivers have it: here, after all backward passes."""
