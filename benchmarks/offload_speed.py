@@ -7,7 +7,8 @@ ends, and planned for the least peak and for the least time under an ample, a ti
 finds the order of operators and their use-definition chains itself; `analysis_cpu_s` says how long that takes alone,
 and is a part of `planning_cpu_s`. `cached_cpu_s` is the whole second call: hashing program, machine and goal, reading
 the file, replaying and timing every action, checking addresses. CPU seconds of one process with one thread; the
-libraries are imported before.
+libraries are imported before. `addition_ns` says how fast the machine is, which on a shared one changes: one addition
+of a Python loop, before and after all that.
 """
 
 from __future__ import annotations
@@ -83,6 +84,15 @@ def of_front_end(
     }
 
 
+def addition_ns() -> float:
+    """CPU nanoseconds of one turn of a loop that adds."""
+    total, turns = 0, 10_000_000
+    begin = time.process_time()
+    for i in range(turns):
+        total += i
+    return (time.process_time() - begin) / turns * 1e9
+
+
 def main() -> None:
     """Time both front ends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -101,12 +111,15 @@ def main() -> None:
         },
     }
     links = [float(b) for b in args.bandwidths.split(",")]
+    machine_ns = [addition_ns()]
     timed = [of_front_end(f, args.layers, links, goals) for f in args.front_ends.split(",")]
+    machine_ns.append(addition_ns())
     keys = ("most_planning_cpu_s", "most_capture_analysis_planning_cpu_s", "most_cached_cpu_s")
     result = {
         "what": "CPU seconds on this machine; peaks and steps are simulated",
         "command": sys.argv[1:],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "addition_ns": machine_ns,
         **{key: max(one[key] for one in timed) for key in keys},
         "front_ends": timed,
     }
