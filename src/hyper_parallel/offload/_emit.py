@@ -77,7 +77,7 @@ class Emitter(Underway):
         self.eager_s = [*seconds[1:], 0.0] if eager else [0.0] * len(seconds)
 
     def _ends(self) -> list[set[int]]:
-        """Per position, what leaves or is over once the operator there is done; a superset for what is made again."""
+        """Per position, what leaves or is over once the operator there is done."""
         ends: list[set[int]] = [set() for _ in self.order]
         for s, position in self.leave:
             ends[position].add(s)
