@@ -13,6 +13,7 @@ from hyper_parallel.backends.torch.offload import (
     capture_training,
     model_state,
     optimizer_state,
+    record,
     training_step,
 )
 from hyper_parallel.errors import BudgetImpossible
@@ -100,6 +101,26 @@ def on_training_in_bfloat16_with_seeds_of_attention_on_the_host(knobs, folder):
     knobs.set_host_seeds(1)
     step, _ = trained(knobs, "llama", dtype=torch.bfloat16)
     assert len(step.on_host) == 4
+
+
+def on_bytes_that_a_kernel_takes_for_itself(knobs, folder):
+    """No formula knows this loss: its kernel holds several tensors of the size of its input besides its result."""
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 4096).to(EMU))
+    inputs = {"x": torch.ones(4096, device=EMU), "y": torch.zeros(4096, device=EMU)}
+
+    def step(x, y):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(weight * x, y)
+        loss.backward()
+        weight.grad = None
+        return loss.detach()
+
+    recorded = record(step, inputs, {"weight": (weight, "weight")}, name="loss", training=True)
+    (loss,) = (op for op in recorded.program.operators if op.name.startswith("binary_cross"))
+    assert sum(loss.beside) >= 2 * 4 * 4096
+    plan = plan_memory(ROOFLINE.annotate(recorded.program), MACHINE, max_slowdown=1.0)
+    with PlannedDevice(recorded, plan, MACHINE) as device:
+        _, measured = device.step(inputs)
+        assert measured.device_bytes == plan.device_bytes
 
 
 def on_training_through_the_graph(knobs, folder):

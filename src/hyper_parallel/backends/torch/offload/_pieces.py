@@ -49,6 +49,11 @@ def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
     return width * table.size[0] * table.dtype.itemsize, width * rows * grad.dtype.itemsize
 
 
+def widest(pieces: tuple[range, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the operator for a piece that no other is larger than."""
+    return args[0][..., pieces[0].start : pieces[0].stop].contiguous(), *args[1:]
+
+
 def in_pieces(
     pieces: tuple[range, ...],
     args: tuple[Any, ...],

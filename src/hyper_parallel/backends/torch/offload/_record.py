@@ -52,7 +52,7 @@ from hyper_parallel.backends.torch.offload._captured import (
     views_in,
     where_it_runs,
 )
-from hyper_parallel.backends.torch.offload._extra_bytes import beside, inside
+from hyper_parallel.backends.torch.offload._extra_bytes import beside, of_piece, run
 from hyper_parallel.backends.torch.offload._groups import (
     WAIT,
     Message,
@@ -252,7 +252,7 @@ class Recorder(TorchDispatchMode):
             )
         before = [t.untyped_storage().nbytes() for t in written]
         try:
-            out = func(*args, **kwargs)
+            out, taken = run(func, args, kwargs, leaves)
         except DataDependentOutputException as error:
             raise CaptureUnsupported(
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
@@ -268,7 +268,7 @@ class Recorder(TorchDispatchMode):
             return out
         if [t.untyped_storage().nbytes() for t in written] != before:
             raise resizes(str(func))
-        self._record(func, leaves, args, kwargs, views, written, out)
+        self._record(func, leaves, args, kwargs, views, written, out, taken)
         return out
 
     def _record(
@@ -280,6 +280,7 @@ class Recorder(TorchDispatchMode):
         views: Any,
         written: list[torch.Tensor],
         out: Any,
+        taken: tuple[int, ...],
     ) -> None:
         flat = tree_flatten(out)[0]
         name = str(func).removeprefix("aten.").removesuffix(".default")
@@ -321,7 +322,10 @@ class Recorder(TorchDispatchMode):
                     phase=phase,
                     repeatable=is_repeatable(func, bool(writes), random) and not guards,
                     ordered=bool(guards) or random or group is not None,
-                    beside=(*beside(call, self.tables.entries), *inside(func, args, kwargs)),
+                    beside=(
+                        *beside(call, self.tables.entries),
+                        *of_piece(call, args, kwargs, taken),
+                    ),
                     group="" if group is None else group.group_name,
                     message=is_message(func),
                 ),

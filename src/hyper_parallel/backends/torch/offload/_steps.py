@@ -205,7 +205,8 @@ def record(
 ) -> Captured:
     """Run `step(**inputs)` once and record it.
 
-    The run is a real one: parameters and state move on by one step (fake tensors: nothing is computed).
+    The run is a real one: parameters and state move on by one step (fake tensors: nothing is computed). On an
+    accelerator the allocator's peak begins anew with every operator, for what its kernel takes is measured.
 
     Args:
         step: The step; everything it changes must be in `named`.
