@@ -1,7 +1,7 @@
 """Device bytes that an operator takes beside the addresses of its results.
 
-What a kernel takes for itself and gives back before it returns depends on the kernel that a device chooses: a gradient's
-sums in float32, sorted rows, workspaces. So the allocator of an accelerator is asked while the step is recorded.
+What a kernel takes for itself and gives back before it returns depends on the kernel that a device chooses: sums in
+float32, sorted rows, workspaces. So the allocator of an accelerator is asked while the step is recorded.
 """
 
 from __future__ import annotations
