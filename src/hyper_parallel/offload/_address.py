@@ -9,7 +9,9 @@ both: the next step finds it where this one leaves it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,11 @@ _TIGHT = 1.002  # an arena this close to the live peak is not worth another fit
 GOOD = 1.02  # above this another order is tried
 _CLOSER = 6  # times closer to the live peak than one fit: what further fits have reached at most
 _FORWARD = 0.65  # of its rank is left to a stay that ended too high
+_BEGUN = (
+    3  # rounds of the squeaky wheel, before fits by weights: most of what it finds it finds at once
+)
+_POWERS = (0.2, 0.3, 0.5, 0.7)  # of a stay's time, in its weight
+_BEHIND = 2.0  # times as far from the live peak as fits by weights: the wheel goes on no further
 _CROWDED = 0.9  # stays that see this share of the live peak are placed before the others
 _SEARCHED = 1500  # items: above, one placement of an exact search takes too long
 _NODES = 400
@@ -139,30 +146,16 @@ def _fitted(
         Extent(e[0].storage, e[0].start, e[0].stop + sum(x.stop - x.start for x in e[1:]))
         for e in items
     ]
-    orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
-        _from_the_peak(stays, sizes, live),
-        lambda i: (-sizes[stays[i].storage], stays[i].start - stays[i].stop),
-        lambda i: (stays[i].start - stays[i].stop, -sizes[stays[i].storage]),
-        lambda i: (-sizes[stays[i].storage] * (stays[i].stop - stays[i].start), stays[i].start),
-    )
     good = (bottom + floor) * GOOD - bottom
     tight = max((bottom + floor) * _TIGHT - bottom, min(enough - bottom, good))
-    rounds = max(12, min(40, 30_000 // len(items)))
-    tried = [
-        _squeaky_wheel(items, sizes, sorted(range(len(items)), key=orders[1]), floor, tight, 1)
-    ]
-    for key in orders:
-        least = min(arena for _, arena in tried)
-        if least <= (tight if len(tried) == 1 else good):
+    tried: list[tuple[np.ndarray, int]] = []
+    for fit in _fits(items, sizes, stays, live):
+        tried.append(fit)
+        least = _least(tried)
+        if least <= (tight if len(tried) <= _BEGUN else good):
             break
         if enough and enough - bottom < floor + (least - floor) / _CLOSER:
-            return min(tried, key=lambda result: result[1])  # too far from what is wanted
-        order = sorted(range(len(items)), key=key)
-        tried.append(
-            _squeaky_wheel(
-                items, sizes, order, floor, tight, rounds if key is orders[0] else rounds // 3
-            )
-        )
+            break  # too far from what is wanted
     best = min(tried, key=lambda result: result[1])
     if best[1] > good and len(items) <= _SEARCHED:
         found = _searched(items, sizes, int(good))
@@ -184,31 +177,59 @@ def _searched(items: Sequence[_Item], sizes: Sequence[int], limit: int) -> Packi
     return Packing(offsets, found.ended)
 
 
+def _fits(
+    items: Sequence[_Item], sizes: Sequence[int], stays: Sequence[Extent], live: np.ndarray
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Fits to choose the smallest of, in the order in which they are worth their time."""
+    size = [sizes[stay.storage] for stay in stays]
+    time = [stay.stop - stay.start for stay in stays]
+
+    def by(key: Callable[[int], Any]) -> list[int]:
+        return sorted(range(len(items)), key=key)
+
+    yield _first_fit(items, sizes, by(lambda i: (-size[i], -time[i])))
+    floor = int(live.max())
+    rounds = max(12, min(40, 30_000 // len(items)))
+    wheel = _squeaky_wheel(items, sizes, by(_from_the_peak(stays, sizes, live)), floor, rounds)
+    begun = list(islice(wheel, _BEGUN))
+    yield from begun
+    weighed = []
+    for power in _POWERS:
+        weight = [-n * t**power for n, t in zip(size, time, strict=True)]
+        order = by(weight.__getitem__)
+        weighed.append((_first_fit(items, sizes, order), order))
+        yield weighed[-1][0]
+    (_, least), order = min(weighed, key=lambda found: found[0][1])
+    if _least(begun) - floor <= _BEHIND * (least - floor):
+        yield from wheel
+    yield from islice(_squeaky_wheel(items, sizes, order, floor, rounds // 3), 1, None)
+    if len(items) <= _SEARCHED:
+        yield from _squeaky_wheel(
+            items, sizes, by(lambda i: (-time[i], -size[i])), floor, rounds // 3
+        )
+
+
+def _least(fits: Sequence[tuple[np.ndarray, int]]) -> int:
+    return min(arena for _, arena in fits)
+
+
 def _squeaky_wheel(
-    items: Sequence[_Item],
-    sizes: Sequence[int],
-    order: list[int],
-    floor: int,
-    tight: float,
-    rounds: int,
-) -> tuple[np.ndarray, int]:
+    items: Sequence[_Item], sizes: Sequence[int], order: list[int], floor: int, rounds: int
+) -> Iterator[tuple[np.ndarray, int]]:
     """First fit, repeated with every item that ended above the live peak moved towards the front.
 
     It ends when so many rounds in turn gave nothing better.
     """
     size = np.array([sizes[item[0].storage] for item in items])
-    best = _first_fit(items, sizes, order)
-    offsets = best[0]
-    idle = 1
-    while best[1] > tight and idle < rounds:
+    best, idle = float("inf"), 0
+    while idle < rounds:
+        offsets, arena = _first_fit(items, sizes, order)
+        yield offsets, arena
+        idle = 0 if arena < best else idle + 1
+        best = min(best, arena)
         over = offsets + size > floor
         key = {i: at * _FORWARD if over[i] else float(at) for at, i in enumerate(order)}
         order = sorted(order, key=key.__getitem__)
-        offsets, arena = _first_fit(items, sizes, order)
-        idle += 1
-        if arena < best[1]:
-            best, idle = (offsets, arena), 0
-    return best
 
 
 def _live(items: Sequence[_Item], sizes: Sequence[int]) -> np.ndarray:
