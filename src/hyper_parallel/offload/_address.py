@@ -32,6 +32,8 @@ _SEARCHED = 1500  # items: above, one placement of an exact search takes too lon
 _NODES = 400
 _Item = tuple[Extent, ...]
 """Stays that share an address: one, or the last and the first of a storage that goes around."""
+_Fit = tuple[np.ndarray, int]
+"""An offset for every item, and the end of the highest one."""
 
 
 def assign_addresses(
@@ -135,9 +137,7 @@ def _items(stays: Sequence[Extent], end: int) -> list[_Item]:
     return [around.get(stay, (stay,)) for stay in stays if stay not in ends]
 
 
-def _fitted(
-    items: Sequence[_Item], sizes: Sequence[int], bottom: int, enough: int
-) -> tuple[np.ndarray, int]:
+def _fitted(items: Sequence[_Item], sizes: Sequence[int], bottom: int, enough: int) -> _Fit:
     """The best of several fits above the bottom: an offset for every item, and the end of the highest one."""
     live = _live(items, sizes)
     floor = int(live.max())
@@ -148,20 +148,58 @@ def _fitted(
     ]
     good = (bottom + floor) * GOOD - bottom
     tight = max((bottom + floor) * _TIGHT - bottom, min(enough - bottom, good))
-    tried: list[tuple[np.ndarray, int]] = []
-    for fit in _fits(items, sizes, stays, live):
-        tried.append(fit)
-        least = _least(tried)
-        if least <= (tight if len(tried) <= _BEGUN else good):
-            break
-        if enough and enough - bottom < floor + (least - floor) / _CLOSER:
-            break  # too far from what is wanted
-    best = min(tried, key=lambda result: result[1])
+    size = [sizes[stay.storage] for stay in stays]
+    time = [stay.stop - stay.start for stay in stays]
+    rounds = max(12, min(40, 30_000 // len(items)))
+
+    def by(key: Callable[[int], Any]) -> list[int]:
+        return sorted(range(len(items)), key=key)
+
+    def wheel(order: list[int], rounds: int) -> Iterator[_Fit]:
+        return _squeaky_wheel(items, sizes, order, floor, rounds)
+
+    best = _first_fit(items, sizes, by(lambda i: (-size[i], -time[i])))
+
+    def done(until: float) -> bool:
+        # What is too far from what is wanted is given up.
+        far = enough and enough - bottom < floor + (best[1] - floor) / _CLOSER
+        return best[1] <= until or bool(far)
+
+    def tried(fits: Iterator[_Fit], until: float) -> int:
+        """The least arena of these fits; they end when one is good enough."""
+        nonlocal best
+        least = best[1]
+        for count, fit in enumerate(fits):
+            least = min(least, fit[1]) if count else fit[1]
+            best = min(best, fit, key=_arena)
+            if done(until):
+                break
+        return least
+
+    if not done(tight):
+        peak = wheel(by(_from_the_peak(stays, sizes, live)), rounds)
+        begun = tried(islice(peak, _BEGUN), tight)
+        if not done(good):
+            weighed: dict[int, list[int]] = {}
+            for power in _POWERS:
+                weight = [-n * t**power for n, t in zip(size, time, strict=True)]
+                order = by(weight.__getitem__)
+                fit = _first_fit(items, sizes, order)
+                weighed.setdefault(fit[1], order)
+                best = min(best, fit, key=_arena)
+            least = min(weighed)
+            if not done(good):
+                tried(islice(wheel(weighed[least], rounds // 3), 1, None), good)
+            if not done(good) and len(items) <= _SEARCHED:
+                tried(wheel(by(lambda i: (-time[i], -size[i])), rounds // 3), good)
+            if not done(good) and begun - floor <= _BEHIND * (least - floor):
+                tried(peak, good)
+        elif not done(tight):
+            tried(peak, tight)
     if best[1] > good and len(items) <= _SEARCHED:
         found = _searched(items, sizes, int(good))
         if found.offsets is not None:
-            size = np.array([sizes[item[0].storage] for item in items])
-            return found.offsets, int((found.offsets + size).max())
+            return found.offsets, int((found.offsets + np.array(size)).max())
     return best
 
 
@@ -177,45 +215,13 @@ def _searched(items: Sequence[_Item], sizes: Sequence[int], limit: int) -> Packi
     return Packing(offsets, found.ended)
 
 
-def _fits(
-    items: Sequence[_Item], sizes: Sequence[int], stays: Sequence[Extent], live: np.ndarray
-) -> Iterator[tuple[np.ndarray, int]]:
-    """Fits to choose the smallest of, in the order in which they are worth their time."""
-    size = [sizes[stay.storage] for stay in stays]
-    time = [stay.stop - stay.start for stay in stays]
-
-    def by(key: Callable[[int], Any]) -> list[int]:
-        return sorted(range(len(items)), key=key)
-
-    yield _first_fit(items, sizes, by(lambda i: (-size[i], -time[i])))
-    floor = int(live.max())
-    rounds = max(12, min(40, 30_000 // len(items)))
-    wheel = _squeaky_wheel(items, sizes, by(_from_the_peak(stays, sizes, live)), floor, rounds)
-    begun = list(islice(wheel, _BEGUN))
-    yield from begun
-    weighed = []
-    for power in _POWERS:
-        weight = [-n * t**power for n, t in zip(size, time, strict=True)]
-        order = by(weight.__getitem__)
-        weighed.append((_first_fit(items, sizes, order), order))
-        yield weighed[-1][0]
-    (_, least), order = min(weighed, key=lambda found: found[0][1])
-    if _least(begun) - floor <= _BEHIND * (least - floor):
-        yield from wheel
-    yield from islice(_squeaky_wheel(items, sizes, order, floor, rounds // 3), 1, None)
-    if len(items) <= _SEARCHED:
-        yield from _squeaky_wheel(
-            items, sizes, by(lambda i: (-time[i], -size[i])), floor, rounds // 3
-        )
-
-
-def _least(fits: Sequence[tuple[np.ndarray, int]]) -> int:
-    return min(arena for _, arena in fits)
+def _arena(fit: _Fit) -> int:
+    return fit[1]
 
 
 def _squeaky_wheel(
     items: Sequence[_Item], sizes: Sequence[int], order: list[int], floor: int, rounds: int
-) -> Iterator[tuple[np.ndarray, int]]:
+) -> Iterator[_Fit]:
     """First fit, repeated with every item that ended above the live peak moved towards the front.
 
     It ends when so many rounds in turn gave nothing better.
@@ -257,9 +263,7 @@ def _from_the_peak(
     return key
 
 
-def _first_fit(
-    items: Sequence[_Item], sizes: Sequence[int], order: Sequence[int]
-) -> tuple[np.ndarray, int]:
+def _first_fit(items: Sequence[_Item], sizes: Sequence[int], order: Sequence[int]) -> _Fit:
     """Every item, in an order, at the lowest address that is free during all of its stays."""
     n = sum(len(item) for item in items)
     # What is placed, by its low end: start, stop, low, high.
