@@ -9,31 +9,15 @@ both: the next step finds it where this one leaves it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from hyper_parallel.ir import Extent, MemoryPlan
 from hyper_parallel.offload._exact import Packing, search
+from hyper_parallel.offload._fit import SEARCHED, Fitting, Item
 
-_TIGHT = 1.002  # an arena this close to the live peak is not worth another fit
-GOOD = 1.02  # above this another order is tried
-_CLOSER = 6  # times closer to the live peak than one fit: what further fits have reached at most
-_FORWARD = 0.65  # of its rank is left to a stay that ended too high
-_BEGUN = (
-    3  # rounds of the squeaky wheel, before fits by weights: most of what it finds it finds at once
-)
-_POWERS = (0.2, 0.3, 0.5, 0.7)  # of a stay's time, in its weight
-_BEHIND = 2.0  # times as far from the live peak as fits by weights: the wheel goes on no further
-_CROWDED = 0.9  # stays that see this share of the live peak are placed before the others
-_SEARCHED = 1500  # items: above, one placement of an exact search takes too long
 _NODES = 400
-_Item = tuple[Extent, ...]
-"""Stays that share an address: one, or the last and the first of a storage that goes around."""
-_Fit = tuple[np.ndarray, int]
-"""An offset for every item, and the end of the highest one."""
 
 
 def assign_addresses(
@@ -62,7 +46,7 @@ def assign_addresses(
     items = _items([stay for stay in stays if stay not in offset], end)
     arena = 0
     if items:
-        offsets, arena = _fitted(items, sizes, bottom, enough_bytes)
+        offsets, arena = _placed(items, sizes, bottom, enough_bytes)
         for item, at in zip(items, offsets, strict=True):
             offset.update(dict.fromkeys(item, bottom + int(at)))
     placed = tuple(Extent(e.storage, e.start, e.stop, offset[e]) for e in stays)
@@ -124,7 +108,7 @@ def find_overlap(stays: Sequence[Extent], sizes: Sequence[int], arena_bytes: int
     return None
 
 
-def _items(stays: Sequence[Extent], end: int) -> list[_Item]:
+def _items(stays: Sequence[Extent], end: int) -> list[Item]:
     """Stays one by one, but the first and the last of a storage that is there at both ends of the step together."""
     first = {stay.storage: stay for stay in stays if stay.start == 0 and stay.stop < end}
     last = {
@@ -137,73 +121,21 @@ def _items(stays: Sequence[Extent], end: int) -> list[_Item]:
     return [around.get(stay, (stay,)) for stay in stays if stay not in ends]
 
 
-def _fitted(items: Sequence[_Item], sizes: Sequence[int], bottom: int, enough: int) -> _Fit:
-    """The best of several fits above the bottom: an offset for every item, and the end of the highest one."""
-    live = _live(items, sizes)
-    floor = int(live.max())
-    # What goes around is as long as both of its stays, from the later one on.
-    stays = [
-        Extent(e[0].storage, e[0].start, e[0].stop + sum(x.stop - x.start for x in e[1:]))
-        for e in items
-    ]
-    good = (bottom + floor) * GOOD - bottom
-    tight = max((bottom + floor) * _TIGHT - bottom, min(enough - bottom, good))
-    size = [sizes[stay.storage] for stay in stays]
-    time = [stay.stop - stay.start for stay in stays]
-    rounds = max(12, min(40, 30_000 // len(items)))
-
-    def by(key: Callable[[int], Any]) -> list[int]:
-        return sorted(range(len(items)), key=key)
-
-    def wheel(order: list[int], rounds: int) -> Iterator[_Fit]:
-        return _squeaky_wheel(items, sizes, order, floor, rounds)
-
-    best = _first_fit(items, sizes, by(lambda i: (-size[i], -time[i])))
-
-    def done(until: float) -> bool:
-        # What is too far from what is wanted is given up.
-        far = enough and enough - bottom < floor + (best[1] - floor) / _CLOSER
-        return best[1] <= until or bool(far)
-
-    def tried(fits: Iterator[_Fit], until: float) -> int:
-        """The least arena of these fits; they end when one is good enough."""
-        nonlocal best
-        least = best[1]
-        for count, fit in enumerate(fits):
-            least = min(least, fit[1]) if count else fit[1]
-            best = min(best, fit, key=_arena)
-            if done(until):
-                break
-        return least
-
-    if not done(tight):
-        peak = wheel(by(_from_the_peak(stays, sizes, live)), rounds)
-        begun = tried(islice(peak, _BEGUN), tight)
-        if not done(good):
-            weighed: dict[int, list[int]] = {}
-            for power in _POWERS:
-                weight = [-n * t**power for n, t in zip(size, time, strict=True)]
-                order = by(weight.__getitem__)
-                fit = _first_fit(items, sizes, order)
-                weighed.setdefault(fit[1], order)
-                best = min(best, fit, key=_arena)
-            least = min(weighed)
-            if not done(good):
-                tried(islice(wheel(weighed[least], rounds // 3), 1, None), good)
-            if not done(good) and len(items) <= _SEARCHED:
-                tried(wheel(by(lambda i: (-time[i], -size[i])), rounds // 3), good)
-            if not done(good) and begun - floor <= _BEHIND * (least - floor):
-                tried(peak, good)
-        elif not done(tight):
-            tried(peak, tight)
-    if best[1] > good and len(items) <= _SEARCHED:
-        found = _searched(items, sizes, int(good))
+def _placed(
+    items: Sequence[Item], sizes: Sequence[int], bottom: int, enough: int
+) -> tuple[np.ndarray, int]:
+    """An offset above the bottom for every item, and the end of the highest one."""
+    fitting = Fitting(items, sizes, bottom, enough)
+    best = fitting.best
+    if best[1] > fitting.good and len(items) <= SEARCHED:
+        found = _searched(items, sizes, int(fitting.good))
         if found.offsets is not None:
-            return found.offsets, int((found.offsets + np.array(size)).max())
+            size = np.array([sizes[item[0].storage] for item in items])
+            return found.offsets, int((found.offsets + size).max())
     return best
 
 
-def _searched(items: Sequence[_Item], sizes: Sequence[int], limit: int) -> Packing:
+def _searched(items: Sequence[Item], sizes: Sequence[int], limit: int) -> Packing:
     """Search for offsets below a limit."""
     real = [i for i, item in enumerate(items) if sizes[item[0].storage]]
     times = [[(stay.start, stay.stop) for stay in items[i]] for i in real]
@@ -213,86 +145,3 @@ def _searched(items: Sequence[_Item], sizes: Sequence[int], limit: int) -> Packi
     offsets = np.zeros(len(items), np.int64)
     offsets[real] = found.offsets
     return Packing(offsets, found.ended)
-
-
-def _arena(fit: _Fit) -> int:
-    return fit[1]
-
-
-def _squeaky_wheel(
-    items: Sequence[_Item], sizes: Sequence[int], order: list[int], floor: int, rounds: int
-) -> Iterator[_Fit]:
-    """First fit, repeated with every item that ended above the live peak moved towards the front.
-
-    It ends when so many rounds in turn gave nothing better.
-    """
-    size = np.array([sizes[item[0].storage] for item in items])
-    best, idle = float("inf"), 0
-    while idle < rounds:
-        offsets, arena = _first_fit(items, sizes, order)
-        yield offsets, arena
-        idle = 0 if arena < best else idle + 1
-        best = min(best, arena)
-        over = offsets + size > floor
-        key = {i: at * _FORWARD if over[i] else float(at) for at, i in enumerate(order)}
-        order = sorted(order, key=key.__getitem__)
-
-
-def _live(items: Sequence[_Item], sizes: Sequence[int]) -> np.ndarray:
-    """Bytes of all stays at every action."""
-    stays = [stay for item in items for stay in item]
-    change = np.zeros(max(stay.stop for stay in stays) + 1, np.int64)
-    np.add.at(change, [stay.start for stay in stays], [sizes[stay.storage] for stay in stays])
-    np.add.at(change, [stay.stop for stay in stays], [-sizes[stay.storage] for stay in stays])
-    return np.cumsum(change)
-
-
-def _from_the_peak(
-    stays: Sequence[Extent], sizes: Sequence[int], live: np.ndarray
-) -> Callable[[int], tuple[int, ...]]:
-    """An order that begins where there is no room to lose: at the peak, the longest lowest, then away from it."""
-    top, at = int(live.max()), int(live.argmax())
-
-    def key(i: int) -> tuple[int, ...]:
-        stay = stays[i]
-        away = max(0, stay.start - at, at + 1 - stay.stop)
-        sees = int(live[stay.start : max(stay.stop, stay.start + 1)].max())
-        size = sizes[stay.storage] if away else stay.stop - stay.start
-        return int(sees < _CROWDED * top), away, -size
-
-    return key
-
-
-def _first_fit(items: Sequence[_Item], sizes: Sequence[int], order: Sequence[int]) -> _Fit:
-    """Every item, in an order, at the lowest address that is free during all of its stays."""
-    n = sum(len(item) for item in items)
-    # What is placed, by its low end: start, stop, low, high.
-    placed = np.zeros((4, n + 1), np.int64)
-    offsets = np.zeros(len(items), np.int64)
-    arena = count = 0
-    for i in order:
-        item = items[i]
-        size = sizes[item[0].storage]
-        if not size:
-            continue
-        start, stop, low, high = placed[:, :count]
-        clash = (start < item[0].stop) & (stop > item[0].start)
-        for stay in item[1:]:
-            clash |= (start < stay.stop) & (stop > stay.start)
-        lows = low[clash]
-        # Gaps between neighbours: from the highest end so far to the next start.
-        tops = np.maximum.accumulate(high[clash])
-        offset = 0
-        if len(lows) and lows[0] < size:
-            fits = lows[1:] - tops[:-1] >= size
-            first = int(fits.argmax()) if len(fits) else 0
-            offset = int(tops[first] if len(fits) and fits[first] else tops[-1])
-        at = int(low.searchsorted(offset, "right"))
-        num = len(item)
-        placed[:, at + num : count + num] = placed[:, at:count].copy()
-        for k, stay in enumerate(item):
-            placed[:, at + k] = stay.start, stay.stop, offset, offset + size
-        count += num
-        offsets[i] = offset
-        arena = max(arena, offset + size)
-    return offsets, arena

@@ -8,8 +8,8 @@ from itertools import groupby
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
 from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.offload._address import GOOD
 from hyper_parallel.offload._enough import enough_elsewhere, tier_full
+from hyper_parallel.offload._fit import GOOD
 from hyper_parallel.offload._host import device_part
 from hyper_parallel.offload._polish import LARGEST, polish
 from hyper_parallel.offload._portfolio import Emitted, Search
