@@ -303,11 +303,9 @@ class Recorder(TorchDispatchMode):
             changed = dict.fromkeys(self.view(t).storage for t in written)
             writes = [s for s in changed if s in reads]
             allocs = tuple(view.storage for _, view in mine)
-            moved = sum(v.num_bytes for v in views_in((part_args, part_kwargs)))
+            operands = views_in((part_args, part_kwargs))
+            moved = sum(v.num_bytes * (2 if v.storage in writes else 1) for v in operands)
             moved += sum(self.tables.entries[s].num_bytes for s in allocs)
-            moved += sum(
-                v.num_bytes for v in views_in((part_args, part_kwargs)) if v.storage in writes
-            )
             if group is not None:
                 made_here = [view for _, view in mine]
                 moved = sent_bytes(func, (part_args, part_kwargs), made_here, group.size())
@@ -322,10 +320,7 @@ class Recorder(TorchDispatchMode):
                     phase=phase,
                     repeatable=is_repeatable(func, bool(writes), random) and not guards,
                     ordered=bool(guards) or random or group is not None,
-                    beside=(
-                        *beside(call, self.tables.entries),
-                        *of_piece(call, args, kwargs, taken),
-                    ),
+                    beside=beside(call, self.tables.entries) + of_piece(call, args, kwargs, taken),
                     group="" if group is None else group.group_name,
                     message=is_message(func),
                 ),
