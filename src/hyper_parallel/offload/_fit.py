@@ -17,17 +17,11 @@ from hyper_parallel.ir import Extent
 GOOD: Final = 1.02  # of the live peak: above this another order is tried
 SEARCHED: Final = 1500  # items: above, one placement of an exact search takes too long
 _TIGHT: Final = 1.002  # an arena this close to the live peak is not worth another fit
-_CLOSER: Final = (
-    6  # times closer to the live peak than one fit: what further fits have reached at most
-)
+_CLOSER: Final = 6  # times closer to the live peak than one fit: further fits have reached no more
 _FORWARD: Final = 0.65  # of its rank is left to a stay that ended too high
-_BEGUN: Final = (
-    3  # rounds of the squeaky wheel before fits by weights: what it finds it mostly finds at once
-)
+_BEGUN: Final = 3  # rounds of the squeaky wheel before fits by weights: it mostly finds at once
 _POWERS: Final = (0.2, 0.3, 0.5, 0.7)  # of a stay's time, in its weight
-_BEHIND: Final = (
-    2.0  # times as far from the live peak as fits by weights: the wheel goes on no further
-)
+_BEHIND: Final = 2.0  # times as far from the live peak as fits by weights: the wheel is given up
 _CROWDED: Final = 0.9  # stays that see this share of the live peak are placed before the others
 
 Item = tuple[Extent, ...]
@@ -88,7 +82,7 @@ class Fitting:
             fit = self._fit(self._by(weight.__getitem__))
             weighed.setdefault(fit[1], weight.__getitem__)
         least = min(weighed)
-        # The first round of this wheel has just been made.
+        # The first round of this wheel is the fit by its weight.
         self._try(islice(self._wheel(weighed[least], rounds // 3), 1, None), self.good)
         if len(self._items) <= SEARCHED:
             longest = self._wheel(lambda i: (-self._time[i], -self._size[i]), rounds // 3)
