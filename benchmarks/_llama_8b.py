@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from hyper_parallel.backends.torch.offload import (
+    as_graph,
     capture_inference,
     capture_training,
     chunked_loss,
-    graph_forward,
     model_state,
     record,
     training_step,
@@ -106,7 +106,6 @@ def training(
 def _sharded(
     model: Any, batch: Any, loss_chunks: int | None, shards: int, front_end: str
 ) -> MemoryProgram:
-    forward = graph_forward(model, loss_chunks) if front_end == "graph" else None
     named = model_state(model)
     slots = {}
     for name, p in model.named_parameters():
@@ -119,9 +118,9 @@ def _sharded(
 
     def step(**inputs: Any) -> Any:
         if loss_chunks is None:
-            loss = forward(**inputs) if forward else model(**inputs, use_cache=False).loss
+            loss = model(**inputs, use_cache=False).loss
         else:
-            loss = chunked_loss(model, inputs, loss_chunks, hidden_states=forward)
+            loss = chunked_loss(model, inputs, loss_chunks)
         loss.backward()
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -135,7 +134,8 @@ def _sharded(
         model.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return record(step, batch, named, name="LlamaForCausalLM train", training=True).program
+    captured = record(step, batch, named, name="LlamaForCausalLM train", training=True)
+    return (captured if front_end == "eager" else as_graph(captured)).program
 
 
 def as_kernels(program: MemoryProgram) -> MemoryProgram:

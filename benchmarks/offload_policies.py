@@ -4,7 +4,7 @@
     python benchmarks/offload_policies.py --json              # the same as JSON
     python benchmarks/offload_policies.py --step prefill      # or decode
     python benchmarks/offload_policies.py --bandwidths 50 --goals peak --policies ours,full-recompute
-    python benchmarks/offload_policies.py --front-end graph   # the step after torch's min-cut partitioner
+    python benchmarks/offload_policies.py --front-end graph   # the step after its least cut
 
 Two goals: the least peak at <= 2 % more time than the step with everything kept, and the least time under a budget.
 Policies other than ours are our models of them, with the same order of operators and the same simulator:

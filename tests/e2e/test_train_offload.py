@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -127,24 +128,26 @@ def test_one_rank_through_three_tiers(place, train):
     assert "memory counted device bytes" in page
 
 
-def test_the_graph_of_one_rank_is_trained_with_the_bits_of_the_plain_run(train):
-    mine = train("one-graph", FREE, "offload.capture=graph", "offload.max_slowdown=0.02")
-    assert_same_run(mine, train("one", FREE))
-    assert any("min-cut" in note for note in Plan.load(mine / "plan.json").notes)
+GRAPHS = {
+    "one": (FREE,),
+    "experts": ("model.path={place}/experts.json", "training.steps=3"),
+    "full recompute": ("training.recompute=full", "training.steps=3"),
+    "two": ("parallel.dp_shard=2", FREE),
+    "two stages": ("parallel.pp=2", "training.microbatch=2", "training.steps=3"),
+    "four ranks": (*FOUR, "training.steps=3"),
+}
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ("model.path={place}/experts.json", "experts"),
-        ("training.recompute=full", "partitioner"),
-        ("parallel.dp_shard=2", "hooks"),
-    ],
-)
-def test_a_step_that_is_no_graph_is_refused_by_name(place, train, given, text):
-    with pytest.raises(CaptureUnsupported, match=text) as caught:
-        train("no-graph", "offload.capture=graph", "offload.max_slowdown=0.02", given.format(place=place))  # fmt: skip
-    assert "offload.capture=eager" in caught.value.hint
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.timeout(300)
+def test_the_graph_of_a_step_is_trained_with_the_bits_of_the_plain_run(place, train, name):
+    given = [part.format(place=place) for part in GRAPHS[name]]
+    steps = 3 if "training.steps=3" in given else 20
+    more = ("offload.capture=graph", "offload.max_slowdown=0.05")
+    mine = train(f"{name} as graph", *given, *more)
+    assert_same_run(mine, train(name, *given), last=steps)
+    (note,) = (n for n in Plan.load(mine / "plan.json").notes if "least cut" in n)
+    assert int(re.search("([0-9]+) cheap operators", note)[1]) > 0
 
 
 @pytest.mark.parametrize("reorder", ["true", "false"])

@@ -265,7 +265,7 @@ class Offload(Section):
     update_on_host: bool = False
     """Optimizer updates may run on the CPU, on state that stays in host memory. It may round differently there."""
     capture: Literal["eager", "graph"] = "eager"
-    """What is planned: the step as PyTorch runs it, or its graph after torch's min-cut partitioner (one rank)."""
+    """What backward keeps before the plan: what autograd saves, or the least cut of the recorded graph."""
 
     @property
     def on(self) -> bool:

@@ -13,6 +13,7 @@ from hyper_parallel.offload._address import (
 )
 from hyper_parallel.offload._bound import least_peak_bound, least_time_bound
 from hyper_parallel.offload._cache import plan_memory_cached
+from hyper_parallel.offload._cut import Cut, cut_program
 from hyper_parallel.offload._enough import say_enough
 from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.offload._order import order_peak, order_seconds, refine_order
@@ -34,12 +35,14 @@ __all__ = [
     "Channel",
     "Clock",
     "Copied",
+    "Cut",
     "MemoryMachine",
     "ReloadBound",
     "Roofline",
     "UseDef",
     "assign_addresses",
     "can_fit",
+    "cut_program",
     "dependencies",
     "find_overlap",
     "identity_actions",

@@ -26,7 +26,7 @@ from hyper_parallel.backends.torch.offload import (
     Recorder,
     ResizeWatch,
     Room,
-    forward_as_graph,
+    as_graph,
     model_state,
     optimizer_state,
 )
@@ -50,7 +50,6 @@ from hyper_parallel.trainer._offload_rehearsal import (
     Phases,
     digests,
     near,
-    refuse_graph,
     refuse_hidden_state,
     same,
     sample,
@@ -131,8 +130,10 @@ class PlannedSteps:
         self._expected, empty = self._rehearsed(first)
         if self._where.type != "cpu":
             self._spread = self._run_to_run(self._expected, self._rehearsed(first)[0])
-        with self._undone(), self._front_end():
+        with self._undone():
             self._captured = self._capture(second, empty)
+        if self._assumed.choice.capture == "graph":
+            self._captured = self._cut(self._captured)
         self._program = self._assumed.annotate(self._captured.program)
         self.plan = agreed(lambda: self._planned(self._machine))
         if self._assumed.choice.update_on_host:
@@ -194,13 +195,14 @@ class PlannedSteps:
                     tensor.zero_()
         self._reshard()
 
-    def _front_end(self) -> AbstractContextManager[None]:
-        """What the recorded step runs; the step it is compared with is always the plain one."""
-        if self._assumed.choice.capture == "eager":
-            return nullcontext()
-        refuse_graph(handle(self._model))
-        self.notes += ("offload: planned is the step after torch's min-cut partitioner",)
-        return forward_as_graph(self._model)
+    def _cut(self, captured: Captured) -> Captured:
+        graph = as_graph(captured)
+        again = len(graph.program.operators) - len(captured.program.operators)
+        self.notes += (
+            f"offload: planned is the recorded graph after its least cut: {again} cheap operators run again in the "
+            "backward pass, which keeps less",
+        )
+        return graph
 
     def _reshard(self) -> None:
         for module in handle(self._model).fsdp:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import Handle, local
+from hyper_parallel.backends.torch import local
 from hyper_parallel.backends.torch.offload import Captured, Recorder
 from hyper_parallel.errors import CaptureUnsupported
 
@@ -55,24 +55,6 @@ def refuse_hidden_state(captured: Captured, named: set[str]) -> None:
                     f"`{call.name}` changes a tensor that is no parameter, buffer or optimizer state",
                     hint="train this model with `offload.budget=null offload.max_slowdown=null`",
                 )
-
-
-def refuse_graph(found: Handle) -> None:
-    """What changes a forward pass from outside, or keeps something of it, does not survive in a traced graph."""
-    strategy = found.plan.strategy
-    reason = None
-    if found.world_group is not None:
-        reason = "hooks gather parameters and exchange messages between ranks, which a traced graph would do once"
-    elif found.experts is not None:
-        reason = "experts count their tokens, which a traced graph would do once"
-    elif strategy.recompute != "none":
-        reason = "the partitioner of the graph decides what the backward pass makes again"
-    if reason is not None:
-        raise CaptureUnsupported(
-            f"this step cannot be captured as a graph: {reason}",
-            got=f"{found.plan.mesh.size} ranks, recompute={strategy.recompute}",
-            hint="set `offload.capture=eager`",
-        )
 
 
 def same(a: Any, b: Any) -> bool:

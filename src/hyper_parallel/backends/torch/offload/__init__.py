@@ -9,7 +9,7 @@ from hyper_parallel.backends.torch.offload._generation import (
     MemoryUse,
     PlannedGeneration,
 )
-from hyper_parallel.backends.torch.offload._graph import GraphForward, forward_as_graph
+from hyper_parallel.backends.torch.offload._graph import as_graph
 from hyper_parallel.backends.torch.offload._own_folder import own_folder
 from hyper_parallel.backends.torch.offload._record import Recorder
 from hyper_parallel.backends.torch.offload._resized import ResizeWatch
@@ -18,7 +18,6 @@ from hyper_parallel.backends.torch.offload._steps import (
     cache_state,
     capture_inference,
     capture_training,
-    graph_forward,
     model_state,
     optimizer_state,
     record,
@@ -33,7 +32,6 @@ __all__ = [
     "Captured",
     "DeviceApi",
     "FileTier",
-    "GraphForward",
     "Measured",
     "MemoryLimits",
     "MemoryUse",
@@ -45,12 +43,11 @@ __all__ = [
     "Room",
     "SuccessorDevice",
     "View",
+    "as_graph",
     "cache_state",
     "capture_inference",
     "capture_training",
     "chunked_loss",
-    "forward_as_graph",
-    "graph_forward",
     "model_state",
     "optimizer_state",
     "own_folder",

@@ -8,7 +8,7 @@ blocks, so results are those of the plain loss up to the order of that sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,6 @@ def chunked_loss(
     batch: Mapping[str, Tensor],
     chunks: int,
     ignore_index: int = -100,
-    hidden_states: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Mean cross entropy of the next token of a Hugging Face causal language model.
 
@@ -66,7 +65,6 @@ def chunked_loss(
         batch: Keyword arguments of the model with `labels` [B, S].
         chunks: Blocks of tokens.
         ignore_index: Label of tokens that do not count.
-        hidden_states: Computes the decoder's last hidden states [B, S, D]; None: the decoder itself.
 
     Raises:
         BadValue: HP102 when the model changes its logits after the head, which this loss would leave out.
@@ -85,10 +83,7 @@ def chunked_loss(
             hint="use the model's own loss: leave `loss_chunks` out",
         )
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    if hidden_states is None:
-        hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
-    else:
-        hidden = hidden_states(**inputs)
+    hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # type: ignore[operator]
     targets = F.pad(batch["labels"], (0, 1), value=ignore_index)[..., 1:]
     flat = hidden.reshape(-1, hidden.shape[-1])
     loss: Tensor = _HeadLoss.apply(flat, head.weight, targets.reshape(-1), chunks, ignore_index)

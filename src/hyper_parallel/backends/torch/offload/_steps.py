@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 from hyper_parallel.backends.torch._state import local
 from hyper_parallel.backends.torch.offload._captured import Captured
 from hyper_parallel.backends.torch.offload._chunked_loss import chunked_loss
-from hyper_parallel.backends.torch.offload._graph import GraphForward
+from hyper_parallel.backends.torch.offload._graph import as_graph
 from hyper_parallel.backends.torch.offload._origin import Origin
 from hyper_parallel.backends.torch.offload._record import Recorder
 from hyper_parallel.errors import CaptureUnsupported
@@ -42,14 +42,11 @@ def capture_training(
         clip_norm: Clip the global gradient norm to this.
         loss_chunks: Compute head and loss in so many blocks of tokens, see `chunked_loss`; None: the model's own loss.
         alignment_bytes: See `MemoryProgram`.
-        front_end: graph: forward and backward are those of `graph_forward`; eager: autograd's.
+        front_end: What the backward pass keeps: eager: what autograd does; graph: see `as_graph`.
     """
-    forward = graph_forward(model, loss_chunks) if front_end == "graph" else None
 
     def step(**batch: torch.Tensor) -> torch.Tensor:
-        return training_step(
-            model, optimizer, batch, clip_norm=clip_norm, loss_chunks=loss_chunks, forward=forward
-        )
+        return training_step(model, optimizer, batch, clip_norm=clip_norm, loss_chunks=loss_chunks)
 
     named = {**model_state(model), **optimizer_state(model, optimizer)}
     name = f"{type(model).__name__} train"
@@ -57,7 +54,7 @@ def capture_training(
         step, inputs, named, name=name, training=True, alignment_bytes=alignment_bytes
     )
     captured.origin = Origin(model, optimizer)
-    return captured
+    return captured if front_end == "eager" else as_graph(captured)
 
 
 def training_step(
@@ -67,7 +64,6 @@ def training_step(
     *,
     clip_norm: float | None = None,
     loss_chunks: int | None = None,
-    forward: GraphForward | None = None,
 ) -> torch.Tensor:
     """One plain training step; what `capture_training` records.
 
@@ -77,35 +73,18 @@ def training_step(
         batch: Keyword arguments of the model, labels included.
         clip_norm: See there.
         loss_chunks: See there.
-        forward: What `graph_forward` gives for the model and `loss_chunks`; None: the model itself.
     """
-    if loss_chunks:
-        loss = chunked_loss(model, batch, loss_chunks, hidden_states=forward)
-    elif forward is not None:
-        loss = forward(**batch)
-    else:
-        loss = model(**batch, use_cache=False).loss
+    loss = (
+        chunked_loss(model, batch, loss_chunks)
+        if loss_chunks
+        else model(**batch, use_cache=False).loss
+    )
     loss.backward()
     if clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
-
-
-def graph_forward(model: torch.nn.Module, loss_chunks: int | None = None) -> GraphForward:
-    """The forward pass of a training step as a graph: up to the loss, or up to what a chunked loss begins with.
-
-    Args:
-        model: Returns an object with `.loss`.
-        loss_chunks: Blocks of a chunked loss, which is no part of the graph.
-    """
-    if loss_chunks is None:
-        return GraphForward(model, lambda **batch: model(**batch, use_cache=False).loss)
-    decoder = model.get_decoder()  # type: ignore[operator]
-    return GraphForward(
-        decoder, lambda **batch: decoder(**batch, use_cache=False).last_hidden_state
-    )
 
 
 def capture_inference(
