@@ -166,8 +166,9 @@ def _from_the_peak(
 def _first_fit(items: Sequence[Item], sizes: Sequence[int], order: Sequence[int]) -> Fit:
     """Every item, in an order, at the lowest address that is free during all of its stays."""
     n = sum(len(item) for item in items)
-    # What is placed, by its low end: start, stop, low, high.
-    placed = np.zeros((4, n + 1), np.int64)
+    # What is placed, in this order.
+    starts, stops = np.empty(n, np.int32), np.empty(n, np.int32)
+    lows, highs = np.empty(n, np.int64), np.empty(n, np.int64)
     offsets = np.zeros(len(items), np.int64)
     arena = count = 0
     for i in order:
@@ -175,24 +176,25 @@ def _first_fit(items: Sequence[Item], sizes: Sequence[int], order: Sequence[int]
         size = sizes[item[0].storage]
         if not size:
             continue
-        start, stop, low, high = placed[:, :count]
-        clash = (start < item[0].stop) & (stop > item[0].start)
+        begun, ended = starts[:count], stops[:count]
+        clash = (begun < item[0].stop) & (ended > item[0].start)
         for stay in item[1:]:
-            clash |= (start < stay.stop) & (stop > stay.start)
-        lows = low[clash]
-        # Gaps between neighbours: from the highest end so far to the next start.
-        tops = np.maximum.accumulate(high[clash])
+            clash |= (begun < stay.stop) & (ended > stay.start)
+        there = clash.nonzero()[0]
+        low = lows[there]
+        upwards = low.argsort()
+        low = low[upwards]
         offset = 0
-        if len(lows) and lows[0] < size:
-            fits = lows[1:] - tops[:-1] >= size
+        if len(low) and low[0] < size:
+            # Gaps between neighbours: from the highest end so far to the next start.
+            tops = np.maximum.accumulate(highs[there[upwards]])
+            fits = low[1:] - tops[:-1] >= size
             first = int(fits.argmax()) if len(fits) else 0
             offset = int(tops[first] if len(fits) and fits[first] else tops[-1])
-        at = int(low.searchsorted(offset, "right"))
-        num = len(item)
-        placed[:, at + num : count + num] = placed[:, at:count].copy()
-        for k, stay in enumerate(item):
-            placed[:, at + k] = stay.start, stay.stop, offset, offset + size
-        count += num
+        for stay in item:
+            starts[count], stops[count] = stay.start, stay.stop
+            lows[count], highs[count] = offset, offset + size
+            count += 1
         offsets[i] = offset
         arena = max(arena, offset + size)
     return offsets, arena
