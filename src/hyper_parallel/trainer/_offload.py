@@ -43,6 +43,7 @@ from hyper_parallel.trainer._offload_record import (
     OffloadRecord,
     StepInputs,
     agreed,
+    graph_line,
     planned_waits,
     updates_line,
 )
@@ -133,7 +134,10 @@ class PlannedSteps:
         with self._undone():
             self._captured = self._capture(second, empty)
         if self._assumed.choice.capture == "graph":
-            self._captured = self._cut(self._captured)
+            recorded, self._captured = self._captured, as_graph(self._captured)
+            line = graph_line(recorded.program, self._captured.program)
+            self.notes += (line,)
+            self._say(line)
         self._program = self._assumed.annotate(self._captured.program)
         self.plan = agreed(lambda: self._planned(self._machine))
         if self._assumed.choice.update_on_host:
@@ -194,15 +198,6 @@ class PlannedSteps:
                 for tensor, _ in optimizer_state(self._model, self._optimizer).values():
                     tensor.zero_()
         self._reshard()
-
-    def _cut(self, captured: Captured) -> Captured:
-        graph = as_graph(captured)
-        again = len(graph.program.operators) - len(captured.program.operators)
-        self.notes += (
-            f"offload: planned is the recorded graph after its least cut: {again} cheap operators run again in the "
-            "backward pass, which keeps less",
-        )
-        return graph
 
     def _reshard(self) -> None:
         for module in handle(self._model).fsdp:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.errors import HyperParallelError, TierFull
-from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
+from hyper_parallel.ir import MemoryPlan, MemoryProgram, MemoryTerm, Plan, Timeline
 from hyper_parallel.offload import Clock, MemoryMachine, order_peak, order_seconds, say_enough
 from hyper_parallel.trainer._files import write_timeline
 from hyper_parallel.trainer._offload_rehearsal import ULPS
@@ -118,6 +118,16 @@ def offload_line(plan: MemoryPlan) -> str:
     return (
         f"offload: predicted peak {tiers} (without: {format_bytes(before)}); simulated step "
         f"{format_seconds(plan.seconds)} (without: {format_seconds(before_s)})"
+    )
+
+
+def graph_line(recorded: MemoryProgram, cut: MemoryProgram) -> str:
+    """What the least cut of a recorded step changes, in one line."""
+    again = len(cut.operators) - len(recorded.operators)
+    before, after = (format_bytes(order_peak(p, range(len(p.operators)))) for p in (recorded, cut))
+    return (
+        f"offload: after the least cut of the step's graph {again} cheap operators run again in the backward pass; "
+        f"peak with everything kept {after}, without the cut {before}"
     )
 
 
