@@ -130,7 +130,7 @@ def test_one_rank_through_three_tiers(place, train):
 
 GRAPHS = {
     "one": (FREE,),
-    "experts": ("model.path={place}/experts.json", "training.steps=3"),
+    "routed experts": ("model.path={place}/experts.json", "training.steps=3"),
     "full recompute": ("training.recompute=full", "training.steps=3"),
     "two": ("parallel.dp_shard=2", FREE),
     "two stages": ("parallel.pp=2", "training.microbatch=2", "training.steps=3"),
