@@ -19,6 +19,7 @@ from hyper_parallel.offload import (
     plan_memory,
 )
 from hyper_parallel.offload._exact import search
+from hyper_parallel.offload._repair import Repair
 from tests.offload.programs import headed_step, training_chain
 from tests.offload.test_random_programs import machines, programs
 
@@ -111,6 +112,48 @@ def test_the_search_agrees_with_trying_every_order(drawn):
         for e, at in zip(found, packing.offsets, strict=True)
     ]
     assert find_overlap(placed, sizes, least) is None
+
+
+def many_stays(seed, count, short, sizes):
+    """Short and long stays at any time; `short` is the share of the former."""
+    rng = np.random.default_rng(seed)
+    size = rng.choice(sizes, count)
+    start = rng.integers(0, 4000, count)
+    brief = rng.random(count) < short
+    stop = start + np.where(brief, rng.integers(1, 8, count), rng.integers(20, 400, count))
+    return [Extent(i, int(a), int(b)) for i, (a, b) in enumerate(zip(start, stop, strict=True))], [
+        int(n) for n in size
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seed", "count", "short", "sizes"),
+    [(0, 1600, 0.3, 7), (2, 1600, 0.3, 7), (2, 2000, 0.7, 255), (2, 1600, 0.3, 255)],
+)
+def test_what_ends_too_high_takes_the_place_of_others(seed, count, short, sizes):
+    """Too many stays for the search; the best first fit ends 2.3 to 4 % above what lives at the same time."""
+    of = [16, 28, 32, 64, 112, 128, 224] if sizes == 7 else list(range(1, 256))
+    stays, nums = many_stays(seed, count, short, of)
+    change = np.zeros(5000, np.int64)
+    for stay in stays:
+        change[stay.start] += nums[stay.storage]
+        change[stay.stop] -= nums[stay.storage]
+    placed, arena = assign_addresses(stays, nums)
+    assert find_overlap(placed, nums, arena) is None
+    assert arena <= ALLOWED * change.cumsum().max()
+
+
+def test_a_repair_ends():
+    stays = [Extent(i, 0, 2) for i in range(3)]
+    items, start = [(stay,) for stay in stays], np.array([0, 4, 8])
+    repair = Repair(items, [4, 4, 3], start, 10)
+    assert repair.offsets(50) is None
+    assert repair.moves == 50
+    found = Repair(items, [4, 4, 3], start + np.array([0, 0, 5]), 11).offsets(50)
+    ends = sorted((at, at + size) for at, size in zip(found, [4, 4, 3], strict=True))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+    assert ends[-1][1] <= 11
+    assert Repair(items, [4, 4, 12], start, 11).offsets(50) is None
 
 
 def test_first_fit_is_too_high_here_and_the_search_is_not():

@@ -33,8 +33,6 @@ def assign_addresses(
 
     Returns:
         The stays with offsets, in the given order, and the arena's bytes.
-
-    Source: squeaky wheel optimization, Joslin and Clements 1999, over first fit.
     """
     end = max((stay.stop for stay in stays), default=0)
     offset: dict[Extent, int] = {}

@@ -24,7 +24,7 @@ class Repair:
     Args:
         items: What is placed: stays that share an address.
         sizes: Bytes in the arena by storage index.
-        offsets: Where every item lies.
+        offsets: Where every item lies; no two are at one place.
         limit: No item may end above.
 
     Attributes:
