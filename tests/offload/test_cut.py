@@ -152,3 +152,15 @@ def test_what_others_see_or_change_is_made_once(kind, last, more):
         program, storages=(x, replace(s, kind="activation", at_end=False)), operators=ops[:2]
     )
     assert len(cut_program(plain).program.operators) == 3
+
+
+def test_a_chain_of_thousands_of_operators_runs_again():
+    """What they move again costs less than to keep the last result."""
+    storages = [Storage("x", 1000, "input", True, True)]
+    ops = []
+    for i in range(3000):
+        storages.append(Storage(f"s{i}", 1000, "activation"))
+        ops.append(Operator("cheap", (i,), (), (i + 1,), access_bytes=1, repeatable=True))
+    ops.append(Operator("use", (3000,), phase="backward"))
+    cut = cut_program(MemoryProgram("chain", tuple(storages), tuple(ops), 1))
+    assert cut.origins == (*range(3000), *range(3001))

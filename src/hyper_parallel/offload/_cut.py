@@ -11,7 +11,7 @@ Graph", 1976, for costs on both sides of a cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
@@ -81,21 +81,24 @@ class _Rewritten:
         if op.phase == "forward":
             self._append(index, op, {})
             return
-        for s in op.reads:
-            self._make(s)
+        self._make_again(op.reads)
         self._append(index, op, self._second)
 
-    def _make(self, storage: int) -> None:
-        index = self._maker.get(storage)
-        if index is None or storage in self._second:
-            return
-        op = self.program.operators[index]
-        for s in op.reads:
-            self._make(s)
-        for s in op.allocs:
-            self._second[s] = len(self.storages)
-            self.storages.append(self.storages[s])
-        self._append(index, replace(op, phase="backward"), self._second)
+    def _make_again(self, wanted: Sequence[int]) -> None:
+        """Run what gives these storages again, unless that has been done."""
+        todo, operators = list(wanted), set[int]()
+        while todo:
+            storage = todo.pop()
+            index = self._maker.get(storage)
+            if index is not None and storage not in self._second and index not in operators:
+                operators.add(index)
+                todo += self.program.operators[index].reads
+        for index in sorted(operators):
+            op = self.program.operators[index]
+            for s in op.allocs:
+                self._second[s] = len(self.storages)
+                self.storages.append(self.storages[s])
+            self._append(index, replace(op, phase="backward"), self._second)
 
     def _append(self, index: int, op: Operator, names: Mapping[int, int]) -> None:
         names = {s: names[s] for s in op.touched if s in names}

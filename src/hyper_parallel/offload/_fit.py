@@ -42,7 +42,7 @@ class Fitting:
 
     Attributes:
         best: The fit with the smallest arena.
-        good: An arena above the bottom that is no larger needs no other order.
+        good: An arena above the bottom that is no larger needs no repair.
     """
 
     def __init__(
