@@ -156,13 +156,14 @@ def test_a_repair_ends():
     assert Repair(items, [4, 4, 12], start, 11).offsets(50) is None
 
 
-def test_first_fit_is_too_high_here_and_the_search_is_not():
+def test_first_fit_is_too_high_here_and_neither_repair_nor_search_is():
     stays = [Extent(i, start, stop) for i, (start, stop, _) in enumerate(HARD)]
     sizes = [size for *_, size in HARD]
     live = max(sum(size for start, stop, size in HARD if start <= t < stop) for t in range(40))
     placed, arena = assign_addresses(stays, sizes)
     assert find_overlap(placed, sizes, arena) is None
     assert arena <= ALLOWED * live
+    assert can_fit(stays, sizes, int(ALLOWED * live)) is True
 
 
 def test_a_storage_that_goes_around_has_one_address():
