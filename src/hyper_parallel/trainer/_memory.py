@@ -4,7 +4,8 @@ Accelerators: the allocator's own peak. CPU ranks: the peak of the resident anon
 had before the model was built. Anonymous pages hold tensors, gradients, optimizer states and communication buffers;
 code pages and the memory-mapped data are file pages and do not count, and pages inherited from the launching process
 are in the baseline. The kernel keeps the peak of the whole resident set (`VmHWM`), which writing 5 to
-`/proc/self/clear_refs` resets (proc(5)); the file part is subtracted.
+`/proc/self/clear_refs` resets (proc(5)); the file part is subtracted. Freed memory that the C library holds for
+the next allocation is resident and counts.
 """
 
 from __future__ import annotations
