@@ -144,16 +144,16 @@ def test_what_ends_too_high_takes_the_place_of_others(seed, count, short, sizes)
 
 
 def test_a_repair_ends():
-    stays = [Extent(i, 0, 2) for i in range(3)]
-    items, start = [(stay,) for stay in stays], np.array([0, 4, 8])
-    repair = Repair(items, [4, 4, 3], start, 10)
+    at_once = [np.arange(3)] * 3
+    size, time, start = np.array([4, 4, 3]), np.full(3, 2), np.array([0, 4, 8])
+    repair = Repair(at_once, size, time, start, 10)
     assert repair.offsets(50) is None
     assert repair.moves == 50
-    found = Repair(items, [4, 4, 3], start + np.array([0, 0, 5]), 11).offsets(50)
-    ends = sorted((at, at + size) for at, size in zip(found, [4, 4, 3], strict=True))
+    found = Repair(at_once, size, time, start + np.array([0, 0, 5]), 11).offsets(50)
+    ends = sorted((at, at + num_bytes) for at, num_bytes in zip(found, size, strict=True))
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
     assert ends[-1][1] <= 11
-    assert Repair(items, [4, 4, 12], start, 11).offsets(50) is None
+    assert Repair(at_once, np.array([4, 4, 12]), time, start, 11).offsets(50) is None
 
 
 def test_first_fit_is_too_high_here_and_neither_repair_nor_search_is():

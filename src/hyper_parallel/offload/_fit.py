@@ -48,8 +48,8 @@ class Fitting:
     def __init__(
         self, items: Sequence[Item], sizes: Sequence[int], bottom: int, enough: int
     ) -> None:
-        self._items, self._sizes = items, sizes
         self._size = np.array([sizes[item[0].storage] for item in items], np.int64)
+        self._clashes = _clashes(items)
         self._live = _live(items, sizes)
         self._floor = int(self._live.max())
         self._wanted = enough - bottom if enough else None
@@ -62,9 +62,9 @@ class Fitting:
             for e in items
         ]
         self.best: Fit = np.zeros(len(items), np.int64), int(self._size.sum()) + 1
-        times = [stay.stop - stay.start for stay in stays]
-        self._fit(sorted(range(len(items)), key=lambda i: (-self._size[i], -times[i])))
-        self._from_the_peak(stays)
+        self._time = np.array([stay.stop - stay.start for stay in stays], np.int64)
+        self._fit(np.lexsort((-self._time, -self._size)).tolist())
+        self._from_the_peak(sorted(range(len(stays)), key=_away(stays, sizes, self._live)))
         self._repair()
 
     def _done(self, until: float) -> bool:
@@ -82,14 +82,13 @@ class Fitting:
 
     def _fit(self, order: Sequence[int]) -> np.ndarray:
         """First fit in an order; where its items end."""
-        return self._keep(_first_fit(self._items, self._sizes, order))
+        return self._keep(_first_fit(self._clashes, self._size, order))
 
-    def _from_the_peak(self, stays: Sequence[Extent]) -> None:
+    def _from_the_peak(self, order: Sequence[int]) -> None:
         """First fit from the peak outwards, repeated with all that ended too high moved towards the front.
 
         Source: squeaky wheel optimization, Joslin and Clements 1999.
         """
-        order = sorted(range(len(stays)), key=_away(stays, self._sizes, self._live))
         for _ in range(_ROUNDS):
             if self._done(self._tight):
                 return
@@ -104,7 +103,7 @@ class Fitting:
         while moves > 0 and not self._done(aim):
             offsets, arena = self.best
             limit = max(int(aim), arena - (arena - self._floor) // parts)
-            repair = Repair(self._items, self._sizes, offsets, limit)
+            repair = Repair(self._clashes, self._size, self._time, offsets, limit)
             found = repair.offsets(min(moves, _EACH))
             moves -= repair.moves
             if found is not None:
@@ -140,37 +139,36 @@ def _away(
     return key
 
 
-def _first_fit(items: Sequence[Item], sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
+def _clashes(items: Sequence[Item]) -> list[np.ndarray]:
+    """Of every item those that are there at one of its times, itself included."""
+    stays = [stay for item in items for stay in item]
+    owner = np.repeat(np.arange(len(items), dtype=np.int32), [len(item) for item in items])
+    start = np.array([stay.start for stay in stays], np.int32)
+    stop = np.array([stay.stop for stay in stays], np.int32)
+    found = []
+    for item in items:
+        clash = np.zeros(len(stays), bool)
+        for stay in item:
+            clash |= (start < stay.stop) & (stop > stay.start)
+        found.append(np.unique(owner[clash]) if len(stays) > len(items) else owner[clash])
+    return found
+
+
+def _first_fit(clashes: Sequence[np.ndarray], size: np.ndarray, order: Sequence[int]) -> np.ndarray:
     """Every item, in an order, at the lowest address that is free during all of its stays."""
-    n = sum(len(item) for item in items)
-    # What is placed, in this order.
-    starts, stops = np.empty(n, np.int32), np.empty(n, np.int32)
-    lows, highs = np.empty(n, np.int64), np.empty(n, np.int64)
-    offsets = np.zeros(len(items), np.int64)
-    count = 0
+    low, high = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
     for i in order:
-        item = items[i]
-        size = sizes[item[0].storage]
-        if not size:
-            continue
-        begun, ended = starts[:count], stops[:count]
-        clash = (begun < item[0].stop) & (ended > item[0].start)
-        for stay in item[1:]:
-            clash |= (begun < stay.stop) & (ended > stay.start)
-        there = clash.nonzero()[0]
-        low = lows[there]
-        upwards = low.argsort()
-        low = low[upwards]
+        num_bytes = size[i]
+        there = clashes[i][high[clashes[i]] > 0]
+        below = low[there]
+        upwards = below.argsort()
+        below = below[upwards]
         offset = 0
-        if len(low) and low[0] < size:
+        if len(below) and below[0] < num_bytes:
             # Gaps between neighbours: from the highest end so far to the next start.
-            tops = np.maximum.accumulate(highs[there[upwards]])
-            fits = low[1:] - tops[:-1] >= size
+            tops = np.maximum.accumulate(high[there[upwards]])
+            fits = below[1:] - tops[:-1] >= num_bytes
             first = int(fits.argmax()) if len(fits) else 0
             offset = int(tops[first] if len(fits) and fits[first] else tops[-1])
-        for stay in item:
-            starts[count], stops[count] = stay.start, stay.stop
-            lows[count], highs[count] = offset, offset + size
-            count += 1
-        offsets[i] = offset
-    return offsets
+        low[i], high[i] = offset, offset + num_bytes
+    return low
