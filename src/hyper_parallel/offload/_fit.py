@@ -21,8 +21,8 @@ _CLOSER: Final = 6  # times closer to the live peak than one fit: further fits h
 _ROUNDS: Final = 12  # of first fit from the peak: it finds by then or not at all
 _FORWARD: Final = 0.65  # of its rank is left to a stay that ended too high
 _CROWDED: Final = 0.9  # stays that see this share of the live peak are placed before the others
-_MOVES: Final = 24_000  # of all repairs while the arena is not good
-_EACH: Final = 12_000  # of one of them: some succeed after 10,000
+_MOVES: Final = 40_000  # of all repairs while the arena is not good
+_EACH: Final = 30_000  # of one of them: some succeed after 27,000
 
 Item = tuple[Extent, ...]
 """Stays that share an address: one, or the last and the first of a storage that goes around."""
