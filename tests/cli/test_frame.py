@@ -230,6 +230,8 @@ def test_package_findings():
     assert missing.fix.endswith("pip install 'surely-not-installed-here>=1.0'")
     old = check_package(Requirement("numpy", "999", "core", "planning"))
     assert (old.status, old.fix.split()[-1]) == ("old", "'numpy>=999'")
+    new = check_package(Requirement("numpy", "1.0", "core", "planning", below="1.1"))
+    assert (new.status, new.fix.split()[-1]) == ("warning", "'numpy>=1.0,<1.1'")
     assert release("2.13.0+cpu") == (2, 13, 0)
     assert release("2.9.1") < release("2.11") < release("2.11.0a0")
 
@@ -238,7 +240,7 @@ def test_package_findings():
 def test_doctor_agrees_with_the_package_metadata():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {*project["dependencies"], *project["optional-dependencies"]["torch"]}
-    known = {f"{r.name}>={r.minimum}" for r in REQUIREMENTS if r.need != "optional"}
+    known = {r.wanted for r in REQUIREMENTS if r.need != "optional"}
     assert known == declared
 
 

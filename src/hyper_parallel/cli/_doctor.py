@@ -32,16 +32,24 @@ class Requirement:
         minimum: Lowest version that works; empty: any.
         need: core (planning), training (plan, train, generate, report on a model), or optional.
         gives: What it is for.
+        below: Lowest version that was not tried or does worse; empty: none.
     """
 
     name: str
     minimum: str
     need: Need
     gives: str
+    below: str = ""
+
+    @property
+    def wanted(self) -> str:
+        """As the package metadata say it."""
+        at_least = f"{self.name}>={self.minimum}" if self.minimum else self.name
+        return f"{at_least},<{self.below}" if self.below else at_least
 
 
 REQUIREMENTS: Final = (
-    Requirement("highspy", "1.9", "core", "linear programs of memory planning"),
+    Requirement("highspy", "1.15", "core", "linear programs of memory planning", below="1.16"),
     Requirement("numpy", "1.25", "core", "planning"),
     Requirement("pydantic", "2.10", "core", "recipes"),
     Requirement("pyyaml", "6.0", "core", "recipes and topology files"),
@@ -116,14 +124,16 @@ def doctor(
 def check_package(requirement: Requirement) -> Finding:
     """Look up one package by its metadata."""
     r = requirement
-    wanted = f"{r.name}>={r.minimum}" if r.minimum else r.name
     try:
         version = importlib.metadata.version(r.name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(r.name, "missing", "not installed", r.need, r.gives, _install(wanted))
+        return Finding(r.name, "missing", "not installed", r.need, r.gives, _install(r.wanted))
     if r.minimum and release(version) < release(r.minimum):
         detail = f"{version}, at least {r.minimum} is needed"
-        return Finding(r.name, "old", detail, r.need, r.gives, _install(wanted))
+        return Finding(r.name, "old", detail, r.need, r.gives, _install(r.wanted))
+    if r.below and release(version) >= release(r.below):
+        detail = f"{version}, below {r.below} is wanted"
+        return Finding(r.name, "warning", detail, r.need, r.gives, _install(r.wanted))
     return Finding(r.name, "ok", version, r.need, r.gives)
 
 
