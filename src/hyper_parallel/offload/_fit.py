@@ -23,6 +23,7 @@ _FORWARD: Final = 0.65  # of its rank is left to a stay that ended too high
 _CROWDED: Final = 0.9  # stays that see this share of the live peak are placed before the others
 _MOVES: Final = 40_000  # of all repairs while the arena is not good
 _EACH: Final = 30_000  # of one of them: some succeed after 27,000
+_AN_ITEM: Final = 100  # of all repairs for each item: few items are soon in every place
 
 Item = tuple[Extent, ...]
 """Stays that share an address: one, or the last and the first of a storage that goes around."""
@@ -99,7 +100,7 @@ class Fitting:
     def _repair(self) -> None:
         """Halve what the arena has above the live peak as often as that works, then take a quarter of it."""
         aim = self.good if self._wanted is None else self._tight
-        moves, parts = _MOVES, 2
+        moves, parts = min(_MOVES, _AN_ITEM * len(self._size)), 2
         while moves > 0 and not self._done(aim):
             offsets, arena = self.best
             limit = max(int(aim), arena - (arena - self._floor) // parts)
