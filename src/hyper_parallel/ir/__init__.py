@@ -46,6 +46,7 @@ from hyper_parallel.ir.plan import (
     Plan,
     Rejected,
 )
+from hyper_parallel.ir.purpose import Purpose
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
 from hyper_parallel.ir.replay import Replay, replay
 from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
@@ -95,6 +96,7 @@ __all__ = [
     "Phase",
     "Placement",
     "Plan",
+    "Purpose",
     "Rejected",
     "Replay",
     "Replicate",

@@ -57,7 +57,7 @@ class Collective:
     Attributes:
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast.
         axes: Mesh axes of the group.
-        purpose: What it is for: `fsdp parameters`, `sequence gather`, `gradient norm`.
+        purpose: What it is for, a `Purpose`.
         count: Calls per rank and step.
         sent_bytes: Bytes one rank sends per step in ring algorithms, padding included.
     """

@@ -1,0 +1,79 @@
+"""What a collective is for: one word list for formulas, run-time counters, traces and plans.
+
+A purpose belongs to one direction. What autograd runs for it is named by `Purpose.backward`: a gather of tokens
+forward is a scatter of their gradients backward.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Purpose(StrEnum):
+    """Value of `Collective.purpose`."""
+
+    # FSDP, and replicas of what it shards
+    FSDP_PARAMETERS = "fsdp parameters"
+    FSDP_GRADIENTS = "fsdp gradients"
+    EXPERT_PARAMETERS = "expert parameters"
+    EXPERT_GRADIENTS = "expert gradients"
+    REPLICA_GRADIENTS = "replica gradients"
+
+    # Tensor parallelism: borders of blocks
+    SEQUENCE_GATHER = "sequence gather"
+    SEQUENCE_SCATTER = "sequence scatter"
+    RELAYOUT = "relayout"
+    EMBEDDING = "embedding"
+    LOSS = "loss"
+    LOSS_STATISTICS = "loss statistics"
+    NORM_STATISTICS = "norm statistics"
+    WHOLE_PARAMETERS = "gradients of whole parameters"
+
+    # Tensor parallelism: inside blocks
+    HEAD_GATHER = "head gather"
+    HEAD_SCATTER = "head scatter"
+    WIDTH_GATHER = "width gather"
+    WIDTH_SCATTER = "width scatter"
+    WEIGHT_GATHER = "weight gather"
+    WEIGHT_SCATTER = "weight gradient scatter"
+    KEY_VALUE_GATHER = "key and value gather"
+    KEY_VALUE_SCATTER = "key and value gradient scatter"
+    PACKED_COLUMNS = "packed columns"
+    NORMS_OVER_HEADS = "norms over heads"
+
+    # Context parallelism
+    KEYS_AND_VALUES = "attention: keys and values"
+    KEY_VALUE_GRADIENTS = "attention: key and value gradients"
+    HEADS_FOR_TOKENS = "attention: heads for tokens"
+    TOKENS_FOR_HEADS = "attention: tokens for heads"
+
+    # Experts
+    EXPERT_ROW_COUNTS = "expert row counts"
+    EXPERT_ROWS = "expert dispatch and combine"
+
+    # Pipeline stages
+    PIPELINE_ACTIVATIONS = "pipeline activations"
+    PIPELINE_GRADIENTS = "pipeline gradients"
+    SHARED_WEIGHT = "shared weight"
+
+    # Once a step
+    GRADIENT_NORM = "gradient norm"
+    STEP_LOG = "loss and memory of all ranks"
+    """What a trainer sends for its log; no formula counts it."""
+
+    @property
+    def backward(self) -> Purpose:
+        """Purpose of what backward runs for a collective of forward; the same where it has no other name."""
+        return _BACKWARD.get(self, self)
+
+
+_PAIRS = (
+    (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER),
+    (Purpose.HEAD_GATHER, Purpose.HEAD_SCATTER),
+    (Purpose.WIDTH_GATHER, Purpose.WIDTH_SCATTER),
+    (Purpose.WEIGHT_GATHER, Purpose.WEIGHT_SCATTER),
+    (Purpose.KEY_VALUE_GATHER, Purpose.KEY_VALUE_SCATTER),
+    (Purpose.HEADS_FOR_TOKENS, Purpose.TOKENS_FOR_HEADS),
+    (Purpose.PIPELINE_ACTIVATIONS, Purpose.PIPELINE_GRADIENTS),
+)
+_BACKWARD = {**dict(_PAIRS), **{b: a for a, b in _PAIRS}}
