@@ -26,8 +26,8 @@ import torch.distributed as dist
 from _machine import machine
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._context import ATTRIBUTE, Context, View
-from hyper_parallel.backends.torch._context_attention import context_attention
+from hyper_parallel.backends.torch.context._apply import ATTRIBUTE, Context, View
+from hyper_parallel.backends.torch.context._attention import context_attention
 from hyper_parallel.ir import SequenceCut, Strategy
 from hyper_parallel.runtime import CommCounter, World, launch
 

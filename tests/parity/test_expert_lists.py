@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._weights import materialize
+from hyper_parallel.backends.torch.weights._initialise import materialize
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import Routing, World, forward_backward, handle, launch, parallelize

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._pretrained import load_pretrained
-from hyper_parallel.backends.torch._weights import materialize
+from hyper_parallel.backends.torch.weights._initialise import materialize
+from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import (
     World,

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hyper_parallel.backends.torch import _block_attention as block
-from hyper_parallel.backends.torch import _flash as flash
-from hyper_parallel.backends.torch._block_attention import Rules
-from hyper_parallel.backends.torch._context import _view
-from hyper_parallel.backends.torch._context_attention import _Blocks
+from hyper_parallel.backends.torch.context import _block_attention as block
+from hyper_parallel.backends.torch.context import _flash_attention as flash
+from hyper_parallel.backends.torch.context._apply import _view
+from hyper_parallel.backends.torch.context._attention import _Blocks
+from hyper_parallel.backends.torch.context._block_attention import Rules
 from hyper_parallel.ir import SequenceCut
 
 pytestmark = pytest.mark.torch

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._again import AgainScope
-from hyper_parallel.backends.torch._spread_norm import SpreadNorm
+from hyper_parallel.backends.torch._regather import RegatherScope
+from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.runtime import World, launch
 
@@ -112,7 +112,7 @@ def test_a_gathered_tensor_is_made_once_for_all_its_readers() -> None:
         for leaf in (piece, *weights):
             leaf.grad = None
         whole = gather(piece)
-        scope = AgainScope()
+        scope = RegatherScope()
         if scoped:
             with scope.open(), scope.instead_of(whole, again):
                 out = sum(F.linear(whole, w).square().sum() for w in weights)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch._weights import materialize
+from hyper_parallel.backends.torch.weights._initialise import materialize
 from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch, OutputNotWritable
 from hyper_parallel.runtime import launch
 from hyper_parallel.trainer._checkpoint import Checkpointer

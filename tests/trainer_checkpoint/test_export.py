@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch._pretrained import load_pretrained
-from hyper_parallel.backends.torch._weights import materialize
+from hyper_parallel.backends.torch.weights._initialise import materialize
+from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
 from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
 from hyper_parallel.runtime import launch
 from hyper_parallel.trainer._export import export_hf

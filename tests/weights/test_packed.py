@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch._pretrained import load_pretrained
-from hyper_parallel.backends.torch._weights import materialize
+from hyper_parallel.backends.torch.weights._initialise import materialize
+from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch, parallelize
 from hyper_parallel.trainer._checkpoint import Checkpointer

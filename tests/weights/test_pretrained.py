@@ -5,8 +5,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hyper_parallel.backends.torch._pretrained import load_pretrained
-from hyper_parallel.backends.torch._weights import materialize
+from hyper_parallel.backends.torch.weights._initialise import materialize
+from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.runtime import launch
 from tests.weights.models import (

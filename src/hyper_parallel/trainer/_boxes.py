@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.backends.torch._local import local_ranges
+from hyper_parallel.backends.torch.weights._ranges import local_ranges
 
 
 def boxed(state: dict[str, Any]) -> dict[str, Any]:

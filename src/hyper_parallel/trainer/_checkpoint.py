@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hyper_parallel import serde
-from hyper_parallel.backends.torch._local import local_ranges
-from hyper_parallel.backends.torch._weights import canonical_name
+from hyper_parallel.backends.torch.weights._initialise import canonical_name
+from hyper_parallel.backends.torch.weights._ranges import local_ranges
 from hyper_parallel.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hyper_parallel.backends.torch._weights import allocate_and_fill_buffers
+from hyper_parallel.backends.torch.weights._initialise import allocate_and_fill_buffers
 from hyper_parallel.errors import BadValue, ModelUnreadable
 from hyper_parallel.trainer import _manifest as files
 from hyper_parallel.trainer._checkpoint import Checkpointer, stored_dtypes

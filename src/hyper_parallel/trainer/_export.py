@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.backends.torch._huggingface import original_class, twin
-from hyper_parallel.backends.torch._weights import canonical_name
+from hyper_parallel.backends.torch.weights._huggingface import original_class, twin
+from hyper_parallel.backends.torch.weights._initialise import canonical_name
 from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
 
 MAX_FILE_BYTES = 5 * 1024**3

@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.backends.torch._local import local_ranges
-from hyper_parallel.backends.torch._state import FLAT, handle
+from hyper_parallel.backends.torch._handle import FLAT, handle
+from hyper_parallel.backends.torch.weights._ranges import local_ranges
 from hyper_parallel.errors import AuditError
 from hyper_parallel.ir import Layout, Mesh
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.backends.torch._context import Context
-from hyper_parallel.backends.torch._state import TpState
+from hyper_parallel.backends.torch._handle import TpState
+from hyper_parallel.backends.torch.context._apply import Context
 
 
 class _KeepFloat64(TorchFunctionMode):
@@ -105,7 +105,7 @@ def recompute(
         def run(*args: Any, **kwargs: Any) -> Any:
             if tp is not None:
                 tp.batch = batch  # another batch may have passed before backward runs this again
-                tp.made_again = True
+                tp.recomputed = True
             if context is not None:
                 context.view = view
             try:
@@ -113,7 +113,7 @@ def recompute(
                     return inner(*args, **kwargs)
             finally:
                 if tp is not None:
-                    tp.made_again = False
+                    tp.recomputed = False
 
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch._comm import gather_rows
+from hyper_parallel.backends.torch._collectives import gather_rows
 
 _BLOCK_ELEMENTS = 1 << 24
 """Elements of logits converted at a time, which bounds the temporaries."""

@@ -15,22 +15,22 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch._audit import audit
-from hyper_parallel.backends.torch._balance_loss import aux_loss, stage_balance
-from hyper_parallel.backends.torch._comm import sum_forward
-from hyper_parallel.backends.torch._context import Context
-from hyper_parallel.backends.torch._context_attention import register
-from hyper_parallel.backends.torch._documents import mask_documents
-from hyper_parallel.backends.torch._expert_list import divide_lists
-from hyper_parallel.backends.torch._experts import apply_to_experts, shard_experts
+from hyper_parallel.backends.torch._collectives import sum_forward
 from hyper_parallel.backends.torch._forward import keep_float64, loop_over_experts, recompute
-from hyper_parallel.backends.torch._gradients import TpGradients
+from hyper_parallel.backends.torch._handle import FLAT, Handle, TpState, attach
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
-from hyper_parallel.backends.torch._pipeline import Pipeline, cut_model
 from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
-from hyper_parallel.backends.torch._routing import Routing, check_routing
-from hyper_parallel.backends.torch._stages import Stages
-from hyper_parallel.backends.torch._state import FLAT, Handle, TpState, attach
-from hyper_parallel.backends.torch._tensor_grid import (
+from hyper_parallel.backends.torch.context._apply import Context
+from hyper_parallel.backends.torch.context._attention import register
+from hyper_parallel.backends.torch.context._documents import mask_documents
+from hyper_parallel.backends.torch.data._gradients import TpGradients
+from hyper_parallel.backends.torch.experts._apply import apply_to_experts, shard_experts
+from hyper_parallel.backends.torch.experts._balance_loss import aux_loss, stage_balance
+from hyper_parallel.backends.torch.experts._list import divide_lists
+from hyper_parallel.backends.torch.experts._routing import Routing, check_routing
+from hyper_parallel.backends.torch.pipeline._apply import Pipeline, cut_model
+from hyper_parallel.backends.torch.pipeline._stages import Stages
+from hyper_parallel.backends.torch.tensor._mesh import (
     TP_AXES,
     summed_parameters,
     tensor_group,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._gradients import accumulate
-from hyper_parallel.backends.torch._state import Handle, handle
+from hyper_parallel.backends.torch._handle import Handle, handle
+from hyper_parallel.backends.torch.data._gradients import accumulate
 
 Microbatch = Mapping[str, Any]
 """Arguments of the model's forward: input_ids and shift_labels of [B, S], and what else it takes."""

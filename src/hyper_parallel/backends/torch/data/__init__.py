@@ -1,0 +1,1 @@
+"""Data parallelism: FSDP, and what is summed over ranks when a backward pass ends."""

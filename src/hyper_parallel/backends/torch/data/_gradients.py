@@ -1,0 +1,219 @@
+"""Gradients of parameters that tensor parallelism keeps whole, and the global gradient norm.
+
+A whole parameter (a norm, a bias after a reduction) sees only its rank's tokens or heads, so every rank of the
+tensor-parallel group holds one summand of its gradient. The summands of all such parameters are added in one
+all-reduce when the backward pass ends, after FSDP has reduced them over the data-parallel ranks, so only 1 / dp_shard
+of each is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.backends.torch._handle import Handle, handle, local
+
+Summed = tuple[nn.Parameter, dist.ProcessGroup]
+"""A parameter, and the ranks that each hold one summand of its gradient."""
+
+
+class _Local(torch.autograd.Function):
+    """The local part of a DTensor parameter; backward tells the gradient owner that a backward pass runs."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DTensor, owner: TpGradients | None) -> Tensor:
+        ctx.owner = owner
+        ctx.spec = param._spec
+        return param._local_tensor.view_as(param._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
+        if ctx.owner is not None:
+            ctx.owner.backward_runs()
+        spec = ctx.spec
+        out = DTensor.from_local(
+            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+        return out, None
+
+
+def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
+    """The local part of a parameter, with its gradient going back to the parameter.
+
+    Args:
+        param: A DTensor on the tensor-parallel mesh.
+        owner: Who sums the gradient over the ranks when the parameter is whole on each; None: nobody needs to.
+    """
+    if not isinstance(param, DTensor):
+        return param
+    if torch.compiler.is_compiling():
+        return (
+            param.to_local()
+        )  # traceable; the outputs of the model tell the owner that backward runs
+    return _Local.apply(param, owner)
+
+
+class TpGradients:
+    """Sums the gradients of parameters over the tensor-parallel axes that do not cut them, when a backward pass ends.
+
+    Attributes:
+        enabled: Sum at the end of the next backward pass; False between microbatches of one step.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = True
+        self._find: Callable[[], Iterable[Summed]] = tuple
+        self._params: list[Summed] = []
+        self._summed: set[int] = set()
+        self._queued = False
+
+    def watch(self, find: Callable[[], Iterable[Summed]]) -> None:
+        """Name the parameters and the ranks that hold their summands, after FSDP has replaced them by its own.
+
+        Args:
+            find: Lists them; called again when weights have replaced parameters that were on the meta device.
+        """
+        self._find = find
+        self._params = [(p, group) for p, group in find() if p.requires_grad]
+
+    def forward_begins(self) -> None:
+        """Forget a backward pass that ended with an error."""
+        self._queued = False
+
+    def forward_ends(self, output: Any) -> None:
+        """Let the gradients of the model's outputs, too, tell that backward runs: compiled layers cannot."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self.backward_runs())
+
+    def backward_runs(self) -> None:
+        """Called when backward begins, and by every whole parameter's; the first call arranges the sum at its end."""
+        if self._queued:
+            return
+        self._queued = True
+        self._share_kept()
+        # Queued after FSDP's own callback, which was queued when the root's outputs received their gradients.
+        Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def hold(self) -> None:
+        """Sum nothing until `release`: several backward passes of one step follow, in any order."""
+        self._share_kept()
+        self.enabled = False
+
+    def release(self) -> None:
+        """Sum now what the backward passes since `hold` have made."""
+        self.enabled = True
+        self._backward_ends()
+
+    def _share_kept(self) -> None:
+        # A gradient kept from an earlier pass is already the sum. Each rank goes on with 1/tp of it, so that adding
+        # up over the ranks gives it back once; dividing by a power of two is exact.
+        kept: dict[int, list[Tensor]] = {}
+        for i, (param, group) in enumerate(self._params):
+            if i in self._summed and param.grad is not None:
+                kept.setdefault(group.size(), []).append(local(param.grad))
+        for ranks, grads in kept.items():
+            torch._foreach_div_(grads, float(ranks))
+        self._summed.clear()
+
+    def _backward_ends(self) -> None:
+        self._queued = False
+        if not self.enabled:
+            return
+        if any(p.is_meta for p, _ in self._params):
+            self.watch(self._find)
+        buckets: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = {}
+        for i, (param, group) in enumerate(self._params):
+            if param.grad is not None:
+                grad = local(param.grad)
+                buckets.setdefault((group, grad.dtype), []).append(grad)
+                self._summed.add(i)
+        for (group, _), grads in buckets.items():
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            if not flat.numel():
+                continue
+            dist.all_reduce(flat, group=group)
+            parts = flat.split([g.numel() for g in grads])
+            torch._foreach_copy_(grads, [f.view_as(g) for f, g in zip(parts, grads, strict=True)])
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Context for every microbatch of a step but the last: sums that can wait for the last one wait.
+
+    FSDP still reduce-scatters each microbatch, so that gradients stay sharded; the all-reduce over replicas and the
+    sum over tensor-parallel ranks happen once, in the backward pass outside this context. When only optimizer states
+    are sharded (zero=1), the reduce-scatter waits as well, and gathered parameters stay.
+    """
+    found = handle(model)
+    _set_last(found, False)
+    try:
+        yield
+    finally:
+        _set_last(found, True)
+
+
+def _set_last(found: Handle, last: bool) -> None:
+    if found.plan.strategy.zero_stage == 1:
+        for module in found.fsdp:
+            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_reshard_after_backward(last, recurse=False)
+    if found.fsdp and found.plan.strategy.dp_replicate > 1:
+        found.fsdp[-1].set_requires_all_reduce(last)
+    if found.gradients is not None:
+        found.gradients.enabled = last
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their global L2 norm is at most `max_norm`.
+
+    The norm counts every element of every logical gradient once, on any layout: local sums of squares, divided by the
+    number of ranks that hold the same elements, are added in one all-reduce of one number.
+
+    Args:
+        model: A model that passed through `parallelize`.
+        max_norm: Largest norm allowed; None only measures.
+
+    Returns:
+        The norm before scaling, a plain scalar tensor, equal on every rank.
+    """
+    found = handle(model)
+    by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            grad = local(param.grad)
+            by_copies.setdefault((found.copies(name), grad.dtype), []).append(grad)
+    total = torch.zeros((), dtype=torch.float32, device=found.device)
+    for (copies, dtype), grads in by_copies.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch._foreach_norm([g for g in grads if g.numel()], 2, dtype=wide) if grads else []
+        if norms:
+            total = total + torch.stack(norms).square().sum() / copies
+    if found.world_group is not None:
+        total = _same_width(total, by_copies)
+        dist.all_reduce(total, group=found.world_group)
+    norm = total.sqrt()
+    if max_norm is not None and math.isfinite(max_norm):
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for (_, dtype), grads in by_copies.items():
+            torch._foreach_mul_(grads, scale.to(dtype))
+    return norm
+
+
+def _same_width(total: Tensor, buckets: dict[tuple[int, torch.dtype], list[Tensor]]) -> Tensor:
+    """Give the sum one number format on all ranks, also on a rank that holds no element."""
+    wide = torch.float32
+    for _, dtype in buckets:
+        wide = torch.promote_types(wide, dtype)
+    return total.to(wide)

@@ -1,0 +1,327 @@
+"""Routing of a mixture-of-experts model: what was routed, and the balancing of router biases.
+
+Load is what the router decided, counted in rows: one per token and chosen expert. It is counted in forward passes that
+keep gradients, once (not when recompute makes them again), on the tokens of this rank; `end_step` adds it up over all
+ranks, once per optimizer step.
+
+Biases without a loss: after each step, bias_e += rate * sign(mean load - load_e) on routers that have
+`e_score_correction_bias` (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch._handle import Handle, handle
+from hyper_parallel.backends.torch.experts._tokens import Tokens
+from hyper_parallel.errors import UnsupportedSharding
+
+_BIAS = "e_score_correction_bias"
+_ROUTERS = ("gate", "router")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Choices about routing; the defaults are what the model does by itself.
+
+    Attributes:
+        aux_loss_coef: Weight of the auxiliary load-balancing loss. None: `router_aux_loss_coef` of the model's config
+            when its `output_router_logits` is true, else 0.
+        bias_update_rate: Step of the router biases after each optimizer step; 0 leaves them.
+        capacity_factor: An expert takes at most ceil(factor * rows / experts) of the rows of one rank and pass, first
+            tokens first; the others add nothing to their token. None: no limit.
+    """
+
+    aux_loss_coef: float | None = None
+    bias_update_rate: float = 0.0
+    capacity_factor: float | None = None
+
+
+@dataclass(slots=True)
+class LayerRouting:
+    """What one layer routed since the last step, on this rank.
+
+    Attributes:
+        load: [E] rows per expert; None before the first pass.
+        kept: Rows that were not dropped.
+        sent: Rows to other ranks.
+        received: Rows from other ranks.
+    """
+
+    load: Tensor | None = None
+    kept: int | Tensor = 0
+    sent: int = 0
+    received: int = 0
+
+    def add(self, load: Tensor, kept: int | Tensor, sent: int = 0, received: int = 0) -> None:
+        """Count one pass."""
+        self.load = load if self.load is None else self.load + load
+        self.kept = self.kept + kept
+        self.sent += sent
+        self.received += received
+
+
+@dataclass(slots=True)
+class ExpertState:
+    """Experts of one model.
+
+    Attributes:
+        modules: Names of the modules on this rank that hold experts, in model order.
+        every: The same over all pipeline stages.
+        options: Choices about routing.
+        group: Expert-parallel ranks; None when ep is 1.
+        layers: Module name to what it routed.
+        aux_loss_coef: Weight of the auxiliary loss of one microbatch; 0: there is none.
+        top_k: Experts per token.
+        num_experts: Experts of a layer, known when there is an auxiliary loss.
+        logits: Router logits of the running pass, [rows, E] per layer, and which rows are tokens (None: all).
+        mask: [tokens] weight of each token of the running pass; None: all count.
+        aux_losses: Auxiliary losses of the microbatches of the step so far, before weighting, over all ranks.
+    """
+
+    modules: tuple[str, ...]
+    every: tuple[str, ...]
+    options: Routing = Routing()
+    group: dist.ProcessGroup | None = None
+    layers: dict[str, LayerRouting] = field(default_factory=dict)
+    aux_loss_coef: float = 0.0
+    top_k: int = 0
+    num_experts: int = 0
+    logits: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    mask: Tensor | None = None
+    aux_losses: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingStatistics:
+    """Routing of one optimizer step over all ranks and microbatches.
+
+    Attributes:
+        max_load: Rows of the busiest expert over the mean, in the worst layer; 1 is perfect balance.
+        mean_max_load: The same, mean over the layers.
+        entropy: Entropy of the load over its largest value ln E, mean over the layers; 1 is perfect balance.
+        dropped: Share of the rows above the capacity.
+        aux_loss: Auxiliary loss before weighting, mean over the microbatches; None when it is not asked for.
+    """
+
+    max_load: float
+    mean_max_load: float
+    entropy: float
+    dropped: float
+    aux_loss: float | None = None
+
+
+def counts_now() -> bool:
+    """Whether the running pass is a first forward pass of training."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def check_routing(model: nn.Module, routing: Routing, where: str | None = None) -> None:
+    """Refuse choices about routing that a model has nothing for.
+
+    Args:
+        model: On any device, meta included.
+        routing: The choices.
+        where: Where they were made, for errors.
+
+    Raises:
+        UnsupportedSharding: HP205 with the first of them.
+    """
+    modules = dict(model.named_modules())
+    experts = any(name.rpartition(".")[2] == "experts" for name in modules)
+    biases = any(name.rpartition(".")[2] == _BIAS for name, _ in model.named_buffers())
+    own = getattr(getattr(model, "config", None), "router_aux_loss_coef", None)
+    missing = {
+        "capacity_factor": ("routed experts", routing.capacity_factor is not None and not experts),
+        "aux_loss_coef": ("load-balancing loss", bool(routing.aux_loss_coef) and own is None),
+        "bias_update_rate": (
+            "router biases to balance",
+            routing.bias_update_rate > 0 and not biases,
+        ),
+    }
+    for key, (what, wrong) in missing.items():
+        if wrong:
+            raise UnsupportedSharding(
+                f"this model has no {what}",
+                where=where or type(model).__name__,
+                got=f"{key}={getattr(routing, key)}",
+                hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
+            )
+
+
+def watch_routers(model: nn.Module, state: ExpertState, tokens: Tokens) -> None:
+    """Prepare the auxiliary loss.
+
+    Raises:
+        UnsupportedSharding: HP205 when no router is found beside experts.
+    """
+    state.aux_loss_coef = _aux_coef(model, state.options)
+    config = getattr(model, "config", None)
+    if getattr(config, "router_aux_loss_coef", None) is not None:
+        _take_over(model, state)
+    if state.aux_loss_coef:
+        state.top_k = config.num_experts_per_tok
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        state.num_experts = next(n for k in names if (n := getattr(config, k, None)))
+        for name in state.modules:
+            _record_logits(_router(model, name), state, tokens)
+
+
+def _aux_coef(model: nn.Module, routing: Routing) -> float:
+    """Weight of the auxiliary loss: the choice, else what the model's config asks for."""
+    if routing.aux_loss_coef is not None:
+        return routing.aux_loss_coef
+    config = getattr(model, "config", None)
+    asks = getattr(config, "output_router_logits", False)
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if asks else 0.0
+
+
+def _take_over(model: nn.Module, state: ExpertState) -> None:
+    """Keep the model from computing its own auxiliary loss, which would be that of one rank's tokens."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        state.logits.clear()
+        if kwargs.get("output_router_logits"):
+            raise UnsupportedSharding(
+                "router logits are not returned; `loss` already has the auxiliary loss of all ranks",
+                where=type(module).__name__,
+                hint="moe.aux_loss_coef=0.001",
+            )
+        mask = kwargs.get("attention_mask")
+        state.mask = mask.reshape(-1) if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        return args, {**kwargs, "output_router_logits": False}
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _router(model: nn.Module, experts: str) -> nn.Module:
+    """The router beside a module of experts."""
+    block = model.get_submodule(experts.rpartition(".")[0])
+    for name in _ROUTERS:
+        if isinstance(found := getattr(block, name, None), nn.Module):
+            return found
+    raise UnsupportedSharding(
+        "no router was found beside the experts",
+        where=experts,
+        got=", ".join(name for name, _ in block.named_children()),
+        allowed=_ROUTERS,
+    )
+
+
+def _record_logits(router: nn.Module, state: ExpertState, tokens: Tokens) -> None:
+    inner = router.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        if counts_now():
+            logits = output[0] if isinstance(output, tuple) else output
+            kept = tokens.among(logits.shape[0], logits.device)
+            # Taken out later: what recompute makes again must be the same operations.
+            state.logits.append((logits, kept))
+        return output
+
+    router.forward = forward
+
+
+def _biases(model: nn.Module, state: ExpertState) -> list[tuple[str, Tensor]]:
+    """Module of experts and bias of the router beside it, where there is one."""
+    found = []
+    for name in state.modules:
+        block = model.get_submodule(name.rpartition(".")[0])
+        for module in block.modules():
+            bias = module._buffers.get(_BIAS, module._parameters.get(_BIAS))
+            if bias is not None:
+                found.append((name, bias))
+    return found
+
+
+def _summed(state: ExpertState, found: Handle) -> Tensor | None:
+    """[layers, E + 1] load and kept rows of all layers over all ranks, float64; None: nothing was routed."""
+    loads = [r.load for r in state.layers.values() if r.load is not None]
+    width = torch.tensor(max((len(load) for load in loads), default=0), device=found.device)
+    if found.world_group is not None and found.plan.strategy.pp > 1:
+        dist.all_reduce(width, op=dist.ReduceOp.MAX, group=found.world_group)
+    if not width:
+        return None
+    total = torch.zeros(len(state.every), int(width) + 1, device=found.device, dtype=torch.float64)
+    for row, name in zip(total, state.every, strict=True):
+        routed = state.layers.get(name)
+        if routed is not None and routed.load is not None:
+            row[: len(routed.load)] = routed.load
+            row[-1] = routed.kept
+    if found.world_group is not None:
+        dist.all_reduce(total, group=found.world_group)
+    return total
+
+
+def _mean_aux_loss(state: ExpertState, found: Handle) -> Tensor | None:
+    """Mean over the microbatches; of a pipeline only the last stage knows it. NaN when no rank made one."""
+    losses, state.aux_losses = state.aux_losses, []
+    staged = found.plan.strategy.pp > 1 and found.world_group is not None
+    if not state.aux_loss_coef or not (losses or staged):
+        return None
+    both = torch.zeros(2, device=found.device, dtype=torch.float64)
+    if losses:
+        both += torch.stack([torch.stack(losses).mean().double(), both.new_ones(())])
+    if staged:
+        dist.all_reduce(both, group=found.world_group)
+    return both[0] / both[1]
+
+
+@torch.no_grad()
+def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
+
+    Every rank calls this after each optimizer step. It reads no value, so that it can be captured with the step.
+
+    Returns:
+        [layers, E + 1] rows that each expert got and rows that were kept, float64, equal on every rank, and the
+        auxiliary loss; None for a model without experts, or when nothing was routed.
+    """
+    found = handle(model)
+    state = found.experts
+    if state is None:
+        return None
+    total = _summed(state, found)
+    if total is None:
+        return None
+    if rate := state.options.bias_update_rate:
+        place = {name: i for i, name in enumerate(state.every)}
+        for name, bias in _biases(model, state):
+            row = total[place[name], :-1]
+            bias += rate * torch.sign(row.mean() - row).to(bias.dtype)
+    state.layers.update({name: LayerRouting() for name in state.layers})
+    return total, _mean_aux_loss(state, found)
+
+
+def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics:
+    """The statistics of what `count_routing` returned."""
+    load, kept = total[:, :-1], total[:, -1]
+    load, kept = load[load.sum(1) > 0], kept[load.sum(1) > 0]
+    share = load / load.sum(1, keepdim=True)
+    busiest = share.amax(1) * share.shape[1]
+    entropy = torch.special.entr(share).sum(1) / math.log(max(2, share.shape[1]))
+    loss = math.nan if aux is None else float(aux)
+    return RoutingStatistics(
+        float(busiest.max()),
+        float(busiest.mean()),
+        float(entropy.mean()),
+        float(1 - kept.sum() / load.sum()),
+        None if math.isnan(loss) else loss,
+    )
+
+
+def end_step(model: nn.Module) -> RoutingStatistics | None:
+    """`count_routing`, and the statistics; every rank calls this after each optimizer step.
+
+    Returns:
+        The statistics, equal on every rank; None for a model without experts, or when nothing was routed.
+    """
+    counted = count_routing(model)
+    return None if counted is None else routing_statistics(*counted)

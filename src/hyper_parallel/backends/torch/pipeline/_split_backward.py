@@ -1,0 +1,158 @@
+"""The two halves of a stage's backward: first the gradient of its input, later the gradients of its weights.
+
+The graph of a stage has a trunk, the nodes through which its input reaches its output, and branches that lead from
+the trunk to weights only. The first half runs the trunk and remembers what arrives at every node that has a branch;
+the second half runs each of those nodes again, for its branch. A node is thus visited twice, once per kind of
+gradient, and no product is computed twice.
+
+Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2 (B and W).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from hyper_parallel.backends.torch._handle import local
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A node of the trunk with branches to weights."""
+
+    node: Any
+    leaves: dict[Any, None]
+    grads: tuple[Tensor | None, ...] = ()
+
+    def keep(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Remember what arrived."""
+        self.grads = grads
+
+    def edges(self) -> list[tuple[GradientEdge, Tensor]]:
+        """Where the second half begins, with the gradients remembered."""
+        return [(GradientEdge(self.node, i), g) for i, g in enumerate(self.grads) if g is not None]
+
+
+@dataclass(slots=True)
+class WeightGradients:
+    """The second half: forks that share no weight can run, and free their tensors, one after another."""
+
+    groups: list[list[_Fork]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Add the gradients of all weights."""
+        groups, self.groups = self.groups, []
+        # Forks that share a weight run together and pass others on their way, so their nodes must still be whole.
+        for group in sorted(groups, key=len, reverse=True):
+            _run(group)
+
+
+def input_gradient(
+    roots: Sequence[Tensor], grads: Sequence[Tensor | None], given: Tensor
+) -> tuple[Tensor, WeightGradients]:
+    """Gradient of a stage's input, and what is left to do for its weights.
+
+    Args:
+        roots: Output of the stage, or the loss; and what else of it the loss depends on.
+        grads: Their gradients; None for a loss.
+        given: Input of the stage, a leaf that requires a gradient.
+    """
+    forks = _forks([root.grad_fn for root in roots], given)
+    hooks = [fork.node.register_prehook(fork.keep) for fork in forks]
+    try:
+        (found,) = torch.autograd.grad(roots, given, grads, retain_graph=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found, WeightGradients(_groups([f for f in forks if f.grads]))
+
+
+def _forks(roots: list[Any], given: Tensor) -> list[_Fork]:
+    """Nodes of the trunk with the weights that their branches reach."""
+    order = _children_first(roots)
+    trunk = set()
+    branch: dict[Any, dict[Any, None]] = {}
+    forks = []
+    for node in order:
+        children = [child for child, _ in node.next_functions if child is not None]
+        variable = getattr(node, "variable", None)
+        if variable is given or any(child in trunk for child in children):
+            trunk.add(node)
+            leaves = {leaf: None for c in children if c not in trunk for leaf in branch[c]}
+            if leaves:
+                forks.append(_Fork(node, leaves))
+        elif variable is not None:
+            branch[node] = {node: None}
+        else:
+            branch[node] = {leaf: None for c in children for leaf in branch[c]}
+    return forks
+
+
+def _children_first(roots: list[Any]) -> list[Any]:
+    """Every node at or below `roots`, each after the nodes it leads to."""
+    order, seen, stack = [], set(), [(None, iter([(root, 0) for root in roots]))]
+    while stack:
+        node, rest = stack[-1]
+        for child, _ in rest:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append((child, iter(child.next_functions)))
+                break
+        else:
+            order.append(node)
+            stack.pop()
+    return order[:-1]
+
+
+def _groups(forks: list[_Fork]) -> list[list[_Fork]]:
+    """Forks joined where they share a weight."""
+    groups: list[list[_Fork]] = []
+    for fork in forks:
+        joined, apart = [fork], []
+        for group in groups:
+            if any(not other.leaves.keys().isdisjoint(fork.leaves) for other in group):
+                joined = [*group, *joined]
+            else:
+                apart.append(group)
+        groups = [*apart, joined]
+    return groups
+
+
+def _run(group: list[_Fork]) -> None:
+    leaves = list(dict.fromkeys(leaf for fork in group for leaf in fork.leaves))
+    edges = [edge for fork in group for edge in fork.edges()]
+    hooks = []
+    if len(group) > 1:
+        # On its way to a shared weight one fork passes another: what arrives there is already remembered.
+        hooks = [fork.node.register_prehook(_instead(fork.grads)) for fork in group]
+    try:
+        found = torch.autograd.grad(
+            [edge for edge, _ in edges],
+            [GradientEdge(leaf, 0) for leaf in leaves],
+            [grad for _, grad in edges],
+            retain_graph=len(group) > 1,
+            allow_unused=True,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for leaf, grad in zip(leaves, found, strict=True):
+        if grad is not None:
+            _add(leaf.variable, grad)
+
+
+def _instead(grads: tuple[Tensor | None, ...]) -> Callable[..., tuple[Tensor | None, ...]]:
+    return lambda arrived: grads
+
+
+@torch.no_grad()
+def _add(param: Tensor, grad: Tensor) -> None:
+    if param.grad is None:
+        param.grad = grad
+    else:
+        local(param.grad).add_(local(grad))

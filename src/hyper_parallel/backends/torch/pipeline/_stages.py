@@ -1,0 +1,283 @@
+"""Cut a Hugging Face decoder into pipeline stages, in place and without touching its code.
+
+A rank keeps the modules of its stages under their names; the others become a `PlaceholderModule` without parameters.
+Every stage runs the model's own forward on the same batch, so masks, positions, rotary angles and whatever depends on
+the layer's index come from the model. Only what crosses a boundary is put in its place:
+
+    embedding     on the first stage; elsewhere zeros of its shape, which nothing reads
+    layers        those of the running stage; the first of them takes the received activations, the last one's output
+                  is the stage's; the others return their input
+    final norm    on the last stage; elsewhere its input
+    head          on the last stage; elsewhere one zero per token
+
+A weight that embedding and head share stays on both stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch._resolve import decoder_of
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Strategy
+
+
+class PlaceholderModule(nn.Module):
+    """Stands where a module of another pipeline rank stood; returns its first argument.
+
+    Plain attributes of that module (`attention_type` of a layer, say) stay readable.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        for key, value in vars(original).items():
+            if not key.startswith("_") and not isinstance(value, Tensor | nn.Module):
+                self.__dict__[key] = value
+
+    def forward(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+        return first
+
+
+@dataclass(slots=True)
+class Passing:
+    """What crosses the boundaries of the stage that runs.
+
+    Attributes:
+        stage: The running stage; -1: none, the model is called from outside.
+        received: Activations of the stage before; None on the first.
+        output: Activations after the last layer of the stage.
+        enter: Called where a later stage begins, before its first layer.
+    """
+
+    stage: int = -1
+    received: Tensor | None = None
+    output: Tensor | None = None
+    enter: Callable[[], None] | None = None
+
+
+class StageLayers(nn.ModuleList):
+    """The decoder layers by their index; while a stage runs, iteration shows its layers and lets the others pass."""
+
+    passing: Passing
+    ranges: tuple[range, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._shown()) if self.passing.stage >= 0 else super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.passing.stage >= 0:
+            return self._shown()[index]
+        found = list(self._modules.values())[index]
+        return nn.ModuleList(found) if isinstance(index, slice) else found
+
+    def _shown(self) -> list[_Slot]:
+        layers = self.ranges[self.passing.stage]
+        return [_Slot(m, i, layers, self.passing) for i, m in enumerate(self._modules.values())]
+
+
+class _Slot:
+    """One layer as the running stage sees it."""
+
+    def __init__(self, layer: Any, index: int, layers: range, passing: Passing) -> None:
+        self._layer = layer
+        self._index = index
+        self._layers = layers
+        self._passing = passing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passing, layers = self._passing, self._layers
+        if self._index not in layers:
+            return args[0] if args else kwargs["hidden_states"]
+        if self._index == layers[0] and passing.stage > 0:
+            if passing.enter is not None:
+                passing.enter()
+            if args:
+                args = (passing.received, *args[1:])
+            else:
+                kwargs["hidden_states"] = passing.received
+        out = self._layer(*args, **kwargs)
+        if not isinstance(out, Tensor):
+            raise UnsupportedSharding(
+                "a decoder layer returns something else than its activations, which no stage can send",
+                where=type(self._layer).__name__,
+                got=type(out).__name__,
+                hint="parallel.pp=1",
+            )
+        if self._index == layers[-1]:
+            passing.output = out
+        return out
+
+
+@dataclass(slots=True)
+class Stages:
+    """The stages of one rank, cut out of a model.
+
+    Attributes:
+        passing: State of the stage that runs.
+        ranges: Decoder layers of every stage of the pipeline.
+        own: Stages of this rank, in order of the model.
+        holders: Name in the whole model's state dict to the pipeline ranks that hold it.
+        shared: Names of the parameters that this rank and another one both hold.
+        layers: This rank's decoder layers, by stage.
+        width: Width of the activations.
+        dtype: Their number format.
+    """
+
+    passing: Passing
+    ranges: tuple[range, ...]
+    own: tuple[int, ...]
+    holders: dict[str, tuple[int, ...]]
+    shared: tuple[str, ...]
+    layers: dict[int, list[nn.Module]]
+    width: int
+    dtype: torch.dtype
+    _ends: list[tuple[str, int, Callable[..., Any]]] = field(default_factory=list)
+
+    @property
+    def own_layers(self) -> list[nn.Module]:
+        """This rank's decoder layers, in order of the model."""
+        return [layer for stage in self.own for layer in self.layers[stage]]
+
+    def install(self, model: nn.Module) -> None:
+        """Let embedding, final norm and head run on their stages only; after tensor parallelism was put around them."""
+        for name, stage, otherwise in self._ends:
+            _gate(model.get_submodule(name), stage, self.passing, otherwise)
+
+
+def cut_stages(
+    model: nn.Module,
+    strategy: Strategy,
+    stage_layers: Sequence[int],
+    pp_rank: int,
+    dtype: torch.dtype,
+) -> Stages:
+    """Remove from a model what other pipeline ranks hold.
+
+    Args:
+        model: A Hugging Face model whose layers take and return [B, S, D] activations; changed in place.
+        strategy: Stages and where they lie.
+        stage_layers: Decoder layers of each stage.
+        pp_rank: This pipeline rank.
+        dtype: Number format of the activations.
+
+    Raises:
+        UnsupportedSharding: HP205 for another kind of module, and for parameters that no stage is known to need.
+    """
+    found = decoder_of(model)
+    if found is None:
+        raise UnsupportedSharding(
+            "pipeline stages are cut from Hugging Face models with a list of decoder layers",
+            where=type(model).__name__,
+            got=f"pp={strategy.pp}",
+            allowed="pp=1",
+            hint=f"parallel.pp=1 parallel.dp_shard={strategy.dp_shard * strategy.pp}",
+        )
+    base, layers = found
+    names = {id(module): name for name, module in model.named_modules()}
+    starts = [sum(stage_layers[:stage]) for stage in range(len(stage_layers))]
+    ranges = tuple(range(a, a + n) for a, n in zip(starts, stage_layers, strict=True))
+    last = strategy.stages - 1
+    embedding, head = base.get_input_embeddings(), model.get_output_embeddings()
+    width = embedding.weight.shape[1]
+    norm = final_norm(base)
+    ends = [(names[id(embedding)], 0, _zeros(width, dtype)), (names[id(norm)], last, _same)]
+    if head is not None:
+        ends.append((names[id(head)], last, _one_zero))
+    stages_of = {name: [stage] for name, stage, _ in ends}
+    for stage, indices in enumerate(ranges):
+        for index in indices:
+            stages_of[f"{names[id(layers)]}.{index}"] = [stage]
+    tied = head is not None and head.weight is embedding.weight
+    if tied:  # the head needs the embedding's weight, which keeps its name
+        stages_of[names[id(embedding)]].append(last)
+    rank_of = {s: r for r in range(strategy.pp) for s in strategy.stages_of(r)}
+    ranks_of = {
+        name: tuple(sorted({rank_of[s] for s in stages})) for name, stages in stages_of.items()
+    }
+    holders = _holders(model, ranks_of, strategy.pp)
+    params = [name for name, _ in model.named_parameters()]
+    passing = Passing()
+    kept = StageLayers(layers)
+    kept.passing, kept.ranges = passing, ranges
+    for name, ranks in ranks_of.items():
+        if pp_rank not in ranks:
+            parent, _, key = name.rpartition(".")
+            owner = kept if parent == names[id(layers)] else model.get_submodule(parent)
+            owner._modules[key] = PlaceholderModule(model.get_submodule(name))
+    parent, _, key = names[id(layers)].rpartition(".")
+    model.get_submodule(parent)._modules[key] = kept
+    own = strategy.stages_of(pp_rank)
+    return Stages(
+        passing,
+        ranges,
+        own,
+        holders,
+        tuple(n for n in params if len(holders[n]) > 1 and pp_rank in holders[n]),
+        {stage: [kept._modules[str(i)] for i in ranges[stage]] for stage in own},
+        width,
+        dtype,
+        ends,
+    )
+
+
+def _holders(
+    model: nn.Module, ranks_of: dict[str, tuple[int, ...]], pp: int
+) -> dict[str, tuple[int, ...]]:
+    """Pipeline ranks of every entry of the state dict; refuses a parameter outside the known parts."""
+    holders = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name in {**model.state_dict(), **params}:
+        part = next((p for p in ranks_of if name.startswith(f"{p}.")), None)
+        if part is None and name in params:
+            raise UnsupportedSharding(
+                "a parameter lies outside embedding, layers, final norm and head: no stage is known to need it",
+                where=name,
+                hint="parallel.pp=1",
+            )
+        holders[name] = tuple(range(pp)) if part is None else ranks_of[part]
+    return holders
+
+
+def final_norm(base: nn.Module) -> nn.Module:
+    """The module that follows the layers: by name, the only norm beside them."""
+    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+        if isinstance(found := getattr(base, name, None), nn.Module):
+            return found
+    raise UnsupportedSharding(
+        "no final norm was found after the decoder layers",
+        where=type(base).__name__,
+        got=", ".join(name for name, _ in base.named_children()),
+        allowed="norm, final_layernorm, final_layer_norm, ln_f",
+    )
+
+
+def _gate(module: nn.Module, stage: int, passing: Passing, otherwise: Callable[..., Any]) -> None:
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (inner if passing.stage == stage else otherwise)(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _zeros(width: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    def embedded(ids: Tensor) -> Tensor:
+        return torch.zeros((), dtype=dtype, device=ids.device).expand(*ids.shape, width)
+
+    return embedded
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _one_zero(hidden: Tensor) -> Tensor:
+    return hidden.new_zeros(*hidden.shape[:-1], 1)

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism on one or two mesh axes."""

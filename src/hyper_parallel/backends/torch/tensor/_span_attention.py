@@ -1,0 +1,121 @@
+"""Attention whose queries are one span of every sequence: keys and values of the other spans come from the y ranks.
+
+The attention module runs unmodified on [B, span, ...]: positions and mask rows of its span are cut out before, and the
+attention interface of transformers calls `_attend` here, which gathers keys and values over y and goes on with the
+implementation the model was made with.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch import _collectives
+from hyper_parallel.backends.torch.tensor._token_grid import TokenGrid
+from hyper_parallel.errors import UnsupportedSharding
+
+_INTERFACE = "hyper_parallel_spans"
+_ATTRIBUTE = "_hyper_parallel_spans"
+
+
+@dataclass(slots=True)
+class SpanAttention:
+    """Span of one model's y rank.
+
+    Attributes:
+        grid: The axes.
+        inner: The attention implementation the model was made with.
+    """
+
+    grid: TokenGrid
+    inner: str
+
+    @classmethod
+    def attach(cls, attention: nn.Module, grid: TokenGrid, name: str) -> SpanAttention:
+        """Let one attention module call this.
+
+        Raises:
+            UnsupportedSharding: HP205 for an implementation whose masks have no rows.
+        """
+        from transformers import AttentionInterface
+
+        config = attention.config
+        inner = config._attn_implementation
+        if inner not in ("sdpa", "eager"):
+            raise UnsupportedSharding(
+                "attention that cuts tokens over y needs an implementation with masks of rows and columns",
+                where=name,
+                got=inner,
+                allowed="sdpa, eager",
+                hint="parallel.attention_shape=2d parallel.attention_scatter=head",
+            )
+        AttentionInterface.register(_INTERFACE, _attend)
+        own = copy.copy(config)  # other modules, and masks, keep the model's own
+        own._attn_implementation_internal = _INTERFACE
+        attention.config = own
+        found = cls(grid, inner)
+        object.__setattr__(attention, _ATTRIBUTE, found)
+        return found
+
+    def cut(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The arguments of an attention module, positions and mask rows of this span only."""
+        if kwargs.get("past_key_values") is not None:
+            raise UnsupportedSharding(
+                "attention that cuts tokens over y cannot keep keys and values for generation",
+                got="past_key_values",
+                allowed="attention_shape 1d, or 2d with attention_scatter head",
+                hint="use_cache=False",
+            )
+        grid = self.grid
+        length = grid.state.batch[1]
+        first = grid.y.rank() * grid.span
+        # The last span is padded by its last position again: its rows are dropped behind attention.
+        rows = torch.arange(first, first + grid.span, device=device).clamp_(max=length - 1)
+        out = dict(kwargs)
+        if out.get("position_embeddings") is not None:
+            out["position_embeddings"] = tuple(
+                t.index_select(1, rows) for t in out["position_embeddings"]
+            )
+        if out.get("position_ids") is not None:
+            out["position_ids"] = out["position_ids"].index_select(1, rows)
+        mask = out.get("attention_mask")
+        if mask is None:
+            columns = torch.arange(length, device=device)
+            out["attention_mask"] = (columns <= rows.unsqueeze(1)).view(1, 1, -1, length)
+        else:
+            out["attention_mask"] = mask.index_select(2, rows)
+        return out
+
+    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole sequences, [B, H, S, K], from every span's."""
+        grid = self.grid
+        widths = (key.shape[-1], value.shape[-1])
+        joined = torch.cat((key, value), dim=-1).transpose(1, 2)  # B, span, H, K
+        batch, span, heads, _ = joined.shape
+        flat = joined.reshape(1, batch * span, -1)
+        spans = _collectives.gather_tokens(flat, (1, grid.y.size() * batch * span), grid.y)
+        whole = grid.from_spans(spans).reshape(batch, -1, heads, sum(widths)).transpose(1, 2)
+        return whole.split(widths, dim=-1)  # type: ignore[no-any-return]
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Any:
+    """The function behind our name in the attention interface."""
+    spans: SpanAttention = getattr(module, _ATTRIBUTE)
+    key, value = spans.gather(key, value)
+    return _implementation(module, spans.inner)(module, query, key, value, mask, **kwargs)
+
+
+def _implementation(module: nn.Module, name: str) -> Callable[..., Any]:
+    from transformers import AttentionInterface
+
+    if name == "eager":  # every modeling file has its own
+        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+    return AttentionInterface()[name]  # type: ignore[no-any-return]

@@ -1,0 +1,120 @@
+"""Norms on features that are cut over ranks: the module runs unmodified, its statistics are those of all features.
+
+While the norm's forward runs, a mean over the last dim is the mean over the ranks' features too (one all-reduce of one
+number per token, in float32 at least), and the fused norms of torch are computed from such means. Any other reduction
+is refused: it would see one rank's features only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hyper_parallel.backends.torch._collectives import sum_both
+from hyper_parallel.errors import UnsupportedSharding
+
+_MEANS = (Tensor.mean, torch.mean)
+_RMS = tuple(f for f in (getattr(F, "rms_norm", None), getattr(torch, "rms_norm", None)) if f)
+_LAYER = (F.layer_norm, torch.layer_norm)
+_OTHERS = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in ("sum", "var", "std", "var_mean", "std_mean", "norm", "amax", "amin", "softmax", "cumsum", "matmul")
+    if hasattr(owner, name)
+) | {torch.linalg.vector_norm, F.normalize, F.linear, F.softmax}  # fmt: skip
+
+
+class SpreadNorm(TorchFunctionMode):
+    """Context for one norm's forward.
+
+    Args:
+        group: Ranks that hold the other features.
+        name: The norm, for errors.
+
+    Attributes:
+        seen: A statistic was computed over all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        super().__init__()
+        self.group = group
+        self.name = name
+        self.seen = False
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _MEANS:
+            return self._mean_call(*args, **kwargs)
+        if func in _RMS:
+            return self._rms_norm(*args, **kwargs)
+        if func in _LAYER:
+            return self._layer_norm(*args, **kwargs)
+        if func in _OTHERS:
+            raise self._refusal(getattr(func, "__name__", str(func)))
+        return func(*args, **kwargs)
+
+    def _mean_call(self, x: Tensor, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor:
+        dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+        if len(dims) != 1 or dims[0] not in (-1, x.dim() - 1) or more.get("dtype") is not None:
+            raise self._refusal(f"mean over dims {dims or 'all'}")
+        out = self._mean(x)
+        return out if keepdim else out.squeeze(-1)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        self.seen = True
+        wide = torch.promote_types(x.dtype, torch.float32)
+        local = x.to(wide).mean(-1, keepdim=True)
+        return (sum_both(local, self.group) / self.group.size()).to(x.dtype)
+
+    def _rms_norm(
+        self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        self._one_dim(shape)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        out = (wide * torch.rsqrt(self._mean(wide.square()) + eps)).to(x.dtype)
+        return out if weight is None else out * weight
+
+    def _layer_norm(
+        self,
+        x: Tensor,
+        shape: Any,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        *_: Any,
+    ) -> Tensor:
+        self._one_dim(shape)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        centred = wide - self._mean(wide)
+        out = (centred * torch.rsqrt(self._mean(centred.square()) + eps)).to(x.dtype)
+        out = out if weight is None else out * weight
+        return out if bias is None else out + bias
+
+    def _one_dim(self, shape: Any) -> None:
+        if not isinstance(shape, int) and len(tuple(shape)) != 1:
+            raise self._refusal(f"a norm over {tuple(shape)}")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and not self.seen:
+            raise self._refusal("a kernel of its own")
+
+    def _refusal(self, what: str) -> UnsupportedSharding:
+        return UnsupportedSharding(
+            f"the norm `{self.name}` computes its statistics with {what}, not as a mean over the features",
+            got=what,
+            allowed="x.mean(-1), rms_norm, layer_norm",
+            hint="parallel.mlp_shape=1d",
+        )

@@ -1,0 +1,1 @@
+"""Weights of sharded models: initial values, and values read from files."""

@@ -1,0 +1,174 @@
+"""Load pretrained weights into a sharded model; each rank reads only the bytes of its own part."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch.weights._huggingface import Box, boxes, may_be_unexpected, twin
+from hyper_parallel.backends.torch.weights._initialise import (
+    allocate_and_fill_buffers,
+    canonical_name,
+    named_tensors,
+)
+from hyper_parallel.backends.torch.weights._ranges import Run, local_ranges, local_tensor
+from hyper_parallel.backends.torch.weights._safetensors import SafetensorsDirectory
+from hyper_parallel.errors import WeightsUnreadable
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one rank did: tensors filled, bytes read from the files, seconds, and stored names not used."""
+
+    tensors: int
+    bytes_read: int
+    seconds: float
+    ignored: tuple[str, ...]
+
+
+def load_pretrained(
+    model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None
+) -> LoadReport:
+    """Fill a model from a Hugging Face directory of safetensors files.
+
+    Names, shapes and file sizes are checked from the headers before the first value is copied. Values are cast to the
+    dtype of each parameter. No communication; every rank reads the directory on its own.
+
+    Args:
+        model: Module of plain tensors or DTensors, on any device including meta; changed in place.
+        directory: Holds `model.safetensors`, or shards with their index.
+        device: Where plain tensors on the meta device go; None: the CPU.
+
+    Raises:
+        WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, or of another
+            shape.
+    """
+    begin = time.perf_counter()
+    source = SafetensorsDirectory(directory)
+    reference = twin(model)
+    targets = _targets(model)
+    shapes = {name: entry.shape for name, entry in source.tensors.items()}
+    # A pipeline rank holds a part of the model; the files hold all of it.
+    wanted = set(targets) | (set(reference.state_dict()) if reference is not None else set())
+    assigned, unknown = boxes(reference, wanted, shapes, str(source.directory))
+    _check_unknown(unknown, reference, source)
+    chosen = _choose(targets, assigned, source)
+    for name, parts in chosen.items():
+        _check_shape(name, tuple(targets[name].shape), parts, source)
+    ranges = {name: local_ranges(targets[name], name) for name in chosen}
+    allocate_and_fill_buffers(model, device=device)
+    targets = _targets(model)
+    with torch.no_grad():
+        for name, parts in chosen.items():
+            local = local_tensor(targets[name])
+            for box in parts:
+                _read_box(source, box, local, ranges[name])
+    return LoadReport(
+        len(chosen), source.bytes_read, time.perf_counter() - begin, tuple(sorted(unknown))
+    )
+
+
+def _targets(model: nn.Module) -> dict[str, Tensor]:
+    """What a file can hold: parameters and persistent buffers, by the name in the unwrapped model."""
+    skip = {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+    }
+    return {canonical_name(n): t for n, t in named_tensors(model).items() if n not in skip}
+
+
+def _check_unknown(
+    unknown: list[str], reference: nn.Module | None, source: SafetensorsDirectory
+) -> None:
+    for key in unknown:
+        if not may_be_unexpected(reference, key):
+            raise WeightsUnreadable(
+                f"the model has no parameter for `{key}`",
+                where=str(source.tensors[key].file),
+                hint="check that config.json belongs to these weights",
+            )
+
+
+def _choose(
+    targets: dict[str, Tensor], assigned: dict[str, list[Box]], source: SafetensorsDirectory
+) -> dict[str, list[Box]]:
+    """Boxes for one name of each tensor; of a tied one, any of its names may be in the files."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in targets.items():
+        names.setdefault(id(tensor), []).append(name)
+    chosen = {}
+    for group in names.values():
+        present = [name for name in group if name in assigned]
+        if not present:
+            raise WeightsUnreadable(
+                f"no file holds the parameter `{group[0]}`",
+                where=str(source.directory),
+                got=f"{len(source.tensors)} tensors in the files",
+            )
+        chosen[present[0]] = assigned[present[0]]
+    return chosen
+
+
+def _check_shape(
+    name: str, shape: tuple[int, ...], parts: list[Box], source: SafetensorsDirectory
+) -> None:
+    """Refuse boxes that reach outside the parameter or do not fill it."""
+    filled = 0
+    for box in parts:
+        entry = source.tensors[box.key]
+        size = ((1,) if box.stacked else ()) + entry.shape
+        inside = len(size) == len(shape) and all(
+            o + s <= n for o, s, n in zip(box.offset, size, shape, strict=True)
+        )
+        if not inside or (len(parts) == 1 and size != shape):
+            raise WeightsUnreadable(
+                f"`{box.key}` does not fit the parameter `{name}`",
+                where=str(entry.file),
+                got=f"shape {entry.shape}",
+                allowed=f"shape {shape}"
+                if len(parts) == 1
+                else f"one of {len(parts)} parts of shape {shape}",
+            )
+        filled += _volume(size)
+    if filled != _volume(shape):
+        raise WeightsUnreadable(
+            f"the files hold {filled} of the {_volume(shape)} elements of `{name}`",
+            where=str(source.tensors[parts[0].key].file),
+            got=[box.key for box in parts],
+        )
+
+
+def _volume(shape: tuple[int, ...]) -> int:
+    volume = 1
+    for size in shape:
+        volume *= size
+    return volume
+
+
+def _read_box(
+    source: SafetensorsDirectory, box: Box, local: Tensor, ranges: tuple[tuple[Run, ...], ...]
+) -> None:
+    """Copy the intersection of a stored tensor with this rank's part of the parameter."""
+    size = ((1,) if box.stacked else ()) + source.tensors[box.key].shape
+    read: list[list[tuple[int, int]]] = [[]]
+    write: list[list[slice]] = [[]]
+    for offset, length, runs in zip(box.offset, size, ranges, strict=True):
+        overlaps = [
+            (max(run.start, offset), min(run.stop, offset + length), run)
+            for run in runs
+            if run.start < offset + length and run.stop > offset
+        ]
+        read = [[*r, (a - offset, b - offset)] for r in read for a, b, _ in overlaps]
+        write = [
+            [*w, slice(run.at + a - run.start, run.at + b - run.start)]
+            for w in write
+            for a, b, run in overlaps
+        ]
+    for from_, to in zip(read, write, strict=True):
+        part = source.read(box.key, tuple(from_[1:] if box.stacked else from_))
+        local[tuple(to)].copy_(part.unsqueeze(0) if box.stacked else part)
