@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hyper_parallel.cost import Fit, fit_runs, predict, read_cards, read_runs, shipped_cards
+from hyper_parallel.calibration import Fit, fit_runs, predict, read_cards, read_runs, shipped_cards
 
 FOLDS = {
     "group": lambda run: run.group,

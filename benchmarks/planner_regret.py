@@ -15,15 +15,15 @@ import json
 import statistics
 from collections import defaultdict
 
-from hyper_parallel.cost import Run, predict, read_runs, shipped_cards
+from hyper_parallel.calibration import PublishedRun, predict, read_runs, shipped_cards
 
 DECISION = ("model", "device", "n_dev", "gbs", "seq", "precision")
 LAYOUT = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero", "mbs", "recompute")
 
 
-def groups(runs: list[Run]) -> dict[tuple[str, ...], list[Run]]:
+def groups(runs: list[PublishedRun]) -> dict[tuple[str, ...], list[PublishedRun]]:
     """Runs that are one decision: at least two layouts, all measured."""
-    found: dict[tuple[str, ...], list[Run]] = defaultdict(list)
+    found: dict[tuple[str, ...], list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.row.get("step_s"):
             found[tuple(run.row.get(name, "") for name in DECISION)].append(run)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch import measure_rates
-from hyper_parallel.cost import fit_device, mean_rates
+from hyper_parallel.calibration import fit_device, mean_rates
 from hyper_parallel.runtime import World, launch
 from hyper_parallel.topology import load_topology
 

@@ -55,7 +55,7 @@ def calibrate(
 
 
 def _from_runs(runs: Path, output: Path | None) -> None:
-    from hyper_parallel.cost import fit_runs, read_runs, shipped_cards, write_cards
+    from hyper_parallel.calibration import fit_runs, read_runs, shipped_cards, write_cards
 
     fit = fit_runs(read_runs(runs), shipped_cards())
     for line in fit.summary():

@@ -25,7 +25,7 @@ def predict(
     Blank cells of step_s, tok_s_dev and mem_gib are filled; measured values stay. What was assumed of a row, or why
     it cannot be predicted, is in its column `assumptions`.
     """
-    from hyper_parallel.cost import predict_file, read_cards
+    from hyper_parallel.calibration import predict_file, read_cards
 
     done, rows = predict_file(runs, output, read_cards(cards) if cards else None)
     left = f", {rows - done} cannot be predicted (see `assumptions`)" if rows > done else ""

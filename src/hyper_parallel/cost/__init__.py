@@ -18,43 +18,21 @@ from hyper_parallel.cost._cards import (
     read_card,
     stack_card,
 )
-from hyper_parallel.cost._cells import RowError
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, step_collectives
 from hyper_parallel.cost._context_bytes import Exchange, context_bytes
 from hyper_parallel.cost._copies import COPIES, Away, Load, mixed_term, put_away
 from hyper_parallel.cost._expert_bytes import Rows
-from hyper_parallel.cost._fit import CONSTANTS, Constant, Fit, fit_runs, write_cards
-from hyper_parallel.cost._local import (
-    LOCAL_CARD,
-    LocalRates,
-    MeasuredStep,
-    fastest_rates,
-    fit_device,
-    fit_stack,
-    mean_rates,
-)
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import few_layers, kept_bytes, memory_key, memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._own_cards import (
+    LOCAL_CARD,
     at_ranks,
     own_cards,
     own_path,
-    write_card,
-    write_own,
 )
 from hyper_parallel.cost._place import Places
-from hyper_parallel.cost._predict import (
-    Cards,
-    Prediction,
-    predict,
-    read_cards,
-    shipped_cards,
-)
-from hyper_parallel.cost._probes import fit_probes, nonnegative
 from hyper_parallel.cost._ring import ring_bytes
-from hyper_parallel.cost._runs import Run, read_run
-from hyper_parallel.cost._runs_file import predict_file, read_runs
 from hyper_parallel.cost._score import (
     Scores,
     layer_prices,
@@ -68,7 +46,6 @@ from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_la
 from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_elements
 
 __all__ = [
-    "CONSTANTS",
     "COPIES",
     "LINEAR_ENTRY",
     "LOCAL_CARD",
@@ -79,21 +56,13 @@ __all__ = [
     "Away",
     "BlockWidths",
     "Candidates",
-    "Cards",
-    "Constant",
     "DeviceCard",
     "Exchange",
-    "Fit",
     "Load",
-    "LocalRates",
     "Machine",
-    "MeasuredStep",
     "ModelNumbers",
     "Places",
-    "Prediction",
-    "RowError",
     "Rows",
-    "Run",
     "Scores",
     "StackCard",
     "at_ranks",
@@ -104,42 +73,26 @@ __all__ = [
     "cut_layers",
     "device_card",
     "distinct",
-    "fastest_rates",
     "few_layers",
-    "fit_device",
-    "fit_probes",
-    "fit_runs",
-    "fit_stack",
     "kept_bytes",
     "layer_prices",
     "load_card",
-    "mean_rates",
     "memory_key",
     "memory_terms",
     "mixed_term",
-    "nonnegative",
     "offloaded_bytes",
     "own_cards",
     "own_path",
     "peak_memory",
-    "predict",
-    "predict_file",
     "put_away",
     "read_card",
-    "read_cards",
-    "read_run",
-    "read_runs",
     "relayout_elements",
     "ring_bytes",
     "score",
     "sharing_seconds",
-    "shipped_cards",
     "stack_card",
     "stage_layers",
     "step_collectives",
     "step_cost",
     "step_seconds",
-    "write_card",
-    "write_cards",
-    "write_own",
 ]

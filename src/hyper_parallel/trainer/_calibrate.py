@@ -13,26 +13,28 @@ from typing import Final
 import torch
 
 from hyper_parallel.backends.torch import measure_rates
+from hyper_parallel.calibration import (
+    LocalRates,
+    MeasuredStep,
+    fit_device,
+    fit_probes,
+    fit_stack,
+    mean_rates,
+    write_own,
+)
 from hyper_parallel.config import load_recipe
 from hyper_parallel.cost import (
     LOCAL_CARD,
     Candidates,
     DeviceCard,
-    LocalRates,
     Machine,
-    MeasuredStep,
     ModelNumbers,
     StackCard,
     at_ranks,
     device_card,
-    fit_device,
-    fit_probes,
-    fit_stack,
-    mean_rates,
     own_path,
     score,
     stack_card,
-    write_own,
 )
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ModelSpec, load_model

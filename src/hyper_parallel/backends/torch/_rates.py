@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from hyper_parallel.cost import LocalRates, fastest_rates
+from hyper_parallel.calibration import LocalRates, fastest_rates
 
 _TURNS = 3
 """How often everything is measured."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from hyper_parallel.cost._cells import (
+from hyper_parallel.calibration._cells import (
     MEASURED,
     RowError,
     matmul_format,
@@ -35,7 +35,7 @@ _TOO_MANY_SEQUENCES: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PublishedRun:
     """One row of a CSV with every gap filled.
 
     Attributes:
@@ -89,7 +89,7 @@ class Run:
         return self.row.get("group") or "|".join(self.row.get(k, "") for k in keys)
 
 
-def read_run(row: Mapping[str, str]) -> Run:
+def read_run(row: Mapping[str, str]) -> PublishedRun:
     """A row with its gaps filled.
 
     Raises:
@@ -143,7 +143,7 @@ def read_run(row: Mapping[str, str]) -> Run:
     plain = "no sequence parallel" in row.get("notes", "").lower()
     model = preset or _model(row, given, told)
     _check(model, given, degrees, seq_len)
-    return Run(
+    return PublishedRun(
         row, model, seq_len, given["n_dev"], degrees, zero, microbatch, accumulation, sequences, precision, recompute,
         not plain, tuple(told),
     )  # fmt: skip

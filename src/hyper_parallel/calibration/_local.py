@@ -9,21 +9,21 @@ from typing import Final
 
 import numpy as np
 
-from hyper_parallel.cost._candidates import Candidates
-from hyper_parallel.cost._cards import (
+from hyper_parallel.cost import (
+    LOCAL_CARD,
+    Candidates,
     DeviceCard,
+    Machine,
+    ModelNumbers,
     StackCard,
     device_card,
+    score,
     stack_card,
 )
-from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._score import score
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.topology import Supernode
 
-LOCAL_CARD: Final = "local"
 _SATURATIONS: Final = np.geomspace(1e-3, 8.0, 600)
 _HEADS: Final = np.concatenate([[1e-9], np.geomspace(2.0, 128.0, 200)])
 

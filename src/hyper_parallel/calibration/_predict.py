@@ -10,21 +10,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.cost._candidates import RECOMPUTE, Candidates
-from hyper_parallel.cost._cards import (
+from hyper_parallel.calibration._cells import RowError, number
+from hyper_parallel.calibration._runs import PublishedRun
+from hyper_parallel.cost import (
+    RECOMPUTE,
+    Candidates,
     DeviceCard,
+    Machine,
+    ModelNumbers,
+    Scores,
     StackCard,
     card_names,
     device_card,
     load_card,
     read_card,
+    score,
     stack_card,
 )
-from hyper_parallel.cost._cells import RowError, number
-from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._runs import Run
-from hyper_parallel.cost._score import Scores, score
 from hyper_parallel.ir import Workload
 from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_names
 from hyper_parallel.units import TFLOP, GiB
@@ -110,7 +112,7 @@ class Prediction:
         assumptions: Sentences about what was assumed.
     """
 
-    run: Run
+    run: PublishedRun
     scores: Scores
     low: float
     high: float
@@ -132,7 +134,7 @@ class Prediction:
         return float(self.scores.memory_bytes[0]) / GiB
 
 
-def supernode_of(run: Run, told: list[str]) -> Supernode:
+def supernode_of(run: PublishedRun, told: list[str]) -> Supernode:
     """The topology a run's device belongs to; the nearest by peak rate when none is known by that name."""
     text = f"{run.row.get('device', '')}".lower()
     # What tells a special part from the usual one is often only in the remarks.
@@ -173,7 +175,7 @@ def supernode_of(run: Run, told: list[str]) -> Supernode:
     return replace(supernode, device=device)
 
 
-def stack_name(run: Run, told: list[str]) -> str:
+def stack_name(run: PublishedRun, told: list[str]) -> str:
     """The stack card of a run, by its stack, notes, and the year of its source."""
     text = f"{run.row.get('stack', '')} {run.row.get('notes', '')}".lower()
     for pattern, name in _STACKS:
@@ -191,13 +193,13 @@ def stack_name(run: Run, told: list[str]) -> str:
     return name
 
 
-def _release(run: Run) -> float | None:
+def _release(run: PublishedRun) -> float | None:
     """Months since 2020 of a release such as 26.04 in the stack's name."""
     found = re.search(r"\b(2\d)\.(0[1-9]|1[0-2])\b", run.row.get("stack", ""))
     return (int(found[1]) - 20) * 12.0 + int(found[2]) - 1 if found else None
 
 
-def machine_of(run: Run, cards: Cards, told: list[str]) -> Machine:
+def machine_of(run: PublishedRun, cards: Cards, told: list[str]) -> Machine:
     """The machine of a run: its topology, its device card, and its stack card as the row describes it."""
     supernode = supernode_of(run, told)
     stack = cards.stack_for(stack_name(run, told))
@@ -221,14 +223,14 @@ def machine_of(run: Run, cards: Cards, told: list[str]) -> Machine:
     return Machine.of(supernode, compute, matmul_dtype=run.matmul_dtype, card=card, stack=stack)
 
 
-def workload_of(run: Run, compute_dtype: str) -> Workload:
+def workload_of(run: PublishedRun, compute_dtype: str) -> Workload:
     """Sequence length, batch numbers and formats of a run; states and gradients in float32."""
     return Workload(
         run.seq_len, run.sequences * run.seq_len, run.microbatch, run.accumulation, compute_dtype
     )
 
 
-def candidate_of(run: Run, recompute: str) -> Candidates:
+def candidate_of(run: PublishedRun, recompute: str) -> Candidates:
     """A run as a candidate of one row."""
     d = run.degrees
     return Candidates.of_columns(
@@ -238,7 +240,7 @@ def candidate_of(run: Run, recompute: str) -> Candidates:
     )  # fmt: skip
 
 
-def predict(run: Run, cards: Cards | None = None) -> Prediction:
+def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
     """Predict one run.
 
     Recomputation that the row does not state is none or selective, whichever fits in memory.
@@ -261,7 +263,7 @@ def predict(run: Run, cards: Cards | None = None) -> Prediction:
     return Prediction(run, scores, step * math.exp(-spread), step * math.exp(spread), tuple(told))
 
 
-def interval_share(run: Run, machine: Machine) -> float:
+def interval_share(run: PublishedRun, machine: Machine) -> float:
     """Half width of the interval in log ratio, from left-out residuals of similar runs."""
     kind = "moe" if run.model.num_experts else "dense"
     return machine.stack.interval.get(kind, 0.2)

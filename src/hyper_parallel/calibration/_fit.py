@@ -17,13 +17,17 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._cards import DeviceCard, StackCard
-from hyper_parallel.cost._interval import coverage, half_width
-from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._own_cards import write_card
-from hyper_parallel.cost._predict import Cards, candidate_of, machine_of, predict, workload_of
-from hyper_parallel.cost._runs import Run
-from hyper_parallel.cost._time import time_terms
+from hyper_parallel.calibration._interval import coverage, half_width
+from hyper_parallel.calibration._predict import (
+    Cards,
+    candidate_of,
+    machine_of,
+    predict,
+    workload_of,
+)
+from hyper_parallel.calibration._runs import PublishedRun
+from hyper_parallel.calibration._write import write_card
+from hyper_parallel.cost import DeviceCard, ModelNumbers, StackCard, score
 
 Array = NDArray[np.float64]
 C = TypeVar("C", DeviceCard, StackCard)
@@ -152,7 +156,7 @@ def believed(cards: Cards) -> Cards:
 class _Case:
     """A run prepared for pricing again and again."""
 
-    run: Run
+    run: PublishedRun
     numbers: ModelNumbers
     recompute: str
     measured: float
@@ -166,10 +170,9 @@ class _Case:
         """Logarithm of predicted over measured step time."""
         machine = machine_of(self.run, cards, [])
         candidate = candidate_of(self.run, self.recompute)
-        terms = time_terms(
-            self.numbers, machine, workload_of(self.run, machine.compute_dtype), candidate
-        )
-        return math.log(sum(float(t.seconds[0]) for t in terms) / self.measured)
+        workload = workload_of(self.run, machine.compute_dtype)
+        seconds = score(self.numbers, machine, workload, candidate, "time").step_s[0]
+        return math.log(float(seconds) / self.measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,7 @@ class Fit:
 
     cards: Cards
     factors: Mapping[str, float]
-    runs: tuple[Run, ...]
+    runs: tuple[PublishedRun, ...]
     before: Array
     after: Array
     left_out: Array
@@ -240,21 +243,21 @@ def write_cards(folder: Path, fit: Fit) -> list[Path]:
     return paths
 
 
-def _group(run: Run) -> str:
+def _group(run: PublishedRun) -> str:
     return run.group
 
 
-def _model(run: Run) -> str:
+def _model(run: PublishedRun) -> str:
     return run.row.get("model", "")
 
 
 def fit_runs(
-    runs: Sequence[Run],
+    runs: Sequence[PublishedRun],
     shipped: Cards,
     *,
     constants: Sequence[Constant] = CONSTANTS,
     rounds: int = 6,
-    leave_out: Callable[[Run], str] | None = _group,
+    leave_out: Callable[[PublishedRun], str] | None = _group,
 ) -> Fit:
     """Fit the constants of cards to runs.
 
@@ -306,7 +309,7 @@ def fit_runs(
         if np.abs(step / widths).max() < 0.02:
             break
 
-    def without(fold: Callable[[Run], str]) -> Array:
+    def without(fold: Callable[[PublishedRun], str]) -> Array:
         """Residual of each run by cards fitted without its fold."""
         found, folds = now.copy(), [fold(case.run) for case in cases]
         for name in dict.fromkeys(folds):
@@ -340,7 +343,7 @@ def fit_runs(
     return Fit(cards, found, runs, before, now, left_out, interval, covered)
 
 
-def _case(run: Run, seconds: float, cards: Cards) -> _Case:
+def _case(run: PublishedRun, seconds: float, cards: Cards) -> _Case:
     first = predict(run, cards)
     chosen = run.recompute or next(
         a.partition("=")[2].partition(":")[0]

@@ -13,22 +13,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hyper_parallel.cli import application
-from hyper_parallel.cost import (
+from hyper_parallel.calibration import (
     Cards,
     Constant,
     RowError,
-    card_names,
     fit_runs,
-    load_card,
     predict,
     predict_file,
-    read_card,
     read_run,
     shipped_cards,
     write_card,
 )
-from hyper_parallel.cost._interval import coverage, half_width
+from hyper_parallel.calibration._interval import coverage, half_width
+from hyper_parallel.cli import application
+from hyper_parallel.cost import card_names, load_card, read_card
 from hyper_parallel.errors import CardUnreadable, RunsUnreadable
 from hyper_parallel.model import load_model
 
@@ -202,7 +200,7 @@ def test_a_defect_stops_the_command_and_names_the_row(tmp_path):
 def test_predicting_imports_no_framework(tmp_path):
     write(tmp_path / "runs.csv", row(id=1))
     code = (
-        "import sys; from hyper_parallel.cost import predict_file; "
+        "import sys; from hyper_parallel.calibration import predict_file; "
         f"predict_file({str(tmp_path / 'runs.csv')!r}, {str(tmp_path / 'out.csv')!r}); "
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.cost._cells import MEASURED, NUMBERS, RowError, stated
-from hyper_parallel.cost._predict import Cards, Prediction, predict
-from hyper_parallel.cost._runs import REQUIRED, SHAPE, Run, read_run
+from hyper_parallel.calibration._cells import MEASURED, NUMBERS, RowError, stated
+from hyper_parallel.calibration._predict import Cards, Prediction, predict
+from hyper_parallel.calibration._runs import REQUIRED, SHAPE, PublishedRun, read_run
 from hyper_parallel.errors import HyperParallelError, OutputNotWritable, RunsUnreadable
 
 _SURPLUS: Final = "more cells than columns"
@@ -65,7 +65,7 @@ _KNOWN: Final = frozenset(
 """Columns that are read."""
 
 
-def read_runs(path: str | Path) -> Sequence[Run]:
+def read_runs(path: str | Path) -> Sequence[PublishedRun]:
     """The rows of a CSV that can be read."""
     found = []
     for row in read_rows(path)[1]:

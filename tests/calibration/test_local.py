@@ -7,23 +7,25 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hyper_parallel.cost import (
-    Candidates,
+from hyper_parallel.calibration import (
     LocalRates,
-    Machine,
     MeasuredStep,
-    ModelNumbers,
-    card_names,
-    device_card,
     fit_device,
     fit_probes,
     fit_stack,
     mean_rates,
+    write_own,
+)
+from hyper_parallel.cost import (
+    Candidates,
+    Machine,
+    ModelNumbers,
+    card_names,
+    device_card,
     own_cards,
     own_path,
     score,
     stack_card,
-    write_own,
 )
 from hyper_parallel.errors import CardUnreadable
 from hyper_parallel.ir import Strategy, Workload

@@ -15,12 +15,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import Candidates
-from hyper_parallel.cost._cards import DeviceCard, StackCard
-from hyper_parallel.cost._local import LOCAL_CARD, MeasuredStep
-from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._score import step_seconds
+from hyper_parallel.calibration._local import MeasuredStep
+from hyper_parallel.cost import (
+    LOCAL_CARD,
+    Candidates,
+    DeviceCard,
+    Machine,
+    ModelNumbers,
+    StackCard,
+    step_seconds,
+)
 from hyper_parallel.topology import Supernode
 
 AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "ep", "pp")
