@@ -150,3 +150,17 @@ def test_parts_of_a_whole_dim_make_no_difference():
     layout = Layout(((), ("a",)), parts=(2, 1))
     assert layout.bounds((8, 4), Mesh((("a", 2),)), {"a": 1}) == ((0, 8), (2, 4))
     assert str(layout) == "[d0, d1:a] @ hbm"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"axes": [[]], "colour": 1}, r"\$\.colour: unknown key"),
+        ({"memory": "hbm"}, r"\$\.axes: missing"),
+        ({"axes": [["tp_x"], 3]}, r"\$\.axes\[1\]: .*got 3"),
+        ({"axes": [[7]]}, r"\$\.axes\[0\]\[0\]: .*string, got 7"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_path(data, message):
+    with pytest.raises(DecodeError, match=message):
+        decode(Layout, data)
