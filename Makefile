@@ -2,6 +2,7 @@
 #   make train   plan, train on local ranks, sample text, write a report (runs/quickstart/)
 #   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
 #   make test    formatting, types, import layers, and the whole test suite in two processes
+#   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
 #   make bench   every benchmark, one after the other, as JSON (hours on 2 cores; each is a script of its own)
 
 export OMP_NUM_THREADS ?= 1
@@ -10,7 +11,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test check fuzz bench clean
+.PHONY: help setup train test test-accelerator check fuzz bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -31,6 +32,9 @@ check: setup
 
 test: check
 	$(bin)/python tools/test_in_parallel.py
+
+test-accelerator: setup
+	$(bin)/pytest tests/accelerator -m accelerator -q
 
 fuzz: setup
 	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -s -q

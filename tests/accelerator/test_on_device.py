@@ -12,6 +12,7 @@ from tests.accelerator.device import HERE, why_not
 
 # The first test compiles the device and runs all cases, maybe on a busy machine.
 pytestmark = [
+    pytest.mark.accelerator,
     pytest.mark.torch,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
