@@ -28,6 +28,8 @@ class Purpose(StrEnum):
     LOSS_STATISTICS = "loss statistics"
     NORM_STATISTICS = "norm statistics"
     WHOLE_PARAMETERS = "gradients of whole parameters"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
 
     # Tensor parallelism: inside blocks
     HEAD_GATHER = "head gather"
@@ -50,6 +52,8 @@ class Purpose(StrEnum):
     # Experts
     EXPERT_ROW_COUNTS = "expert row counts"
     EXPERT_ROWS = "expert dispatch and combine"
+    EXPERT_LOAD = "expert load"
+    BALANCE_LOSS = "balance loss"
 
     # Pipeline stages
     PIPELINE_ACTIVATIONS = "pipeline activations"

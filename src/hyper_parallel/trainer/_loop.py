@@ -23,10 +23,11 @@ from hyper_parallel.backends.torch import (
     forward_backward,
     forward_loss,
     handle,
+    purpose,
     routing_statistics,
 )
 from hyper_parallel.errors import LossNotFinite
-from hyper_parallel.ir import Plan
+from hyper_parallel.ir import Plan, Purpose
 from hyper_parallel.trainer._memory import MemoryGauge
 from hyper_parallel.trainer._offload import PlannedSteps
 from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs, over_ranks
@@ -210,7 +211,8 @@ class Loop:
         values[size] = loss_sum
         values[self._world.rank] = float(memory_bytes)
         if size > 1:
-            dist.all_reduce(values)
+            with purpose(Purpose.STEP_LOG):
+                dist.all_reduce(values)
         return values
 
 

@@ -8,13 +8,11 @@ sizes but no bytes. Two counters watch: every collective, and every storage.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 
 import torch
 from torch import nn
@@ -27,43 +25,14 @@ from hyper_parallel.backends.torch import (
     Peak,
     Workspace,
     allocate,
+    current_purpose,
     local,
 )
 from hyper_parallel.config import Training
-from hyper_parallel.ir import Collective, Plan
+from hyper_parallel.ir import Collective, Plan, Purpose
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer._loop import Loop
 from hyper_parallel.trainer._optimizer import build_optimizer
-
-NOT_IN_FORMULAS = "loss and memory of all ranks"
-"""What the trainer sends for its log, which is no part of `cost.step_collectives`."""
-
-_PURPOSES = {
-    "_fsdp_collectives.foreach_all_gather": "fsdp parameters",
-    "_fsdp_collectives.foreach_reduce": "fsdp gradients",
-    "_comm._gather": "sequence gather",
-    "_comm._scatter": "sequence scatter",
-    "_parallelize._loss_function.<locals>.causal_lm_loss": "loss",
-    "_tensor_parallel.TensorParallel._embedding.<locals>.forward": "embedding",
-    "_loss._CrossEntropySum.forward": "loss statistics",
-    "_gradients.TpGradients._backward_ends": "gradients of whole parameters",
-    "_gradients.clip_grad_norm_": "gradient norm",
-    "_context_attention._arriving": "attention: keys and values",
-    "_context_attention._Returns.add": "attention: key and value gradients",
-    "_context_attention._Returns.finish": "attention: key and value gradients",
-    "_context_trade._to_tokens": "attention: heads for tokens",
-    "_context_trade._to_heads": "attention: tokens for heads",
-    "_dispatch.Dispatch.plan": "expert row counts",
-    "_dispatch._exchange": "expert dispatch and combine",
-    "_pipeline_run.PipelineRun._send": "pipeline messages",
-    "_pipeline.Pipeline._sum_shared": "shared weight",
-    "_comm_grid._gather": "width gather",
-    "_comm_grid._scatter": "width scatter",
-    "_spread_norm.SpreadNorm._mean": "norm statistics",
-    "_loop.Loop.share": NOT_IN_FORMULAS,
-}
-"""Function that communicates to what it communicates for, in the words of `cost.step_collectives`."""
-
 
 _ACTION = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, what, microbatch."""
@@ -99,7 +68,7 @@ def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
     totals: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for i, items in enumerate((rank.collectives, plan.collectives)):
         for c in items:
-            if c.purpose != NOT_IN_FORMULAS:
+            if c.purpose != Purpose.STEP_LOG:
                 both = totals.setdefault((c.kind, c.axes), [0, 0, 0, 0])
                 both[2 * i] += c.count
                 both[2 * i + 1] += c.sent_bytes
@@ -112,7 +81,7 @@ def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
 
 
 class CommTrace(CommCounter):
-    """A `CommCounter` that also asks what each collective is for: the function that called it.
+    """A `CommCounter` that also asks what each collective is for.
 
     Args:
         plan: The plan, which names the groups.
@@ -122,39 +91,28 @@ class CommTrace(CommCounter):
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan.mesh, rank, plan.strategy.expert_mesh())
         self._fsdp_axes = plan.strategy.fsdp_axes
-        self._found: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+        self._calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
         self._bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
 
     def add(self, kind: str, axes: tuple[str, ...], sent_bytes: int) -> None:
         """Count one collective."""
         super().add(kind, axes, sent_bytes)
-        purpose = _purpose(sys._getframe(2))
-        if purpose.startswith("fsdp") and kind == "all_reduce":
-            purpose = "replica gradients"
-        elif purpose.startswith("fsdp") and axes != self._fsdp_axes:
-            purpose = purpose.replace("fsdp", "expert")
-        self._found[kind, axes, purpose] += 1
+        purpose = current_purpose() or self._of_fsdp(kind, axes)
+        self._calls[kind, axes, purpose] += 1
         self._bytes[kind, axes, purpose] += sent_bytes
+
+    def _of_fsdp(self, kind: str, axes: tuple[str, ...]) -> Purpose:
+        """What FSDP communicates for, which states no purpose: of its kinds each has one."""
+        if kind == "all_reduce":
+            return Purpose.REPLICA_GRADIENTS
+        if axes == self._fsdp_axes:
+            return Purpose.FSDP_PARAMETERS if kind == "all_gather" else Purpose.FSDP_GRADIENTS
+        return Purpose.EXPERT_PARAMETERS if kind == "all_gather" else Purpose.EXPERT_GRADIENTS
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """What was counted, in the order in which it first happened."""
-        return tuple(Collective(*key, n, self._bytes[key]) for key, n in self._found.items())
-
-
-def _purpose(frame: FrameType | None) -> str:
-    """What the innermost known caller communicates for; else the innermost function of this package."""
-    own = ""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        name = f"{module.rpartition('.')[2]}.{frame.f_code.co_qualname}"
-        if name in _PURPOSES:
-            return _PURPOSES[name]
-        passes_on = frame.f_code.co_name.startswith("__torch_")
-        if not own and module.startswith("hyper_parallel.") and not passes_on:
-            own = name.lstrip("_")
-        frame = frame.f_back
-    return own
+        return tuple(Collective(*key, n, self._bytes[key]) for key, n in self._calls.items())
 
 
 class _Recorder:

@@ -7,6 +7,7 @@ from hyper_parallel.backends.torch._ledger import Ledger, LiveTensor, Peak
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch._memory_counter import MemoryCounter, Workspace
 from hyper_parallel.backends.torch._parallelize import apply_plan
+from hyper_parallel.backends.torch._purpose import current_purpose, purpose
 from hyper_parallel.backends.torch._rates import measure_rates
 from hyper_parallel.backends.torch._resolve import resolve_layouts
 from hyper_parallel.backends.torch._step import forward_backward, forward_loss
@@ -43,6 +44,7 @@ __all__ = [
     "count_routing",
     "cpu_workspace",
     "cross_entropy_sum",
+    "current_purpose",
     "device_workspace",
     "end_step",
     "forward_backward",
@@ -52,6 +54,7 @@ __all__ = [
     "local",
     "materialize",
     "measure_rates",
+    "purpose",
     "resolve_layouts",
     "routing_statistics",
     "shifted",

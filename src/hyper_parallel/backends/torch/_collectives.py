@@ -21,6 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hyper_parallel.backends.torch._purpose import purpose
+from hyper_parallel.ir import Purpose
+
 # torch 2.13 renamed the two calls and deprecates the names that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -39,24 +42,26 @@ def _padded(flat: Tensor, rows: int) -> Tensor:
     return torch.cat((flat, flat.new_zeros(missing, *flat.shape[1:])))
 
 
-def _gather(piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def _gather(
+    piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup, name: Purpose
+) -> Tensor:
     """All pieces as one tensor of shape (*batch, D)."""
     rows = piece.shape[-2]
     out = piece.new_empty(group.size() * rows, piece.shape[-1])
-    _all_gather(out, piece.reshape(rows, -1).contiguous(), group=group)
+    with purpose(name):
+        _all_gather(out, piece.reshape(rows, -1).contiguous(), group=group)
     num_tokens = _num_tokens(batch)
     if num_tokens != out.shape[0]:
         out = out[:num_tokens]
     return out.view(*batch, -1)
 
 
-def _scatter(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _scatter(partial: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """This rank's piece of the sum over the ranks."""
     flat = partial.reshape(-1, partial.shape[-1])
     rows = piece_size(flat.shape[0], group.size())
     out = flat.new_empty(rows, flat.shape[1])
-    _reduce_scatter(out, _padded(flat, rows * group.size()), group=group)
-    return out.unsqueeze(0)
+    return reduce_into(out, _padded(flat, rows * group.size()), group, name).unsqueeze(0)
 
 
 def _own(full: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -75,28 +80,28 @@ def _num_tokens(batch: tuple[int, ...]) -> int:
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup
+        ctx: Any, piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup, name: Purpose
     ) -> Tensor:
-        ctx.group = group
-        return _gather(piece, batch, group)
+        ctx.group, ctx.purpose = group, name
+        return _gather(piece, batch, group, name)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter(grad, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _scatter(grad, ctx.group, ctx.purpose.backward), None, None, None
 
 
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
+        ctx.group, ctx.purpose = group, name
         ctx.batch = tuple(partial.shape[:-1])
-        return _scatter(partial, group)
+        return _scatter(partial, group, name)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.batch, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, ctx.batch, ctx.group, ctx.purpose.backward), None, None
 
 
 class _SliceTokens(torch.autograd.Function):
@@ -124,7 +129,7 @@ class _JoinTokens(torch.autograd.Function):
         ctx: Any, piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup
     ) -> Tensor:
         ctx.group = group
-        return _gather(piece, batch, group)
+        return _gather(piece, batch, group, Purpose.LOGITS)
 
     @staticmethod
     @once_differentiable
@@ -138,7 +143,7 @@ class _JoinColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        parts = gather_rows(part, group)
+        parts = gather_rows(part, group, Purpose.LOGITS)
         return parts.movedim(0, -2).reshape(*part.shape[:-1], -1)
 
     @staticmethod
@@ -154,7 +159,7 @@ class _JoinSequence(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.shape = group, local.shape
         ctx.save_for_backward(order)
-        rows = gather_rows(local, group)
+        rows = gather_rows(local, group, Purpose.LOGITS)
         return rows.transpose(0, 1).flatten(1, 2).index_select(1, order)
 
     @staticmethod
@@ -172,32 +177,34 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: bool, backward: bool
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, name: Purpose, forward: bool, backward: bool
     ) -> Tensor:
-        ctx.group, ctx.sum_backward = group, backward
-        if not forward:
-            return x.view_as(x)
-        out = x.contiguous().clone()
-        dist.all_reduce(out, group=group)
-        return out
+        ctx.group, ctx.purpose, ctx.sum_backward = group, name, backward
+        return all_reduce(x.contiguous().clone(), group, name) if forward else x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.sum_backward:
-            grad = grad.contiguous().clone()
-            dist.all_reduce(grad, group=ctx.group)
-        return grad, None, None, None
+            grad = all_reduce(grad.contiguous().clone(), ctx.group, ctx.purpose.backward)
+        return grad, None, None, None, None
 
 
-def gather_tokens(piece: Tensor, batch: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def gather_tokens(
+    piece: Tensor,
+    batch: tuple[int, ...],
+    group: dist.ProcessGroup,
+    name: Purpose = Purpose.SEQUENCE_GATHER,
+) -> Tensor:
     """All tokens, [*batch, D], from every rank's piece; the ranks then do different work on them."""
-    return _GatherTokens.apply(piece, batch, group)
+    return _GatherTokens.apply(piece, batch, group, name)
 
 
-def scatter_tokens(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+def scatter_tokens(
+    partial: Tensor, group: dist.ProcessGroup, name: Purpose = Purpose.SEQUENCE_SCATTER
+) -> Tensor:
     """This rank's piece of the sum of every rank's [B, S, D]."""
-    return _ScatterTokens.apply(partial, group)
+    return _ScatterTokens.apply(partial, group, name)
 
 
 def slice_tokens(full: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -226,30 +233,68 @@ def join_sequence(local: Tensor, order: Tensor, group: dist.ProcessGroup) -> Ten
     return _JoinSequence.apply(local, order, group)
 
 
-def sum_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_forward(x: Tensor, group: dist.ProcessGroup, name: Purpose = Purpose.ACTIVATIONS) -> Tensor:
     """Sum over ranks; the gradient, equal on all ranks, passes unchanged."""
-    return _AllReduce.apply(x, group, True, False)
+    return _AllReduce.apply(x, group, name, True, False)
 
 
-def sum_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_backward(
+    x: Tensor, group: dist.ProcessGroup, name: Purpose = Purpose.ACTIVATIONS
+) -> Tensor:
     """The same values; the ranks' gradients are summed."""
-    return _AllReduce.apply(x, group, False, True)
+    return _AllReduce.apply(x, group, name, False, True)
 
 
-def sum_both(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def sum_both(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """Sum over ranks, forward and backward."""
-    return _AllReduce.apply(x, group, True, True)
+    return _AllReduce.apply(x, group, name, True, True)
 
 
-def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None, name: Purpose) -> Tensor:
+    """Sum over ranks in place; no gradient."""
+    with purpose(name):
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def all_to_all(
+    out: Tensor,
+    x: Tensor,
+    group: dist.ProcessGroup,
+    name: Purpose,
+    receive: list[int] | None = None,
+    send: list[int] | None = None,
+) -> Tensor:
+    """Fill `out` with the rows that all ranks send this one, in their order; no gradient.
+
+    Args:
+        out: The result.
+        x: Rows for rank 0, then for rank 1, ...
+        group: The ranks.
+        name: What for.
+        receive: Rows from each rank; None: equally many.
+        send: Rows for each rank.
+    """
+    with purpose(name):
+        dist.all_to_all_single(out, x, receive, send, group=group)
+    return out
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """Stack every rank's tensor along a new first dim; no gradient."""
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    _all_gather(out, x.contiguous(), group=group)
+    with purpose(name):
+        _all_gather(out, x.contiguous(), group=group)
     return out.view(group.size(), *x.shape)
 
 
-def reduce_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_rows(rows: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """This rank's row of the sum of every rank's [ranks, ...]; no gradient."""
-    out = torch.empty_like(rows[0])
-    _reduce_scatter(out, rows.flatten(0, 1), group=group)
+    return reduce_into(torch.empty_like(rows[0]), rows.flatten(0, 1), group, name)
+
+
+def reduce_into(out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
+    """Fill `out` with this rank's rows of the sum; no gradient."""
+    with purpose(name):
+        _reduce_scatter(out, rows, group=group)
     return out

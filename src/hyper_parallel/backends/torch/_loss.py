@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch._collectives import gather_rows
+from hyper_parallel.ir import Purpose
 
 _BLOCK_ELEMENTS = 1 << 24
 """Elements of logits converted at a time, which bounds the temporaries."""
@@ -44,7 +45,7 @@ class _CrossEntropySum(torch.autograd.Function):
         here = here.masked_fill_(~inside, 0)
         at_target = logits.gather(1, here.unsqueeze(1)).squeeze(1).to(wide).masked_fill_(~inside, 0)
         if group is not None:
-            stats = gather_rows(torch.stack((lse, at_target)), group)
+            stats = gather_rows(torch.stack((lse, at_target)), group, Purpose.LOSS_STATISTICS)
             lse = torch.logsumexp(stats[:, 0], dim=0)
             at_target = stats[:, 1].sum(dim=0)
         ctx.save_for_backward(logits, lse, here, inside, valid)

@@ -38,7 +38,7 @@ from hyper_parallel.backends.torch.tensor._mesh import (
     tensor_parallel,
 )
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Layout, Plan, Strategy
+from hyper_parallel.ir import Layout, Plan, Purpose, Strategy
 
 
 def apply_plan(
@@ -245,7 +245,7 @@ def _loss_function(found: Handle) -> Callable[..., Tensor]:
             group=tp.group if split == "vocabulary" else None,
         )
         if split == "tokens":
-            total = sum_forward(total, tp.group)
+            total = sum_forward(total, tp.group, Purpose.LOSS)
         if isinstance(count, Tensor):
             count = count.to(total.device)
         return _with_aux_loss(total / count, found)

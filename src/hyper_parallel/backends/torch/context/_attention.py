@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch._collectives import gather_rows, reduce_rows
+from hyper_parallel.backends.torch._purpose import purpose
 from hyper_parallel.backends.torch.context import _block_attention as block
 from hyper_parallel.backends.torch.context import _flash_attention as flash
 from hyper_parallel.backends.torch.context._apply import ATTRIBUTE, INTERFACE, Context, View
@@ -35,7 +36,10 @@ from hyper_parallel.backends.torch.context._collectives import (
     trade_tokens_for_heads,
 )
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Interval, sees_all, sees_some
+from hyper_parallel.ir import Interval, Purpose, sees_all, sees_some
+
+_KEYS: Final = Purpose.KEYS_AND_VALUES
+_GRADIENTS: Final = Purpose.KEY_VALUE_GRADIENTS
 
 
 def register() -> None:
@@ -285,7 +289,7 @@ def _arriving(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Keys and values of this place, then of the others as they come; the next exchange runs meanwhile."""
     if context.gathers:
-        rows = gather_rows(_pack(k, v), context.group)
+        rows = gather_rows(_pack(k, v), context.group, _KEYS)
         for other in _own_first(blocks.place, context.ring):
             keys, values = _unpack(rows[other], k, v)
             yield other, keys, values
@@ -295,7 +299,7 @@ def _arriving(
     current, other = (k, v), blocks.place
     for distance in distances:
         assert mine is not None
-        came, wait = _exchange(context, mine, distance)
+        came, wait = _exchange(context, mine, distance, _KEYS)
         yield other, current[0], current[1]
         wait()
         keys, values = _unpack(came, k, v)
@@ -330,13 +334,13 @@ class _Returns:
         else:
             self._wait()
             flat = _pack(dk, dv).to(self.like[0].dtype)
-            self.pending = _exchange(self.context, flat, other - self.place)
+            self.pending = _exchange(self.context, flat, other - self.place, _GRADIENTS)
 
     def finish(self) -> list[Tensor]:
         """The gradients of this place's keys and values."""
         self._wait()
         if self.context.gathers:
-            self.own = reduce_rows(self.rows, self.context.group)
+            self.own = reduce_rows(self.rows, self.context.group, _GRADIENTS)
         return _unpack(self.own, *self.like)
 
     def _wait(self) -> None:
@@ -347,18 +351,18 @@ class _Returns:
             self.pending = None
 
 
-def _exchange(context: Context, flat: Tensor, distance: int) -> tuple[Tensor, Any]:
+def _exchange(context: Context, flat: Tensor, distance: int, name: Purpose) -> tuple[Tensor, Any]:
     """Send to the place `distance` further on the ring, receive from the one as far back; and how to wait for it."""
     group, ring, ulysses = context.group, context.ring, context.ulysses
     place, inner = divmod(group.rank(), ulysses)
     came = torch.empty_like(flat)
     to, source = ((place + d) % ring * ulysses + inner for d in (distance, -distance))
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, flat, group=group, group_peer=to),
-            dist.P2POp(dist.irecv, came, group=group, group_peer=source),
-        ]
-    )
+    pair = [
+        dist.P2POp(dist.isend, flat, group=group, group_peer=to),
+        dist.P2POp(dist.irecv, came, group=group, group_peer=source),
+    ]
+    with purpose(name):
+        works = dist.batch_isend_irecv(pair)
 
     def wait(sent: Tensor = flat) -> None:  # holds the buffer until it is sent
         for work in works:

@@ -21,7 +21,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.backends.torch._collectives import all_reduce
 from hyper_parallel.backends.torch._handle import Handle, handle, local
+from hyper_parallel.ir import Purpose
 
 Summed = tuple[nn.Parameter, dist.ProcessGroup]
 """A parameter, and the ranks that each hold one summand of its gradient."""
@@ -143,7 +145,7 @@ class TpGradients:
             flat = torch.cat([g.reshape(-1) for g in grads])
             if not flat.numel():
                 continue
-            dist.all_reduce(flat, group=group)
+            all_reduce(flat, group, Purpose.WHOLE_PARAMETERS)
             parts = flat.split([g.numel() for g in grads])
             torch._foreach_copy_(grads, [f.view_as(g) for f, g in zip(parts, grads, strict=True)])
 
@@ -202,7 +204,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
             total = total + torch.stack(norms).square().sum() / copies
     if found.world_group is not None:
         total = _same_width(total, by_copies)
-        dist.all_reduce(total, group=found.world_group)
+        all_reduce(total, found.world_group, Purpose.GRADIENT_NORM)
     norm = total.sqrt()
     if max_norm is not None and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._collectives import piece_size
+from hyper_parallel.backends.torch._collectives import all_reduce, piece_size
 from hyper_parallel.backends.torch._handle import Handle, TpState
 from hyper_parallel.backends.torch.experts._routing import ExpertState
+from hyper_parallel.ir import Purpose
 
 
 def aux_loss(
@@ -67,7 +68,7 @@ class Balance:
     def of(cls, total: Tensor, group: dist.ProcessGroup | None) -> Balance:
         """From sums as `routed` gives them, over all layers; adds them up over a group, in place."""
         if group is not None:
-            dist.all_reduce(total, group=group)
+            all_reduce(total, group, Purpose.BALANCE_LOSS)
         num_experts = len(total) // 2
         load, probability, number = total.split((num_experts, num_experts, 1))
         slope = num_experts * load / number.square()
@@ -157,7 +158,7 @@ class StageBalance:
     def close(self, total: Tensor) -> tuple[Tensor, Tensor]:
         """On the last stage: this rank's share of the weighted loss, and [E] its derivative for all stages."""
         for group in self._groups:
-            dist.all_reduce(total, group=group)
+            all_reduce(total, group, Purpose.BALANCE_LOSS)
         balance = Balance.of(total, None)
         self._state.aux_losses.append(balance.value)
         strategy, workload = self._found.plan.strategy, self._found.plan.workload

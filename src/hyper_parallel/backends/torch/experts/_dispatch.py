@@ -21,15 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hyper_parallel.backends.torch import _collectives
 from hyper_parallel.backends.torch.experts._rows import place, take
+from hyper_parallel.ir import Purpose
 
 
 def _exchange(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> Tensor:
     out = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
-    return out
+    name = Purpose.EXPERT_ROWS
+    return _collectives.all_to_all(out, rows.contiguous(), group, name, receive, send)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -117,7 +119,7 @@ class Dispatch:
         degree = group.size()
         local = num_experts // degree
         theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=group)
+        _collectives.all_to_all(theirs, counts, group, Purpose.EXPERT_ROW_COUNTS)
         # One transfer to the host for both lists of splits.
         both = torch.stack((counts.view(degree, local).sum(1), theirs.view(degree, local).sum(1)))
         send, receive = both.tolist()

@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch._collectives import all_reduce
 from hyper_parallel.backends.torch._handle import Handle, handle
+from hyper_parallel.backends.torch._purpose import purpose
 from hyper_parallel.backends.torch.experts._tokens import Tokens
 from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Purpose
 
 _BIAS = "e_score_correction_bias"
 _ROUTERS = ("gate", "router")
@@ -246,7 +249,8 @@ def _summed(state: ExpertState, found: Handle) -> Tensor | None:
     loads = [r.load for r in state.layers.values() if r.load is not None]
     width = torch.tensor(max((len(load) for load in loads), default=0), device=found.device)
     if found.world_group is not None and found.plan.strategy.pp > 1:
-        dist.all_reduce(width, op=dist.ReduceOp.MAX, group=found.world_group)
+        with purpose(Purpose.EXPERT_LOAD):
+            dist.all_reduce(width, op=dist.ReduceOp.MAX, group=found.world_group)
     if not width:
         return None
     total = torch.zeros(len(state.every), int(width) + 1, device=found.device, dtype=torch.float64)
@@ -256,7 +260,7 @@ def _summed(state: ExpertState, found: Handle) -> Tensor | None:
             row[: len(routed.load)] = routed.load
             row[-1] = routed.kept
     if found.world_group is not None:
-        dist.all_reduce(total, group=found.world_group)
+        all_reduce(total, found.world_group, Purpose.EXPERT_LOAD)
     return total
 
 
@@ -270,7 +274,7 @@ def _mean_aux_loss(state: ExpertState, found: Handle) -> Tensor | None:
     if losses:
         both += torch.stack([torch.stack(losses).mean().double(), both.new_ones(())])
     if staged:
-        dist.all_reduce(both, group=found.world_group)
+        all_reduce(both, found.world_group, Purpose.BALANCE_LOSS)
     return both[0] / both[1]
 
 

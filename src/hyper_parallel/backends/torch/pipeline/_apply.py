@@ -19,13 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hyper_parallel.backends.torch._handle import Handle, local
+from hyper_parallel.backends.torch._purpose import purpose
 from hyper_parallel.backends.torch._resolve import decoder_of
 from hyper_parallel.backends.torch.experts._balance_loss import StageBalance
 from hyper_parallel.backends.torch.pipeline._run import LossOf, Microbatch, PipelineRun, Span
 from hyper_parallel.backends.torch.pipeline._stages import Stages, cut_stages
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Plan, Schedule
+from hyper_parallel.ir import Plan, Purpose, Schedule
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.mpmd import check_pipeline, forward_schedule, one_by_one, step_schedule
 
@@ -221,12 +222,13 @@ class Pipeline:
         mine = torch.cat([g.reshape(-1) for g in grads])
         other = torch.empty_like(mine)
         if mine.numel():
-            for work in dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer),
-                    dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
-                ]
-            ):
+            pair = [
+                dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer),
+                dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
+            ]
+            with purpose(Purpose.SHARED_WEIGHT):
+                works = dist.batch_isend_irecv(pair)
+            for work in works:
                 work.wait()
         for grad, part in zip(grads, other.split([g.numel() for g in grads]), strict=True):
             grad.add_(part.view_as(grad))

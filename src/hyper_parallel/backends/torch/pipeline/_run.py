@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch._purpose import purpose
 from hyper_parallel.backends.torch.pipeline._split_backward import WeightGradients, input_gradient
-from hyper_parallel.ir import Action
+from hyper_parallel.ir import Action, Purpose
 
 if TYPE_CHECKING:
     from hyper_parallel.backends.torch.pipeline._apply import Pipeline
@@ -70,8 +71,9 @@ class PipelineRun:
             return  # FSDP gathers and frees parameters by its own hooks
         if kind.startswith("SEND"):
             step = 1 if kind == "SEND_F" else -1
-            table = self._activations if kind == "SEND_F" else self._gradients
-            self._send(table.pop((stage + step, i)), stage + step)
+            name = Purpose.PIPELINE_ACTIVATIONS if step > 0 else Purpose.PIPELINE_GRADIENTS
+            table = self._activations if step > 0 else self._gradients
+            self._send(table.pop((stage + step, i)), stage + step, name)
         elif kind.startswith("RECV"):
             self._receive(kind[-1], stage, i)
         else:
@@ -179,9 +181,10 @@ class PipelineRun:
         works = [dist.irecv(room, group=self._pipeline.group, group_src=peer) for room in rooms]
         self._coming[way, (stage, i)] = (rooms, works)
 
-    def _send(self, message: _Message, to: int) -> None:
+    def _send(self, message: _Message, to: int, name: Purpose) -> None:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         peer = self._pipeline.rank_of[to]
         for tensor in map(Tensor.contiguous, message):
-            work = dist.isend(tensor, group=self._pipeline.group, group_dst=peer)
+            with purpose(name):
+                work = dist.isend(tensor, group=self._pipeline.group, group_dst=peer)
             self._sent.append((work, tensor))

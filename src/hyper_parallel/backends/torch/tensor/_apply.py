@@ -28,6 +28,7 @@ from hyper_parallel.backends.torch.pipeline._stages import final_norm
 from hyper_parallel.backends.torch.tensor._projections import norm_heads, packed
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Purpose
 
 Forward = Callable[..., Any]
 
@@ -211,7 +212,7 @@ class TensorParallel:
             if reduce is None:
                 state.partial_embedding = True
                 return out
-            return reduce(out, state.group)
+            return reduce(out, state.group, Purpose.EMBEDDING)
 
         module.forward = forward
 

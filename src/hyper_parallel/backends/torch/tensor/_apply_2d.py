@@ -36,7 +36,7 @@ from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
 from hyper_parallel.backends.torch.tensor._token_grid import TokenGrid
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Strategy
+from hyper_parallel.ir import Purpose, Strategy
 
 
 @dataclass(slots=True)
@@ -162,9 +162,13 @@ class TensorParallel2d(TensorParallel):
         """Call `use` with the weight gathered over y; not kept for backward."""
         y = self.grid.y
         whole = (1, y.size() * part.shape[0])
-        weight = _collectives.gather_tokens(part, whole, y)[0]
+        weight = _collectives.gather_tokens(part, whole, y, Purpose.WEIGHT_GATHER)[0]
         kept = part.detach()
-        with instead_of(block.scope, weight, lambda: _collectives.gather_tokens(kept, whole, y)):
+        with instead_of(
+            block.scope,
+            weight,
+            lambda: _collectives.gather_tokens(kept, whole, y, Purpose.WEIGHT_GATHER),
+        ):
             return use(weight)
 
     def _width(self, module: nn.Module, name: str) -> None:
@@ -173,7 +177,8 @@ class TensorParallel2d(TensorParallel):
         y, owner = self.grid.y, self.gradients
 
         def forward(x: Tensor) -> Tensor:
-            out = _collectives.scatter_tokens(F.linear(x, to_local(module.weight, None)), y)
+            out = F.linear(x, to_local(module.weight, None))
+            out = _collectives.scatter_tokens(out, y, Purpose.WIDTH_SCATTER)
             return out if module.bias is None else out + to_local(module.bias, owner)
 
         module.forward = forward
@@ -198,14 +203,19 @@ class TensorParallel2d(TensorParallel):
             out = F.linear(x, to_local(module.weight, owner)[cut])
             bias = None if module.bias is None else to_local(module.bias, owner)[cut]
             if block.spans is not None:
-                out = _collectives.scatter_tokens(grid.spans(out), y)
+                out = _collectives.scatter_tokens(grid.spans(out), y, Purpose.HEAD_SCATTER)
                 out = out.view(x.shape[0], grid.span, -1)
             elif doubled:
                 # Fewer heads than y ranks: every y rank gets the sum and takes the head its queries use.
-                out = _head(_collectives.sum_both(out, y), y.rank(), y.size(), local_heads)
+                out = _head(
+                    _collectives.sum_both(out, y, Purpose.HEAD_SCATTER),
+                    y.rank(),
+                    y.size(),
+                    local_heads,
+                )
                 bias = None if bias is None else _head(bias, y.rank(), y.size(), local_heads)
             else:
-                out = scatter_features(out, y)
+                out = scatter_features(out, y, Purpose.HEAD_SCATTER)
                 bias = None if bias is None else bias.chunk(y.size())[y.rank()]
             return out if bias is None else out + bias
 
@@ -242,9 +252,10 @@ class TensorParallel2d(TensorParallel):
         """What a 2d block's inner part leaves on the y ranks, joined: heads, spans, or tokens."""
         y = self.grid.y
         if block.attention and block.spans is None:
-            return gather_features(x, y)
+            return gather_features(x, y, Purpose.HEAD_GATHER)
         rows = x.shape[0] * x.shape[1]
-        whole = _collectives.gather_tokens(x.reshape(1, rows, -1), (1, y.size() * rows), y)
+        name = Purpose.HEAD_GATHER if block.attention else Purpose.WIDTH_GATHER
+        whole = _collectives.gather_tokens(x.reshape(1, rows, -1), (1, y.size() * rows), y, name)
         return self.grid.from_spans(whole) if block.attention else whole
 
     def _scope(self, block: _Block) -> AbstractContextManager[Any]:

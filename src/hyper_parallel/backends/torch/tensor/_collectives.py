@@ -16,27 +16,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch._collectives import _reduce_scatter, gather_rows
+from hyper_parallel.backends.torch._collectives import all_to_all, gather_rows, reduce_into
+from hyper_parallel.ir import Purpose
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = gather_rows(x.reshape(-1, x.shape[-1]), group)
+def _gather(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
+    parts = gather_rows(x.reshape(-1, x.shape[-1]), group, name)
     return parts.transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
-def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _scatter(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     ranks = group.size()
     parts = x.reshape(-1, ranks, x.shape[-1] // ranks).transpose(0, 1).contiguous()
     out = parts.new_empty(parts.shape[1:])
-    _reduce_scatter(out, parts.view(-1, parts.shape[-1]), group=group)
+    reduce_into(out, parts.view(-1, parts.shape[-1]), group, name)
     return out.view(*x.shape[:-1], -1)
 
 
 def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Part r of the first dim goes to rank r; the parts of all ranks come back in their order."""
-    out = torch.empty_like(parts)
-    dist.all_to_all_single(out, parts, group=group)
-    return out
+    return all_to_all(torch.empty_like(parts), parts, group, Purpose.RELAYOUT)
 
 
 def _to_features(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -55,26 +54,26 @@ def _to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
+        ctx.group, ctx.purpose = group, name
+        return _gather(x, group, name)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter(grad, ctx.group, ctx.purpose.backward), None, None
 
 
 class _ScatterFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
+        ctx.group, ctx.purpose = group, name
+        return _scatter(x, group, name)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, ctx.group, ctx.purpose.backward), None, None
 
 
 class _Relayout(torch.autograd.Function):
@@ -89,14 +88,14 @@ class _Relayout(torch.autograd.Function):
         return (_to_tokens if ctx.to_features else _to_features)(grad, ctx.group), None, None
 
 
-def gather_features(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_features(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """The whole last dim from every rank's slice; the ranks then do different work on it."""
-    return _GatherFeatures.apply(x, group)
+    return _GatherFeatures.apply(x, group, name)
 
 
-def scatter_features(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def scatter_features(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """This rank's slice of the last dim of the sum of every rank's tensor."""
-    return _ScatterFeatures.apply(x, group)
+    return _ScatterFeatures.apply(x, group, name)
 
 
 def tokens_to_features(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -20,7 +20,7 @@ from hyper_parallel.backends.torch import _collectives
 from hyper_parallel.backends.torch._handle import TpState
 from hyper_parallel.backends.torch.data._gradients import TpGradients, to_local
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Part, exchanged, gate_up_parts, qkv_parts
+from hyper_parallel.ir import Part, Purpose, exchanged, gate_up_parts, qkv_parts
 
 
 class LocalHeads:
@@ -95,7 +95,9 @@ def norm_heads(
     def forward(x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
         # Ranks that work on one key head each count it: every head is counted equally often.
-        total = _collectives.sum_both(wide.pow(2).sum(-1, keepdim=True), group)
+        total = _collectives.sum_both(
+            wide.pow(2).sum(-1, keepdim=True), group, Purpose.NORMS_OVER_HEADS
+        )
         out = wide * torch.rsqrt(total / (x.shape[-1] * degree) + eps)
         weight = to_local(module.weight, None if rows is None else gradients)
         weight = weight if rows is None else weight[rows]
@@ -153,8 +155,7 @@ class _ExchangeColumns(torch.autograd.Function):
 def _moved(rows: Tensor, sent: list[int], taken: list[int], group: dist.ProcessGroup) -> Tensor:
     """One all-to-all of rows, so many to each rank and from each."""
     out = rows.new_empty(sum(taken), rows.shape[1])
-    dist.all_to_all_single(out, rows, taken, sent, group=group)
-    return out
+    return _collectives.all_to_all(out, rows, group, Purpose.PACKED_COLUMNS, taken, sent)
 
 
 def exchange_columns(out: Tensor, parts: tuple[Part, ...], group: dist.ProcessGroup) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch import _collectives
 from hyper_parallel.backends.torch.tensor._token_grid import TokenGrid
 from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Purpose
 
 _INTERFACE = "hyper_parallel_spans"
 _ATTRIBUTE = "_hyper_parallel_spans"
@@ -99,7 +100,9 @@ class SpanAttention:
         joined = torch.cat((key, value), dim=-1).transpose(1, 2)  # B, span, H, K
         batch, span, heads, _ = joined.shape
         flat = joined.reshape(1, batch * span, -1)
-        spans = _collectives.gather_tokens(flat, (1, grid.y.size() * batch * span), grid.y)
+        spans = _collectives.gather_tokens(
+            flat, (1, grid.y.size() * batch * span), grid.y, Purpose.KEY_VALUE_GATHER
+        )
         whole = grid.from_spans(spans).reshape(batch, -1, heads, sum(widths)).transpose(1, 2)
         return whole.split(widths, dim=-1)  # type: ignore[no-any-return]
 

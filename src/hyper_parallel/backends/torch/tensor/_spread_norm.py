@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.backends.torch._collectives import sum_both
 from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Purpose
 
 _MEANS = (Tensor.mean, torch.mean)
 _RMS = tuple(f for f in (getattr(F, "rms_norm", None), getattr(torch, "rms_norm", None)) if f)
@@ -75,7 +76,8 @@ class SpreadNorm(TorchFunctionMode):
         self.seen = True
         wide = torch.promote_types(x.dtype, torch.float32)
         local = x.to(wide).mean(-1, keepdim=True)
-        return (sum_both(local, self.group) / self.group.size()).to(x.dtype)
+        total = sum_both(local, self.group, Purpose.NORM_STATISTICS)
+        return (total / self.group.size()).to(x.dtype)
 
     def _rms_norm(
         self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
