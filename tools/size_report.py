@@ -1,36 +1,43 @@
-"""Print how large the package is, room by room, and which files ask to be split. Information, not a gate."""
+"""Print the lines of every room, source and tests side by side, and the files that ask to be split."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 
-LIMIT = 400
+ROOT = Path(__file__).resolve().parent.parent
+MOST_LINES = 400
 
 
 def main() -> None:
-    """Print lines per room and the files above the limit."""
-    root = Path(__file__).resolve().parent.parent
-    package = root / "src" / "hyper_parallel"
-    rooms: dict[str, list[int]] = defaultdict(list)
+    """Print a table of rooms and the files above the limit."""
+    source, files, long = count(ROOT / "src" / "hyper_parallel")
+    tests, _, long_tests = count(ROOT / "tests")
+    print(f"{'room':24} {'files':>5} {'source':>7} {'tests':>7}")
+    for room in sorted(source | tests):
+        print(f"{room:24} {files[room] or '':>5} {source[room] or '':>7} {tests[room] or '':>7}")
+    print(f"{'all':24} {files.total():>5} {source.total():>7} {tests.total():>7}")
+    if long or long_tests:
+        print(f"files over {MOST_LINES} lines:", *long, *long_tests, sep="\n  ")
+
+
+def count(folder: Path) -> tuple[Counter[str], Counter[str], list[str]]:
+    """Lines and files of every room below a folder, and the files that are long.
+
+    A room is a folder directly below; back ends and their sub-rooms count one by one.
+    """
+    lines: Counter[str] = Counter()
+    files: Counter[str] = Counter()
     long = []
-    for path in sorted(package.rglob("*.py")):
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        relative = path.relative_to(package)
-        rooms[relative.parts[0] if len(relative.parts) > 1 else "."].append(lines)
-        if lines > LIMIT:
-            long.append(f"  {lines}  {relative}")
-    for room, sizes in sorted(rooms.items()):
-        print(f"{room:12} {len(sizes):3} files {sum(sizes):6} lines")
-    print(
-        f"{'package':12} {sum(map(len, rooms.values())):3} files {sum(map(sum, rooms.values())):6} lines"
-    )
-    tests = sum(
-        len(p.read_text(encoding="utf-8").splitlines()) for p in (root / "tests").rglob("*.py")
-    )
-    print(f"{'tests':12} {'':9} {tests:6} lines")
-    if long:
-        print(f"files over {LIMIT} lines:", *long, sep="\n")
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).parts[:-1]
+        room = "/".join(parts[:3] if parts[:1] == ("backends",) else parts[:1]) or "."
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        lines[room] += num_lines
+        files[room] += 1
+        if num_lines > MOST_LINES:
+            long.append(f"{num_lines}  {path.relative_to(ROOT)}")
+    return lines, files, long
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
             )
         )  # fmt: skip
     try:
-        machine = detect_local(found=found)
+        machine = detect_local(accelerators=found)
     except HyperParallelError as error:
         detail = f"[{error.code}] {error.what}"
         findings.append(

@@ -80,7 +80,8 @@ def plan(
     launch: Annotated[
         str | None,
         typer.Option(
-            help="Print settings for ours, megatron or torchtitan instead.", show_default=False
+            help="Print launch settings instead: ours (a recipe) or megatron (flags).",
+            show_default=False,
         ),
     ] = None,
     diff: Annotated[

@@ -1,4 +1,4 @@
-"""Launch settings of a plan as text: our recipe, and the flags of Megatron-LM and torchtitan."""
+"""Launch settings of a plan as text: our recipe, or the flags of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from typing import Final
 import yaml
 
 from hyper_parallel.errors import BadValue
-from hyper_parallel.ir import AXES, Plan, Strategy
+from hyper_parallel.ir import AXES, Plan
 from hyper_parallel.units import format_bytes
 
-STACKS: Final = ("ours", "megatron", "torchtitan")
-
-_TITAN_SCHEDULES: Final = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-h1": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
-}  # fmt: skip
+STACKS: Final = ("ours", "megatron")
 
 
 def launch_settings(plan: Plan, stack: str) -> str:
@@ -24,17 +19,16 @@ def launch_settings(plan: Plan, stack: str) -> str:
 
     Args:
         plan: The plan.
-        stack: `ours`: a recipe for `hyper-parallel train`; `megatron`: flags of Megatron-LM's `pretrain_gpt.py`;
-            `torchtitan`: a TOML file.
+        stack: `ours`: a recipe for `hyper-parallel train`; `megatron`: flags of Megatron-LM's `pretrain_gpt.py`.
 
     Raises:
         BadValue: HP102 for another stack.
     """
     if stack not in STACKS:
         raise BadValue("there are no launch settings for that stack", got=stack, allowed=STACKS)
-    made = {"ours": _recipe, "megatron": _megatron, "torchtitan": _torchtitan}[stack](plan)
-    lost = [f"# not expressed: {text}" for text in _lost(plan, stack)]
-    return "\n".join([*lost, made]) + "\n"
+    settings = _recipe(plan) if stack == "ours" else _megatron(plan)
+    dropped = _not_in_a_recipe(plan) if stack == "ours" else _not_in_megatron(plan)
+    return "\n".join([*(f"# not expressed: {text}" for text in dropped), settings]) + "\n"
 
 
 def _recipe(plan: Plan) -> str:
@@ -58,7 +52,7 @@ def _recipe(plan: Plan) -> str:
     if s.zero_stage == 1:
         parallel["zero"] = 1
     else:
-        parallel["reshard_after_forward"] = _reshards(s)
+        parallel["reshard_after_forward"] = s.zero_stage in (0, 3)
     dtype = w.compute_dtype if w.compute_dtype in ("float64", "float32", "bfloat16") else "bfloat16"
     recipe = {
         "model": {"path": plan.model.name},
@@ -78,12 +72,7 @@ def _recipe(plan: Plan) -> str:
     return str(yaml.safe_dump(recipe, sort_keys=False)).rstrip()
 
 
-def _reshards(s: Strategy) -> bool:
-    """Whether sharded parameters are freed after forward; optimizer states alone are nearest to keeping them."""
-    return s.zero_stage in (0, 3)
-
-
-def _away(plan: Plan) -> dict[str, int]:
+def _host_bytes(plan: Plan) -> dict[str, int]:
     """Bytes in host memory at the peak, by what they are."""
     return {t.name: t.bytes for t in plan.memory if t.tier == "dram"}
 
@@ -139,10 +128,10 @@ def _megatron(plan: Plan) -> str:
         flags.append(f"--recompute-num-layers {layers}")
     elif s.recompute == "selective":
         flags.append("--recompute-granularity selective")
-    away = _away(plan)
-    if set(away) == {"optimizer states"}:
+    offloaded = _host_bytes(plan)
+    if set(offloaded) == {"optimizer states"}:
         held = sum(t.bytes for t in plan.memory if t.name == "optimizer states")
-        share = away["optimizer states"] / held
+        share = offloaded["optimizer states"] / held
         flags += ["--optimizer-cpu-offload", f"--optimizer-offload-fraction {share:.2f}"]
     if w.compute_dtype in ("bfloat16", "float16"):
         flags.append("--bf16" if w.compute_dtype == "bfloat16" else "--fp16")
@@ -150,67 +139,31 @@ def _megatron(plan: Plan) -> str:
     return "\n".join([head, *(f"    {flag}" for flag in flags)])
 
 
-def _torchtitan(plan: Plan) -> str:
-    s, w = plan.strategy, plan.workload
-    sequences = (w.tokens_per_step or 0) // w.seq_len
-    lines = [
-        "[training]",
-        f"local_batch_size = {(w.microbatch or 1) * (w.accumulation_steps or 1)}",
-        f"global_batch_size = {sequences}",
-        f"seq_len = {w.seq_len}",
-        "",
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {s.dp_replicate}",
-        f"data_parallel_shard_degree = {s.dp_shard}",
-        f'fsdp_reshard_after_forward = "{"always" if _reshards(s) else "never"}"',
-        f"tensor_parallel_degree = {s.tp}",
-        f"context_parallel_degree = {s.cp}",
-        f"pipeline_parallel_degree = {s.pp}",
-    ]
-    if s.pp > 1:
-        lines += [
-            f'pipeline_parallel_schedule = "{_TITAN_SCHEDULES[s.schedule]}"',
-            f"pipeline_parallel_microbatch_size = {w.microbatch}",
-        ]
-    if s.ep > 1:
-        lines += [
-            f"expert_parallel_degree = {s.ep}",
-            f"expert_tensor_parallel_degree = {s.expert_tp}",
-        ]
-    mode = {"none": "none", "selective": "selective", "full": "full"}[s.recompute]
-    return "\n".join([*lines, "", "[activation_checkpoint]", f'mode = "{mode}"'])
-
-
-def _lost(plan: Plan, stack: str) -> Iterator[str]:
-    """Choices of a strategy that a stack has no setting for."""
+def _not_in_a_recipe(plan: Plan) -> Iterator[str]:
+    """Choices of a strategy that a recipe has no key for."""
     s = plan.strategy
-    if s.order != AXES and stack != "megatron":
+    if s.order != AXES:
         yield f"order of the axes {'>'.join(s.order)}"
-    if s.order != AXES and stack == "megatron":
-        yield f"order of the axes {'>'.join(s.order)} (its own order is tp-cp-ep-dp-pp)"
-    if s.tp_y > 1 and stack != "ours":
-        yield f"two tensor-parallel axes {s.tp_x} x {s.tp_y}; {s.tp} ranks in one direction are given instead"
-    if s.recompute == "full" and s.recompute_layers is not None and stack == "torchtitan":
-        yield f"recomputation of {s.recompute_layers} layers of a rank; all are given instead"
-    if s.recompute == "selective" and stack == "ours":
+    if s.recompute == "selective":
         yield "selective recomputation"
-    if s.zero_stage == 1 and s.dp_shard * s.cp > 1 and stack == "torchtitan":
-        yield (
-            "sharding of optimizer states only (zero=1); gradients and parameters are sharded too, "
-            "but not freed after forward"
-        )
-    away = _away(plan)
-    if away and stack != "ours" and (stack != "megatron" or set(away) != {"optimizer states"}):
-        yield "offload of " + ", ".join(f"{format_bytes(b)} of {name}" for name, b in away.items())
-    if s.etp is not None and stack == "ours":
+    if s.etp is not None:
         yield f"experts cut over etp={s.etp} ranks"
-    if stack == "megatron" and s.pp > 1 and s.schedule not in ("1f1b", "interleaved"):
+
+
+def _not_in_megatron(plan: Plan) -> Iterator[str]:
+    """Choices of a strategy that Megatron-LM has no flag for."""
+    s = plan.strategy
+    if s.order != AXES:
+        yield f"order of the axes {'>'.join(s.order)} (its own order is tp-cp-ep-dp-pp)"
+    if s.tp_y > 1:
+        yield f"two tensor-parallel axes {s.tp_x} x {s.tp_y}; {s.tp} ranks in one direction are given instead"
+    offloaded = _host_bytes(plan)
+    if offloaded and set(offloaded) != {"optimizer states"}:
+        yield "offload of " + ", ".join(
+            f"{format_bytes(b)} of {name}" for name, b in offloaded.items()
+        )
+    if s.pp > 1 and s.schedule not in ("1f1b", "interleaved"):
         yield f"schedule {s.schedule}; 1F1B is given instead"
-    if stack == "megatron" and len({*_layers_per_rank(plan)[1:-1]}) > 1:
-        yield f"layers of the pipeline ranks {_layers_per_rank(plan)}; those between first and last are equal there"
-    if stack == "torchtitan" and s.pp > 1 and len({stage.layers for stage in plan.stages}) > 1:
-        yield f"layers of the stages {[stage.layers for stage in plan.stages]}; its own cut is taken"
-    if stack == "torchtitan" and s.tp > 1 and s.gathered_inputs == "re-gather":
-        yield "gathering inputs again in backward"
-    if stack == "torchtitan" and s.cp > 1 and s.cp_kind != "ring":
-        yield f"context parallelism by {s.cp_kind}"
+    layers = _layers_per_rank(plan)
+    if len({*layers[1:-1]}) > 1:
+        yield f"layers of the pipeline ranks {layers}; those between first and last are equal there"

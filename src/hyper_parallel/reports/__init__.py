@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 from hyper_parallel.reports._page import render
-from hyper_parallel.reports._run import Run, load_run
+from hyper_parallel.reports._run import RunRecord, load_run
 from hyper_parallel.reports._timeline import chrome_trace, one_step, predicted_timeline
 
 __all__ = [
-    "Run",
+    "RunRecord",
     "chrome_trace",
     "load_run",
     "one_step",

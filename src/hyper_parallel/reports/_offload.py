@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from hyper_parallel.ir import Timeline
-from hyper_parallel.reports._run import Run
+from hyper_parallel.reports._run import RunRecord
 from hyper_parallel.reports._svg import FULL, PALETTE, Series, colors, lanes, legend, line_chart
 from hyper_parallel.units import GiB, KiB, MiB, format_bytes, format_seconds
 
@@ -23,7 +23,7 @@ _LANES = {
 }
 
 
-def offload_section(run: Run) -> str:
+def offload_section(run: RunRecord) -> str:
     """One planned step of rank 0 by tier and lane; empty when the run did not offload."""
     if run.offload is None:
         return ""
@@ -67,7 +67,7 @@ def offload_section(run: Run) -> str:
     return f"<section><h2>Offload</h2>{''.join(out)}</section>"
 
 
-def _sentence(run: Run, last: dict[str, float]) -> str:
+def _sentence(run: RunRecord, last: dict[str, float]) -> str:
     worst = max(int(m["offload"]["difference_bytes"]) for m in run.metrics if "offload" in m)
     again = sum(bool(m["offload"]["replanned"]) for m in run.metrics if "offload" in m)
     return (

@@ -9,11 +9,11 @@ from importlib.resources import files
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.reports._mesh import draw_layout, draw_mesh, layout_text
 from hyper_parallel.reports._offload import offload_section
-from hyper_parallel.reports._run import Run
+from hyper_parallel.reports._run import RunRecord
 from hyper_parallel.reports._svg import (
     FULL,
     PALETTE,
-    Part,
+    BarPart,
     Series,
     colors,
     lanes,
@@ -35,7 +35,7 @@ _ACTIONS = {
 }
 
 
-def render(run: Run) -> str:
+def render(run: RunRecord) -> str:
     """The page of a run as HTML text; it refers to nothing outside itself."""
     plan = run.plan
     style = files("hyper_parallel.reports").joinpath("_style.css").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def _two(left: tuple[str, str], right: tuple[str, str]) -> str:
     return f'<div class="two">{_section(*left)}{_section(*right)}</div>'
 
 
-def _header(run: Run) -> str:
+def _header(run: RunRecord) -> str:
     plan = run.plan
     facts = [
         f"{format_count(plan.model.num_params)} parameters",
@@ -96,7 +96,7 @@ def _deviation(measured: float | None, predicted: float) -> str:
     return f"{(measured / predicted - 1) * 100:+.1f} %"
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RunRecord) -> str:
     plan, last = run.plan, run.metrics[-1] if run.metrics else {}
     tiles: list[tuple[str, str, str]] = [
         ("steps", f"{len(run.metrics)}", f"{format_count(_tokens(run))} tokens")
@@ -131,15 +131,15 @@ def _tiles(run: Run) -> str:
     return f'<div class="tiles">{cards}</div>'
 
 
-def _tokens(run: Run) -> float:
+def _tokens(run: RunRecord) -> float:
     return float(sum(int(m.get("tokens", 0)) for m in run.metrics))
 
 
-def _points(run: Run, key: str) -> list[tuple[float, float]]:
+def _points(run: RunRecord, key: str) -> list[tuple[float, float]]:
     return [(float(m["step"]), float(m[key])) for m in run.metrics if m.get(key) is not None]
 
 
-def _loss(run: Run) -> str:
+def _loss(run: RunRecord) -> str:
     series = [Series("training", _points(run, "loss"), _MEASURED)]
     if run.evals:
         held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
@@ -149,15 +149,15 @@ def _loss(run: Run) -> str:
     ) + ('<p class="muted">Mean over the valid tokens of all ranks, in nats per token.</p>')
 
 
-def _step_terms(run: Run) -> str:
+def _step_terms(run: RunRecord) -> str:
     terms = run.plan.cost
     shades = colors([t.name for t in terms])
-    predicted = [Part(t.name, t.seconds, shades[t.name]) for t in terms]
+    predicted = [BarPart(t.name, t.seconds, shades[t.name]) for t in terms]
     out = "<h3>predicted</h3>" + stacked_bars([("predicted", predicted)], x_format=format_seconds)
     if run.timeline is not None:
         phases = _measured_step(run.timeline)
         shades = colors(list(phases))
-        measured = [Part(name, seconds, shades[name]) for name, seconds in phases.items()]
+        measured = [BarPart(name, seconds, shades[name]) for name, seconds in phases.items()]
         out += "<h3>measured, mean over ranks</h3>"
         out += stacked_bars([("measured", measured)], x_format=format_seconds)
     return out
@@ -173,7 +173,7 @@ def _measured_step(timeline: Timeline) -> dict[str, float]:
     return total
 
 
-def _step_time(run: Run) -> str:
+def _step_time(run: RunRecord) -> str:
     points = _points(run, "step_s")
     series = [Series("measured", points, _MEASURED)]
     if points and run.plan.step_s:
@@ -182,7 +182,7 @@ def _step_time(run: Run) -> str:
     return line_chart(series, y_format=format_seconds, y_label="step time", from_zero=True)
 
 
-def _grad_norm(run: Run) -> str:
+def _grad_norm(run: RunRecord) -> str:
     return line_chart(
         [Series("gradient norm before clipping", _points(run, "grad_norm"), PALETTE[6])],
         y_format=lambda v: f"{v:.3g}",
@@ -191,22 +191,22 @@ def _grad_norm(run: Run) -> str:
     )
 
 
-def _memory(run: Run) -> str:
+def _memory(run: RunRecord) -> str:
     plan = run.plan
     shades = colors([t.name for t in plan.memory])
     charts = []
     for tier in dict.fromkeys(t.tier for t in plan.memory):
         parts = [
-            Part(t.name, float(t.bytes), shades[t.name]) for t in plan.memory if t.tier == tier
+            BarPart(t.name, float(t.bytes), shades[t.name]) for t in plan.memory if t.tier == tier
         ]
-        bars: list[tuple[str, Sequence[Part]]] = [("predicted", parts)]
+        bars: list[tuple[str, Sequence[BarPart]]] = [("predicted", parts)]
         if tier == "hbm" and run.peak_memory_bytes:
             bars.append(
-                ("measured", [Part("measured peak", float(run.peak_memory_bytes), PALETTE[-1])])
+                ("measured", [BarPart("measured peak", float(run.peak_memory_bytes), PALETTE[-1])])
             )
         if run.offload is not None and tier in ("dram", "flash"):
             sizes = [m["offload"][f"{tier}_bytes"] for m in run.metrics if "offload" in m]
-            bars.append(("measured", [Part("measured peak", float(max(sizes)), PALETTE[-1])]))
+            bars.append(("measured", [BarPart("measured peak", float(max(sizes)), PALETTE[-1])]))
         limit = (
             ("capacity of one rank", float(plan.memory_capacity_bytes)) if tier == "hbm" else None
         )
@@ -225,7 +225,7 @@ def _tier_name(plan: Plan, tier: str) -> str:
     )
 
 
-def _lanes(run: Run) -> str:
+def _lanes(run: RunRecord) -> str:
     out = "<h3>predicted</h3>" + _gantt(predicted_timeline(run.plan))
     if run.simulated is not None:
         out += "<h3>simulated, one lane per pipeline rank</h3>" + _gantt(run.simulated)
@@ -341,7 +341,7 @@ def _formulas(plan: Plan) -> str:
     return f"<details><summary>terms, formulas, sources</summary>{table}</details>"
 
 
-def _sample(run: Run) -> str:
+def _sample(run: RunRecord) -> str:
     if not run.sample:
         return ""
     return _section("Sample", f"<pre>{escape(run.sample)}</pre>")

@@ -16,7 +16,7 @@ _WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecord:
     """Everything a report shows of one run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Run:
         return max(values) if values else None
 
 
-def load_run(directory: str | Path) -> Run:
+def load_run(directory: str | Path) -> RunRecord:
     """Read a run directory.
 
     Raises:
@@ -79,7 +79,7 @@ def load_run(directory: str | Path) -> Run:
         raise RunUnreadable("the run directory has no plan.json", where=str(root))
     predicted = _timeline(root / "offload_predicted.json")
     measured = _timeline(root / "offload_measured.json")
-    return Run(
+    return RunRecord(
         directory=root,
         plan=Plan.load(root / "plan.json"),
         metrics=_json_lines(root / "metrics.jsonl"),

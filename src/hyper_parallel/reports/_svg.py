@@ -41,7 +41,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BarPart:
     """One part of a stacked bar."""
 
     label: str
@@ -135,7 +135,7 @@ def line_chart(
 
 
 def stacked_bars(
-    bars: Sequence[tuple[str, Sequence[Part]]],
+    bars: Sequence[tuple[str, Sequence[BarPart]]],
     *,
     x_format: Format,
     limit: tuple[str, float] | None = None,

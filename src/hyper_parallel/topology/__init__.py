@@ -7,8 +7,14 @@ from hyper_parallel.topology._cpu import (
     forget_measurements,
     rank_threads,
 )
-from hyper_parallel.topology._detect import Accelerator, detect_local, find_accelerators
-from hyper_parallel.topology._load import load_topology, preset_names, read_topology
+from hyper_parallel.topology._load import (
+    Accelerator,
+    detect_local,
+    find_accelerators,
+    load_topology,
+    preset_names,
+    read_topology,
+)
 from hyper_parallel.topology._types import (
     Certainty,
     Device,

@@ -41,7 +41,7 @@ def _one(**units: tuple[Number | None, float]) -> Quantity:
     return given[0]
 
 
-class DeviceCard(Section):
+class DeviceEntry(Section):
     """The device of a topology file."""
 
     name: str
@@ -72,7 +72,7 @@ class DeviceCard(Section):
         )
 
     @model_validator(mode="after")
-    def _resolvable(self) -> DeviceCard:
+    def _resolvable(self) -> DeviceEntry:
         self.resolve()
         return self
 
@@ -146,7 +146,7 @@ class TopologyFile(Section):
     """One sentence for people."""
     num_devices: int = Field(ge=1)
     """Devices to plan for when nothing else is said."""
-    device: DeviceCard
+    device: DeviceEntry
     """The device card."""
     tiers: tuple[TierEntry, ...] = Field(min_length=1)
     """Interconnect levels, inner to outer."""
