@@ -1,9 +1,10 @@
 """How well the cost model predicts published training runs, with everything that a run taught left out for it.
 
-    python benchmarks/cost_model_accuracy.py RUNS.csv [--json] [--leave-out group|device|model|stack] [--cards FOLDER]
+    python benchmarks/cost_model_accuracy.py RUNS.csv [--leave-out group|device|model|moe_model|stack] [--json]
 
-Constants of the cards are fitted anew without each group (or device, model, stack), the left-out runs are predicted,
-and errors are the median over the rows of a group, then the median over groups. Columns of RUNS.csv: see docs/cost.md.
+Constants of the cards are fitted anew without each group (or device, model, model with experts, stack), the left-out
+runs are predicted, and errors are the median over the rows of a group, then the median over groups. Columns of
+RUNS.csv: see docs/cost.md.
 """
 
 from __future__ import annotations
@@ -16,14 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hyper_parallel.calibration import Fit, fit_runs, predict, read_cards, read_runs, shipped_cards
-
-FOLDS = {
-    "group": lambda run: run.group,
-    "device": lambda run: run.row.get("device", ""),
-    "model": lambda run: run.row.get("model", ""),
-    "stack": lambda run: run.row.get("stack", "").split(" ")[0],
-}
+from hyper_parallel.calibration import FOLDS, Fit, fit_runs, predict, read_cards, read_runs
 
 
 def rank_correlation(fit: Fit) -> dict[str, float]:
@@ -36,8 +30,8 @@ def rank_correlation(fit: Fit) -> dict[str, float]:
         if len(runs) < 4:
             continue
         rate = [r.sequences * r.seq_len / r.step_s / r.devices for r, _ in runs]
-        told = [x / np.exp(e) for x, (_, e) in zip(rate, runs, strict=True)]
-        ranks = [np.argsort(np.argsort(v)) for v in (rate, told)]
+        predicted = [x / np.exp(e) for x, (_, e) in zip(rate, runs, strict=True)]
+        ranks = [np.argsort(np.argsort(v)) for v in (rate, predicted)]
         found[name] = float(np.corrcoef(*ranks)[0, 1])
     return found
 
@@ -46,11 +40,11 @@ def memory_errors(fit: Fit) -> list[dict[str, object]]:
     """Predicted against published memory, signed."""
     rows = []
     for run in fit.runs:
-        if run.memory_gib:
-            told = predict(run, fit.cards).memory_gib
+        if measured := run.row.mem_gib:
+            predicted = predict(run, fit.cards).memory_gib
             rows.append(
-                {"id": run.row.get("id"), "measured_gib": run.memory_gib, "predicted_gib": round(told, 2),
-                 "error": round(told / run.memory_gib - 1.0, 4)}
+                {"id": run.row.id, "measured_gib": measured, "predicted_gib": round(predicted, 2),
+                 "error": round(predicted / measured - 1.0, 4)}
             )  # fmt: skip
     return rows
 
@@ -79,7 +73,7 @@ def result_of(fit: Fit, left_out: str) -> dict[str, object]:
     }
     result["factors"] = {k: round(float(np.exp(v)), 4) for k, v in fit.factors.items()}
     result["rows"] = [
-        {"id": run.row.get("id"), "believed": round(float(b), 4), "fitted": round(float(a), 4),
+        {"id": run.row.id, "believed": round(float(b), 4), "fitted": round(float(a), 4),
          "left_out": round(float(left), 4)}
         for run, b, a, left in zip(fit.runs, fit.before, fit.after, fit.left_out, strict=True)
     ]  # fmt: skip
@@ -98,8 +92,8 @@ def main() -> None:
         # The measured runs are not part of the repository; `make bench` goes on without them.
         print(json.dumps({"skipped": "give a CSV of measured runs, see docs/cost.md"}))
         return
-    cards = read_cards(options.cards) if options.cards else shipped_cards()
-    fit = fit_runs(read_runs(options.runs), cards, leave_out=FOLDS[options.leave_out])
+    runs = read_runs(options.runs)
+    fit = fit_runs(runs, read_cards(options.cards), leave_out=options.leave_out)
     result = result_of(fit, options.leave_out)
     if options.json:
         json.dump(result, sys.stdout, indent=1)

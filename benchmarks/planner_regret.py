@@ -15,7 +15,7 @@ import json
 import statistics
 from collections import defaultdict
 
-from hyper_parallel.calibration import PublishedRun, predict, read_runs, shipped_cards
+from hyper_parallel.calibration import PublishedRun, predict, read_cards, read_runs
 
 DECISION = ("model", "device", "n_dev", "gbs", "seq", "precision")
 LAYOUT = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero", "mbs", "recompute")
@@ -25,12 +25,12 @@ def groups(runs: list[PublishedRun]) -> dict[tuple[str, ...], list[PublishedRun]
     """Runs that are one decision: at least two layouts, all measured."""
     found: dict[tuple[str, ...], list[PublishedRun]] = defaultdict(list)
     for run in runs:
-        if run.row.get("step_s"):
-            found[tuple(run.row.get(name, "") for name in DECISION)].append(run)
+        if run.row.step_s:
+            found[tuple(getattr(run.row, name) for name in DECISION)].append(run)
     return {
         key: some
         for key, some in found.items()
-        if len({tuple(r.row.get(name, "") for name in LAYOUT) for r in some}) > 1
+        if len({tuple(getattr(r.row, name) for name in LAYOUT) for r in some}) > 1
     }
 
 
@@ -46,11 +46,11 @@ def main() -> None:
         # The measured runs are not part of the repository; `make bench` goes on without them.
         print(json.dumps({"skipped": "give a CSV of measured runs, see docs/cost.md"}))
         return
-    cards = shipped_cards()
+    cards = read_cards()
     rows = []
     for key, runs in groups(list(read_runs(args.runs))).items():
-        predicted = {r.row["id"]: predict(r, cards).step_s for r in runs}
-        measured = {r.row["id"]: float(r.row["step_s"]) for r in runs}
+        predicted = {r.row.id: predict(r, cards).step_s for r in runs}
+        measured = {r.row.id: float(r.row.step_s) for r in runs}
         chosen = min(predicted, key=lambda i: (predicted[i], i))
         best = min(measured, key=lambda i: (measured[i], i))
         rows.append(

@@ -182,7 +182,7 @@ def test_probes_find_what_axes_cost_where_ranks_share_cores():
     steps = probes(node, (card, stack))
     # What the micro-benchmarks say is off by a factor, as on a machine that did something else meanwhile.
     believed = dataclasses.replace(card, latency=30.0, kernel_s=1e-3)
-    found = fit_probes(steps, believed, stack_card("cpu"), node, "test")
+    found = fit_probes(steps, believed, node, "test")
     for step in steps:
         assert seconds_of(step, node, *found) == pytest.approx(step.seconds, rel=0.03)
     assert found[0].kernel_s == pytest.approx(2e-5, rel=0.1)

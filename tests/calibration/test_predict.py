@@ -20,11 +20,11 @@ from hyper_parallel.calibration import (
     fit_runs,
     predict,
     predict_file,
+    read_cards,
     read_run,
-    shipped_cards,
     write_card,
 )
-from hyper_parallel.calibration._interval import coverage, half_width
+from hyper_parallel.calibration._fit import coverage, half_width
 from hyper_parallel.cli import application
 from hyper_parallel.cost import card_names, load_card, read_card
 from hyper_parallel.errors import CardUnreadable, RunsUnreadable
@@ -189,7 +189,7 @@ def test_a_defect_stops_the_command_and_names_the_row(tmp_path):
     """Cards with an impossible number stand for a defect: nothing is answered in the row."""
     source = tmp_path / "runs.csv"
     write(source, row(id=7))
-    h100 = dataclasses.replace(shipped_cards().device["h100"], saturation="fast")
+    h100 = dataclasses.replace(read_cards().device["h100"], saturation="fast")
     with pytest.raises(TypeError) as failure:
         predict_file(source, tmp_path / "out.csv", Cards({"h100": h100}, {}))
     assert "row 1 of" in failure.value.__notes__[0]
@@ -272,7 +272,7 @@ def test_unknown_numbers_of_a_card_are_refused(tmp_path):
 
 def test_fitting_finds_known_constants_again():
     """Runs made with changed constants; shape and layout tell them apart."""
-    shipped = shipped_cards()
+    shipped = read_cards()
     true = {"matmul.bfloat16": 0.9, "attention": 0.85, "link": 1.15}
     h100 = shipped.device["h100"]
     changed = dataclasses.replace(

@@ -12,167 +12,81 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.calibration._interval import coverage, half_width
-from hyper_parallel.calibration._predict import (
-    Cards,
-    candidate_of,
-    machine_of,
-    predict,
-    workload_of,
-)
-from hyper_parallel.calibration._runs import PublishedRun
+from hyper_parallel.calibration._constants import CONSTANTS, C, Constant, apply, believed
+from hyper_parallel.calibration._predict import Cards, machine_of, predict, work_of
+from hyper_parallel.calibration._row import RowError, read_rows
+from hyper_parallel.calibration._run import PublishedRun, read_run
 from hyper_parallel.calibration._write import write_card
-from hyper_parallel.cost import DeviceCard, ModelNumbers, StackCard, score
+from hyper_parallel.cost import ModelNumbers, step_seconds
+from hyper_parallel.errors import HyperParallelError
 
 Array = NDArray[np.float64]
-C = TypeVar("C", DeviceCard, StackCard)
+Names = NDArray[np.str_]
 
 NOISE: Final = 0.04
 """Log ratio between repeated runs of one configuration that a step time cannot be known better than."""
 HUBER: Final = 1.5
 """Residual, in units of `NOISE`, from which a run counts linearly."""
 _STEP: Final = 1e-3
+"""Move of a log factor for a difference quotient: far above rounding, far below any prior's width."""
+_ROUNDS: Final = 6
+_SETTLED: Final = 0.02
+"""Gauss-Newton steps at most, and the move of every factor, in widths of its prior, at which they end."""
+_FITTED: Final = "fitted to published runs; believed: "
+
+FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
+    "group": lambda run: run.group,
+    "device": lambda run: run.row.device,
+    "model": lambda run: run.row.model,
+    "stack": lambda run: run.stack,
+    # Dense runs stay in: what is known of a mixture of experts when its own runs are unknown.
+    "moe_model": lambda run: run.row.model if run.kind == "moe" else "",
+}
+"""What may be left out of a fit together; runs of the fold "" stay in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """One number that runs may change, on one or several cards at once.
-
-    Attributes:
-        name: For people.
-        sd: Width of the prior in log ratio.
-        cards: Cards that share the factor.
-        attributes: Attributes (`matmul.bfloat16`, `passes`) that share the factor; `matmul` means all its dtypes.
-        rest: The factor is on what a share leaves, 1 - x, as for overlaps.
-    """
-
-    name: str
-    sd: float
-    cards: tuple[str, ...]
-    attributes: tuple[str, ...]
-    rest: bool = False
-
-
-_HOPPER: Final = ("h100", "h100-96gb")
-_BLACKWELL: Final = ("b200", "b300", "gb200", "gb300")
-_MODERN: Final = ("megatron", "nemo", "megatron-bridge", "mindspeed", "jax")
-_TORCH: Final = ("torchtitan", "torchtitan-2024", "torchtitan-eager", "torch-fsdp")
-_STACKS: Final = (*_MODERN, *_TORCH, "nanotron", "megatron-2022")
-_DEVICES: Final = ("a100", *_HOPPER, *_BLACKWELL, "ascend-910b", "ascend-910c")
-
-CONSTANTS: Final = (
-    Constant("matmul a100", 0.06, ("a100",), ("matmul",)),
-    Constant("matmul hopper bf16", 0.06, _HOPPER, ("matmul.bfloat16",)),
-    Constant("matmul hopper fp8", 0.08, _HOPPER, ("matmul.float8_e4m3fn",)),
-    Constant("matmul blackwell fp8", 0.08, _BLACKWELL, ("matmul.float8_e4m3fn", "matmul.mxfp8")),
-    Constant("matmul blackwell nvfp4", 0.12, _BLACKWELL, ("matmul.nvfp4",)),
-    Constant("matmul ascend", 0.08, ("ascend-910b", "ascend-910c"), ("matmul",)),
-    Constant("clock h100-96gb", 0.08, ("h100-96gb",), ("matmul", "attention")),
-    Constant("clock b200", 0.06, ("b200",), ("matmul", "attention")),
-    Constant("clock b300", 0.06, ("b300",), ("matmul", "attention")),
-    Constant("clock gb200", 0.06, ("gb200",), ("matmul", "attention")),
-    Constant("clock gb300", 0.06, ("gb300",), ("matmul", "attention")),
-    Constant("attention hopper", 0.10, _HOPPER, ("attention",)),
-    Constant("attention blackwell", 0.15, _BLACKWELL, ("attention",)),
-    Constant("attention ascend", 0.20, ("ascend-910b", "ascend-910c"), ("attention",)),
-    Constant("portable attention", 0.15, (*_HOPPER, *_BLACKWELL), ("portable",)),
-    Constant("saturation", 0.20, _DEVICES, ("saturation",)),
-    Constant("links", 0.10, _DEVICES, ("link",)),
-    Constant("network", 0.15, _DEVICES, ("network",)),
-    Constant("network exchanges", 0.30, _DEVICES, ("exchange",)),
-    Constant("element-wise passes", 0.12, _STACKS, ("passes",)),
-    Constant("eager passes", 0.20, ("torchtitan-eager", "nanotron"), ("passes",)),
-    Constant("casts", 0.25, _STACKS, ("quantize_bytes",)),
-    Constant("stack nemo", 0.03, ("nemo",), ("compute",)),
-    Constant("stack megatron-bridge", 0.03, ("megatron-bridge",), ("compute",)),
-    Constant("stack torchtitan", 0.03, ("torchtitan", "torchtitan-2024", "torchtitan-eager"), ("compute",)),
-    Constant("stack mindspeed", 0.04, ("mindspeed",), ("compute",)),
-    Constant("stack megatron-2022", 0.05, ("megatron-2022",), ("compute",)),
-    Constant("stack nanotron", 0.08, ("nanotron",), ("compute",)),
-    Constant("tensor-parallel overlap", 0.30, _MODERN, ("overlap_tp",), rest=True),
-    Constant("straggling", 0.40, _STACKS, ("straggle",)),
-    Constant("step overhead", 0.50, _STACKS, ("step_s",)),
-    Constant("nanotron collectives", 0.30, ("nanotron",), ("network",)),
-    Constant("nanotron tensors", 0.40, ("nanotron",), ("tail_tensors",)),
-    Constant("experts", 0.20, _STACKS, ("moe",)),
-    Constant("expert host work", 0.40, _STACKS, ("moe_host_s",)),
-    Constant("expert releases", 0.40, _STACKS, ("moe_month",)),
-    Constant("expert releases hopper", 1.00, _HOPPER, ("maturing",)),
-    Constant("expert overlap", 0.30, _MODERN, ("overlap_ep",), rest=True),
-)  # fmt: skip
-"""What `calibrate --runs` may change."""
-
-
-def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
-    """Cards with the log factors of constants applied to what is believed of them."""
-    device: dict[str, DeviceCard] = dict(cards.device)
-    stack: dict[str, StackCard] = dict(cards.stack)
-    for constant, log_factor in zip(constants, factors, strict=True):
-        factor = math.exp(float(log_factor))
-        for name in constant.cards:
-            for attribute in constant.attributes:
-                for table in (device, stack):
-                    if name in table and hasattr(table[name], attribute.partition(".")[0]):
-                        table[name] = _scaled(table[name], attribute, factor, constant.rest)  # type: ignore[assignment, type-var]
-    return Cards(device, stack)
-
-
-def _scaled(card: C, attribute: str, factor: float, rest: bool) -> C:
-    name, _, key = attribute.partition(".")
-    old: Any = getattr(card, name)
-
-    def new(value: float) -> float:
-        return max(0.0, 1.0 - (1.0 - value) * factor) if rest else value * factor
-
-    value: Any = new(old) if isinstance(old, float | int) else dict(old)
-    if isinstance(value, dict):
-        value |= {k: new(v) for k, v in old.items() if not key or k == key}
-    changed: dict[str, Any] = {name: value}
-    return replace(card, **changed)
-
-
-def believed(cards: Cards) -> Cards:
-    """Cards with every fitted number set back to its prior."""
-
-    def back(card: C) -> C:
-        values: dict[str, Any] = {}
-        for path, prior in card.priors.items():
-            name, _, key = path.partition(".")
-            old = values.get(name, getattr(card, name))
-            values[name] = {**old, key: prior} if key else prior
-        return replace(card, **values)
-
-    return Cards(
-        {k: back(v) for k, v in cards.device.items()}, {k: back(v) for k, v in cards.stack.items()}
-    )
+def read_runs(path: str | Path) -> list[PublishedRun]:
+    """The rows of a CSV that can be read."""
+    runs = []
+    for row in read_rows(path)[1]:
+        try:
+            runs.append(read_run(row))
+        except (RowError, HyperParallelError):
+            continue
+    return runs
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A run prepared for pricing again and again."""
+    """A run prepared for being priced with many cards."""
 
     run: PublishedRun
     numbers: ModelNumbers
     recompute: str
-    measured: float
+    measured_s: float
+
+    @classmethod
+    def of(cls, run: PublishedRun, cards: Cards) -> _Case:
+        """The run with the recomputation that fits by what is believed."""
+        assert run.step_s, "only measured runs are fitted"
+        recompute = run.recompute or predict(run, cards).recompute
+        return cls(run, ModelNumbers.of(run.model), recompute, run.step_s)
 
     def card_names(self, cards: Cards) -> set[str]:
         """The cards that price this run."""
-        machine = machine_of(self.run, cards, [])
+        machine = machine_of(self.run, cards)
         return {machine.card.name, machine.stack.name}
 
     def log_ratio(self, cards: Cards) -> float:
         """Logarithm of predicted over measured step time."""
-        machine = machine_of(self.run, cards, [])
-        candidate = candidate_of(self.run, self.recompute)
-        workload = workload_of(self.run, machine.compute_dtype)
-        seconds = score(self.numbers, machine, workload, candidate, "time").step_s[0]
-        return math.log(float(seconds) / self.measured)
+        work = work_of(self.run, machine_of(self.run, cards), self.recompute)
+        seconds = step_seconds(self.numbers, *work)
+        return math.log(float(seconds[0]) / self.measured_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +99,9 @@ class Fit:
         runs: Runs that were used.
         before: Log ratio of predicted over measured step time with what was believed.
         after: The same with the fitted cards.
-        left_out: The same for each run by cards that were fitted without its group.
-        interval: Half width of the 80 % interval in log ratio, by kind of model, of runs whose model was left out.
+        left_out: The same for each run by cards that were fitted without its fold.
+        interval: Half width of the 80 % interval in log ratio: by kind of model for runs whose model was left out,
+            and, `KIND_unknown_stack`, for runs whose stack was left out and priced with the card of another.
         coverage: Share of left-out runs, one vote per group, that lie in an interval made without them, by kind.
     """
 
@@ -206,11 +121,11 @@ class Fit:
             log_ratios: `before`, `after` or `left_out`.
             kind: dense or moe.
         """
-        found: dict[str, list[float]] = {}
+        groups: dict[str, list[float]] = {}
         for run, value in zip(self.runs, log_ratios, strict=True):
-            if bool(run.model.num_experts) == (kind == "moe"):
-                found.setdefault(run.group, []).append(abs(math.expm1(float(value))))
-        return np.asarray([float(np.median(values)) for values in found.values()])
+            if run.kind == kind:
+                groups.setdefault(run.group, []).append(abs(math.expm1(float(value))))
+        return np.asarray([float(np.median(values)) for values in groups.values()])
 
     def summary(self) -> list[str]:
         """The accuracy and the constants as lines of text."""
@@ -243,21 +158,12 @@ def write_cards(folder: Path, fit: Fit) -> list[Path]:
     return paths
 
 
-def _group(run: PublishedRun) -> str:
-    return run.group
-
-
-def _model(run: PublishedRun) -> str:
-    return run.row.get("model", "")
-
-
 def fit_runs(
     runs: Sequence[PublishedRun],
     shipped: Cards,
     *,
     constants: Sequence[Constant] = CONSTANTS,
-    rounds: int = 6,
-    leave_out: Callable[[PublishedRun], str] | None = _group,
+    leave_out: str | None = "group",
 ) -> Fit:
     """Fit the constants of cards to runs.
 
@@ -265,110 +171,150 @@ def fit_runs(
         runs: Runs with a measured step time; others are left aside.
         shipped: Cards; fitting starts from their priors.
         constants: What may change.
-        rounds: Gauss-Newton steps.
-        leave_out: What is left out together for `left_out`, by default a group of runs; None: nothing.
-
-    Source: robust regression, Huber 1964; priors as ridge penalties.
+        leave_out: What is left out together for `left_out`, a key of `FOLDS`; None: nothing.
     """
     start = believed(shipped)
-    measured = [(run, run.step_s) for run in runs]
-    cases = [_case(run, seconds, start) for run, seconds in measured if seconds]
-    groups = [case.run.group for case in cases]
-    sizes = Counter(groups)
-    votes = np.asarray([1.0 / sizes[g] for g in groups])
+    cases = [_Case.of(run, start) for run in runs if run.step_s]
+    runs = tuple(case.run for case in cases)
+    sizes = Counter(run.group for run in runs)
+    votes = np.asarray([1.0 / sizes[run.group] for run in runs])
     widths = np.asarray([c.sd for c in constants])
-
     uses = [case.card_names(start) for case in cases]
 
     def residuals(factors: Array) -> Array:
         cards = apply(start, factors, constants)
         return np.asarray([case.log_ratio(cards) for case in cases])
 
-    def moved_by(j: int, factors: Array) -> Array:
-        """Residuals with one factor moved; only runs that use one of its cards are priced again."""
-        moved = factors.copy()
-        moved[j] += _STEP
-        cards = apply(start, moved, constants)
-        touched = [not used.isdisjoint(constants[j].cards) for used in uses]
-        return np.asarray(
-            [
-                case.log_ratio(cards) if again else old
-                for case, again, old in zip(cases, touched, now, strict=True)
-            ]
-        )
-
     factors = np.zeros(len(constants))
     before = now = residuals(factors)
     slopes = np.zeros((len(cases), len(constants)))
-    for _ in range(rounds):
-        for j in range(len(constants)):
-            slopes[:, j] = (moved_by(j, factors) - now) / _STEP
-        step = _solve(now, slopes, factors, votes, widths) - factors
-        factors = factors + step
+    for _ in range(_ROUNDS):
+        for j, constant in enumerate(constants):
+            moved = factors.copy()
+            moved[j] += _STEP
+            cards = apply(start, moved, constants)
+            for i, used in enumerate(uses):
+                if not used.isdisjoint(constant.cards):
+                    slopes[i, j] = (cases[i].log_ratio(cards) - now[i]) / _STEP
+        last, factors = factors, _solve(now, slopes, factors, votes, widths)
         now = residuals(factors)
-        if np.abs(step / widths).max() < 0.02:
+        if np.abs((factors - last) / widths).max() < _SETTLED:
             break
 
-    def without(fold: Callable[[PublishedRun], str]) -> Array:
-        """Residual of each run by cards fitted without its fold."""
-        found, folds = now.copy(), [fold(case.run) for case in cases]
+    def without(fold: Callable[[PublishedRun], str], unknown_stack: bool = False) -> Array:
+        """Residual of each run by cards fitted without its fold; linear in the factors around the full fit."""
+        left_out, folds = now.copy(), np.asarray([fold(run) for run in runs])
         for name in dict.fromkeys(folds):
-            keep = np.asarray([f != name for f in folds])
-            other = _solve(now, slopes, factors, votes * keep, widths)
-            cards = apply(start, other, constants)
-            for i in np.flatnonzero(~keep):
-                found[i] = cases[i].log_ratio(cards)
-        return found
+            if not name:
+                continue
+            others = _solve(now, slopes, factors, votes * (folds != name), widths)
+            cards = apply(start, others, constants)
+            for i in np.flatnonzero(folds == name):
+                case = cases[i]
+                if unknown_stack:
+                    case = replace(case, run=case.run.priced_as_unknown())
+                left_out[i] = case.log_ratio(cards)
+        return left_out
 
-    left_out = without(leave_out) if leave_out else now
-    routed = np.asarray([bool(case.run.model.num_experts) for case in cases])
-    kinds = {"dense": ~routed, "moe": routed}
-    # A new run is most often of a model that no run has shown: the interval is that of left-out models.
-    unseen = without(_model) if leave_out else now
-    models = np.asarray([_model(case.run) for case in cases])
-    interval = {
-        kind: half_width(unseen[mask], votes[mask], models[mask])
-        for kind, mask in kinds.items()
-        if mask.any()
-    }
-    folds = np.asarray([(leave_out or _group)(c.run) for c in cases])
-    covered = {
-        kind: coverage(left_out[mask], votes[mask], folds[mask])
-        for kind, mask in kinds.items()
-        if leave_out and len(set(folds[mask])) > 1
-    }
+    left_out, interval, covered = now, dict[str, float](), dict[str, float]()
+    kinds = np.asarray([run.kind for run in runs])
+    # A new run is most often of a model that no run has shown, and sometimes of a stack that none has.
+    unseen = without(FOLDS["model"]) if leave_out else now
+    strange = without(FOLDS["stack"], unknown_stack=True) if leave_out else now
+    models, stacks = (np.asarray([FOLDS[k](run) for run in runs]) for k in ("model", "stack"))
+    if leave_out:
+        left_out = without(FOLDS[leave_out])
+    folds = np.asarray([FOLDS[leave_out or "group"](run) for run in runs])
+    for kind in sorted({run.kind for run in runs}):
+        mine = kinds == kind
+        width = half_width(unseen[mine], votes[mine], models[mine])
+        interval[kind] = width
+        interval[f"{kind}_unknown_stack"] = max(
+            width, half_width(strange[mine], votes[mine], stacks[mine])
+        )
+        if leave_out and len(set(folds[mine])) > 1:
+            covered[kind] = coverage(left_out[mine], votes[mine], folds[mine])
     cards = _described(start, apply(start, factors, constants), constants, interval)
-    found = {c.name: float(f) for c, f in zip(constants, factors, strict=True)}
-    runs = tuple(case.run for case in cases)
-    return Fit(cards, found, runs, before, now, left_out, interval, covered)
-
-
-def _case(run: PublishedRun, seconds: float, cards: Cards) -> _Case:
-    first = predict(run, cards)
-    chosen = run.recompute or next(
-        a.partition("=")[2].partition(":")[0]
-        for a in first.assumptions
-        if a.startswith("recompute=")
-    )
-    return _Case(run, ModelNumbers.of(run.model), chosen, seconds)
+    named = {c.name: float(f) for c, f in zip(constants, factors, strict=True)}
+    return Fit(cards, named, runs, before, now, left_out, interval, covered)
 
 
 def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Array) -> Array:
-    """Factors that minimise the linearised residuals with Huber weights and the priors."""
-    target = slopes @ factors - now
-    found = factors
-    for _ in range(20):
-        error = np.abs(now + slopes @ (found - factors)) / NOISE
-        weights = votes * np.minimum(1.0, HUBER / np.maximum(error, 1e-12)) / NOISE**2
-        normal = slopes.T @ (slopes * weights[:, None]) + np.diag(widths**-2.0)
-        found = np.asarray(np.linalg.solve(normal, slopes.T @ (weights * target)))
-    return found
+    """Log factors that minimise the residuals, linear around `factors`: Huber's loss times votes, and the priors.
+
+    Args:
+        now: Residuals at `factors`, [runs].
+        slopes: Their derivatives, [runs, constants].
+        factors: Log factors, [constants].
+        votes: Weight of each run.
+        widths: Widths of the priors.
+
+    Source: robust regression, Huber 1964; priors as ridge penalties.
+    """
+    from scipy.optimize import least_squares
+
+    weights = np.concatenate([votes, np.ones(len(widths))])
+    knee = np.concatenate([np.full(len(votes), HUBER**2), np.full(len(widths), np.inf)])
+
+    def loss(squares: Array) -> Any:
+        """Value and two derivatives by the square: linear in it up to the knee, in its root beyond."""
+        root = np.sqrt(np.maximum(squares, 1e-24))
+        inside, reach = squares <= knee, HUBER / root
+        return weights * np.stack(
+            [
+                np.where(inside, squares, 2.0 * HUBER * root - HUBER**2),
+                np.where(inside, 1.0, reach),
+                np.where(inside, 0.0, -0.5 * reach / np.maximum(squares, 1e-24)),
+            ]
+        )
+
+    result = least_squares(
+        lambda f: np.concatenate([(now + slopes @ (f - factors)) / NOISE, f / widths]),
+        factors,
+        lambda f: np.vstack([slopes / NOISE, np.diag(1.0 / widths)]),
+        loss=loss,
+        x_scale=widths,
+    )
+    return np.asarray(result.x)
+
+
+def half_width(residual: Array, votes: Array, folds: Names, share: float = 0.8) -> float:
+    """Absolute residual that a share of the votes of runs still to come stays below.
+
+    Runs of a fold are alike, so that k folds tell as much as k runs: of these the share (1 + 1/k) must lie below, at
+    most all.
+
+    Source: split conformal prediction, Papadopoulos et al. 2002.
+    """
+    share = min(1.0, share * (1.0 + 1.0 / len(set(folds))))
+    size = np.abs(residual)
+    order = np.argsort(size)
+    reached = np.cumsum(votes[order]) / votes.sum()
+    place = min(int(np.searchsorted(reached, share - 1e-9)), len(size) - 1)
+    return float(size[order][place])
+
+
+def coverage(residual: Array, votes: Array, folds: Names) -> float:
+    """Share of the votes within the half width that the other folds' residuals give."""
+    inside = 0.0
+    for name in set(folds):
+        mine = folds == name
+        width = half_width(residual[~mine], votes[~mine], folds[~mine])
+        inside += float(votes[mine & (np.abs(residual) <= width)].sum())
+    return inside / float(votes.sum())
 
 
 def _described(
-    start: Cards, found: Cards, constants: Sequence[Constant], interval: Mapping[str, float]
+    start: Cards, fitted: Cards, constants: Sequence[Constant], interval: Mapping[str, float]
 ) -> Cards:
     """Fitted cards that say of every changed number what was believed and that it was fitted."""
+    changed = {name for c in constants for name in c.cards}
+    sources_of_interval = {
+        f"interval.{kind}": "80 % of runs whose "
+        + ("stack was left out and priced as another" if "_" in kind else "model was left out")
+        + ", one vote per group"
+        for kind in interval
+    }
 
     def describe(old: C, new: C) -> C:
         sources, priors = dict(old.sources), dict(old.priors)
@@ -377,20 +323,17 @@ def _described(
             a, b = getattr(old, name), getattr(new, name)
             a, b = (a[key], b[key]) if key else (a, b)
             if a != b:
-                why = sources[path].partition("fitted to published runs; believed: ")
-                sources[path] = f"fitted to published runs; believed: {why[2] or why[0]}"
+                sources[path] = _FITTED + sources[path].removeprefix(_FITTED)
                 priors[path] = a
         return replace(new, sources=sources, priors=priors)
 
-    device = {k: describe(start.device[k], v) for k, v in found.device.items()}
-    stack = {k: describe(start.stack[k], v) for k, v in found.stack.items()}
-    fitted = {name for c in constants for name in c.cards}
-    told = {
-        f"interval.{k}": "80 % of runs whose model was left out, one vote per group"
-        for k in interval
-    }
-    stack = {
-        k: replace(v, interval=dict(interval), sources={**v.sources, **told}) if k in fitted else v
-        for k, v in stack.items()
-    }
-    return Cards(device, stack)
+    stack = {k: describe(start.stack[k], v) for k, v in fitted.stack.items()}
+    return Cards(
+        {k: describe(start.device[k], v) for k, v in fitted.device.items()},
+        {
+            k: replace(v, interval=dict(interval), sources={**v.sources, **sources_of_interval})
+            if k in changed
+            else v
+            for k, v in stack.items()
+        },
+    )

@@ -1,13 +1,21 @@
-"""The card of this machine: from micro-benchmarks of its ranks to the numbers of a device card and a stack card."""
+"""Cards of this machine: from micro-benchmarks of its ranks, and from short training steps of several layouts.
+
+Micro-benchmarks say how fast kernels and links are, but on a CPU most of a small step is host work: starting
+operators, hooks of the parallel axes, waiting for ranks that have no core. The step time is linear in the constants of
+all that, so they are found by least squares of relative errors with non-negative unknowns, drawn a little to what the
+micro-benchmarks say.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hyper_parallel.cost import (
     LOCAL_CARD,
@@ -17,15 +25,33 @@ from hyper_parallel.cost import (
     ModelNumbers,
     StackCard,
     device_card,
-    score,
     stack_card,
+    step_seconds,
 )
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.topology import Supernode
 
-_SATURATIONS: Final = np.geomspace(1e-3, 8.0, 600)
-_HEADS: Final = np.concatenate([[1e-9], np.geomspace(2.0, 128.0, 200)])
+Array = NDArray[np.float64]
+
+AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "ep", "pp")
+"""Axes with host work of their own; the keys of `StackCard.host_s`."""
+_SATURATIONS: Final = (1e-3, 8.0)
+"""Range of the card's saturation: from none to matmuls that only wait for memory."""
+_HEADS: Final = (1e-3, 128.0)
+"""Range of the head width at which attention reaches half its rate: from none to that of the widest heads."""
+_PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10, "moe": 0.05}
+"""Weight of what the micro-benchmarks say, against one relative error of one step."""
+_HOST_PULL: Final = 0.01
+"""The same for host work, of which they say nothing: towards none."""
+_UNITS: Final = {"kernel_s": 1e-5, "step_s": 1e-2, "moe_host_s": 1e-3}
+"""Seconds that a constant is counted in, so that all unknowns are near one; host work of axes as of experts."""
+_ROUNDS: Final = 2
+"""Linear but for the pace of pipelines, which depends on how even their stages are: a second round is exact there."""
+_FASTEST: Final = 1e9
+"""Share of a link's bandwidth that stands for a link that costs nothing."""
+_TINY: Final = 1e-9
+"""Stands for zero where it divides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +121,21 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
     """
     device = supernode.device
     base = device_card(device.name, device.kind)
-    saturation, matmul = _fit_matmul(rates, supernode, base)
-    head, attention = _fit_attention(rates, supernode, base)
-    passes = stack_card("cpu" if device.kind == "cpu" else "hyper-parallel").passes
+    cpu = device.kind == "cpu"
+    # Where a matmul reaches half its rate in elements, for a saturation of one on the card.
+    unit = (
+        supernode.peak_flops("float32" if cpu else "bfloat16")
+        / device.memory_bytes_s.value
+        * (2.0 if cpu else 1.0)
+    )
+    saturation, matmul = _fit_shares(
+        rates.matmul, supernode, lambda s, sizes: _matmul_flops(s * unit, sizes), _SATURATIONS
+    ) or (base.saturation, {})
+    head, attention = _fit_shares(rates.attention, supernode, _attention_flops, _HEADS) or (
+        base.attention_head,
+        {},
+    )
+    passes = _base_stack(supernode).passes
     moved = sum(passes * size for size, _ in rates.passing)
     elementwise = moved / sum(s for _, s in rates.passing) / device.memory_bytes_s.value
     stream = rates.stream[0] / rates.stream[1] / device.memory_bytes_s.value
@@ -119,7 +157,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
         devices=(_glob(device.name),),
         matmul={**base.matmul, **matmul},
         attention={**base.attention, **attention},
-        attention_len=1e-9,
+        attention_len=_TINY,
         portable=1.0,
         pace=pace,
         sources={**base.sources, **dict.fromkeys(told, source)},
@@ -134,45 +172,52 @@ def _glob(name: str) -> str:
     return re.sub(r"([\[\]*?])", "?", plain) + "*"
 
 
-def _fit_matmul(
-    rates: LocalRates, supernode: Supernode, base: DeviceCard
-) -> tuple[float, dict[str, float]]:
-    """One saturation for all formats and a share for each, least squares of the log ratio."""
-    peak = supernode.peak_flops("bfloat16" if supernode.device.kind != "cpu" else "float32")
-    unit = (
-        peak
-        / supernode.device.memory_bytes_s.value
-        * (2.0 if supernode.device.kind == "cpu" else 1.0)
+def _fit_shares(
+    rates: Mapping[str, Sequence[tuple[float, ...]]],
+    supernode: Supernode,
+    flops: Callable[[float, list[Array]], Array],
+    bounds: tuple[float, float],
+) -> tuple[float, dict[str, float]] | None:
+    """One constant of the shape for all formats and a share of the peak for each, least squares of the log ratio.
+
+    Args:
+        rates: By format, sizes and seconds of each measurement.
+        supernode: The machine.
+        flops: FLOPs of the sizes, times what the shape costs with the constant.
+        bounds: Where the constant is looked for.
+    """
+    from scipy.optimize import minimize_scalar
+
+    if not rates:
+        return None
+    columns = {
+        d: [np.asarray(c, float) for c in zip(*rows, strict=True)] for d, rows in rates.items()
+    }
+
+    def log_shares(log_constant: float) -> dict[str, Array]:
+        return {
+            d: np.log(flops(math.exp(log_constant), c) / supernode.peak_flops(d) / c[-1])
+            for d, c in columns.items()
+        }
+
+    def spread(log_constant: float) -> float:
+        return sum(float(v.var() * v.size) for v in log_shares(log_constant).values())
+
+    best = float(minimize_scalar(spread, bounds=np.log(bounds), method="bounded").x)
+    return math.exp(best), {d: math.exp(float(v.mean())) for d, v in log_shares(best).items()}
+
+
+def _matmul_flops(saturation: float, sizes: list[Array]) -> Array:
+    m, n, k = sizes[:3]
+    stretch = (1 + saturation / m) * (1 + saturation / n) * (1 + saturation / k)
+    return np.asarray(6.0 * m * n * k * stretch)
+
+
+def _attention_flops(head: float, sizes: list[Array]) -> Array:
+    batch, seq, heads, width = sizes[:4]
+    return np.asarray(
+        3.5 * 2.0 * batch * seq * (seq / 2.0) * heads * 2.0 * width * (1 + head / width)
     )
-    best = (np.inf, base.saturation, dict[str, float]())
-    for candidate in _SATURATIONS:
-        s, error, shares = candidate * unit, 0.0, {}
-        for dtype, rows in rates.matmul.items():
-            m, n, k, seconds = (np.asarray(column) for column in zip(*rows, strict=True))
-            stretch = (1 + s / m) * (1 + s / n) * (1 + s / k)
-            ideal = np.log(6.0 * m * n * k * stretch / supernode.peak_flops(dtype) / seconds)
-            shares[dtype] = float(np.exp(ideal.mean()))
-            error += float(((ideal - ideal.mean()) ** 2).sum())
-        if error < best[0]:
-            best = (error, float(candidate), shares)
-    return best[1], best[2]
-
-
-def _fit_attention(
-    rates: LocalRates, supernode: Supernode, base: DeviceCard
-) -> tuple[float, dict[str, float]]:
-    best = (np.inf, base.attention_head, dict[str, float]())
-    for head in _HEADS:
-        error, shares = 0.0, {}
-        for dtype, rows in rates.attention.items():
-            batch, seq, heads, width, seconds = (np.asarray(c) for c in zip(*rows, strict=True))
-            flops = 3.5 * 2.0 * batch * seq * (seq / 2.0) * heads * 2.0 * width
-            ideal = np.log(flops * (1 + head / width) / supernode.peak_flops(dtype) / seconds)
-            shares[dtype] = float(np.exp(ideal.mean()))
-            error += float(((ideal - ideal.mean()) ** 2).sum())
-        if error < best[0]:
-            best = (error, float(head), shares)
-    return best[1], best[2]
 
 
 def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tuple[float, float]:
@@ -181,7 +226,9 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
         return base.link, base.latency
     ranks = float(supernode.num_devices)
     plain = replace(base, link=1.0, latency=1.0)
-    machine = Machine.of(supernode, _compute(supernode), card=plain)
+    machine = Machine.of(
+        supernode, "float32" if supernode.device.kind == "cpu" else "bfloat16", card=plain
+    )
     axis = (np.asarray([ranks]), np.ones(1))
     rate, delay = float(machine.bandwidth(axis)[0]), float(machine.latency(axis)[0])
     sent = [size * (ranks - 1) / ranks for size, _ in rates.rings]
@@ -201,8 +248,30 @@ def _fit_pace(rates: LocalRates) -> dict[str, float]:
     return found
 
 
-def _compute(supernode: Supernode) -> str:
-    return "float32" if supernode.device.kind == "cpu" else "bfloat16"
+def _base_stack(supernode: Supernode) -> StackCard:
+    """The shipped card of our own runtime on this kind of device."""
+    return stack_card("cpu" if supernode.device.kind == "cpu" else "hyper-parallel")
+
+
+class _Steps:
+    """Measured steps, prepared for being priced with many cards."""
+
+    def __init__(self, steps: Sequence[MeasuredStep], supernode: Supernode) -> None:
+        self._steps, self._supernode = steps, supernode
+        self._prepared = [
+            (ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps
+        ]
+
+    def seconds(self, card: DeviceCard, stack: StackCard) -> Array:
+        """Predicted seconds of every step."""
+        formats = {s.workload.compute_dtype for s in self._steps}
+        on = {d: Machine.of(self._supernode, d, card=card, stack=stack) for d in formats}
+        return np.array(
+            [
+                float(step_seconds(numbers, on[s.workload.compute_dtype], s.workload, c)[0])
+                for s, (numbers, c) in zip(self._steps, self._prepared, strict=True)
+            ]
+        )
 
 
 def fit_stack(
@@ -216,33 +285,91 @@ def fit_stack(
         supernode: The machine.
         source: What to say about where the numbers come from.
     """
-    base = stack_card("cpu" if supernode.device.kind == "cpu" else "hyper-parallel")
+    base = _base_stack(supernode)
     kernels = base.kernels_forward + base.kernels_backward
     few, many = steps
     layers = many.model.num_layers - few.model.num_layers
-
-    def predicted(step: MeasuredStep, with_card: DeviceCard, stack: StackCard) -> float:
-        dtype = step.workload.compute_dtype
-        machine = Machine.of(supernode, dtype, card=with_card, stack=stack)
-        c = Candidates.of(step.strategy, step.workload)
-        return float(score(ModelNumbers.of(step.model), machine, step.workload, c).step_s[0])
-
-    bare = replace(card, kernel_s=0.0)
+    priced = _Steps(steps, supernode)
     measured = (many.seconds - few.seconds) / layers
-    work = (predicted(many, bare, base) - predicted(few, bare, base)) / layers
+    work = float(np.diff(priced.seconds(replace(card, kernel_s=0.0), base))[0]) / layers
     microbatches = many.workload.accumulation_steps or 1
     # Hidden launches pace the layer themselves when its work is shorter; others come on top of it.
     floor = measured if card.launch_hidden else max(measured - work, 0.0)
     fitted = replace(
         card,
-        kernel_s=max(floor, 1e-9) / kernels / microbatches,
+        kernel_s=max(floor, _TINY) / kernels / microbatches,
         sources={**card.sources, "kernel_s": source},
     )
     if measured < work and not card.launch_hidden:
         # The whole step is faster than its parts alone: they disturbed each other more than a step does.
         base = replace(base, compute=measured / work, sources={**base.sources, "compute": source})
-    rest = max(few.seconds - predicted(few, fitted, replace(base, step_s=0.0)), 0.0)
-    stack = replace(
-        base, name=LOCAL_CARD, step_s=rest, sources={**base.sources, "step_s": source}, priors={}
+    bare = float(priced.seconds(fitted, replace(base, step_s=0.0))[0])
+    sources = {**base.sources, "step_s": source}
+    step_s = max(few.seconds - bare, 0.0)
+    return fitted, replace(base, name=LOCAL_CARD, step_s=step_s, sources=sources, priors={})
+
+
+def fit_probes(
+    steps: Sequence[MeasuredStep], card: DeviceCard, supernode: Supernode, source: str
+) -> tuple[DeviceCard, StackCard]:
+    """The card of the device and of the stack whose predictions are nearest to the measured steps.
+
+    Args:
+        steps: Steps of several layouts, with different widths, layers and microbatches.
+        card: What the micro-benchmarks say.
+        supernode: The machine.
+        source: What to say about where the numbers come from.
+    """
+    from scipy.optimize import nnls
+
+    base = _base_stack(supernode)
+    host = [f"host_s.{a}" for a in AXES]
+    units = {
+        "compute": 1.0, "latency": card.latency, "link": 1.0 / card.link, "moe": 1.0, **_UNITS,
+        **dict.fromkeys(host, _UNITS["moe_host_s"]),
+    }  # fmt: skip
+    unit, pulls = np.array([*units.values()]), np.array([_PULL.get(n, _HOST_PULL) for n in units])
+    believed = np.array([float(n in _PULL) for n in units])
+    measured, priced = np.array([s.seconds for s in steps]), _Steps(steps, supernode)
+
+    def seconds(values: Array) -> Array:
+        return priced.seconds(*_with(dict(zip(units, values.tolist(), strict=True)), card, base))
+
+    at = believed
+    for _ in range(_ROUNDS):
+        here = seconds(at * unit)
+        moved = at + np.eye(len(at))
+        slopes = np.array([(seconds(row * unit) - here) / measured for row in moved]).T
+        wanted = 1.0 - here / measured + slopes @ at
+        at, _ = nnls(
+            np.vstack([slopes, np.diag(pulls)]), np.concatenate([wanted, pulls * believed])
+        )
+    device, stack = _with(dict(zip(units, (at * unit).tolist(), strict=True)), card, base)
+    on_device = ("kernel_s", "latency", "link")
+    of_stack = {name: source for name in units if name not in on_device}
+    return (
+        replace(device, sources={**card.sources, **dict.fromkeys(on_device, source)}),
+        replace(stack, name=LOCAL_CARD, sources={**base.sources, **of_stack}, priors={}),
     )
-    return fitted, stack
+
+
+def _with(
+    values: Mapping[str, float], card: DeviceCard, base: StackCard
+) -> tuple[DeviceCard, StackCard]:
+    """Cards with the constants, in which the step is linear: seconds per byte of a link, not bytes per second."""
+    compute = max(values["compute"], _TINY)
+    device = replace(
+        card,
+        kernel_s=values["kernel_s"],
+        latency=values["latency"],
+        link=1.0 / max(values["link"], 1.0 / _FASTEST),
+    )
+    return device, replace(
+        base,
+        compute=compute,
+        step_s=values["step_s"],
+        moe_host_s=values["moe_host_s"],
+        # All kernels take `compute` times as long, so what is linear is the product.
+        moe=values["moe"] / compute,
+        host_s={a: values[f"host_s.{a}"] for a in AXES},
+    )

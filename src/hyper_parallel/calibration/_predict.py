@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import fnmatch
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from hyper_parallel.calibration._cells import RowError, number
-from hyper_parallel.calibration._runs import PublishedRun
+from hyper_parallel.calibration._row import MEASURED, SURPLUS, RowError, read_rows, stated
+from hyper_parallel.calibration._run import PublishedRun, read_run
 from hyper_parallel.cost import (
     RECOMPUTE,
     Candidates,
@@ -27,53 +28,24 @@ from hyper_parallel.cost import (
     score,
     stack_card,
 )
+from hyper_parallel.errors import HyperParallelError, OutputNotWritable, RunsUnreadable
 from hyper_parallel.ir import Workload
-from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_names
-from hyper_parallel.units import TFLOP, GiB
-
-_DEVICES: Final = (
-    (r"gb300", "gb300-nvl72"), (r"gb200", "gb200-nvl72"), (r"b300", "dgx-b300"), (r"b200", "dgx-b200"),
-    (r"h200", "dgx-h200"), (r"h800", "dgx-h800"), (r"h100.*(96|hbm2e)", "h100-96gb"), (r"h100", "dgx-h100"),
-    (r"a100", "dgx-a100"), (r"910c|a3\b|cloudmatrix", "cloudmatrix384"), (r"910b|a2\b", "atlas-900-a2"),
-    (r"950", "atlas-950"), (r"v5p", "tpu-v5p"),
-)  # fmt: skip
-"""Device names of runs to topologies, the first match wins."""
-
-_NAMED: Final = (
-    "A100",
-    "H100",
-    "H200",
-    "H800",
-    "B200",
-    "B300",
-    "GB200",
-    "GB300",
-    "910B",
-    "910C",
-    "950",
-    "TPU v5p",
-)
-"""The same names as people write them."""
-_PEAKS: Final = (1, 100_000)
-"""TFLOP/s that a device may have."""
-_PEAK_RATIO: Final = {"float8_e4m3fn": 2.0, "mxfp8": 2.0, "nvfp4": 4.0, "float32": 0.5}
-"""Dense peak against bfloat16 where the topology has no entry: tensor cores double with each halving of the width."""
-_FP4_RATIO: Final = {"gb300-nvl72": 6.0, "dgx-b300": 6.0}
-"""The 300 series has 14.7 and 13.5 PFLOP/s of dense fp4 (published DGX Cloud peak table)."""
-
-_STACKS: Final = (
-    (r"nanotron", "nanotron"), (r"torchtitan.*\beager\b", "torchtitan-eager"), (r"torchtitan", "torchtitan"),
-    (r"megatron-bridge", "megatron-bridge"), (r"nemo", "nemo"), (r"modellink|mindspeed|mindformers", "mindspeed"),
-    (r"llm-foundry|composer|mosaic|fsdp|deepspeed zero", "torch-fsdp"), (r"maxtext|jax|pax", "jax"),
-)  # fmt: skip
-"""Stacks of runs to stack cards, the first match wins."""
-
-_LAST_UNFUSED: Final = 2022
-"""Sources up to this year are taken to run without fused attention, which spread in 2023."""
+from hyper_parallel.units import GiB
 
 _SAFE: Final = 1.1
 """Share of the memory up to which a run that did fit is believed to fit by prediction, when recomputation is not
 stated: published runs use options that save memory and are not in the row."""
+_HALF_WIDTH: Final = 0.2
+"""Half width of the interval in log ratio with a card that was not fitted: wider than any shipped one for a known
+stack and a dense model."""
+_FIRST: Final = (
+    "predicted_step_s",
+    "predicted_tok_s_dev",
+    "predicted_mem_gib",
+    "interval_low_s",
+    "interval_high_s",
+)
+"""Columns of the output that come before those of the terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +72,20 @@ class Cards:
         return self.stack.get(name) or stack_card(name)
 
 
+def read_cards(folder: str | Path | None = None) -> Cards:
+    """All shipped cards, and the cards of a folder over them.
+
+    Raises:
+        CardUnreadable: HP313 when a file of the folder is no card.
+    """
+    pairs = [load_card(name) for name in card_names()]
+    pairs += [read_card(path) for path in sorted(Path(folder).glob("*.yaml"))] if folder else []
+    return Cards(
+        {device.name: device for device, _ in pairs if device},
+        {stack.name: stack for _, stack in pairs if stack},
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What is predicted for one run.
@@ -107,15 +93,15 @@ class Prediction:
     Attributes:
         run: The run.
         scores: All terms, of one candidate.
-        low: Lower end of the interval, seconds.
-        high: Upper end.
+        recompute: What is recomputed: none, selective, full.
+        half_width: Half width of the interval, in log ratio.
         assumptions: Sentences about what was assumed.
     """
 
     run: PublishedRun
     scores: Scores
-    low: float
-    high: float
+    recompute: str
+    half_width: float
     assumptions: tuple[str, ...]
 
     @property
@@ -133,111 +119,50 @@ class Prediction:
         """Predicted peak memory of the fullest device."""
         return float(self.scores.memory_bytes[0]) / GiB
 
-
-def supernode_of(run: PublishedRun, told: list[str]) -> Supernode:
-    """The topology a run's device belongs to; the nearest by peak rate when none is known by that name."""
-    text = f"{run.row.get('device', '')}".lower()
-    # What tells a special part from the usual one is often only in the remarks.
-    remarks = f"{text} {run.row.get('notes', '')}".lower()
-    found = next((name for pattern, name in _DEVICES if re.search(pattern, text)), None)
-    if found == "dgx-h100" and re.search(r"hbm2e|96 ?gb", remarks):
-        found = "h100-96gb"
-    peak = number(run.row, "peak_tflops")
-    if peak is not None and not _PEAKS[0] <= peak <= _PEAKS[1]:
-        raise RowError(f"`peak_tflops` is {peak:g}; it is in TFLOP/s, {_PEAKS[0]} to {_PEAKS[1]}")
-    if found is None:
-        if peak is None:
-            known = ", ".join(_NAMED)
-            raise RowError(
-                f"device `{run.row.get('device')}` is not known and `peak_tflops` is blank; known are {known}"
-            )
-        presets = [load_topology(name) for name in preset_names() if name != "local-cpu"]
-        wanted = peak * TFLOP
-        nearest = min(presets, key=lambda s: abs(math.log(s.peak_flops("bfloat16") / wanted)))
-        told.append(
-            f"device `{run.row.get('device')}` is not known: links and memory of {nearest.name}"
-        )
-        found = nearest.name
-    supernode = load_topology(found)
-    memory = supernode.device.memory_bytes
-    if found == "dgx-a100" and re.search(r"40 ?g", text):
-        memory = Quantity(40.0 * GiB, "A100 40 GB", "general")
-    peaks = dict(supernode.device.peak_flops)
-    if peak and abs(peak * TFLOP / peaks["bfloat16"].value - 1.0) > 1e-3:
-        peaks["bfloat16"] = Quantity(peak * TFLOP, "column peak_tflops", "stated")
-        told.append(f"peak {peak:g} TFLOP/s: column peak_tflops")
-    base = peaks["bfloat16"]
-    peaks.setdefault("float16", base)
-    for dtype, ratio in _PEAK_RATIO.items():
-        factor = _FP4_RATIO.get(found, ratio) if dtype == "nvfp4" else ratio
-        peaks.setdefault(dtype, Quantity(base.value * factor, f"{factor:g} x bfloat16", "derived"))
-    device = replace(supernode.device, peak_flops=peaks, memory_bytes=memory)
-    return replace(supernode, device=device)
+    def columns(self) -> dict[str, str]:
+        """What is added to the run's row."""
+        low, high = (self.step_s * math.exp(s * self.half_width) for s in (-1.0, 1.0))
+        values = (self.step_s, self.tokens_per_device_s, self.memory_gib, low, high)
+        digits = (6, 6, 4, 6, 6)
+        return {
+            **{name: f"{v:.{d}g}" for name, v, d in zip(_FIRST, values, digits, strict=True)},
+            **{f"term: {t.name}": f"{float(t.seconds[0]):.6g}" for t in self.scores.time},
+            "assumptions": "; ".join(self.assumptions),
+        }
 
 
-def stack_name(run: PublishedRun, told: list[str]) -> str:
-    """The stack card of a run, by its stack, notes, and the year of its source."""
-    text = f"{run.row.get('stack', '')} {run.row.get('notes', '')}".lower()
-    for pattern, name in _STACKS:
-        if re.search(pattern, text):
-            old = re.search(r"20(1\d|2[0-4])[01]\d", run.row.get("source", ""))
-            return "torchtitan-2024" if name == "torchtitan" and old else name
-    years = re.findall(r"\b(20[12]\d)\b", f"{run.row.get('source', '')} {run.row.get('stack', '')}")
-    if years and min(map(int, years)) <= _LAST_UNFUSED:
-        told.append(f"stack of {min(years)}: attention is not fused")
-        return "megatron-2022"
-    if re.search(r"megatron|deepspeed|galvatron|colossal", text):
-        return "megatron"
-    name = "torch-fsdp" if run.zero == 3 else "megatron"
-    told.append(f"stack `{run.row.get('stack', '')}` is not known: priced as {name}")
-    return name
-
-
-def _release(run: PublishedRun) -> float | None:
-    """Months since 2020 of a release such as 26.04 in the stack's name."""
-    found = re.search(r"\b(2\d)\.(0[1-9]|1[0-2])\b", run.row.get("stack", ""))
-    return (int(found[1]) - 20) * 12.0 + int(found[2]) - 1 if found else None
-
-
-def machine_of(run: PublishedRun, cards: Cards, told: list[str]) -> Machine:
+def machine_of(run: PublishedRun, cards: Cards) -> Machine:
     """The machine of a run: its topology, its device card, and its stack card as the row describes it."""
-    supernode = supernode_of(run, told)
-    stack = cards.stack_for(stack_name(run, told))
-    compute = "float16" if run.matmul_dtype == "float16" else "bfloat16"
-    if run.matmul_dtype == "float32":
-        compute = "float32"
-    release = _release(run)
-    card = cards.device_for(supernode.device.name, supernode.device.kind)
-    if stack.moe_month and run.model.num_params and release is not None:
-        behind = max(0.0, stack.moe_release - release)
-        factor = 1.0 + stack.moe_month * card.maturing * math.sqrt(behind)
+    device, stack = run.supernode.device, cards.stack_for(run.stack)
+    card = cards.device_for(device.name, device.kind)
+    formats = {"float16": "float16", "float32": "float32"}
+    release = run.release_month
+    if stack.moe_month and release is not None:
+        older = math.sqrt(max(0.0, stack.moe_release - release))
+        factor = 1.0 + stack.moe_month * card.maturing * older
         stack = replace(stack, moe=stack.moe * factor, moe_host_s=stack.moe_host_s * factor)
-    if not stack.sequence_parallel and "sp" in re.split(
-        r"\W", run.row.get("recompute", "").lower()
-    ):
+    if "sp" in re.split(r"\W", run.row.recompute.lower()):
         stack = replace(stack, sequence_parallel=1.0)
-    elif not run.sequence_parallel:
+    elif "no sequence parallel" in run.row.notes.lower():
         stack = replace(stack, sequence_parallel=0.0)
-    if not stack.sequence_parallel and run.degrees["tp"] > 1:
-        told.append("the sequence is not sharded between tensor-parallel blocks")
-    return Machine.of(supernode, compute, matmul_dtype=run.matmul_dtype, card=card, stack=stack)
+    compute = formats.get(run.matmul_dtype, "bfloat16")
+    return Machine.of(run.supernode, compute, matmul_dtype=run.matmul_dtype, card=card, stack=stack)
 
 
-def workload_of(run: PublishedRun, compute_dtype: str) -> Workload:
-    """Sequence length, batch numbers and formats of a run; states and gradients in float32."""
-    return Workload(
-        run.seq_len, run.sequences * run.seq_len, run.microbatch, run.accumulation, compute_dtype
-    )
-
-
-def candidate_of(run: PublishedRun, recompute: str) -> Candidates:
-    """A run as a candidate of one row."""
+def work_of(
+    run: PublishedRun, machine: Machine, recompute: str
+) -> tuple[Machine, Workload, Candidates]:
+    """What pricing a run needs beside its model; states and gradients are in float32."""
     d = run.degrees
-    return Candidates.of_columns(
+    workload = Workload(
+        run.seq_len, run.sequences * run.seq_len, run.microbatch, run.accumulation, machine.compute_dtype
+    )  # fmt: skip
+    candidate = Candidates.of_columns(
         pp=d["pp"], vpp=d["vpp"], dp_shard=d["dp"], cp=d["cp"], tp_x=d["tp"], ep=d["ep"], etp=d["etp"],
         microbatch=run.microbatch, accumulation=run.accumulation, zero=run.zero,
         recompute=RECOMPUTE.index(recompute),
     )  # fmt: skip
+    return machine, workload, candidate
 
 
 def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
@@ -245,55 +170,83 @@ def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
 
     Recomputation that the row does not state is none or selective, whichever fits in memory.
     """
-    told = list(run.assumptions)
-    machine = machine_of(run, cards or Cards(), told)
-    numbers, workload = ModelNumbers.of(run.model), workload_of(run, machine.compute_dtype)
-    choices = (run.recompute,) if run.recompute else RECOMPUTE[:2]
-    for recompute in choices:
-        scores = score(numbers, machine, workload, candidate_of(run, recompute))
-        if scores.memory_bytes[0] <= _SAFE * machine.memory_bytes:
+    notes = list(run.assumptions)
+    machine = machine_of(run, cards or Cards())
+    if not machine.stack.sequence_parallel and run.degrees["tp"] > 1:
+        notes.append("the sequence is not sharded between tensor-parallel blocks")
+    numbers = ModelNumbers.of(run.model)
+    for recompute in (run.recompute,) if run.recompute else RECOMPUTE[:2]:
+        scores = score(numbers, *work_of(run, machine, recompute))
+        fits = bool(scores.memory_bytes[0] <= _SAFE * machine.memory_bytes)
+        if fits:
             break
     if run.recompute is None:
-        fits = scores.memory_bytes[0] <= _SAFE * machine.memory_bytes
         why = "the lightest that fits in memory" if fits else "nothing fits by prediction"
-        told.append(f"recompute={recompute}: not stated, {why}")
-    spread = interval_share(run, machine)
+        notes.append(f"recompute={recompute}: not stated, {why}")
     step = float(scores.step_s[0])
     assert 0.0 < step < math.inf, f"the price of a run is {step} s"
-    return Prediction(run, scores, step * math.exp(-spread), step * math.exp(spread), tuple(told))
+    widths = machine.stack.interval
+    width = widths.get(run.kind, _HALF_WIDTH)
+    if not run.known_stack:
+        width = max(width, widths.get(f"{run.kind}_unknown_stack", 0.0))
+    return Prediction(run, scores, recompute, width, tuple(notes))
 
 
-def interval_share(run: PublishedRun, machine: Machine) -> float:
-    """Half width of the interval in log ratio, from left-out residuals of similar runs."""
-    kind = "moe" if run.model.num_experts else "dense"
-    return machine.stack.interval.get(kind, 0.2)
+def predict_file(
+    source: str | Path, output: str | Path, cards: Cards | None = None
+) -> tuple[int, int]:
+    """Predict every row of a CSV and write all its columns with the predictions.
 
+    Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, one
+    `term: NAME` per cause in seconds, assumptions. Where `step_s`, `tok_s_dev` or `mem_gib` says nothing it is filled
+    with the prediction; a measured value is never replaced. A row that lacks what a prediction needs, or asks for the
+    impossible, keeps its cells and says so in `assumptions`; any other failure is a defect of ours and ends here, with
+    the row named.
 
-def shipped_cards() -> Cards:
-    """All shipped cards by name, for fitting."""
-    device: dict[str, Any] = {}
-    stack: dict[str, Any] = {}
-    for name in card_names():
-        one, other = load_card(name)
-        if one:
-            device[name] = one
-        if other:
-            stack[name] = other
-    return Cards(device, stack)
-
-
-def read_cards(folder: str | Path) -> Cards:
-    """The cards of a folder over the shipped ones.
+    Returns:
+        Rows predicted, and rows in the file.
 
     Raises:
-        CardUnreadable: HP313 when a file of the folder is no card.
+        RunsUnreadable: HP314 when the file cannot be read or no row can be predicted (then the file is written all the
+            same, with every row's reason).
+        OutputNotWritable: HP105 when the output cannot be written.
     """
-    shipped = shipped_cards()
-    device, stack = dict(shipped.device), dict(shipped.stack)
-    for path in sorted(Path(folder).glob("*.yaml")):
-        one, other = read_card(path)
-        if one:
-            device[one.name] = one
-        if other:
-            stack[other.name] = other
-    return Cards(device, stack)
+    columns, rows = read_rows(source)
+    names: dict[str, None] = {}
+    failures = 0
+    for index, row in enumerate(rows):
+        try:
+            if row.pop(SURPLUS, None) is not None:
+                raise RowError("the row has more cells than the header has columns")
+            added = predict(read_run(row), cards).columns()
+        except (RowError, HyperParallelError) as error:
+            failures += 1
+            why = error.what if isinstance(error, HyperParallelError) else str(error)
+            added = {"assumptions": f"not predicted: {why}"}
+        except Exception as error:
+            error.add_note(f"in row {index + 1} of {source} (id {row.get('id') or 'none'})")
+            raise
+        names |= dict.fromkeys(added)
+        for name in MEASURED:
+            if not stated(row.get(name)) and f"predicted_{name}" in added:
+                row[name] = added[f"predicted_{name}"]
+        row |= added
+    terms = sorted(name for name in names if name.startswith("term: "))
+    first = [name for name in _FIRST if name in names]
+    header = list(dict.fromkeys([*columns, "id", *MEASURED, *first, *terms, "assumptions"]))
+    try:
+        with Path(output).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, header, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise OutputNotWritable(
+            "the predictions cannot be written", where="--output", got=f"{output}: {error.strerror}"
+        ) from error
+    if failures == len(rows):
+        raise RunsUnreadable(
+            "no row of the runs can be predicted",
+            where=str(source),
+            got=rows[0]["assumptions"] if rows else "no rows",
+        )
+    return len(rows) - failures, len(rows)

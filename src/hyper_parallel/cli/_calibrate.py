@@ -55,9 +55,9 @@ def calibrate(
 
 
 def _from_runs(runs: Path, output: Path | None) -> None:
-    from hyper_parallel.calibration import fit_runs, read_runs, shipped_cards, write_cards
+    from hyper_parallel.calibration import fit_runs, read_cards, read_runs, write_cards
 
-    fit = fit_runs(read_runs(runs), shipped_cards())
+    fit = fit_runs(read_runs(runs), read_cards())
     for line in fit.summary():
         typer.echo(line)
     if output is not None:

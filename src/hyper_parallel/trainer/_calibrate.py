@@ -127,7 +127,7 @@ def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     ]
     told = f"{len(probes)} small training steps on {ranks} ranks"
     if kind == "cpu":
-        return fit_probes(measured, card, stack_card("cpu"), supernode, told)
+        return fit_probes(measured, card, supernode, told)
     return fit_stack(measured[:2], card, supernode, told)
 
 

@@ -1,0 +1,130 @@
+"""What published runs may change on the cards: constants, the widths of their priors, the cards that share them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hyper_parallel.calibration._predict import Cards
+from hyper_parallel.cost import DeviceCard, StackCard
+
+Array = NDArray[np.float64]
+C = TypeVar("C", DeviceCard, StackCard)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One number that runs may change, on one or several cards at once.
+
+    Attributes:
+        name: For people.
+        sd: Width of the prior in log ratio.
+        cards: Cards that share the factor.
+        attributes: Attributes (`matmul.bfloat16`, `passes`) that share the factor; `matmul` means all its dtypes.
+        rest: The factor is on what a share leaves, 1 - x, as for overlaps.
+    """
+
+    name: str
+    sd: float
+    cards: tuple[str, ...]
+    attributes: tuple[str, ...]
+    rest: bool = False
+
+
+_HOPPER: Final = ("h100", "h100-96gb")
+_BLACKWELL: Final = ("b200", "b300", "gb200", "gb300")
+_MODERN: Final = ("megatron", "nemo", "megatron-bridge", "mindspeed", "jax")
+_TORCH: Final = ("torchtitan", "torchtitan-2024", "torchtitan-eager", "torch-fsdp")
+_STACKS: Final = (*_MODERN, *_TORCH, "nanotron", "megatron-2022")
+_DEVICES: Final = ("a100", *_HOPPER, *_BLACKWELL, "ascend-910b", "ascend-910c")
+
+CONSTANTS: Final = (
+    Constant("matmul a100", 0.06, ("a100",), ("matmul",)),
+    Constant("matmul hopper bf16", 0.06, _HOPPER, ("matmul.bfloat16",)),
+    Constant("matmul hopper fp8", 0.08, _HOPPER, ("matmul.float8_e4m3fn",)),
+    Constant("matmul blackwell fp8", 0.08, _BLACKWELL, ("matmul.float8_e4m3fn", "matmul.mxfp8")),
+    Constant("matmul blackwell nvfp4", 0.12, _BLACKWELL, ("matmul.nvfp4",)),
+    Constant("matmul ascend", 0.08, ("ascend-910b", "ascend-910c"), ("matmul",)),
+    Constant("clock h100-96gb", 0.08, ("h100-96gb",), ("matmul", "attention")),
+    Constant("clock b200", 0.06, ("b200",), ("matmul", "attention")),
+    Constant("clock b300", 0.06, ("b300",), ("matmul", "attention")),
+    Constant("clock gb200", 0.06, ("gb200",), ("matmul", "attention")),
+    Constant("clock gb300", 0.06, ("gb300",), ("matmul", "attention")),
+    Constant("attention hopper", 0.10, _HOPPER, ("attention",)),
+    Constant("attention blackwell", 0.15, _BLACKWELL, ("attention",)),
+    Constant("attention ascend", 0.20, ("ascend-910b", "ascend-910c"), ("attention",)),
+    Constant("portable attention", 0.15, (*_HOPPER, *_BLACKWELL), ("portable",)),
+    Constant("saturation", 0.20, _DEVICES, ("saturation",)),
+    Constant("links", 0.10, _DEVICES, ("link",)),
+    Constant("network", 0.15, _DEVICES, ("network",)),
+    Constant("network exchanges", 0.30, _DEVICES, ("exchange",)),
+    Constant("element-wise passes", 0.12, _STACKS, ("passes",)),
+    Constant("eager passes", 0.20, ("torchtitan-eager", "nanotron"), ("passes",)),
+    Constant("casts", 0.25, _STACKS, ("quantize_bytes",)),
+    Constant("stack nemo", 0.03, ("nemo",), ("compute",)),
+    Constant("stack megatron-bridge", 0.03, ("megatron-bridge",), ("compute",)),
+    Constant("stack torchtitan", 0.03, ("torchtitan", "torchtitan-2024", "torchtitan-eager"), ("compute",)),
+    Constant("stack mindspeed", 0.04, ("mindspeed",), ("compute",)),
+    Constant("stack megatron-2022", 0.05, ("megatron-2022",), ("compute",)),
+    Constant("stack nanotron", 0.08, ("nanotron",), ("compute",)),
+    Constant("tensor-parallel overlap", 0.30, _MODERN, ("overlap_tp",), rest=True),
+    Constant("straggling", 0.40, _STACKS, ("straggle",)),
+    Constant("step overhead", 0.50, _STACKS, ("step_s",)),
+    Constant("nanotron collectives", 0.30, ("nanotron",), ("network",)),
+    Constant("nanotron tensors", 0.40, ("nanotron",), ("tail_tensors",)),
+    Constant("experts", 0.20, _STACKS, ("moe",)),
+    Constant("expert host work", 0.40, _STACKS, ("moe_host_s",)),
+    Constant("expert releases", 0.40, _STACKS, ("moe_month",)),
+    Constant("expert releases hopper", 1.00, _HOPPER, ("maturing",)),
+    Constant("expert overlap", 0.30, _MODERN, ("overlap_ep",), rest=True),
+)  # fmt: skip
+"""What `calibrate --runs` may change."""
+
+
+def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
+    """Cards with the log factors of constants applied to what is believed of them."""
+    device: dict[str, DeviceCard] = dict(cards.device)
+    stack: dict[str, StackCard] = dict(cards.stack)
+    for constant, log_factor in zip(constants, factors, strict=True):
+        factor = math.exp(float(log_factor))
+        for name in constant.cards:
+            for attribute in constant.attributes:
+                for table in (device, stack):
+                    if name in table and hasattr(table[name], attribute.partition(".")[0]):
+                        table[name] = _scaled(table[name], attribute, factor, constant.rest)  # type: ignore[assignment, type-var]
+    return Cards(device, stack)
+
+
+def _scaled(card: C, attribute: str, factor: float, rest: bool) -> C:
+    name, _, key = attribute.partition(".")
+    old: Any = getattr(card, name)
+
+    def new(value: float) -> float:
+        return max(0.0, 1.0 - (1.0 - value) * factor) if rest else value * factor
+
+    value: Any = new(old) if isinstance(old, float | int) else dict(old)
+    if isinstance(value, dict):
+        value |= {k: new(v) for k, v in old.items() if not key or k == key}
+    changed: dict[str, Any] = {name: value}
+    return replace(card, **changed)
+
+
+def believed(cards: Cards) -> Cards:
+    """Cards with every fitted number set back to its prior."""
+
+    def back(card: C) -> C:
+        values: dict[str, Any] = {}
+        for path, prior in card.priors.items():
+            name, _, key = path.partition(".")
+            old = values.get(name, getattr(card, name))
+            values[name] = {**old, key: prior} if key else prior
+        return replace(card, **values)
+
+    return Cards(
+        {k: back(v) for k, v in cards.device.items()}, {k: back(v) for k, v in cards.stack.items()}
+    )

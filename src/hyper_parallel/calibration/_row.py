@@ -1,0 +1,215 @@
+"""Rows of a CSV of runs: read as people write them, checked, and refused with the column and the text.
+
+A cell that says nothing (blank, n/a, NaN, -) counts as not stated; nothing is read as something else in silence.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from hyper_parallel.errors import RunsUnreadable
+
+MEASURED: Final = ("step_s", "tok_s_dev", "mem_gib")
+"""Columns that hold what was measured."""
+SHAPE: Final = ("layers", "hidden", "heads")
+"""Columns of a model's shape that cannot be left out, unless a preset has the model's name."""
+REQUIRED: Final = ("seq", "device", "n_dev")
+"""Columns without which a row cannot be predicted."""
+SURPLUS: Final = "more cells than columns"
+"""Key of the cells of a row that no column names; no column has this name in lower case with blanks."""
+_BLANKS: Final = ("", "nan", "n/a", "na", "#n/a", "-", "--", "none", "null", "?")
+_YES_NO: Final = {"true": 1, "yes": 1, "false": 0, "no": 0}
+_LARGEST: Final = 10**12
+"""A whole number beyond this is a slip: no run has as many of anything."""
+
+
+class RowError(ValueError):
+    """A row lacks what a prediction needs or asks for the impossible; the text says which."""
+
+
+def stated(text: str | None) -> str:
+    """Text of a cell that should hold a number; empty when it says nothing."""
+    text = (text or "").strip()
+    return "" if text.lower() in _BLANKS else text
+
+
+def _number(text: str) -> float:
+    # 1,024 is a thousand; 3,5 may be three and a half, and is refused rather than read as 35.
+    plain = text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text) else text
+    value = float(plain)
+    if not math.isfinite(value):
+        raise ValueError(f"not finite: {text}")
+    return value
+
+
+def _whole(cell: str) -> int | None:
+    text = stated(cell)
+    if not text:
+        return None
+    try:
+        value = _number(text)
+    except ValueError:
+        value = -1.0
+    if value < 0 or value != int(value):
+        raise ValueError(f"is not a whole number: {text}")
+    if value > _LARGEST:
+        raise ValueError(f"is far beyond any training run: {text}")
+    return int(value)
+
+
+def _layers(cell: str) -> int | None:
+    value = _whole(cell)
+    if value and value > 10**4:
+        raise ValueError(f"is far beyond any training run: {cell}")
+    return value
+
+
+def _gated(cell: str) -> int | None:
+    return _whole(str(_YES_NO.get(cell.strip().lower(), cell)))
+
+
+def _zero(cell: str) -> int | None:
+    """Stage of the column `zero`: 2, ZeRO-2, stage 2; FSDP shards everything."""
+    text = stated(cell).lower()
+    stage = re.fullmatch(r"(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])(?:\.0*)?", text)
+    if text and not stage and "fsdp" not in text:
+        raise ValueError(f"is {cell}; it is 0 to 3")
+    return int(stage[1]) if stage else 3 if text else None
+
+
+def _peak(cell: str) -> float | None:
+    text = stated(cell)
+    if not text:
+        return None
+    try:
+        value = _number(text)
+    except ValueError:
+        raise ValueError(f"is not a number: {text}") from None
+    if not 1 <= value <= 100_000:
+        raise ValueError(f"is {value:g}; it is in TFLOP/s, 1 to 100000")
+    return value
+
+
+def _measured(cell: str) -> float | None:
+    """None where the cell says nothing, or nothing that is a positive number (`OOM`)."""
+    try:
+        value = _number(stated(cell) or "0")
+    except ValueError:
+        return None
+    return value if value > 0.0 else None
+
+
+Whole = Annotated[int | None, BeforeValidator(_whole)]
+Measured = Annotated[float | None, BeforeValidator(_measured)]
+
+
+class RunRow(BaseModel):
+    """A row with its numbers read; None where it says nothing. Columns: docs/cost.md."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str = ""
+    model: str = ""
+    layers: Annotated[int | None, BeforeValidator(_layers)] = None
+    hidden: Whole = None
+    heads: Whole = None
+    kv_heads: Whole = None
+    head_dim: Whole = None
+    ffn: Whole = None
+    vocab: Whole = None
+    seq: Whole = None
+    gated: Annotated[int | None, BeforeValidator(_gated)] = None
+    experts: Whole = None
+    topk: Whole = None
+    moe_ffn: Whole = None
+    shared_experts: Whole = None
+    dense_layers: Whole = None
+    device: str = ""
+    peak_tflops: Annotated[float | None, BeforeValidator(_peak)] = None
+    n_dev: Whole = None
+    tp: Whole = None
+    cp: Whole = None
+    pp: Whole = None
+    vpp: Whole = None
+    ep: Whole = None
+    etp: Whole = None
+    dp: Whole = None
+    zero: Annotated[int | None, BeforeValidator(_zero)] = None
+    mbs: Whole = None
+    gbs: Whole = None
+    precision: str = ""
+    recompute: str = ""
+    step_s: Measured = None
+    tok_s_dev: Measured = None
+    mem_gib: Measured = None
+    stack: str = ""
+    source: str = ""
+    notes: str = ""
+    group: str = Field(default="")
+
+    @classmethod
+    def of(cls, cells: Mapping[str, str]) -> RunRow:
+        """Read the cells.
+
+        Raises:
+            RowError: When one that should hold a number holds something else.
+        """
+        try:
+            return cls.model_validate(cells)
+        except ValidationError as error:
+            first = error.errors()[0]
+            why: Any = first.get("ctx", {}).get("error", first["msg"])
+            raise RowError(f"`{first['loc'][0]}` {why}") from None
+
+    @property
+    def stack_and_notes(self) -> str:
+        """Where the stack is named, in lower case."""
+        return f"{self.stack} {self.notes}".lower()
+
+
+def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of a CSV of runs; commas, semicolons or tabs between cells, columns in any case.
+
+    Raises:
+        RunsUnreadable: HP314 when the file cannot be read or lacks the columns that a prediction needs.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            head = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(
+                file,
+                delimiter=max(",;\t", key=head.count),
+                restkey=SURPLUS,
+                restval="",
+                strict=True,
+            )
+            columns = [_column(c) for c in reader.fieldnames or ()]
+            reader.fieldnames = columns
+            rows = [{k: str(v).strip() for k, v in row.items() if k} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise RunsUnreadable("the runs cannot be read", where=str(path), got=str(error)) from error
+    twice = [name for name, count in Counter(columns).items() if name and count > 1]
+    if twice:
+        raise RunsUnreadable("the runs have a column twice", where=str(path), got=", ".join(twice))
+    shape = () if "model" in columns else SHAPE
+    if missing := [name for name in (*shape, *REQUIRED) if name not in columns]:
+        raise RunsUnreadable(
+            "the runs lack columns", where=str(path), got=f"without {', '.join(missing)}",
+            allowed=", ".join((*SHAPE, *REQUIRED)),
+        )  # fmt: skip
+    return [name for name in columns if name], rows
+
+
+def _column(text: str) -> str:
+    """Name of a column; those that mean something to us are lower case, the others stay as they are."""
+    low = text.strip().lower().replace(" ", "_")
+    return low if low in RunRow.model_fields else text.strip()

@@ -1,0 +1,303 @@
+"""Training runs as rows of a CSV, completed with stated assumptions, and turned into what the formulas need."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from hyper_parallel.calibration._row import MEASURED, REQUIRED, SHAPE, RowError, RunRow, stated
+from hyper_parallel.calibration._run_model import model_of
+from hyper_parallel.model import ModelSpec, find_preset, load_model
+from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_names
+from hyper_parallel.units import TFLOP, GiB
+
+_TOO_MANY_SEQUENCES: Final = 100_000
+"""From this number on `gbs` counts tokens: no run has so many sequences in a step."""
+
+_PRECISIONS: Final = (
+    (r"fp4", "nvfp4"), (r"mx-?fp8|fp8[-_ ]?mx", "mxfp8"), (r"fp8|float8|e4m3", "float8_e4m3fn"),
+    (r"bf16|bfloat16", "bfloat16"), (r"fp16|float16|half", "float16"), (r"fp32|float32|tf32", "float32"),
+)  # fmt: skip
+"""Words of the column `precision` and the format of matmul inputs they mean, the first match wins: `bf16 + fp8`
+multiplies in 8 bits."""
+
+_DEVICES: Final = (
+    (r"gb300", "gb300-nvl72"), (r"gb200", "gb200-nvl72"), (r"b300", "dgx-b300"), (r"b200", "dgx-b200"),
+    (r"h200", "dgx-h200"), (r"h800", "dgx-h800"), (r"h100.*(96|hbm2e)", "h100-96gb"), (r"h100", "dgx-h100"),
+    (r"a100", "dgx-a100"), (r"910c|a3\b|cloudmatrix", "cloudmatrix384"), (r"910b|a2\b", "atlas-900-a2"),
+    (r"950", "atlas-950"), (r"v5p", "tpu-v5p"),
+)  # fmt: skip
+"""Device names of runs to topologies, the first match wins."""
+_NAMED: Final = "A100, H100, H200, H800, B200, B300, GB200, GB300, 910B, 910C, 950, TPU v5p"
+"""The same names as people write them."""
+
+_PEAK_RATIO: Final = {"float8_e4m3fn": 2.0, "mxfp8": 2.0, "nvfp4": 4.0, "float32": 0.5}
+"""Dense peak against bfloat16 where the topology has no entry: tensor cores double with each halving of the width."""
+_FP4_RATIO: Final = {"gb300-nvl72": 6.0, "dgx-b300": 6.0}
+"""The 300 series has 14.7 and 13.5 PFLOP/s of dense fp4 (published DGX Cloud peak table)."""
+
+_STACKS: Final = (
+    (r"nanotron", "nanotron"), (r"torchtitan.*\beager\b", "torchtitan-eager"), (r"torchtitan", "torchtitan"),
+    (r"megatron-bridge", "megatron-bridge"), (r"nemo", "nemo"), (r"modellink|mindspeed|mindformers", "mindspeed"),
+    (r"llm-foundry|composer|mosaic|fsdp|deepspeed zero", "torch-fsdp"), (r"maxtext|jax|pax", "jax"),
+)  # fmt: skip
+"""Stacks of runs to stack cards, the first match wins."""
+_LAST_UNFUSED: Final = 2022
+"""Sources up to this year are taken to run without fused attention, which spread in 2023."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRun:
+    """One row of a CSV with every gap filled.
+
+    Attributes:
+        row: The row as it was read.
+        model: The model.
+        supernode: The machine: that of the device's name, or of the nearest peak rate.
+        stack: Name of the stack card.
+        known_stack: A card is for this stack; False where a similar one stands in.
+        seq_len: Tokens per sequence.
+        devices: Devices.
+        degrees: tp, cp, pp, vpp, ep, etp, dp.
+        zero: ZeRO stage.
+        microbatch: Sequences per microbatch and data-parallel rank.
+        accumulation: Microbatches per step.
+        sequences: Sequences per step.
+        matmul_dtype: Format of matmul inputs.
+        recompute: none, selective, full; None: the source does not say.
+        assumptions: Sentences about gaps that were filled.
+    """
+
+    row: RunRow
+    model: ModelSpec
+    supernode: Supernode
+    stack: str
+    known_stack: bool
+    seq_len: int
+    devices: int
+    degrees: Mapping[str, int]
+    zero: int
+    microbatch: int
+    accumulation: int
+    sequences: int
+    matmul_dtype: str
+    recompute: str | None
+    assumptions: tuple[str, ...] = field(default=())
+
+    @property
+    def kind(self) -> str:
+        """Dense or moe."""
+        return "moe" if self.model.num_experts else "dense"
+
+    @property
+    def step_s(self) -> float | None:
+        """Measured seconds per step, from either measured column."""
+        if self.row.step_s:
+            return self.row.step_s
+        rate = self.row.tok_s_dev
+        return self.sequences * self.seq_len / rate / self.devices if rate else None
+
+    @property
+    def group(self) -> str:
+        """Rows of one source, model, device and precision; they are near-duplicates."""
+        row = self.row
+        return row.group or "|".join((row.source, row.model, row.device, row.precision))
+
+    @property
+    def release_month(self) -> float | None:
+        """Months since 2020 of a release such as 26.04 in the stack's name."""
+        release = re.search(r"\b(2\d)\.(0[1-9]|1[0-2])\b", self.row.stack)
+        return (int(release[1]) - 20) * 12.0 + int(release[2]) - 1 if release else None
+
+    def priced_as_unknown(self) -> PublishedRun:
+        """The same run as if no card were made for its stack."""
+        return replace(self, stack=_stand_in(self.zero), known_stack=False)
+
+
+def read_run(cells: Mapping[str, str]) -> PublishedRun:
+    """A row with its gaps filled.
+
+    Raises:
+        RowError: When a needed number is missing, no number, or the degrees do not fit the devices.
+        ModelUnreadable: HP305 when the shape is no model's.
+    """
+    row = RunRow.of(cells)
+    notes = [
+        f"{name}: `{cells[name]}` is no positive number, not used"
+        for name in MEASURED
+        if stated(cells.get(name)) and getattr(row, name) is None
+    ]
+    preset = _preset(row, notes)
+    needed = REQUIRED if preset else (*SHAPE, *REQUIRED)
+    if lacking := [f"`{name}`" for name in needed if not getattr(row, name)]:
+        raise RowError(f"what is missing: {', '.join(lacking)}")
+    assert row.seq, "it is required"
+    assert row.n_dev, "it is required"
+
+    def fill(name: str, default: int, why: str) -> int:
+        value: int | None = getattr(row, name)
+        if value is None or (value == 0 and default and name != "zero"):
+            notes.append(f"{name}={default}: {why}")
+            return default
+        return value
+
+    degrees = _degrees(row, notes)
+    if degrees["ep"] > 1 and not (preset.num_experts if preset else row.experts):
+        notes.append(f"ep=1: the row says {degrees['ep']}, but the model has no experts")
+        degrees["ep"] = 1
+    degrees["etp"] = degrees["tp"]
+    if degrees["ep"] > 1:
+        degrees["etp"] = fill("etp", 1, "not stated, an expert is not cut")
+        block = degrees["tp"] * degrees["cp"] * degrees["dp"]
+        if block % (degrees["ep"] * degrees["etp"]):
+            raise RowError(
+                f"ep*etp = {degrees['ep'] * degrees['etp']} does not divide tp*cp*dp = {block}"
+            )
+    microbatch = fill("mbs", 1, "not stated")
+    sequences = fill("gbs", degrees["dp"] * microbatch, "not stated, one microbatch per rank")
+    if sequences >= _TOO_MANY_SEQUENCES and sequences % row.seq == 0:
+        notes.append(f"gbs={sequences // row.seq}: {sequences} are taken to be tokens")
+        sequences //= row.seq
+    accumulation = -(-sequences // (degrees["dp"] * microbatch))
+    if sequences % (degrees["dp"] * microbatch):
+        notes.append(f"{accumulation} microbatches: gbs does not divide by dp*mbs, rounded up")
+    sharded = any(s in f"{row.stack} {row.source}".lower() for s in ("torchtitan", "fsdp"))
+    zero = fill("zero", 3 if sharded else 1, "not stated, usual for the stack")
+    precision = _matmul_format(row, notes)
+    recompute = _recomputation(row, notes)
+    model = preset or model_of(row, notes)
+    _check(model, degrees, row.seq)
+    supernode = _supernode(row, notes)
+    stack, known = _stack_card(row, zero, notes)
+    return PublishedRun(
+        row, model, supernode, stack, known, row.seq, row.n_dev, degrees, zero, microbatch, accumulation, sequences,
+        precision, recompute, tuple(notes),
+    )  # fmt: skip
+
+
+def _preset(row: RunRow, notes: list[str]) -> ModelSpec | None:
+    """The shipped model a row names when it gives no shape of its own."""
+    if any(getattr(row, name) for name in SHAPE):
+        return None
+    dashed = re.sub(r"(?<=[a-zA-Z])(?=\d)", "-", row.model, count=1)
+    preset = find_preset(row.model) or find_preset(dashed)
+    if preset is None:
+        return None
+    notes.append(f"shape of the model: {preset}, by the model's name")
+    return load_model(preset)
+
+
+def _degrees(row: RunRow, notes: list[str]) -> dict[str, int]:
+    degrees = {name: max(1, getattr(row, name) or 1) for name in ("tp", "cp", "pp", "vpp", "ep")}
+    inner = degrees["tp"] * degrees["cp"] * degrees["pp"]
+    devices = row.n_dev or 0
+    if devices % inner:
+        raise RowError(f"tp*cp*pp = {inner} does not divide n_dev = {devices}")
+    degrees["dp"] = dp = devices // inner
+    if not row.dp:
+        notes.append(f"dp={dp}: derived, n_dev/(tp*cp*pp)")
+    elif row.dp != dp:
+        notes.append(f"dp={dp}: n_dev/(tp*cp*pp), the row says {row.dp}")
+    if degrees["vpp"] > 1 and degrees["pp"] == 1:
+        notes.append(f"vpp=1: the row says {degrees['vpp']}, but there is one stage")
+        degrees["vpp"] = 1
+    return degrees
+
+
+def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
+    """Refuse what no program can run."""
+    heads = max((b.attention.num_heads for b in model.blocks if b.attention), default=1)
+    for axis, most, what in (
+        ("pp", model.num_layers, "layers"), ("tp", heads, "heads"), ("cp", seq_len, "tokens of a sequence"),
+        ("ep", max(1, model.num_experts), "experts"),
+    ):  # fmt: skip
+        if degrees[axis] > most:
+            raise RowError(f"{axis} = {degrees[axis]} is more than the {most} {what}")
+
+
+def _matmul_format(row: RunRow, notes: list[str]) -> str:
+    """Format of matmul inputs that the column `precision` names."""
+    text = row.precision.lower()
+    for pattern, dtype in _PRECISIONS:
+        if re.search(pattern, text):
+            return dtype
+    notes.append(f"precision=bf16: {f'`{text}` is not known' if text else 'not stated'}")
+    return "bfloat16"
+
+
+def _recomputation(row: RunRow, notes: list[str]) -> str | None:
+    """none, selective or full; None where the row does not say."""
+    text = row.recompute.lower().strip()
+    sure = text.rstrip("?")
+    if not stated(sure) and sure != "none":
+        return None
+    for pattern, value in (
+        ("selective", "selective"),
+        ("full", "full"),
+        (r"^(none|no|off|false|0)\b", "none"),
+    ):
+        if re.search(pattern, sure):
+            if text != sure:
+                notes.append(f"recompute={value}: inferred by the source of the row")
+            return value
+    notes.append(f"recompute: `{sure}` is not known, taken as not stated")
+    return None
+
+
+def _supernode(row: RunRow, notes: list[str]) -> Supernode:
+    """The topology a run's device belongs to; the nearest by peak rate when none is known by that name."""
+    text, peak = row.device.lower(), row.peak_tflops
+    name = next((name for pattern, name in _DEVICES if re.search(pattern, text)), None)
+    # What tells a special part from the usual one is often only in the remarks.
+    if name == "dgx-h100" and re.search(r"hbm2e|96 ?gb", f"{text} {row.notes.lower()}"):
+        name = "h100-96gb"
+    if name is None:
+        if peak is None:
+            raise RowError(
+                f"device `{row.device}` is not known and `peak_tflops` is blank; known are {_NAMED}"
+            )
+        presets = [load_topology(name) for name in preset_names() if name != "local-cpu"]
+        near = [abs(math.log(s.peak_flops("bfloat16") / (peak * TFLOP))) for s in presets]
+        name = presets[near.index(min(near))].name
+        notes.append(f"device `{row.device}` is not known: links and memory of {name}")
+    supernode = load_topology(name)
+    memory = supernode.device.memory_bytes
+    if name == "dgx-a100" and re.search(r"40 ?g", text):
+        memory = Quantity(40.0 * GiB, "A100 40 GB", "general")
+    peaks = dict(supernode.device.peak_flops)
+    if peak and abs(peak * TFLOP / peaks["bfloat16"].value - 1.0) > 1e-3:
+        peaks["bfloat16"] = Quantity(peak * TFLOP, "column peak_tflops", "stated")
+        notes.append(f"peak {peak:g} TFLOP/s: column peak_tflops")
+    base = peaks["bfloat16"]
+    peaks.setdefault("float16", base)
+    for dtype, ratio in _PEAK_RATIO.items():
+        factor = _FP4_RATIO.get(name, ratio) if dtype == "nvfp4" else ratio
+        peaks.setdefault(dtype, Quantity(base.value * factor, f"{factor:g} x bfloat16", "derived"))
+    device = replace(supernode.device, peak_flops=peaks, memory_bytes=memory)
+    return replace(supernode, device=device)
+
+
+def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
+    """The stack card of a run, by its stack, notes, and the year of its source, and whether it is for that stack."""
+    text = row.stack_and_notes
+    for pattern, name in _STACKS:
+        if re.search(pattern, text):
+            old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
+            return ("torchtitan-2024" if name == "torchtitan" and old else name), True
+    years = re.findall(r"\b(20[12]\d)\b", f"{row.source} {row.stack}")
+    if years and min(map(int, years)) <= _LAST_UNFUSED:
+        notes.append(f"stack of {min(years)}: attention is not fused")
+        return "megatron-2022", True
+    if re.search(r"megatron|deepspeed|galvatron|colossal", text):
+        return "megatron", True
+    name = _stand_in(zero)
+    notes.append(f"stack `{row.stack}` is not known: priced as {name}")
+    return name, False
+
+
+def _stand_in(zero: int) -> str:
+    """Card for a stack that has none."""
+    return "torch-fsdp" if zero == 3 else "megatron"
