@@ -2,21 +2,13 @@
 
 import pytest
 
-from hyper_parallel.cost import ring_bytes, step_collectives
+from hyper_parallel.cost import step_collectives
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.shard import family_rules, plan_layouts
+from tests.cost.machines import small_model
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.mark.parametrize(
-    ("kind", "sent"),
-    [("all_gather", 750), ("reduce_scatter", 750), ("all_reduce", 1500), ("all_to_all", 750), ("broadcast", 1000)],
-)  # fmt: skip
-def test_ring_volumes(kind: str, sent: int) -> None:
-    assert ring_bytes(kind, 1000, 4) == sent
-    assert ring_bytes(kind, 1000, 1) == 0
 
 
 def _by_purpose(strategy: Strategy, workload: Workload) -> dict[str, int]:
@@ -51,3 +43,20 @@ def test_fsdp_moves_every_parameter_three_times() -> None:
     hybrid = _by_purpose(Strategy(dp_replicate=2, dp_shard=4), two)
     assert hybrid["fsdp gradients"] == 2 * params * 4 * 3 // 4
     assert hybrid["replica gradients"] == params // 4 * 4  # once a step, 2 * (2 - 1) / 2 of a shard
+
+
+def test_the_ring_counts_layers_microbatches_and_recompute() -> None:
+    model = small_model()
+    workload = Workload(512, microbatch=2, accumulation_steps=3)
+
+    def rounds(strategy: Strategy) -> int:
+        params = [(p.name, p.shape, p.dims) for b in model.blocks for p in b.params]
+        layouts = plan_layouts(
+            params, family_rules(model.family), strategy,
+            num_heads=8, num_kv_heads=4, head_dim=8, vocab_size=model.vocab_size,
+        ).layouts  # fmt: skip
+        found = step_collectives(model, layouts, strategy, workload)
+        return sum(c.count for c in found if c.kind == "send_recv")
+
+    assert rounds(Strategy(cp=4)) == model.num_layers * 3 * (3 + 2 * 3)
+    assert rounds(Strategy(cp=4, recompute="full")) == model.num_layers * 3 * (2 * 3 + 2 * 3)

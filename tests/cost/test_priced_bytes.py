@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
 
 TENSOR = (
     "sequence gather", "sequence scatter", "head scatter", "head gather", "width scatter", "width gather",
-    "weight gather", "key and value gather", "relayout",
+    "weight gather", "weight gradient scatter", "key and value gather", "key and value gradient scatter", "relayout",
 )  # fmt: skip
 SHARDED = ("fsdp parameters", "fsdp gradients", "replica gradients")
 BLOCKS = {"attention_shape": ("1d", "2d", "weight"), "mlp_shape": ("1d", "2d", "weight")}

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import NotDivisible, RuleError, UnsupportedSharding
@@ -113,6 +113,7 @@ def test_legal_degrees_keep_heads_where_their_queries_are(num_heads, num_kv_head
         assert num_heads % tp or (num_kv_heads % tp and tp % num_kv_heads)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([(8, 4), (8, 1), (12, 6), (6, 2), (28, 4)]),
     st.sampled_from([96, 100, 90]),

@@ -18,10 +18,8 @@ from hyper_parallel.cost._cards import (
     read_card,
     stack_card,
 )
-from hyper_parallel.cost._collectives import LINEAR_ENTRY, step_collectives
-from hyper_parallel.cost._context_bytes import Exchange, context_bytes
+from hyper_parallel.cost._collectives import LINEAR_ENTRY, Rows, step_collectives
 from hyper_parallel.cost._copies import COPIES, Away, Load, mixed_term, put_away
-from hyper_parallel.cost._expert_bytes import Rows
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import few_layers, kept_bytes, memory_key, memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
@@ -32,7 +30,6 @@ from hyper_parallel.cost._own_cards import (
     own_path,
 )
 from hyper_parallel.cost._place import Places
-from hyper_parallel.cost._ring import ring_bytes
 from hyper_parallel.cost._score import (
     Scores,
     layer_prices,
@@ -57,7 +54,6 @@ __all__ = [
     "BlockWidths",
     "Candidates",
     "DeviceCard",
-    "Exchange",
     "Load",
     "Machine",
     "ModelNumbers",
@@ -69,7 +65,6 @@ __all__ = [
     "block_traffic",
     "card_names",
     "check_stage_layers",
-    "context_bytes",
     "cut_layers",
     "device_card",
     "distinct",
@@ -87,7 +82,6 @@ __all__ = [
     "put_away",
     "read_card",
     "relayout_elements",
-    "ring_bytes",
     "score",
     "sharing_seconds",
     "stack_card",

@@ -1,44 +1,48 @@
-"""Communication of one optimizer step by formula: every collective of `parallelize`, per rank, to the byte.
+"""Communication of one optimizer step in bytes: the boundary table of `shard`, counted over the layers of one rank.
 
-Notation: T tokens of one microbatch on one data- and context-parallel rank, D hidden size, V vocabulary, t = tp,
-s = dp_shard * cp, c / r / p bytes of the compute, reduce and parameter formats, w = max(c, 4). Per microbatch,
-whole tensors:
-
-    sequence gather, scatter     t * ceil(T / t) * D * c    each region: two forward, two backward
-    FSDP parameters              sum of s * ceil(rows / s) * row size * c, over the parameters of a group
-    FSDP gradients               the same elements * r
-    loss statistics              t * 2 * T * w
-
-The norm, and the gradients of parameters that tensor parallelism keeps whole, are summed once per step. With pipeline
-stages, and where only optimizer states are sharded (ZeRO-1), FSDP also reduces gradients once per step, and keeps what
-it does not free after forward gathered for all of it.
-Sources: Korthikanti et al. 2022 (sequence parallelism: all-reduce as reduce-scatter + all-gather, 8 T D (t-1)/t per
-layer when gathered inputs are kept); Rajbhandari et al. 2020 (ZeRO); ring volumes as in `ring_bytes`.
+The parity and dry-run tests compare what is listed here with the collectives of real and traced ranks, to the byte.
+The gradient norm, and gradients of parameters that tensor parallelism keeps whole, are summed once per step. With
+pipeline stages, and where only optimizer states are sharded (ZeRO-1), FSDP also reduces gradients once per step, and
+keeps what it does not free after forward gathered for all of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 
-from hyper_parallel.cost._context_bytes import context_bytes
-from hyper_parallel.cost._expert_bytes import Rows, expert_collectives, on_expert_mesh
-from hyper_parallel.cost._pipeline_bytes import (
-    PP,
-    in_halves,
-    pipeline_sends,
-    rank_model,
-    recomputed_layers,
+from hyper_parallel.cost._rank_model import rank_model, recomputed_layers, split_recomputed
+from hyper_parallel.ir import (
+    Collective,
+    Layout,
+    Part,
+    Purpose,
+    Strategy,
+    Workload,
+    gate_up_parts,
+    qkv_parts,
 )
-from hyper_parallel.cost._projections import projection_collectives
-from hyper_parallel.cost._ring import ring_bytes
-from hyper_parallel.cost._tensor2d_bytes import grid_collectives
-from hyper_parallel.ir import Collective, Layout, SequenceCut, Strategy, Workload
 from hyper_parallel.model import Block, ModelSpec, ParamSpec
+from hyper_parallel.shard import (
+    BlockWidths,
+    Boundary,
+    Projection,
+    TokenCut,
+    block_boundaries,
+    context_boundaries,
+    embedding_boundaries,
+    expert_boundaries,
+    head_boundaries,
+    head_norm_boundaries,
+    norm_boundaries,
+    packed_boundaries,
+    pipeline_boundaries,
+    sharing_boundaries,
+)
 from hyper_parallel.units import DTYPE_BYTES
-
-TP = "tp_x"
 
 LINEAR_ENTRY = (
     "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "llama", "mistral", "mixtral", "olmo2",
@@ -46,101 +50,26 @@ LINEAR_ENTRY = (
 )  # fmt: skip
 """Families whose model code only scales the embedding before the first layer, so that its sum can wait until there."""
 
-
 _LAST_NORMS = ("post_feedforward", "post_mlp")
 """Parts of the names of norms that end a layer."""
+_TP = ("tp_x", "tp_y")
+_KEYS = ("k_proj", "v_proj")
+
+Entry = tuple[Boundary, int, bool]
+"""A collective, how many layers have it, and whether backward recomputes them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """What the formulas are evaluated on; `model` is what the pipeline rank holds, `recomputed` are layers of it."""
+class Rows:
+    """Rows one rank exchanged with other ranks in one layer and step, over all microbatches, forward only.
 
-    model: ModelSpec
-    layouts: Mapping[str, Layout]
-    strategy: Strategy
-    workload: Workload
-    recomputed: frozenset[int]
+    Attributes:
+        sent: Rows to experts on other ranks.
+        received: Rows for experts of this rank.
+    """
 
-    @property
-    def microbatches(self) -> int:
-        return self.workload.accumulation_steps or 1
-
-    def gathers(self, freed: bool) -> int:
-        """All-gathers of an FSDP group in a step, whose parameters are `freed` after forward or not."""
-        return 2 * self.microbatches if freed else self.reductions
-
-    @property
-    def reductions(self) -> int:
-        """Reduce-scatters of an FSDP group in a step."""
-        return 1 if self.strategy.reduces_once else self.microbatches
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one microbatch on one context-parallel rank, padding included."""
-        return (self.workload.microbatch or 1) * self.cut.local
-
-    @property
-    def cut(self) -> SequenceCut:
-        """How context parallelism cuts the sequences."""
-        s = self.strategy
-        return SequenceCut.of(self.workload.seq_len, s.cp, s.cp_kind, s.cp_ulysses)
-
-    @property
-    def shards(self) -> int:
-        """Ranks that FSDP cuts parameters over."""
-        return self.strategy.dp_shard * self.strategy.cp
-
-    @property
-    def compute_bytes(self) -> int:
-        return DTYPE_BYTES[self.workload.compute_dtype]
-
-    @property
-    def stat_bytes(self) -> int:
-        """Bytes of a loss statistic: float32 at least."""
-        return max(4, self.compute_bytes)
-
-    @property
-    def sequence_bytes(self) -> int:
-        """Activations of all tokens, the last pieces padded."""
-        tp = self.strategy.tp
-        return tp * -(-self.tokens // tp) * self.model.hidden_size * self.compute_bytes
-
-    def params(self, block: Block) -> Iterator[ParamSpec]:
-        return (p for p in block.params if p.tied_to is None)
-
-    def tp_cuts(self, param: ParamSpec, dim: int) -> bool:
-        axes = self.layouts[param.name].axes
-        return -len(axes) <= dim < len(axes) and TP in axes[dim]
-
-    def tp_shape(self, param: ParamSpec) -> tuple[int, ...]:
-        """Shape after tensor parallelism, before FSDP."""
-        mesh = self.strategy.mesh()
-        return tuple(
-            -(-size // mesh.degree(a for a in axes if a in (TP, "tp_y")))
-            for size, axes in zip(param.shape, self.layouts[param.name].axes, strict=True)
-        )
-
-    def group_elements(self, params: Iterator[ParamSpec]) -> int:
-        """Elements of one FSDP group, dim 0 of every parameter padded to a multiple of the shards.
-
-        Where FSDP cuts columns they divide.
-        """
-        total = 0
-        for param in params:
-            if on_expert_mesh(self.layouts[param.name]):
-                continue
-            rows, *rest = self.tp_shape(param)
-            if not set(self.strategy.fsdp_axes) & set(self.layouts[param.name].axes[0]):
-                total += rows * math.prod(rest)
-                continue
-            total += -(-rows // self.shards) * self.shards * math.prod(rest)
-        return total
-
-    def collective(
-        self, kind: str, axes: tuple[str, ...], purpose: str, count: int, whole_bytes: int
-    ) -> Collective:
-        degree = self.strategy.mesh().degree(axes)
-        return Collective(kind, axes, purpose, count, count * ring_bytes(kind, whole_bytes, degree))
+    sent: int
+    received: int
 
 
 def step_collectives(
@@ -165,164 +94,277 @@ def step_collectives(
         pp_rank: Coordinate on the axis `pp`, whose ranks hold different parts of the model.
     """
     held = rank_model(model, strategy, workload.seq_len, pp_rank)
-    again = recomputed_layers(model, strategy, workload.seq_len, pp_rank)
-    step = _Step(held, layouts, strategy, workload, again)
-    sends = (
-        step.collective("send_recv", (PP,), *message)
-        for message in pipeline_sends(model, layouts, strategy, workload, pp_rank)
+    recomputed = recomputed_layers(model, strategy, workload.seq_len, pp_rank)
+    step = _Step(
+        held, layouts, strategy, workload, tuple(split_recomputed(held.blocks, recomputed))
     )
-    found = [
-        *_data_parallel(step),
-        *_tensor_parallel(step),
-        *projection_collectives(held, layouts, strategy, workload, again),
-        *_context_parallel(step),
-        *expert_collectives(held, layouts, strategy, workload, rows, again),
-        *sends,
-        *_gradient_norm(step),
-    ]
-    merged: dict[tuple[str, tuple[str, ...], str], Collective] = {}
-    for item in found:
-        key = (item.kind, item.axes, item.purpose)
-        seen = merged.get(key)
-        if seen is not None:
-            item = replace(
-                item, count=seen.count + item.count, sent_bytes=seen.sent_bytes + item.sent_bytes
-            )
-        # A rank without tokens sends nothing to experts, but calls.
-        if item.count and (item.sent_bytes or item.kind == "all_to_all"):
-            merged[key] = item
-    return tuple(merged.values())
-
-
-def _groups(step: _Step) -> Iterator[tuple[int, int, int]]:
-    """FSDP groups as (how many, elements, gathers per step): one per decoder layer, one for the rest."""
-    rest: list[ParamSpec] = []
-    for block in step.model.blocks:
-        if block.layers:
-            gathers = step.gathers(step.strategy.frees_gathered)
-            yield block.count, step.group_elements(step.params(block)), gathers
-        else:
-            rest.extend(step.params(block))
-    if rest:  # a rank of middle stages has none
-        yield 1, step.group_elements(iter(rest)), step.gathers(False)
-
-
-def _data_parallel(step: _Step) -> Iterator[Collective]:
-    """FSDP: parameters gathered, gradients reduce-scattered; replicas summed once per step."""
-    reduce_bytes = DTYPE_BYTES[step.workload.reduce_dtype]
-    replicas, times, axes = step.strategy.dp_replicate, step.reductions, step.strategy.fsdp_axes
-    for count, elements, gathers in _groups(step):
-        if axes:
-            yield step.collective(
-                "all_gather", axes, "fsdp parameters", count * gathers,
-                elements * step.compute_bytes,
-            )  # fmt: skip
-            yield step.collective(
-                "reduce_scatter", axes, "fsdp gradients", count * times, elements * reduce_bytes
-            )
-        if replicas > 1:
-            yield step.collective(
-                "all_reduce", ("dp_replicate",), "replica gradients", count,
-                elements // step.shards * reduce_bytes,
-            )  # fmt: skip
-
-
-def _tensor_parallel(step: _Step) -> Iterator[Collective]:
-    if step.strategy.tp == 1:
-        return
-    if step.strategy.tp_y > 1:
-        for e in grid_collectives(
-            step.model, step.layouts, step.strategy, step.workload, step.cut.local,
-            gathers_entry(step.model.family), _LAST_NORMS, step.recomputed,
-        ):  # fmt: skip
-            yield step.collective(e.kind, e.axes, e.purpose, e.count, e.whole_bytes)
-        return
-    times, whole = step.microbatches, step.sequence_bytes
-    gathers, scatters = _entry(step)
-    regions = _regions(step)
-    gathers, scatters = gathers + regions[0], scatters + regions[1]
-    # The final norm's output is gathered; its gradient is scattered.
-    end = int(any(b.name == "final_norm" for b in step.model.blocks))
-    yield step.collective("all_gather", (TP,), "sequence gather", (gathers + end) * times, whole)
-    yield step.collective(
-        "reduce_scatter", (TP,), "sequence scatter", (scatters + end) * times, whole
-    )
-    if not gathers_entry(step.model.family) and _cuts_vocabulary(step, "embedding"):
-        bytes_ = step.tokens * step.model.hidden_size * step.compute_bytes
-        yield step.collective("all_reduce", (TP,), "embedding", 2 * times, bytes_)
-    if not end:
-        pass  # the loss is on another pipeline rank
-    elif _cuts_vocabulary(step, "head") or (
-        step.model.tied_embeddings and _cuts_vocabulary(step, "embedding")
-    ):
-        stats = step.strategy.tp * 2 * step.tokens * step.stat_bytes
-        yield step.collective("all_gather", (TP,), "loss statistics", times, stats)
-    else:
-        yield step.collective("all_reduce", (TP,), "loss", times, step.stat_bytes)
-    yield step.collective(
-        "all_reduce", (TP,), "gradients of whole parameters", 1,
-        _whole_elements(step) * DTYPE_BYTES[step.workload.param_dtype],
+    return step.collectives(
+        step.sharing(), step.tensor(), step.projections(), step.context(), step.experts(rows),
+        step.pipeline(model, pp_rank), step.gradient_norm(),
     )  # fmt: skip
 
 
-def _context_parallel(step: _Step) -> Iterator[Collective]:
-    """Exchanges of attention; forward runs again where activations are made again."""
-    s = step.strategy
-    if s.cp == 1:
-        return
-    for block, again in in_halves(step.model.blocks, step.recomputed):
-        if block.attention is None:
-            continue
-        runs = 2 if again else 1
-        for item in context_bytes(
-            block.attention, step.cut, s.cp_kind, microbatch=step.workload.microbatch or 1, tp=s.tp,
-            compute_bytes=step.compute_bytes,
-        ):  # fmt: skip
-            count = block.count * step.microbatches * (runs * item.forward + item.backward)
-            yield Collective(
-                item.kind, ("cp",), f"attention: {item.purpose}", count, count * item.sent_bytes
+@dataclass(frozen=True)
+class _Step:
+    """One rank's step; `model` is what the pipeline rank holds, `blocks` its blocks and whether they are recomputed."""
+
+    model: ModelSpec
+    layouts: Mapping[str, Layout]
+    strategy: Strategy
+    workload: Workload
+    blocks: tuple[tuple[Block, bool], ...]
+
+    def collectives(self, *parts: Iterable[Entry]) -> tuple[Collective, ...]:
+        """Calls and bytes of entries, summed by kind, axes and purpose."""
+        w = self.workload
+        compute, param = DTYPE_BYTES[w.compute_dtype], DTYPE_BYTES[w.param_dtype]
+        widths = {
+            "compute": compute, "reduce": DTYPE_BYTES[w.reduce_dtype], "parameter": param,
+            "statistic": max(4, compute), "norm": max(4, param), "count": 8,
+        }  # fmt: skip
+        regathers = self.strategy.gathered_inputs == "re-gather"
+        total: dict[tuple[str, tuple[str, ...], Purpose], list[int]] = {}
+        for b, layers, recomputed in (entry for part in parts for entry in part):
+            more = b.recomputed if recomputed else b.regathered if regathers else 0
+            count = layers * (self.microbatches * (b.forward + b.backward + more) + b.once)
+            sent = int(count * b.sent_bytes(widths[b.format]))
+            # A rank without tokens sends nothing to experts, but calls.
+            if b.ranks > 1 and count and (sent or b.kind == "all_to_all"):
+                sums = total.setdefault((b.kind, self.axes(b.axes), b.purpose), [0, 0])
+                sums[0] += count
+                sums[1] += sent
+        return tuple(Collective(*key, count, sent) for key, (count, sent) in total.items())
+
+    def axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Axes of a group as the mesh names them: without those of one rank."""
+        if {"ep", "edp"} & {*names}:
+            return self.strategy.spanning_axes(names)
+        return tuple(a for a in names if getattr(self.strategy, a) > 1)
+
+    @cached_property
+    def cut(self) -> TokenCut:
+        return TokenCut.of(self.strategy, self.workload)
+
+    @property
+    def microbatches(self) -> int:
+        return self.workload.accumulation_steps or 1
+
+    def params(self, block: Block) -> list[ParamSpec]:
+        return [p for p in block.params if p.tied_to is None]
+
+    def cuts(self, param: ParamSpec) -> set[str]:
+        return {*self.layouts[param.name].sharding_axes}
+
+    def sharing(self) -> Iterator[Entry]:
+        """FSDP: a group for every decoder layer, one for the rest."""
+        s = self.strategy
+        rest: list[ParamSpec] = []
+        for block in self.model.blocks:
+            if not block.layers:
+                rest += self.params(block)
+                continue
+            for entry in self.shared(self.params(block), s.frees_gathered):
+                yield entry, block.count, False
+        for entry in self.shared(rest, False):  # empty on middle stages
+            yield entry, 1, False
+
+    def shared(self, params: Iterable[ParamSpec], freed: bool) -> Iterator[Boundary]:
+        """One FSDP group, dim 0 of every parameter padded to a multiple of the shards; columns divide."""
+        s, total = self.strategy, 0
+        shards = s.dp_shard * s.cp
+        for param in params:
+            if "ep" in self.cuts(param):
+                continue
+            axes = self.layouts[param.name].axes
+            rows, *columns = (
+                -(-size // s.mesh().degree(a for a in cut if a in _TP))
+                for size, cut in zip(param.shape, axes, strict=True)
+            )
+            if {*s.fsdp_axes} & {*axes[0]}:
+                rows = -(-rows // shards) * shards
+            total += rows * math.prod(columns)
+        return sharing_boundaries(
+            total, s.fsdp_axes, shards, s.dp_replicate, s.zero_stage, self.once, freed
+        )
+
+    @property
+    def once(self) -> bool:
+        """Whether gradients are reduced once per step."""
+        return self.strategy.reduces_once or self.strategy.zero_stage == 0
+
+    def tensor(self) -> Iterator[Entry]:
+        """Tensor parallelism: embedding, head and loss; blocks of layers; gradients of whole parameters."""
+        if self.strategy.tp == 1:
+            return
+        hidden = self.model.hidden_size
+        outside = {b.name: b for b in self.model.blocks if not b.layers}
+        vocabulary = {
+            name: any(self.cuts(p) & {*_TP} for p in self.params(b) if len(p.shape) == 2)
+            for name, b in outside.items()
+        }
+        embedding = vocabulary.get("embedding", False)
+        head = vocabulary.get("head", False) or (self.model.tied_embeddings and embedding)
+        waits = self.model.family in LINEAR_ENTRY
+        ends = embedding_boundaries(self.cut, hidden, waits) if embedding else ()
+        yield from ((entry, 1, False) for entry in ends)
+        if "final_norm" in outside:  # else on another pipeline rank
+            yield from ((entry, 1, False) for entry in head_boundaries(self.cut, hidden, head))
+        for block, recomputed in self.blocks:
+            norms = norm_boundaries(self.cut, self.norms(block))
+            for entry in (*norms, *self.layer(block)):
+                yield entry, block.count, recomputed
+        elements: dict[tuple[str, ...], int] = {}
+        for block in self.model.blocks:
+            for p in self.params(block):
+                whole = tuple(a for a in self.axes(_TP) if a not in self.cuts(p))
+                if whole and "ep" not in self.cuts(p):
+                    part = self.layouts[p.name].max_local_shape(p.shape, self.strategy.mesh())
+                    size = block.count * math.prod(part)
+                    elements[whole] = elements.get(whole, 0) + size
+        for axes, size in elements.items():
+            ranks = self.strategy.mesh().degree(axes)
+            purpose = Purpose.WHOLE_PARAMETERS
+            yield Boundary("all_reduce", axes, ranks, size, purpose, "parameter", once=1), 1, False
+
+    def norms(self, block: Block) -> int:
+        """Statistics that the norms of a block sum over y: one for each norm, two when it has a bias."""
+        inside = {_parent(p.name) for p in self.params(block) if len(p.shape) == 2}
+        return sum(
+            self.cuts(p) & {*_TP} == {"tp_y"} and _parent(p.name) not in inside
+            for p in self.params(block)
+            if len(p.shape) == 1
+        )
+
+    @cached_property
+    def hidden_cut(self) -> bool:
+        """Whether the residual stream is cut over y, which the layouts of its norms say."""
+        return any(self.norms(block) for block in self.model.blocks)
+
+    def layer(self, block: Block) -> Iterator[Boundary]:
+        """Blocks of a layer: modules that own matrices cut by tensor parallelism."""
+        if not block.layers:
+            return
+        s = self.strategy
+        modules: dict[str, list[ParamSpec]] = {}
+        for p in self.params(block):
+            if len(p.shape) == 2 and self.cuts(p) & {*_TP}:
+                modules.setdefault(_parent(p.name), []).append(p)
+        last = next(reversed(modules), None)
+        followed = any(norm in p.name for p in block.params for norm in _LAST_NORMS)
+        for name, matrices in modules.items():
+            module = name.rpartition(".")[2]
+            attention = block.attention if "attn" in module or "attention" in module else None
+            shape = s.attention_shape if attention else s.mlp_shape
+            out = [p for p in matrices if "tp_x" in self.layouts[p.name].axes[1]]
+            widths = BlockWidths(
+                self.model.hidden_size,
+                tuple(
+                    Projection(p.shape[0], p.size, _leaf(p.name) in _KEYS)
+                    for p in matrices
+                    if p not in out
+                ),
+                tuple(Projection(p.shape[1], p.size) for p in out),
+                attention.num_kv_heads if attention else 0,
+            )
+            yield from block_boundaries(
+                widths,
+                shape if s.tp_y > 1 else "1d",
+                self.cut,
+                token_scatter=s.attention_scatter == "token",
+                hidden_cut=self.hidden_cut,
+                ends_layer=name == last and not attention and not followed,
             )
 
+    def projections(self) -> Iterator[Entry]:
+        """Packed projections whose columns change hands, and norms over all heads."""
+        s, ranks = self.strategy, self.strategy.tp
+        if ranks == 1:
+            return
+        for block, recomputed in self.blocks:
+            for p in block.params if block.layers else ():
+                layout, parts = self.layouts[p.name], _stacked(p, block)
+                if parts and "tp_x" in layout.axes[0] and layout.parts_of(0) == 1:
+                    # Between blocks of two axes tokens are a padded list, which an MLP of all ranks works on as it is.
+                    listed = s.tp_y > 1 and p.dims[0] == "gate_up"
+                    tokens = ranks * self.cut.piece if listed else self.cut.tokens
+                    for entry in packed_boundaries(parts, ranks, tokens):
+                        yield entry, block.count, recomputed
+                elif p.name.endswith("_norm.weight") and p.dims[0] in ("heads", "kv_heads"):
+                    for entry in head_norm_boundaries(self.cut):
+                        yield entry, block.count, recomputed
 
-def gathers_entry(family: str) -> bool:
-    """Whether the embedding's sum waits until the first layer, where it is a reduce-scatter."""
-    return family in LINEAR_ENTRY
+    def context(self) -> Iterator[Entry]:
+        """Exchanges of attention over context-parallel ranks."""
+        for block, recomputed in self.blocks:
+            if self.strategy.cp > 1 and block.attention is not None:
+                gather = self.strategy.cp_kind == "all_gather"
+                for entry in context_boundaries(block.attention, self.cut, gather):
+                    yield entry, block.count, recomputed
 
+    def experts(self, rows: Mapping[int, Rows] | None) -> Iterator[Entry]:
+        """FSDP of expert parameters over `edp`, and what routed tokens send."""
+        s, mesh = self.strategy, self.strategy.expert_mesh()
+        if s.ep == 1:
+            return
+        edp = mesh.degree("edp")
+        for block in self.model.blocks:
+            params = [p for p in block.params if p.name in self.layouts and "ep" in self.cuts(p)]
+            shapes = (self.layouts[p.name].max_local_shape(p.shape, mesh) for p in params)
+            for entry in sharing_boundaries(
+                edp * sum(math.prod(shape) for shape in shapes), ("edp",), edp, s.dp_replicate,
+                s.zero_stage, self.once, s.frees_gathered, experts=True,
+            ):  # fmt: skip
+                yield entry, block.count, False
+        tokens = -(-(self.workload.microbatch or 1) * self.workload.seq_len // (s.cp * s.tp))
+        for block, recomputed in self.blocks:
+            if block.mlp is None or not block.mlp.num_experts:
+                continue
+            chosen = tokens * block.mlp.experts_per_token
+            if rows is None:  # rounded down over the layers
+                even = block.count * chosen * (s.ep - 1) // s.ep
+                moved = (Fraction(even, block.count),) * 2
+            else:
+                calls = block.count * self.microbatches
+                own = [rows[layer] for layer in block.layers]
+                sent, received = sum(r.sent for r in own), sum(r.received for r in own)
+                moved = Fraction(sent, calls), Fraction(received, calls)
+            for entry in expert_boundaries(
+                self.model.hidden_size, block.mlp.num_experts, s.ep, chosen, *moved
+            ):
+                yield entry, block.count, recomputed
 
-def _cuts_vocabulary(step: _Step, block: str) -> bool:
-    params = [p for b in step.model.blocks if b.name == block for p in step.params(b)]
-    return any(step.tp_cuts(p, 0) for p in params)
+    def pipeline(self, whole: ModelSpec, pp_rank: int) -> Iterator[Entry]:
+        """Messages to other stages, and the gradient of a weight that the first and the last stage share."""
+        s = self.strategy
+        if s.pp == 1:
+            return
+        rank_of = {stage: r for r in range(s.pp) for stage in s.stages_of(r)}
+        own = s.stages_of(pp_rank)
+        onward, back = (
+            sum(rank_of.get(stage + step, pp_rank) != pp_rank for stage in own) for step in (1, -1)
+        )
+        for entry in pipeline_boundaries(self.cut, self.model.hidden_size, onward, back):
+            yield entry, 1, False
+        ends = {rank_of[0], rank_of[s.stages - 1]}
+        if len(ends) == 2 and pp_rank in ends:
+            shared = sum(
+                math.prod(self.layouts[p.tied_to].max_local_shape(p.shape, s.mesh()))
+                for block in whole.blocks
+                for p in block.params
+                if p.tied_to and not block.layers
+            )
+            purpose = Purpose.SHARED_WEIGHT
+            yield Boundary("send_recv", ("pp",), 2, shared, purpose, "parameter", once=1), 1, False
 
-
-def _entry(step: _Step) -> tuple[int, int]:
-    """All-gathers and reduce-scatters of the embedding, forward and backward."""
-    cut = gathers_entry(step.model.family) and _cuts_vocabulary(step, "embedding")
-    return int(cut), int(cut)
-
-
-def _regions(step: _Step) -> tuple[int, int]:
-    """All-gathers and reduce-scatters of all regions of all layers, forward, backward and recompute."""
-    gathers = scatters = 0
-    for block, again in in_halves(step.model.blocks, step.recomputed):
-        if not block.layers:
-            continue
-        matrices = [p for p in step.params(block) if len(p.shape) == 2]
-        regions = {_parent(p.name) for p in matrices if step.tp_cuts(p, 0)}
-        out = sum(step.tp_cuts(p, 1) for p in matrices)
-        # A gather's backward is a scatter and the other way round.
-        layer_gathers = layer_scatters = len(regions) + out
-        if again:
-            # Nothing after the last scatter of a layer is kept for backward unless a norm follows it, so that the
-            # layer is made again only up to its last product. That of attention is followed by the MLP.
-            ends_with_norm = any(part in p.name for p in block.params for part in _LAST_NORMS)
-            ends_with_product = any(step.tp_cuts(p, 1) and "attn" not in p.name for p in matrices)
-            layer_gathers += len(regions)
-            layer_scatters += out - int(ends_with_product and not ends_with_norm)
-        elif step.strategy.gathered_inputs == "re-gather":
-            layer_gathers += len(regions)
-        gathers += block.count * layer_gathers
-        scatters += block.count * layer_scatters
-    return gathers, scatters
+    def gradient_norm(self) -> Iterator[Entry]:
+        """One number summed over all ranks."""
+        axes = tuple(name for name, degree in self.strategy.mesh().axes if degree > 1)
+        ranks = self.strategy.mesh().degree(axes)
+        yield (
+            Boundary("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm", once=1),
+            1,
+            False,
+        )
 
 
 def _parent(name: str) -> str:
@@ -330,19 +372,18 @@ def _parent(name: str) -> str:
     return name.rsplit(".", 2)[0]
 
 
-def _whole_elements(step: _Step) -> int:
-    """Local elements of the parameters that tensor parallelism does not cut."""
-    mesh = step.strategy.mesh()
-    return sum(
-        block.count * math.prod(step.layouts[p.name].max_local_shape(p.shape, mesh))
-        for block in step.model.blocks
-        for p in step.params(block)
-        if not {TP, "ep"} & {*step.layouts[p.name].sharding_axes}
-    )
+def _leaf(name: str) -> str:
+    """Last part of the name of a parameter's module."""
+    return name.rsplit(".", 2)[-2]
 
 
-def _gradient_norm(step: _Step) -> Iterator[Collective]:
-    axes = tuple(name for name, degree in step.strategy.mesh().axes if degree > 1)
-    bytes_ = max(4, DTYPE_BYTES[step.workload.param_dtype])
-    if axes:
-        yield step.collective("all_reduce", axes, "gradient norm", 1, bytes_)
+def _stacked(param: ParamSpec, block: Block) -> tuple[Part, ...]:
+    """The projections that a matrix stacks; () for one projection, and for experts."""
+    if len(param.shape) != 2:
+        return ()
+    if param.dims[0] == "gate_up":
+        return gate_up_parts(param.shape[0])
+    if param.dims[0] == "qkv" and block.attention is not None:
+        attention = block.attention
+        return qkv_parts(attention.num_heads, attention.num_kv_heads, attention.qk_head_dim)
+    return ()

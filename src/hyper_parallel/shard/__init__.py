@@ -1,5 +1,12 @@
-"""HyperShard, the framework-free half: rules that map model parts to mesh axes, and the layouts they give."""
+"""HyperShard, the framework-free half: rules, the layouts they give, and the table of what crosses the boundaries."""
 
+from hyper_parallel.shard._boundary import (
+    BlockWidths,
+    Boundary,
+    Projection,
+    TokenCut,
+    ring_bytes,
+)
 from hyper_parallel.shard._checks import check_axes, check_context, legal_tp
 from hyper_parallel.shard._plan import ShardPlan, plan_layouts
 from hyper_parallel.shard._rules import (
@@ -11,18 +18,45 @@ from hyper_parallel.shard._rules import (
     match,
     normalise_plan,
 )
+from hyper_parallel.shard._table import (
+    block_boundaries,
+    context_boundaries,
+    embedding_boundaries,
+    expert_boundaries,
+    head_boundaries,
+    head_norm_boundaries,
+    norm_boundaries,
+    packed_boundaries,
+    pipeline_boundaries,
+    sharing_boundaries,
+)
 
 __all__ = [
     "FAMILIES",
     "REFUSED",
     "STYLES",
+    "BlockWidths",
+    "Boundary",
+    "Projection",
     "ShardPlan",
+    "TokenCut",
+    "block_boundaries",
     "check_axes",
     "check_context",
     "completed_rules",
+    "context_boundaries",
+    "embedding_boundaries",
+    "expert_boundaries",
     "family_rules",
+    "head_boundaries",
+    "head_norm_boundaries",
     "legal_tp",
     "match",
+    "norm_boundaries",
     "normalise_plan",
+    "packed_boundaries",
+    "pipeline_boundaries",
     "plan_layouts",
+    "ring_bytes",
+    "sharing_boundaries",
 ]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.cost import ring_bytes
 from hyper_parallel.ir import Mesh
+from hyper_parallel.shard import ring_bytes
 
 _KINDS = (
     ("allgather", "all_gather"),

@@ -1,0 +1,179 @@
+"""Values of the boundary table: one collective, how tokens are cut, what a block is made of.
+
+Formulas are plain arithmetic on `Number`s: ints of one strategy give exact bytes, padding included (`TokenCut.of`),
+arrays give all candidates at once (a `TokenCut` of columns, which rounds nothing up).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hyper_parallel.ir import Purpose, SequenceCut, Strategy, Workload
+
+Number = Any
+"""An int of one strategy, or an array over candidates; bools count as 0 and 1."""
+
+
+Format = Literal["compute", "reduce", "parameter", "statistic", "norm", "count"]
+"""Number format of what is sent: statistic and norm are compute and parameter format, float32 at least; count int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """One collective of the table.
+
+    Attributes:
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all or send_recv.
+        axes: Mesh axes of the group.
+        ranks: Ranks of the group.
+        elements: Of the whole tensor: gathered, before scattering, reduced, or held by a rank before an exchange.
+        purpose: What for.
+        format: Number format.
+        forward: Calls in forward of a microbatch.
+        backward: Calls in its backward.
+        recomputed: Further calls where backward recomputes the layer.
+        regathered: Further calls where it does not, and inputs are gathered again instead of kept.
+        once: Calls per step.
+        sent: Elements that leave this rank in a call, where ranks differ; None: as in a ring.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    ranks: Number
+    elements: Number
+    purpose: Purpose
+    format: Format = "compute"
+    forward: Number = 0
+    backward: Number = 0
+    recomputed: Number = 0
+    regathered: Number = 0
+    once: Number = 0
+    sent: Number | None = None
+
+    def sent_bytes(self, width: Number) -> Number:
+        """Bytes one rank sends per call, `width` bytes an element."""
+        if self.sent is not None:
+            return self.sent * width
+        return ring_bytes(self.kind, self.elements * width, self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCut:
+    """How the tokens of one microbatch are cut over context- and tensor-parallel ranks.
+
+    Attributes:
+        x: Tensor-parallel ranks on x.
+        y: Tensor-parallel ranks on y.
+        tokens: T, of one context-parallel rank.
+        piece: n, of a tensor-parallel rank between blocks.
+        spans: Of all spans of all sequences, cut over y.
+        ring: Places of the context-parallel ring.
+        ulysses: Ranks of each place.
+        sequence: Cut of the sequences; None: rounds that a sliding window leaves out are not.
+    """
+
+    x: Number
+    y: Number
+    tokens: Number
+    piece: Number
+    spans: Number
+    ring: Number = 1
+    ulysses: Number = 1
+    sequence: SequenceCut | None = None
+
+    @classmethod
+    def of(cls, strategy: Strategy, workload: Workload) -> TokenCut:
+        """The cut of one strategy, padding included."""
+        s, batch = strategy, workload.microbatch or 1
+        cut = SequenceCut.of(workload.seq_len, s.cp, s.cp_kind, s.cp_ulysses)
+        span = -(-cut.local // s.tp_y)
+        if s.tp_y > 1 and s.attention_shape == "weight":  # sequences are cut over y first
+            piece = -(-batch * span // s.tp_x)
+        else:
+            piece = -(-batch * cut.local // s.tp)
+        tokens, spans = batch * cut.local, s.tp_y * batch * span
+        return cls(s.tp_x, s.tp_y, tokens, piece, spans, cut.ring, cut.ulysses, cut)
+
+    @property
+    def tp(self) -> Number:
+        """Tensor-parallel ranks, P."""
+        return self.x * self.y
+
+    def rounds(self, window: int | None) -> Number:
+        """Rounds of the ring in which keys are sent."""
+        return self.ring - 1 if self.sequence is None else len(self.sequence.distances(window))
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A weight matrix of a block.
+
+    Attributes:
+        width: Rows of a weight that reads the residual stream, columns of one that writes it.
+        weights: Elements.
+        keys: Its rows are key or value heads.
+    """
+
+    width: Number
+    weights: Number
+    keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWidths:
+    """A block between two boundaries, attention or MLP.
+
+    Attributes:
+        hidden: Width of the residual stream.
+        inputs: Projections that read it.
+        outputs: Projections that write it.
+        kv_heads: Key and value heads; 0 for an MLP.
+    """
+
+    hidden: Number
+    inputs: tuple[Projection, ...]
+    outputs: tuple[Projection, ...]
+    kv_heads: int = 0
+
+
+def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
+    """Bytes one rank sends in a ring algorithm.
+
+    Args:
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or send_recv.
+        whole_bytes: Size of the whole tensor: gathered, before scattering, or the one that is reduced.
+        ranks: Ranks of the group.
+
+    Cost: (g-1)/g of the whole for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, the whole for
+    broadcast and for a message; fractions of bytes are rounded down per call.
+    Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, section 3.
+    """
+    if kind in ("broadcast", "send_recv"):
+        return whole_bytes * (ranks > 1)
+    passes = 2 if kind == "all_reduce" else 1
+    return share(passes * whole_bytes * (ranks - 1), ranks)
+
+
+def share(whole: Number, parts: Number) -> Number:
+    """Quotient: whole numbers of ints, fractions of arrays."""
+    exact = isinstance(whole, int) and isinstance(parts, int)
+    return whole // parts if exact else whole / parts
+
+
+def least(a: Number, b: Number) -> Number:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
+
+
+def pick(condition: Number, yes: Number, no: Number) -> Number:
+    """`yes` where a condition (0 or 1) holds."""
+    return no + (yes - no) * condition
+
+
+def common_multiple(a: Number, b: Number) -> Number:
+    if isinstance(a, int) and isinstance(b, int):
+        return math.lcm(a, b)
+    return np.lcm(np.asarray(a, dtype=np.int64), np.asarray(b, dtype=np.int64))

@@ -1,0 +1,323 @@
+"""The boundary table: every collective of a training step, as (kind, axes, elements of the whole tensor, phases).
+
+The entries are what the runtime executes, what `cost.step_collectives` counts in bytes and what the search divides
+into seconds. Sizes are ints of one strategy or arrays over candidates, see `_boundary`.
+
+Notation: T tokens of a microbatch on a data- and context-parallel rank, P = x y tensor-parallel ranks, n tokens of a
+padded piece, D hidden, q / k rows of query / key projections, F width. Forward of one block; backward mirrors it
+(gather and scatter change places):
+
+    1d        gather and scatter over (x, y)        P n D each
+    2d        gather over x                         P n D / y
+              attention: scatter q, k, v over y     T (q + 2 k) / x; reduced for k, v when heads are fewer than ranks
+                         gather over y              T D / x
+              MLP: scatter each input over y        P n F / x
+                   gather over y                    P n F / x
+              scatter over x                        P n D / y
+    weight    gather and scatter over x             x n D each
+              each weight gathered over y           out in / x; always gathered again for backward
+              attention: gather k, v over y         T 2 k / x
+
+A 2d block in a residual stream of whole hidden adds an all-to-all over y of n D on each side.
+
+Sources: Korthikanti et al. 2022, section 4.2.2 (1d, sequence parallelism); Xu et al. 2021 (GSPMD), section 3.2 and Pope
+et al. 2022, sections 3.2.2 and 3.2.3 (2d, weight); Rajbhandari et al. 2020 (ZeRO); Liu et al. 2023 (ring attention);
+Jacobs et al. 2023 (DeepSpeed Ulysses), section 3.2; Llama 3 report, section 3.3.2 (gathered keys); Lepikhin et al. 2020
+(GShard), section 2.2; Narayanan et al. 2021, section 4.1 (pipeline sends).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hyper_parallel.ir import Part, Purpose, exchanged_rows
+from hyper_parallel.ir.strategy import BlockShape
+from hyper_parallel.model import AttentionSpec
+from hyper_parallel.shard._boundary import (
+    BlockWidths,
+    Boundary,
+    Format,
+    Number,
+    Projection,
+    TokenCut,
+    common_multiple,
+    least,
+    pick,
+    share,
+)
+
+X, Y = ("tp_x",), ("tp_y",)
+TP = ("tp_x", "tp_y")
+_MIRROR = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+def _mirrored(
+    kind: str, axes: tuple[str, ...], ranks: Number, elements: Number, purpose: Purpose,
+    *, format: Format = "compute", calls: Number = 1, redone: bool = True, kept: bool = True,
+) -> Iterator[Boundary]:  # fmt: skip
+    """A collective of forward, `redone` by recomputation, and what autograd runs for it.
+
+    What is not `kept` whatever the strategy says is gathered again in backward where inputs are not kept.
+    """
+    yield Boundary(
+        kind, axes, ranks, elements, purpose, format, forward=calls,
+        recomputed=calls if redone else 0, regathered=0 if kept else calls,
+    )  # fmt: skip
+    back = purpose if kind == "all_reduce" else purpose.backward
+    yield Boundary(_MIRROR.get(kind, kind), axes, ranks, elements, back, format, backward=calls)
+
+
+def block_boundaries(
+    block: BlockWidths,
+    shape: BlockShape,
+    cut: TokenCut,
+    *,
+    token_scatter: Number = False,
+    hidden_cut: Number = True,
+    ends_layer: bool = False,
+) -> Iterator[Boundary]:
+    """Collectives of tensor parallelism around and inside one block of a layer.
+
+    Args:
+        block: The block.
+        shape: How it uses the two axes; 1d where there is one.
+        cut: Tokens.
+        token_scatter: 2d attention scatters tokens over y, and gathers keys and values, instead of heads.
+        hidden_cut: The residual stream is cut over y; read for 2d blocks.
+        ends_layer: Nothing after its last product is kept for backward, so that recomputation stops before it.
+    """
+    stream = cut.piece * block.hidden * cut.tp
+    if shape == "1d":
+        yield from _mirrored("all_gather", TP, cut.tp, stream, Purpose.SEQUENCE_GATHER, kept=False)
+        for _ in block.outputs:
+            yield from _mirrored(
+                "reduce_scatter", TP, cut.tp, stream, Purpose.SEQUENCE_SCATTER,
+                redone=not ends_layer,
+            )  # fmt: skip
+        return
+    along_x = cut.piece * block.hidden * cut.x
+    relayout = 1 - hidden_cut if shape == "2d" else 0
+    turned = ("all_to_all", Y, cut.y, cut.piece * block.hidden, Purpose.RELAYOUT)
+    yield from _mirrored(*turned, calls=relayout)
+    yield from _mirrored("all_gather", X, cut.x, along_x, Purpose.SEQUENCE_GATHER, kept=False)
+    if shape == "weight":
+        yield from _moved_weights(block, cut)
+    elif block.kv_heads:
+        yield from _heads(block, cut, token_scatter)
+    else:
+        tokens = cut.tp * cut.piece
+        for p in block.inputs:
+            rows = tokens * share(p.width, cut.x)
+            yield from _mirrored("reduce_scatter", Y, cut.y, rows, Purpose.WIDTH_SCATTER)
+        for p in block.outputs:
+            rows = tokens * share(p.width, cut.x)
+            yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.WIDTH_GATHER, kept=False)
+    redone = not ends_layer
+    for _ in block.outputs:
+        yield from _mirrored(
+            "reduce_scatter", X, cut.x, along_x, Purpose.SEQUENCE_SCATTER, redone=redone
+        )
+        yield from _mirrored(*turned, calls=relayout, redone=redone)
+
+
+def _moved_weights(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
+    """Weights gathered over y, and keys and values of the other spans."""
+    for p in (*block.inputs, *block.outputs):
+        whole = share(p.weights, cut.x)
+        if p.keys:  # fewer heads than x ranks: not cut over x
+            whole = pick(block.kv_heads % cut.x > 0, p.weights, whole)
+        gather = ("all_gather", Y, cut.y, whole, Purpose.WEIGHT_GATHER)
+        # Never kept: gathered for forward and for backward, of which recomputation makes one.
+        yield Boundary(*gather, forward=1, backward=1)
+        yield Boundary("reduce_scatter", Y, cut.y, whole, Purpose.WEIGHT_SCATTER, backward=1)
+    if block.kv_heads:
+        yield from _keys(block, cut, 1)
+
+
+def _heads(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:
+    """Projections of 2d attention summed over y, to whole heads or to spans of the tokens; and back."""
+    tokens = pick(token, cut.spans, cut.tokens)
+    # Fewer key heads than ranks: every y rank gets the sum, and takes the head its queries use.
+    doubled = (block.kv_heads % cut.tp > 0) * (1 - token)
+    for p in block.inputs:
+        rows = tokens * _rows_on_x(p, block, cut)
+        scatter = ("reduce_scatter", Y, cut.y, rows, Purpose.HEAD_SCATTER)
+        yield from _mirrored(*scatter, calls=1 - doubled if p.keys else 1)
+        if p.keys:
+            yield from _mirrored("all_reduce", *scatter[1:], calls=doubled)
+    yield from _keys(block, cut, token)
+    for p in block.outputs:
+        rows = tokens * share(p.width, cut.x)
+        yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.HEAD_GATHER, kept=False)
+
+
+def _keys(block: BlockWidths, cut: TokenCut, calls: Number) -> Iterator[Boundary]:
+    rows = sum(_rows_on_x(p, block, cut) for p in block.inputs if p.keys)
+    yield from _mirrored(
+        "all_gather", Y, cut.y, cut.spans * rows, Purpose.KEY_VALUE_GATHER, calls=calls
+    )
+
+
+def _rows_on_x(p: Projection, block: BlockWidths, cut: TokenCut) -> Number:
+    """Rows of a projection's output on one x rank: of keys one head at least."""
+    return share(p.width, least(cut.x, block.kv_heads) if p.keys else cut.x)
+
+
+def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
+    """Norms of a residual stream that is cut over y: `statistics` sums for each of a rank's y n tokens."""
+    rows = cut.y * cut.piece
+    yield from _mirrored(
+        "all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics
+    )
+
+
+def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator[Boundary]:
+    """Sum of an embedding whose vocabulary is cut; it may wait for the first layer, where it is a scatter."""
+    if waits:
+        stream = cut.tp * cut.piece * hidden
+        yield from _mirrored("reduce_scatter", TP, cut.tp, stream, Purpose.SEQUENCE_SCATTER)
+    else:
+        yield from _mirrored("all_reduce", TP, cut.tp, cut.tokens * hidden, Purpose.EMBEDDING)
+
+
+def head_boundaries(cut: TokenCut, hidden: Number, cut_vocabulary: bool) -> Iterator[Boundary]:
+    """Output of the final norm gathered; statistics of the loss where the vocabulary is cut, else the loss itself."""
+    stream = cut.tp * cut.piece * hidden
+    yield from _mirrored("all_gather", TP, cut.tp, stream, Purpose.SEQUENCE_GATHER)
+    loss = ("all_reduce", TP, cut.tp, 1, Purpose.LOSS)
+    if cut_vocabulary:
+        loss = ("all_gather", TP, cut.tp, cut.tp * 2 * cut.tokens, Purpose.LOSS_STATISTICS)
+    yield Boundary(*loss, "statistic", forward=1)
+
+
+def packed_boundaries(parts: tuple[Part, ...], ranks: int, tokens: int) -> Iterator[Boundary]:
+    """Columns of a stacked projection that one rank computes and others work on, on the first rank."""
+    rows = sum(p.rows for p in parts)
+    others = range(1, ranks)
+    sent = tokens * sum(exchanged_rows(parts, ranks, 0, t) for t in others)
+    back = tokens * sum(exchanged_rows(parts, ranks, s, 0) for s in others)
+    exchange = ("all_to_all", TP, ranks, tokens * rows, Purpose.PACKED_COLUMNS)
+    yield Boundary(*exchange, forward=1, recomputed=1, sent=sent)
+    yield Boundary(*exchange, backward=1, sent=back)
+
+
+def head_norm_boundaries(cut: TokenCut) -> Iterator[Boundary]:
+    """A norm over all heads: sums of squares added over the ranks."""
+    yield from _mirrored(
+        "all_reduce", TP, cut.tp, cut.tokens, Purpose.NORMS_OVER_HEADS, format="statistic"
+    )
+
+
+def context_boundaries(
+    attention: AttentionSpec, cut: TokenCut, gather: Number
+) -> Iterator[Boundary]:
+    """Collectives of context-parallel attention of one layer; heads are those of a tensor-parallel rank.
+
+    Ulysses exchanges queries, keys, values and output for heads; keys and values of fewer heads than its ranks are
+    repeated. The ring passes keys and values in forward and backward, their gradients straight to their owner.
+
+    Args:
+        attention: The layer's attention; MLA expands its latent to all heads.
+        cut: Tokens.
+        gather: All keys and values are gathered instead of passed around a ring; gradients are then scattered in
+            float32 at least.
+    """
+    heads = share(attention.num_heads, cut.tp)
+    keys = heads
+    if attention.kind != "mla":
+        keys = share(attention.num_kv_heads, least(cut.tp, attention.num_kv_heads))
+    widths = attention.qk_head_dim + attention.v_head_dim
+    u, tokens = cut.ulysses, cut.tokens
+    keys = common_multiple(keys, u)
+    into = tokens * (heads * attention.qk_head_dim + keys * widths)
+    out = tokens * heads * attention.v_head_dim
+    for elements, purpose in ((into, Purpose.HEADS_FOR_TOKENS), (out, Purpose.TOKENS_FOR_HEADS)):
+        yield from _mirrored("all_to_all", ("cp",), u, elements, purpose, calls=1 * (u > 1))
+    elements = tokens * u * share(keys, u) * widths
+    passed = ("send_recv", ("cp",), cut.ring, elements)
+    rounds = cut.rounds(attention.window) * (1 - gather)
+    pair, gradients = Purpose.KEYS_AND_VALUES, Purpose.KEY_VALUE_GRADIENTS
+    yield Boundary(*passed, pair, forward=rounds, backward=rounds, recomputed=rounds)
+    yield Boundary(*passed, gradients, backward=rounds)
+    whole = (("cp",), cut.ring, elements * cut.ring)
+    yield Boundary("all_gather", *whole, pair, forward=gather, backward=gather, recomputed=gather)
+    yield Boundary("reduce_scatter", *whole, gradients, "statistic", backward=gather)
+
+
+def expert_boundaries(
+    hidden: Number, experts: int, ranks: Number, rows: Number, sent: Number = None,
+    received: Number = None, cut_experts: Number = 1,
+) -> Iterator[Boundary]:  # fmt: skip
+    """Tokens on their way to routed experts and back, one layer and microbatch.
+
+    A row is a token for one expert. What is routed is known while training only; without it s = r = the even share.
+
+    Args:
+        hidden: Width of a row.
+        experts: Routed experts.
+        ranks: Expert-parallel ranks.
+        rows: Rows of this rank's tokens, T k / P when every token chooses k experts.
+        sent: Rows to experts on other ranks; None: all ranks get as many.
+        received: Rows for experts of this rank from others.
+        cut_experts: Ranks that cut one expert, and gather each other's rows.
+    """
+    group = ("all_to_all", ("ep",), ranks)
+    yield Boundary(*group, experts, Purpose.EXPERT_ROW_COUNTS, "count", forward=1, recomputed=1)
+    for moved in (sent, received):  # dispatch; combine. Gradients go the other way.
+        yield Boundary(
+            *group, rows * hidden, Purpose.EXPERT_ROWS, forward=1, backward=1, recomputed=1,
+            sent=None if moved is None else moved * hidden,
+        )  # fmt: skip
+    cut = rows * hidden * cut_experts
+    yield from _mirrored("all_gather", ("etp",), cut_experts, cut, Purpose.SEQUENCE_GATHER)
+    yield from _mirrored("reduce_scatter", ("etp",), cut_experts, cut, Purpose.SEQUENCE_SCATTER)
+
+
+def sharing_boundaries(
+    elements: Number, axes: tuple[str, ...], ranks: Number, replicas: Number, zero: Number, once: Number,
+    freed: Number, *, experts: bool = False,
+) -> Iterator[Boundary]:  # fmt: skip
+    """Data parallelism of one group of parameters: gathered, gradients scattered, replicas summed.
+
+    Args:
+        elements: Of the whole group, padded.
+        axes: Axes it is sharded over.
+        ranks: Their ranks.
+        replicas: Ranks of dp_replicate.
+        zero: What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
+        once: Gradients are reduced once per step, not per microbatch: pipelines, and `zero` below 2.
+        freed: Parameters are freed after forward and gathered again for backward.
+        experts: They are parameters of routed experts.
+    """
+    parameters, gradients = Purpose.FSDP_PARAMETERS, Purpose.FSDP_GRADIENTS
+    if experts:
+        parameters, gradients = Purpose.EXPERT_PARAMETERS, Purpose.EXPERT_GRADIENTS
+    group, shards = (axes, ranks, elements), 1 * (zero > 0)
+    kept = 1 * (1 - freed)
+    yield Boundary(
+        "all_gather", *group, parameters, forward=1 - once * kept, backward=1 * freed,
+        once=once * kept * shards,
+    )  # fmt: skip
+    yield Boundary(
+        "reduce_scatter", *group, gradients, "reduce", backward=1 - once, once=once * shards
+    )
+    yield Boundary("all_reduce", *group, gradients, "reduce", once=1 - shards)
+    shard = share(elements, pick(shards, ranks, 1))
+    replica = (("dp_replicate",), replicas, shard, Purpose.REPLICA_GRADIENTS)
+    yield Boundary("all_reduce", *replica, "reduce", once=1)
+
+
+def pipeline_boundaries(
+    cut: TokenCut, hidden: Number, onward: Number, back: Number
+) -> Iterator[Boundary]:
+    """Messages to the ranks of neighbouring stages; every tensor-parallel rank sends its piece.
+
+    Args:
+        cut: Tokens.
+        hidden: Width of the residual stream.
+        onward: Stages of the rank whose next one lies on another rank.
+        back: Stages whose previous one does.
+    """
+    message = ("send_recv", ("pp",), 2, cut.piece * hidden)
+    yield Boundary(*message, Purpose.PIPELINE_ACTIVATIONS, forward=onward)
+    yield Boundary(*message, Purpose.PIPELINE_GRADIENTS, backward=back)
