@@ -20,7 +20,7 @@ from transformers import (
     StaticCache,
 )
 
-from hyper_parallel.backends.torch.offload import (
+from hyper_parallel.backends.torch.memory import (
     as_graph,
     capture_inference,
     capture_training,

@@ -67,10 +67,10 @@ def tiny_cases() -> Iterator[Case]:
     """Steps of tiny models, recorded."""
     import offload_overhead
     import torch
-    from tests.torch_offload.models import FAMILIES, static_cache, tiny_model, tokens
-    from tests.torch_offload.test_parity import MACHINE, ROOFLINE, captured_training, forward
+    from tests.torch_memory.models import FAMILIES, static_cache, tiny_model, tokens
+    from tests.torch_memory.test_parity import MACHINE, ROOFLINE, captured_training, forward
 
-    from hyper_parallel.backends.torch.offload import (
+    from hyper_parallel.backends.torch.memory import (
         capture_inference,
         capture_training,
         training_step,

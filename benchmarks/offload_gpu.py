@@ -33,7 +33,7 @@ from _machine import machine
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.backends.torch.offload import (
+from hyper_parallel.backends.torch.memory import (
     DeviceApi,
     PlannedDevice,
     capture_training,

@@ -25,7 +25,7 @@ from _machine import machine
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.backends.torch.offload import PlannedDevice, capture_training, training_step
+from hyper_parallel.backends.torch.memory import PlannedDevice, capture_training, training_step
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
 

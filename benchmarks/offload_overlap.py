@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hyper_parallel.backends.torch.offload import capture_training, training_step
+from hyper_parallel.backends.torch.memory import capture_training, training_step
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.offload import (

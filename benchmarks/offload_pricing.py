@@ -41,7 +41,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch.offload import capture_training, training_step
+from hyper_parallel.backends.torch.memory import capture_training, training_step
 from hyper_parallel.cost import Load
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryProgram, Operator

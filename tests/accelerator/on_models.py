@@ -4,11 +4,10 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from hyper_parallel.backends.torch.offload import (
+from hyper_parallel.backends.torch.memory import (
+    LruSpillMode,
     PlannedDevice,
-    PlannedGeneration,
     Recorder,
-    Room,
     capture_inference,
     capture_training,
     model_state,
@@ -16,11 +15,12 @@ from hyper_parallel.backends.torch.offload import (
     record,
     training_step,
 )
+from hyper_parallel.backends.torch.memory.generation import PlannedGeneration
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
 from hyper_parallel.trainer._generate import Sampling, decode_tokens
-from tests.torch_offload.models import tiny_model, tokens
-from tests.torch_offload.test_generation import PROMPT, limits
+from tests.torch_memory.models import tiny_model, tokens
+from tests.torch_memory.test_generation import PROMPT, limits
 
 EMU = torch.device("emu", 0)
 MACHINE = MemoryMachine(Channel(1e9, 1e-6), Channel(1e9, 1e-6))
@@ -189,10 +189,10 @@ def on_room_for_a_step_without_a_plan(knobs, folder):
     torch.emu.reset_peak_memory_stats()
     model, optimizer = trainer("llama")
     start = torch.emu.memory_allocated()
-    with Room(1 << 40, EMU) as all_of_it:
+    with LruSpillMode(1 << 40, EMU) as all_of_it:
         training_step(*trainer("llama"), batch(0), clip_norm=0.5)
     del all_of_it._known
-    room = Room(all_of_it.peak_bytes // 2, EMU)
+    room = LruSpillMode(all_of_it.peak_bytes // 2, EMU)
     torch.emu.synchronize()
     torch.emu.reset_peak_memory_stats()
     with room:
@@ -205,7 +205,7 @@ def on_room_for_a_step_without_a_plan(knobs, folder):
     named |= {name: (tensor, "input") for name, tensor in inputs.items()}
     recorder, room = (
         Recorder(named, training=True, alignment_bytes=512),
-        Room(all_of_it.peak_bytes // 2, EMU),
+        LruSpillMode(all_of_it.peak_bytes // 2, EMU),
     )
     with recorder, room:
         loss = training_step(model, optimizer, inputs, clip_norm=0.5)

@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 
-from hyper_parallel.backends.torch.offload import DeviceApi, FileTier, PlannedDevice, record
-from hyper_parallel.backends.torch.offload._streams import StreamLanes
+from hyper_parallel.backends.torch.memory import DeviceApi, FileTier, PlannedDevice, record
+from hyper_parallel.backends.torch.memory._streams import StreamLanes
 from hyper_parallel.errors import TierFull, TransferFailed
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
-from tests.torch_offload.test_streams import FAST, Net, batch
+from tests.torch_memory.test_streams import FAST, Net, batch
 
 EMU = torch.device("emu", 0)
 SLOW_US = 300

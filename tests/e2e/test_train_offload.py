@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hyper_parallel.backends.torch.offload import FileTier
+from hyper_parallel.backends.torch.memory import FileTier
 from hyper_parallel.errors import (
     BudgetImpossible,
     CaptureUnsupported,

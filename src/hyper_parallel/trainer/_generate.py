@@ -22,7 +22,7 @@ from hyper_parallel.backends.torch._static_cache import (
     StaticSteps,
     why_no_static_cache,
 )
-from hyper_parallel.backends.torch.offload import MemoryUse, PlannedGeneration
+from hyper_parallel.backends.torch.memory.generation import MemoryUse, PlannedGeneration
 from hyper_parallel.errors import BadValue, DeviceUnavailable, RunUnreadable, WeightsUnreadable
 from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, render, stop_ids

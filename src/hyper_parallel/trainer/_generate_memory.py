@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hyper_parallel.backends.torch.offload import MemoryLimits, MemoryUse
+from hyper_parallel.backends.torch.memory.generation import MemoryLimits, MemoryUse
 from hyper_parallel.errors import BadValue, UnknownPeak
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
 from hyper_parallel.topology import detect_local, load_topology

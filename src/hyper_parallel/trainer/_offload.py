@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import handle
-from hyper_parallel.backends.torch.offload import (
+from hyper_parallel.backends.torch.memory import (
     Captured,
+    LruSpillMode,
     Measured,
     PlannedDevice,
     Recorder,
     ResizeWatch,
-    Room,
     as_graph,
     model_state,
     optimizer_state,
@@ -162,7 +162,7 @@ class PlannedSteps:
         """A rehearsed step has no plan yet: on an accelerator it runs within what the device has."""
         if self._where.type == "cpu":
             return nullcontext()
-        return Room(rehearsal_bytes(self._where), self._where)
+        return LruSpillMode(rehearsal_bytes(self._where), self._where)
 
     def _run_to_run(self, once: dict[str, Any], again: dict[str, Any]) -> dict[str, float]:
         """How far two plain steps are apart, for loss and gradient norm; empty when they are the same bit for bit.

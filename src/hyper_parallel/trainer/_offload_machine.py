@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from hyper_parallel.backends.torch._forward import ungrouped_experts
-from hyper_parallel.backends.torch.offload import Measured
+from hyper_parallel.backends.torch.memory import Measured
 from hyper_parallel.config import Offload, Recipe
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Plan

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import local
-from hyper_parallel.backends.torch.offload import Captured, Recorder
+from hyper_parallel.backends.torch.memory import Captured, Recorder
 from hyper_parallel.errors import CaptureUnsupported
 
 _ACTION = re.compile(r"\d+([FBIW])\d+")

@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from hyper_parallel.backends.torch.offload import own_folder
+from hyper_parallel.backends.torch.memory import run_folder
 from hyper_parallel.runtime import launch
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._job import Job, clear_run, under_torchrun
@@ -34,7 +34,7 @@ def run_job(job: Job) -> Summary | None:
         flash, parent = None, job.recipe.offload.flash_dir
         if parent is not None:
             # This process removes it: a rank that is killed cannot.
-            flash = stack.enter_context(own_folder(Path(parent), job.output_dir.name))
+            flash = stack.enter_context(run_folder(Path(parent), job.output_dir.name))
         if under_torchrun():
             return train_rank(job, flash)
         # The model's library is imported once, before the fork, and shared by all ranks.

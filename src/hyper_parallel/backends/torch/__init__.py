@@ -11,7 +11,6 @@ from hyper_parallel.backends.torch._purpose import current_purpose, purpose
 from hyper_parallel.backends.torch._rates import measure_rates
 from hyper_parallel.backends.torch._resolve import resolve_layouts
 from hyper_parallel.backends.torch._step import forward_backward, forward_loss
-from hyper_parallel.backends.torch._workspace import cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.data._gradients import accumulate, clip_grad_norm_
 from hyper_parallel.backends.torch.experts._routing import (
     Routing,
@@ -21,6 +20,7 @@ from hyper_parallel.backends.torch.experts._routing import (
     end_step,
     routing_statistics,
 )
+from hyper_parallel.backends.torch.memory._workspace import cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.weights._initialise import allocate, materialize
 from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
 

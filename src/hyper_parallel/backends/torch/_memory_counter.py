@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch._known import fake_mode, run
 from hyper_parallel.backends.torch._ledger import Ledger, Record
+from hyper_parallel.backends.torch.memory._fake_values import fake_mode, run
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """Bytes that a kernel takes inside itself: operator, arguments, keyword arguments."""

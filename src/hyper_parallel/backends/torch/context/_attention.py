@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch._collectives import gather_rows, reduce_rows
-from hyper_parallel.backends.torch._purpose import purpose
+from hyper_parallel.backends.torch._purpose import exchange
 from hyper_parallel.backends.torch.context import _block_attention as block
 from hyper_parallel.backends.torch.context import _flash_attention as flash
 from hyper_parallel.backends.torch.context._apply import ATTRIBUTE, INTERFACE, Context, View
@@ -361,8 +361,7 @@ def _exchange(context: Context, flat: Tensor, distance: int, name: Purpose) -> t
         dist.P2POp(dist.isend, flat, group=group, group_peer=to),
         dist.P2POp(dist.irecv, came, group=group, group_peer=source),
     ]
-    with purpose(name):
-        works = dist.batch_isend_irecv(pair)
+    works = exchange(pair, name)
 
     def wait(sent: Tensor = flat) -> None:  # holds the buffer until it is sent
         for work in works:

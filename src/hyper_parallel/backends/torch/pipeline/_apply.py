@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hyper_parallel.backends.torch._handle import Handle, local
-from hyper_parallel.backends.torch._purpose import purpose
+from hyper_parallel.backends.torch._purpose import exchange
 from hyper_parallel.backends.torch._resolve import decoder_of
 from hyper_parallel.backends.torch.experts._balance_loss import StageBalance
 from hyper_parallel.backends.torch.pipeline._run import LossOf, Microbatch, PipelineRun, Span
@@ -226,9 +226,7 @@ class Pipeline:
                 dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer),
                 dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
             ]
-            with purpose(Purpose.SHARED_WEIGHT):
-                works = dist.batch_isend_irecv(pair)
-            for work in works:
+            for work in exchange(pair, Purpose.SHARED_WEIGHT):
                 work.wait()
         for grad, part in zip(grads, other.split([g.numel() for g in grads]), strict=True):
             grad.add_(part.view_as(grad))

@@ -1,0 +1,154 @@
+"""A recorded step, and tensors as addresses in its storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from hyper_parallel.backends.torch.memory._operators import Call, View
+from hyper_parallel.backends.torch.memory._source import CaptureSource
+from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.ir import MemoryProgram, Operator, StorageKind
+
+_CPU = torch.device("cpu")
+Named = Mapping[str, tuple[torch.Tensor, StorageKind]]
+"""Tensors that exist before a step: name to (tensor, what it holds)."""
+
+
+@dataclass
+class Captured:
+    """A recorded step.
+
+    Attributes:
+        program: What planning needs; no tensor in it.
+        calls: The torch operator behind each of the program's operators.
+        state: Tensor that owns each storage which exists from the start, by storage index.
+        inputs: Views of the named inputs.
+        outputs: What the step returned, tensors replaced by views.
+        eager_peak_bytes: Device peak of the recorded run itself, with the lifetimes that Python gave the storages.
+        device: Where the operators run.
+        on_host: Storages that lie in host memory although that is an accelerator: numbers that kernels are given. They
+            never move; they count as device bytes.
+        owners: (storage, tensor) of everything that lay in one from the start, as the step's code has it.
+        source: The model and optimizer that may not change while the program runs, when they are known.
+    """
+
+    program: MemoryProgram
+    calls: tuple[Call, ...]
+    state: dict[int, torch.Tensor]
+    inputs: dict[str, View]
+    outputs: Any
+    eager_peak_bytes: int = 0
+    device: torch.device = _CPU
+    on_host: frozenset[int] = frozenset()
+    owners: tuple[tuple[int, torch.Tensor], ...] = ()
+    source: CaptureSource | None = None
+
+    @property
+    def given(self) -> set[int]:
+        """Storages of the step's inputs, which stay with the caller."""
+        return {view.storage for view in self.inputs.values()}
+
+
+@dataclass
+class Entry:
+    """What is known of a storage while a step is recorded."""
+
+    name: str
+    num_bytes: int
+    kind: StorageKind
+    at_start: bool = False
+    at_end: bool = False
+    device: torch.device = _CPU
+
+
+@dataclass
+class Tables:
+    """A program as it is recorded."""
+
+    entries: list[Entry] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    state: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def as_view(tensor: torch.Tensor, storage: int) -> View:
+    return View(
+        storage,
+        tensor.dtype,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def views_in(tree: Any) -> list[View]:
+    return [v for v in tree_flatten(tree)[0] if isinstance(v, View)]
+
+
+def storages_in(tree: Any) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(v.storage for v in views_in(tree)))
+
+
+def refuse_layouts(tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CaptureUnsupported(
+            "only plain strided tensors have an address in a storage",
+            got=f"layout {tensor.layout}, quantised {tensor.is_quantized}",
+            hint="make the tensor dense with `.to_dense()` or `.dequantize()`",
+        )
+
+
+def resizes(what: str) -> CaptureUnsupported:
+    """The error of a storage that changes its size while a step is recorded."""
+    return CaptureUnsupported(
+        f"the step resizes a storage at `{what}`; a static memory plan needs fixed sizes",
+        hint="allocate the final size before the step",
+    )
+
+
+def refuse_leaks(
+    entries: list[Entry], find: Callable[[torch.Tensor], int | None], named: Named
+) -> None:
+    """A tensor that outlives the step, or state that was replaced instead of changed, would not be seen again."""
+    for name, (tensor, _) in named.items():
+        index = find(tensor)
+        if index is None or (entries[index].name != name and not entries[index].at_start):
+            raise CaptureUnsupported(
+                f"`{name}` got a new storage during the step",
+                hint="change state in place, so that it keeps its storage",
+            )
+        if tensor.untyped_storage().nbytes() != entries[index].num_bytes:
+            raise resizes(name)
+        if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+            raise CaptureUnsupported(
+                f"`{name}.grad` outlives the step",
+                hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
+            )
+
+
+def where_it_runs(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
+    """The device of a recorded step, and the storages that are on the host all the same; those never move.
+
+    Raises:
+        CaptureUnsupported: HP511 for a step on several accelerators.
+    """
+    found = {entry.device for entry in entries} - {_CPU}
+    if len(found) > 1:
+        raise CaptureUnsupported(
+            "the step runs on several devices; a memory plan is for one",
+            got=", ".join(sorted(map(str, found))),
+            hint="put the model on one device per rank",
+        )
+    if not found:
+        return _CPU, frozenset()
+    on_host = frozenset(s for s, entry in enumerate(entries) if entry.device.type == "cpu")
+    for s in on_host:
+        entries[s].kind = "input" if entries[s].at_start else "output"
+    return found.pop(), on_host

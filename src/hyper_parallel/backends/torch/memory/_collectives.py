@@ -1,0 +1,161 @@
+"""Operators that other ranks take part in: with which group, how many bytes they send, and where they write.
+
+Functional collectives give a fresh result that the collective library also keeps, until some thread of it lets go. Here
+they run as what torch itself makes of them, a collective into a tensor that exists already: the result is at its
+address and who began it holds the only thing to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._pytree import tree_flatten
+
+from hyper_parallel.backends.torch.memory._captured import storages_in, views_in
+from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, Call, Messages, View
+from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.ir import Operator, Phase
+
+_REDUCTIONS: Final = {
+    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX,
+}  # fmt: skip
+_Begin = Callable[[], Any]
+Message = tuple[Any, Any, tuple[int, ...]]
+"""A function that sends or receives, its arguments with views for tensors, and the storages that it fills."""
+WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
+"""Where a functional collective was waited for; a plan has its own places for that."""
+
+
+def group_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.ProcessGroup | None:
+    """The process group of an operator, or None when it works alone.
+
+    Raises:
+        CaptureUnsupported: HP511 for a functional collective that cannot write at a given address.
+    """
+    if getattr(func, "namespace", "") not in COMMUNICATION:
+        return None
+    if func.namespace != "c10d" and func._opname.removesuffix("_") not in _FUNCTIONAL:
+        raise CaptureUnsupported(
+            f"`{func}` cannot write its results at given addresses",
+            allowed=sorted(_FUNCTIONAL),
+            hint="use the collectives of torch.distributed, one tensor each",
+        )
+    for value in tree_flatten((args, kwargs))[0]:
+        if isinstance(value, dist.ProcessGroup):
+            return value
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+    named = [a.name for a in func._schema.arguments].index("group_name")
+    return _resolve_process_group(kwargs["group_name"] if named >= len(args) else args[named])
+
+
+def sent_bytes(func: Any, args: Any, made: list[View], ranks: int) -> int:
+    """Bytes that one rank sends; the algorithms that need least: rings, direct exchange."""
+    views = views_in(args)
+    given, out = sum(v.num_bytes for v in views), sum(v.num_bytes for v in made)
+    name = func._opname.strip("_").removesuffix("_base").removesuffix("_single")
+    others = ranks - 1
+    if name in ("allgather", "all_gather_into_tensor"):
+        # Every rank passes on what all others have; inside the arguments there are its own part and the whole.
+        return (given + out) * others // (ranks + 1)
+    if name in ("reduce_scatter", "reduce_scatter_tensor"):
+        return (given + out) * others // (ranks + 1)
+    if name in ("allreduce", "all_reduce"):
+        return 2 * given * others // ranks
+    if name in ("alltoall", "all_to_all"):
+        return (given + out) // 2 * others // ranks
+    return given
+
+
+def together(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]:
+    """Messages that were issued together as one operator, done when all of them are, and its call."""
+    calls = tuple(args for _, args, _ in messages)
+    writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
+    funcs = tuple(func for func, *_ in messages)
+    group = group_of(funcs[0], messages[0][1], {})
+    assert group is not None
+    operator = Operator(
+        "c10d.messages",
+        storages_in(calls),
+        writes,
+        access_bytes=sum(v.num_bytes for v in views_in(calls)),
+        phase=phase,
+        ordered=True,
+        group=group.group_name,
+        message=True,
+    )
+    return operator, Call(Messages(funcs), calls, {})
+
+
+def into_group(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:
+    """How a functional collective writes its result at a given address; None for any other operator."""
+    func = call.func
+    if getattr(func, "namespace", "") not in COMMUNICATION or func.namespace == "c10d":
+        return None
+    begin = _FUNCTIONAL[func._opname.removesuffix("_")]
+    names = [argument.name for argument in func._schema.arguments]
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> _Begin:
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        group = named["group_name"]
+        if not isinstance(group, dist.ProcessGroup):
+            group = _resolve_process_group(group)
+        # In place: the argument is the result.
+        return begin(named, outs[0] if outs else named["input"], group)
+
+    return bind
+
+
+def _all_gather(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGroup) -> _Begin:
+    return lambda: group._allgather_base(out, named["input"])
+
+
+def _reduce_scatter(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGroup) -> _Begin:
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = _REDUCTIONS[named["reduce_op"]]
+    return lambda: group._reduce_scatter_base(out, named["input"], options)
+
+
+def _all_reduce(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGroup) -> _Begin:
+    options, given = c10d.AllreduceOptions(), named["input"]
+    options.reduceOp = _REDUCTIONS[named["reduce_op"]]
+
+    return _in_place(given, out, lambda: group.allreduce([out], options))
+
+
+def _broadcast(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGroup) -> _Begin:
+    options, given = c10d.BroadcastOptions(), named["input"]
+    options.rootRank = named["src"]
+
+    return _in_place(given, out, lambda: group.broadcast([out], options))
+
+
+def _in_place(given: torch.Tensor, out: torch.Tensor, begin: _Begin) -> _Begin:
+    """Begin what changes `out` once it holds what was given."""
+
+    def run() -> Any:
+        if given is not out:
+            out.copy_(given)
+        return begin()
+
+    return run
+
+
+def _all_to_all(named: dict[str, Any], out: torch.Tensor, group: dist.ProcessGroup) -> _Begin:
+    sizes = named["output_split_sizes"], named["input_split_sizes"]
+    return lambda: group.alltoall_base(out, named["input"], *sizes, c10d.AllToAllOptions())
+
+
+_FUNCTIONAL: Final[dict[str, Callable[[dict[str, Any], torch.Tensor, Any], _Begin]]] = {
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_to_all_single": _all_to_all,
+}

@@ -1,0 +1,306 @@
+"""The executor: run a memory plan for real and measure it.
+
+Operators are torch's own, results are the model's. The device gives one buffer, in which every storage lies at its
+planned address while it is there. What an operator cannot write at an address is made beside it, copied, and dropped.
+
+On an accelerator copies run on streams, time is measured by events and the bytes by the allocator. On a CPU the device
+is simulated: all tiers are host memory or files, every buffer is counted, and a virtual clock keeps the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from hyper_parallel.backends.torch.memory._captured import Captured
+from hyper_parallel.backends.torch.memory._copies import Copies
+from hyper_parallel.backends.torch.memory._held_state import HeldState
+from hyper_parallel.backends.torch.memory._operators import View, finished
+from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_memory
+from hyper_parallel.backends.torch.memory._streams import DeviceApi
+from hyper_parallel.errors import StepChanged
+from hyper_parallel.ir import COPIES, Counter, MemoryAction, MemoryPlan, Timeline
+from hyper_parallel.offload import Clock, Copied, MemoryMachine
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one executed step took.
+
+    Attributes:
+        peak_bytes: Highest bytes per tier; of the device those of the storages that are in the arena.
+        device_bytes: Highest bytes that the device gave, the arena included: counted, on an accelerator as the
+            allocator says.
+        dram_bytes: What host memory gave: the slabs that buffers are cut from.
+        seconds: Time of the step: of the virtual clock, on an accelerator measured by events.
+        wait_s: Of it, seconds the compute lane waited for copies.
+        join_s: Of it, seconds the compute lane waited for other ranks.
+        copied: Per kind of copy how many there were, their bytes, and the seconds their lane was busy.
+        timeline: Spans of the lanes and counters of the tiers, when they were asked for.
+    """
+
+    peak_bytes: dict[str, int]
+    device_bytes: int
+    dram_bytes: int
+    seconds: float
+    wait_s: float
+    join_s: float
+    copied: dict[str, Copied]
+    timeline: Timeline | None = None
+
+
+class PlannedDevice(HeldState):
+    """Runs the steps of one plan; owns the state's bytes until it is closed.
+
+    Args:
+        captured: The recorded step.
+        plan: A plan for its program.
+        machine: Capacities; on the simulated device also the machine whose time the virtual clock keeps.
+        copies: On the simulated device, when the bytes of a copy really move: when it is issued, at the last moment
+            (when it is waited for), or on one thread per direction. A correct plan gives the same bits in all three.
+        flash: Folder of the file tier; needed when the plan uses it.
+        queues: Streams and events to run on. None: those of the device that the step was captured on; a CPU has none.
+        arena_bytes: Size of the arena when it must be larger than the plan's own, for the plan of a successor.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        plan: MemoryPlan,
+        machine: MemoryMachine,
+        *,
+        copies: Copies = "at_wait",
+        flash: Path | None = None,
+        queues: DeviceApi | None = None,
+        arena_bytes: int | None = None,
+    ) -> None:
+        super().__init__(captured, plan, machine, copies, flash, queues, arena_bytes)
+        self._talking: dict[int, Any] = {}  # what was begun with other ranks, by operator
+        self._clock = Clock(plan.program, machine)
+        if self.hardware.timed is None:
+            for action in plan.actions:
+                self._clock.apply(action)
+
+    def step(
+        self, inputs: Mapping[str, torch.Tensor], *, trace: bool = False
+    ) -> tuple[Any, Measured]:
+        """Run the planned step on new inputs.
+
+        Args:
+            inputs: New values of the captured inputs.
+            trace: Also measure the timeline.
+
+        Returns:
+            What the recorded step returned, and what was measured.
+
+        Raises:
+            StepChanged: HP512 when an input or a captured branch does not fit the recording, or model or optimizer have
+                changed since (then nothing has run, and the change may be undone).
+            TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
+            TierFull: HP403 when a tier's capacity is exceeded.
+        """
+        self._check_usable()
+        self._owners.check()
+        self._write_inputs(inputs)
+        hardware, timed = self.hardware, self.hardware.timed
+        clock = self._clock
+        if trace and timed is None:
+            clock = Clock(self.plan.program, self.machine, record=True)
+        hardware.reset_peaks()
+        if timed is not None:
+            timed.begin(self.plan.program, trace)
+        try:
+            with torch.no_grad(), self._without_autocast():
+                samples = self._apply_all(clock, trace)
+                peaks, device_bytes = hardware.peaks, hardware.gauge.peak_bytes
+                outputs = tree_map_only(
+                    View, lambda v: v.on(self._base(v.storage)).clone(), self.captured.outputs
+                )
+            times = clock if timed is None else timed.times()
+        except BaseException:
+            self._failed = True
+            raise
+        for s, storage in enumerate(self.plan.program.storages):
+            if storage.at_end and not storage.at_start:
+                self._leave(s)
+        timeline = None
+        if trace:
+            counters = [
+                Counter(name, at if timed is None else timed.seconds(at), live)
+                for at, tiers in samples
+                for name, live in tiers
+            ]
+            timeline = Timeline("measured", tuple(times.spans or ()), tuple(counters))
+        return outputs, Measured(
+            peaks,
+            device_bytes,
+            hardware.pool.held_bytes,
+            times.now_s,
+            times.wait_s,
+            times.join_s,
+            times.copied,
+            timeline,
+        )
+
+    @contextmanager
+    def _without_autocast(self) -> Iterator[None]:
+        """Casts were recorded as operators."""
+        with ExitStack() as stack:
+            for kind in {"cpu", self.hardware.device.type}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+
+    def _write_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        expected = self.captured.inputs
+        if set(inputs) != set(expected):
+            raise StepChanged(
+                "the inputs are not those of the captured step",
+                got=sorted(inputs),
+                allowed=sorted(expected),
+            )
+        for name, value in inputs.items():
+            view = expected[name]
+            if tuple(value.shape) != view.size or value.dtype != view.dtype:
+                raise StepChanged(
+                    f"input `{name}` does not have the captured shape or type",
+                    got=f"{tuple(value.shape)} {value.dtype}",
+                    allowed=f"{view.size} {view.dtype}",
+                    hint="capture and plan a step of this shape, or pad to the captured one",
+                )
+            view.on(self._base(view.storage)).copy_(value)
+        for storage, tensor in self._owners.changes():
+            self._base(storage).copy_(tensor.untyped_storage())
+
+    def _base(self, storage: int) -> torch.UntypedStorage:
+        return self._on["device"][storage]
+
+    def _apply_all(
+        self, clock: Clock, trace: bool
+    ) -> list[tuple[Any, tuple[tuple[str, int], ...]]]:
+        """Apply the actions of the plan; with `trace` (time or event, bytes per tier) after each of them."""
+        timed, samples = self.hardware.timed, []
+        for action, ready in zip(self.plan.actions, self._actions, strict=True):
+            marked = timed is not None and (trace or action.kind == "join")
+            begin = timed.now() if timed is not None and marked else None
+            self._apply(action, ready)
+            if timed is not None and action.kind == "join":
+                timed.joined(action.target, begin)
+            if not trace:
+                continue
+            if timed is None:
+                clock.apply(action)
+            elif action.kind in ("run", "recompute"):
+                timed.ran(action, begin)
+            samples.append((clock.now_s if timed is None else timed.now(), self.hardware.live))
+        return samples
+
+    def _apply(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> None:
+        s, kind = action.target, action.kind
+        if isinstance(ready, Prepared):
+            self._run(ready, s)
+        elif kind == "update":
+            run = in_host_memory(self.captured.calls[s], self._on["dram"])
+            self.hardware.lanes.update(s, self.plan.program.operators[s], run)
+        elif kind == "join":
+            self._join(s)
+        elif kind in COPIES:
+            self._copy(s, kind, ready)
+        elif kind == "wait":
+            self.hardware.lanes.wait(s, action.tier)
+        elif kind == "detach":
+            self._drop(s, action.tier)
+        else:
+            if s in self._on["device"]:
+                self._leave(s)
+            self._on["dram"].pop(s, None)
+            if s in self._files:
+                self._files.drop(s)
+
+    def _join(self, index: int) -> None:
+        """Wait for what was begun beside the device's own operators."""
+        if index in self._talking:
+            finished(self._talking.pop(index))
+        else:
+            self.hardware.lanes.join(index, self.plan.program.operators[index])
+
+    def _drop(self, s: int, tier: str) -> None:
+        if tier == "device":
+            self._leave(s)
+        elif tier == "dram":
+            del self._on[tier][s]
+        else:
+            self._files.drop(s)
+
+    def _run(self, ready: Prepared, index: int) -> None:
+        for s, base in ready.results:
+            self._enter(s, base)
+        out = ready.run()
+        if ready.plain:
+            return
+        if ready.talks:
+            self._talking[index] = out
+            return
+        flat = tree_flatten(out)[0]
+        if ready.staged:
+            self._bring_in(ready, flat)
+        for position, value in ready.guards:
+            if flat[position] != value:
+                raise StepChanged(
+                    f"the captured step took a branch because `{ready.func}` gave {value}, and now {flat[position]}",
+                    hint="capture again; for an optimizer keep the step count in tensors with `fused=True`",
+                )
+
+    def _bring_in(self, ready: Prepared, flat: list[Any]) -> None:
+        """Copy what an operator has made beside the arena to its addresses."""
+        for position, _, _ in ready.staged:
+            self.hardware.gauge.adopt(flat[position].untyped_storage())
+        for position, view, target in ready.staged:
+            made = flat[position]
+            base = made.untyped_storage()
+            if base.nbytes() != target.nbytes() or made.shape != view.size:
+                raise StepChanged(
+                    f"`{ready.func}` made a result of another size than in the captured step",
+                    got=f"{tuple(made.shape)}, {base.nbytes()} bytes",
+                    allowed=f"{view.size}, {target.nbytes()} bytes",
+                    hint="the size depends on the data; for experts use `experts_implementation='grouped_mm'`",
+                )
+            target.copy_(base)
+
+    def _copy(self, s: int, kind: str, place: torch.UntypedStorage | None) -> None:
+        src, dst = COPIES[kind]
+        size = self.plan.program.storages[s].num_bytes
+        move: Callable[[], None]
+        if dst == "flash":
+            self._files.take(s, size)
+            source = self._on["dram"][s]
+
+            def move() -> None:
+                self._files.write(s, source)
+
+        else:
+            into = self._on[dst].get(s)
+            if into is None and dst == "device":
+                assert place is not None
+                self._enter(s, place)
+                into = place
+            elif into is None:
+                into = self._on[dst][s] = self.hardware.in_dram(size)
+            target = into
+            if src == "flash":
+
+                def move() -> None:
+                    self._files.read(s, target)
+
+            else:
+                source = self._on[src][s]
+
+                def move() -> None:
+                    target.copy_(source, non_blocking=True)
+
+        self.hardware.lanes.start(s, kind, move, size)

@@ -1,0 +1,109 @@
+"""Where a plan runs: meters, buffers and copy lanes of one device, simulated on the CPU or with streams of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.backends.torch.memory._copies import Copies, CopyLanes
+from hyper_parallel.backends.torch.memory._host_pool import HostPool
+from hyper_parallel.backends.torch.memory._streams import DeviceApi, StreamLanes
+from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
+from hyper_parallel.ir import MemoryPlan
+from hyper_parallel.offload import MemoryMachine
+
+
+class Hardware:
+    """The three tiers and the ways between them.
+
+    Args:
+        device: Where operators run.
+        machine: Capacities.
+        alignment_bytes: Rounding of every allocation.
+        copies: How copies of a simulated device move.
+        queues: Streams and events of the device; None: it is simulated.
+
+    Attributes:
+        gauge: What the device gives, the arena included: a meter that sees every buffer, or an accelerator's allocator.
+        inside: Bytes of the storages that are in the arena.
+        lanes: Running copies.
+        pool: DRAM buffers.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        machine: MemoryMachine,
+        alignment_bytes: int,
+        copies: Copies,
+        queues: DeviceApi | None,
+    ) -> None:
+        self.device = device
+        self.dram = Meter("dram", alignment_bytes)
+        self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
+        self.inside = Meter("device", alignment_bytes)
+        self.gauge: Meter | AllocatorGauge = Meter("device", alignment_bytes)
+        self.lanes: CopyLanes | StreamLanes
+        self.lanes = CopyLanes(copies) if queues is None else StreamLanes(queues)
+        self.pool = HostPool(alignment_bytes, device.type != "cpu", machine.dram_bytes)
+        module: Any = None if queues is None else queues.module
+        if hasattr(module, "max_memory_allocated"):
+            self.gauge = AllocatorGauge(module, device)
+            _take_workspaces(device)
+
+    @property
+    def timed(self) -> StreamLanes | None:
+        """The lanes that measure time themselves; None: a virtual clock keeps it."""
+        return self.lanes if isinstance(self.lanes, StreamLanes) else None
+
+    def reserve(self, plan: MemoryPlan) -> None:
+        """Make the DRAM buffers that a plan needs.
+
+        Raises:
+            TierFull: HP403 when they take more than there is.
+        """
+        self.pool.reserve(plan.replayed.host_buffers)
+
+    def arena(self, num_bytes: int) -> torch.UntypedStorage:
+        """The buffer on the device in which a plan's storages have their addresses."""
+        if isinstance(self.gauge, AllocatorGauge):
+            return self.gauge.arena(num_bytes)
+        base = torch.UntypedStorage(num_bytes, device=self.device)
+        self.gauge.adopt(base)
+        return base
+
+    def in_dram(self, num_bytes: int) -> torch.UntypedStorage:
+        """A counted DRAM buffer.
+
+        Raises:
+            TierFull: HP403 when the capacity is exceeded.
+        """
+        base = self.pool.take(num_bytes)
+        self.dram.adopt(base)
+        return base
+
+    def reset_peaks(self) -> None:
+        """Measure peaks from here on."""
+        for meter in (self.gauge, self.inside, self.dram, self.flash):
+            meter.reset_peak()
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Highest bytes per tier since `reset_peaks`; of the device those inside the arena."""
+        return {
+            "device": self.inside.peak_bytes,
+            "dram": self.dram.peak_bytes,
+            "flash": self.flash.peak_bytes,
+        }
+
+    @property
+    def live(self) -> tuple[tuple[str, int], ...]:
+        """Bytes taken now, per tier."""
+        return tuple((m.name, m.live_bytes) for m in (self.inside, self.dram, self.flash))
+
+
+def _take_workspaces(device: torch.device) -> None:
+    """Run a product, so that what its library takes for good counts as there before, not as a step's."""
+    small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    torch.addmm(small[0], small, small @ small)

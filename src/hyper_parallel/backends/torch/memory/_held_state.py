@@ -1,0 +1,319 @@
+"""The state of a step in the tiers: who owns its bytes, where they lie between steps, how they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from hyper_parallel.backends.torch.memory._captured import Captured, as_view
+from hyper_parallel.backends.torch.memory._copies import Copies
+from hyper_parallel.backends.torch.memory._hardware import Hardware
+from hyper_parallel.backends.torch.memory._operators import View
+from hyper_parallel.backends.torch.memory._owners import Owners
+from hyper_parallel.backends.torch.memory._prepared import Addresses, Held, Prepared
+from hyper_parallel.backends.torch.memory._streams import DeviceApi
+from hyper_parallel.backends.torch.memory._tiers import FileTier
+from hyper_parallel.errors import (
+    HyperParallelError,
+    MemoryPlanInvalid,
+    StepChanged,
+    TierFull,
+    TransferFailed,
+)
+from hyper_parallel.ir import MemoryPlan
+from hyper_parallel.offload import MemoryMachine, wrong_address
+
+
+class HeldState:
+    """Owns the bytes of a step's state, each storage in the tier where the plan has its home.
+
+    Args: as those of `PlannedDevice`.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        plan: MemoryPlan,
+        machine: MemoryMachine,
+        copies: Copies,
+        flash: Path | None,
+        queues: DeviceApi | None,
+        arena_bytes: int | None,
+    ) -> None:
+        if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
+            captured.calls
+        ):
+            raise MemoryPlanInvalid(
+                "the plan was made for another program",
+                got=plan.program.name,
+                allowed=captured.program.name,
+                hint="plan the captured program again",
+            )
+        self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
+        if wrong := wrong_address(plan):  # replays it: HP404 for an illegal action
+            raise MemoryPlanInvalid(
+                f"the plan cannot run at its addresses: {wrong}",
+                where=plan.program.name,
+                hint="plan again",
+            )
+        if plan.peak_bytes["flash"] and flash is None:
+            raise MemoryPlanInvalid(
+                "the plan uses the flash tier, but no folder was given for it",
+                hint="pass flash=Path(...)",
+            )
+        if queues is None and captured.device.type != "cpu":
+            queues = DeviceApi.of(captured.device)
+        self.hardware = self._find_hardware(queues)
+        self.hardware.reserve(plan)
+        self._files = FileTier(flash or Path(), self.hardware.flash)
+        self._on: dict[str, Held] = {"device": {}, "dram": {}}
+        self._actions: list[Prepared | torch.UntypedStorage | None] = []
+        self._arena_bytes = plan.arena_bytes if arena_bytes is None else arena_bytes
+        self._arena: torch.UntypedStorage | None = None
+        self._failed = False
+        self._closed = False
+        self._owners = Owners(captured)
+        self._begin_to_hold()
+
+    def _find_hardware(self, queues: DeviceApi | None) -> Hardware:
+        return Hardware(
+            self.captured.device,
+            self.machine,
+            self.plan.program.alignment_bytes,
+            self.copies,
+            queues,
+        )
+
+    def _is_input(self, storage: int) -> bool:
+        return self.plan.program.storages[storage].kind == "input"
+
+    def _enter(self, s: int, base: torch.UntypedStorage) -> None:
+        """A storage comes to its range on the device."""
+        self._on["device"][s] = base
+        self.hardware.inside.add(self.plan.program.sizes[s])
+
+    def _leave(self, s: int) -> None:
+        """A storage's range on the device is given up."""
+        del self._on["device"][s]
+        self.hardware.inside.add(-self.plan.program.sizes[s])
+
+    def _give_up(self) -> None:
+        """Let go of everything on the device, and of the arena itself."""
+        for s in list(self._on["device"]):
+            self._leave(s)
+        self._actions, self._arena = [], None
+
+    def _take_arena(self) -> Addresses:
+        if self._arena is None:
+            self._arena = self.hardware.arena(self._arena_bytes)
+        gauge = self.hardware.gauge
+        addresses = Addresses(
+            self.captured, self.plan, self._arena, lambda t: gauge.adopt(t.untyped_storage())
+        )
+        self._actions = addresses.actions
+        return addresses
+
+    def _begin_to_hold(self) -> None:
+        """Take the state from the tensors that own it, and see to it that nobody else uses them meanwhile."""
+        try:
+            self._owners.check()
+        except StepChanged:
+            self._end()  # nobody would see what the recorded tensors hold
+            raise
+        self._take_state()
+        self._owners.hold()
+
+    def _take_state(self) -> None:
+        """Move the state's bytes into buffers of the device, and empty the tensors that owned them.
+
+        A storage that another tensor still holds would not be free when the plan detaches it. When the bytes cannot be
+        moved they go back, and the device is closed.
+        """
+        waiting: Held = {}
+        try:
+            self._owners.check_bytes()
+        except StepChanged:
+            self._end()
+            raise
+        try:
+            for s, tensor in self.captured.state.items():
+                home = self.plan.homes[s]
+                base = tensor.untyped_storage()
+                if home == "flash":
+                    self._files.take(s, base.nbytes())
+                    self._files.write(s, _host_copy(base))
+                elif home == "dram":
+                    self._on[home][s] = self.hardware.in_dram(base.nbytes())
+                    self._on[home][s].copy_(base)
+                else:
+                    # The device may not have room for the arena beside what is there now.
+                    waiting[s] = _host_copy(base)
+                if not self._is_input(s):
+                    # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
+                    # Inputs stay with the caller, who may pass the very same tensors again.
+                    base.resize_(0)
+            for s, target in self._take_arena().at_start.items():
+                target.copy_(waiting[s])
+                self._enter(s, target)
+                del waiting[s]
+        except BaseException as error:
+            with self._moving():
+                self._take_back(waiting)
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise self._no_room(error) from error
+                raise
+
+    def _take_back(self, waiting: Held) -> None:
+        """Of a state that was taken in part, give what was emptied its bytes again; the device is closed."""
+        for s, tensor in self.captured.state.items():
+            base = tensor.untyped_storage()
+            if base.nbytes() != self._num_bytes(s):
+                base.resize_(self._num_bytes(s))
+                base.copy_(waiting[s] if s in waiting else self._bytes(s))
+        self._end()
+
+    def _num_bytes(self, s: int) -> int:
+        return self.captured.program.storages[s].num_bytes
+
+    def _give_state(self) -> None:
+        """Give the state's bytes back to the tensors that owned them."""
+        self._owners.release()
+        mine = {s: t for s, t in self.captured.state.items() if not self._owners.keep(s)}
+        kept: Held = {}
+        if not self._failed:
+            kept = {s: _host_copy(self._bytes(s)) for s in mine if self.plan.homes[s] == "device"}
+        self._give_up()
+        for s, tensor in mine.items():
+            base = tensor.untyped_storage()
+            base.resize_(self._num_bytes(s))
+            if self._failed:
+                base.fill_(0xFF)
+            else:
+                base.copy_(kept.pop(s) if s in kept else self._bytes(s))
+        self._files.clear()
+        self._on["dram"].clear()
+
+    def _end(self) -> None:
+        """The state is where it came from, and stays there."""
+        self._closed = True
+        self.hardware.lanes.close()
+        self._give_up()
+        self._files.clear()
+        self._on["dram"].clear()
+
+    def _no_room(self, error: BaseException) -> TierFull:
+        module = torch.get_device_module(self.hardware.device)
+        free, total = module.mem_get_info(self.hardware.device)
+        return TierFull(
+            "the device has no room for the arena of the plan",
+            where=str(self.hardware.device),
+            got=f"{self._arena_bytes} bytes wanted, {free} of {total} free: {error}",
+            hint="plan with a smaller budget, or end what else is on the device",
+        )
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Between two steps, give the state back to the model and the optimizer for the time of this context.
+
+        Whatever reads or changes their tensors here (an evaluation, a checkpoint) sees and sets the real ones. What it
+        takes is not counted.
+
+        Raises:
+            StepChanged: HP512 at the end when tensors were exchanged instead of changed, or model or optimizer are not
+                as they were when the step was recorded. All of it stays as it is, and the device is closed.
+            TransferFailed: HP513 when the state could not be moved; what cannot go to its tier stays with the model.
+        """
+        self._check_usable()
+        with self._moving():
+            self._give_state()
+        try:
+            yield
+        finally:
+            self._begin_to_hold()
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """State that was moved in part only must not pass for good: the device can then only be closed."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = not self._closed
+            if isinstance(error, HyperParallelError) or not isinstance(error, Exception):
+                raise
+            raise TransferFailed(
+                "the state could not be moved between memory tiers",
+                got=f"{type(error).__name__}: {error}",
+            ) from error
+
+    def close(self) -> None:
+        """Give the state's bytes back to the tensors that owned them.
+
+        After a failed step they are filled with ones in every bit (NaN as floating point): a half-updated state must
+        not pass for a good one.
+        """
+        if self._closed:
+            return
+        with self._moving():
+            self.hardware.lanes.close()
+            self._give_state()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if self._closed or self._failed:
+            raise StepChanged(
+                "the device was closed or a step on it failed; capture and plan again"
+            )
+
+    def read_state(self, name: str) -> torch.Tensor:
+        """A copy of a named persistent tensor, wherever it lives between steps."""
+        storage, view = self._state(name)
+        return view.on(self._bytes(storage)).clone()
+
+    def write_state(self, name: str, value: torch.Tensor) -> None:
+        """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
+        storage, view = self._state(name)
+        base = self._bytes(storage)
+        view.on(base).copy_(value)
+        if self.plan.homes[storage] == "flash":
+            self._files.write(storage, base)
+
+    def _bytes(self, storage: int) -> torch.UntypedStorage:
+        """Bytes of a persistent storage between steps; of a file, a copy."""
+        home = self.plan.homes[storage]
+        if home != "flash":
+            return self._on[home][storage]
+        base = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
+        self._files.read(storage, base)
+        return base
+
+    def _state(self, name: str) -> tuple[int, View]:
+        for s, tensor in self.captured.state.items():
+            if self.plan.program.storages[s].name == name:
+                return s, as_view(tensor, s)
+        raise StepChanged(
+            f"the captured step has no state named `{name}`",
+            allowed=[self.plan.program.storages[s].name for s in self.captured.state][:20],
+        )
+
+
+def _host_copy(base: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A copy in host memory, which is in no tier."""
+    copy = torch.UntypedStorage(base.nbytes())
+    copy.copy_(base)
+    return copy

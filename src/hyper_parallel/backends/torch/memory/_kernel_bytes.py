@@ -1,0 +1,150 @@
+"""Device bytes that an operator takes beside the addresses of its results.
+
+What a kernel takes for itself and gives back before it returns depends on the kernel that a device chooses: sums in
+float32, sorted rows, workspaces. So the allocator of an accelerator is asked while the step is recorded.
+
+The gradient of an embedding is as large as the table and no kernel writes it at a given address, so it is made beside
+its address a few columns at a time. A column of it depends on the same column of the incoming gradient only and is
+added up in an order that the rows give, so columns made apart have the same bits.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hyper_parallel.backends.torch.memory._captured import Entry
+from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, Call, View
+from hyper_parallel.backends.torch.memory._out_variants import into
+from hyper_parallel.backends.torch.memory._workspace import device_workspace
+from hyper_parallel.ir import GRADIENT_PIECES
+from hyper_parallel.units import KiB
+
+Beside = Callable[[torch.Tensor], None]
+"""Told of every tensor that is made beside the arena."""
+_LEAST: Final = 64 * KiB  # a smaller piece is not worth its launches
+
+
+def beside(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
+    """Bytes of the results that a call makes elsewhere first."""
+    if not call.made or into(call) is not None:
+        return ()
+    if pieces := columns(call):
+        return piece_bytes(call, pieces)
+    return tuple(entries[view.storage].num_bytes for _, view in call.made)
+
+
+def run(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+) -> tuple[Any, tuple[int, ...]]:
+    """Run an operator.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        tensors: The tensors among them.
+
+    Returns:
+        Its outputs, and the bytes that its kernel had for itself beside them. The allocator's peak begins anew.
+    """
+    device = next((t.device for t in tensors if t.device.type != "cpu"), None)
+    if device is None or func.namespace in COMMUNICATION:
+        return func(*args, **kwargs), ()
+    module: Any = torch.get_device_module(device)
+    told = hasattr(module, "max_memory_allocated")
+    if not told or any(isinstance(t, FakeTensor) for t in tensors):
+        taken = device_workspace(func, args, kwargs)
+        return func(*args, **kwargs), (taken,) if taken else ()
+    with _no_collection():
+        module.reset_peak_memory_stats(device)
+        out = func(*args, **kwargs)
+        # What stays is a result, or a workspace that a library keeps.
+        taken = int(module.max_memory_allocated(device) - module.memory_allocated(device))
+    return out, (taken,) if taken else ()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage that is freed meanwhile would count as the kernel's."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def of_piece(
+    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], taken: tuple[int, ...]
+) -> tuple[int, ...]:
+    """What of `taken` remains where a plan runs the call in pieces: one of them is run."""
+    pieces = columns(call)
+    if not taken or not pieces:
+        return taken
+    part = widest(pieces, args)
+    return run(call.func, part, kwargs, [t for t in part if isinstance(t, torch.Tensor)])[1]
+
+
+def columns(call: Call) -> tuple[range, ...]:
+    """Columns of the pieces in which a call can make its result; fewer than two: it makes it as a whole."""
+    if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.made) != 1:
+        return ()
+    scaled = call.args[
+        4
+    ]  # by how often a row occurs: a kernel's last columns may be rounded differently
+    if scaled:
+        return ()
+    table = call.made[0][1]
+    # Every piece sorts the rows again.
+    count = min(GRADIENT_PIECES, table.num_bytes // _LEAST, table.size[1])
+    if count < 2:
+        return ()
+    width = -(-table.size[1] // count)
+    return tuple(range(at, min(at + width, table.size[1])) for at in range(0, table.size[1], width))
+
+
+def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
+    """Bytes beside the arena at the same time: columns of the result and of the incoming gradient."""
+    width = max(map(len, pieces))
+    table, grad = call.made[0][1], call.args[0]
+    assert isinstance(grad, View)
+    rows = 1
+    for size in grad.size[:-1]:
+        rows *= size
+    return width * table.size[0] * table.dtype.itemsize, width * rows * grad.dtype.itemsize
+
+
+def widest(pieces: tuple[range, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the operator for a piece that no other is larger than."""
+    return args[0][..., pieces[0].start : pieces[0].stop].contiguous(), *args[1:]
+
+
+def in_pieces(
+    pieces: tuple[range, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: torch.Tensor,
+    beside: Beside,
+) -> Callable[[], None]:
+    """What runs the operator piece by piece into `out` [rows, columns]."""
+    op = torch.ops.aten.embedding_dense_backward.default
+    grad, rest = args[0], args[1:]
+    parts = [(grad[..., p.start : p.stop], out[:, p.start : p.stop]) for p in pieces]
+
+    def run() -> None:
+        for given, target in parts:
+            mine = given.clone(memory_format=torch.contiguous_format)
+            beside(mine)
+            made = op(mine, *rest, **kwargs)
+            beside(made)
+            target.copy_(made)
+            del mine, made  # before the next piece is made
+
+    return run

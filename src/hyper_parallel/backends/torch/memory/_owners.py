@@ -1,0 +1,97 @@
+"""The tensors that own the state of a recorded step, while a device has its bytes: nobody may change them unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hyper_parallel.backends.torch.memory._captured import Captured
+from hyper_parallel.errors import StepChanged
+
+
+class Owners:
+    """Owners of the state of a step.
+
+    Args:
+        captured: The recorded step.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured = captured
+        self._left: list[tuple[int, torch.Tensor, int]] = []  # (storage, its tensor, its version)
+        # (storage, its tensor, what tells torch's storage from another one): looked at in every step
+        self._owned = [
+            (s, tensor, captured.state[s].untyped_storage()._cdata) for s, tensor in captured.owners
+        ]
+        operators = captured.program.operators
+        self._written = {s for operator in operators for s in operator.writes}
+
+    def check(self) -> None:
+        """The state is still that of the model and the optimizer, and they are as they were when it was recorded.
+
+        Raises:
+            StepChanged: HP512 with what has changed.
+        """
+        if self._captured.source is not None:
+            self._captured.source.check()
+        for s, tensor, recorded in self._owned:
+            if tensor.untyped_storage()._cdata != recorded:
+                raise StepChanged(
+                    f"`{self._name(s)}` was given another storage",
+                    hint="change its values in place (`tensor.copy_(...)`), inside `with device.lent():`",
+                )
+
+    def check_bytes(self) -> None:
+        """Every one of them has its bytes.
+
+        Raises:
+            StepChanged: HP512 when another device has them.
+        """
+        for s, tensor in self._captured.state.items():
+            if tensor.untyped_storage().nbytes() != self._captured.program.storages[s].num_bytes:
+                raise StepChanged(
+                    f"`{self._name(s)}` has no bytes: another device holds them",
+                    hint="close the other device first",
+                )
+
+    def hold(self) -> None:
+        """A device has the bytes from now on."""
+        kinds, given = self._captured.program.storages, self._captured.given
+        self._left = [
+            (s, tensor, tensor._version)
+            for s, tensor in self._captured.owners
+            if kinds[s].kind == "input" and s not in given and not tensor.is_inference()
+        ]
+        if self._captured.source is not None:
+            self._captured.source.hold()
+
+    def release(self) -> None:
+        """The bytes are back."""
+        if self._captured.source is not None:
+            self._captured.source.release()
+
+    def keep(self, s: int) -> bool:
+        """A storage's bytes are the caller's: inputs, and what the step only reads of what stays with the caller."""
+        read = self._captured.program.storages[s].kind == "input" and s not in self._written
+        return read or s in self._captured.given
+
+    def changes(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """What stays with the caller beside the inputs (buffers, a learning rate) and has new values, by storage.
+
+        Raises:
+            StepChanged: HP512 for one that the step changes itself: two values cannot both be right.
+        """
+        for at, (s, tensor, version) in enumerate(self._left):
+            if tensor._version == version:
+                continue
+            if s in self._written:
+                raise StepChanged(
+                    f"`{self._name(s)}` was changed between two steps, and the step changes it too",
+                    hint="change it with `device.write_state`, or inside `with device.lent():`",
+                )
+            yield s, tensor
+            self._left[at] = s, tensor, tensor._version
+
+    def _name(self, s: int) -> str:
+        return self._captured.program.storages[s].name

@@ -1,0 +1,121 @@
+"""The model and the optimizer that a step was recorded from: whether they are still as they were then.
+
+A program repeats what was recorded. What the same Python code would do differently by now (another learning rate,
+`eval()`, a hook, a frozen parameter, one more group of parameters) is in no tensor, so the program cannot notice it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hyper_parallel.errors import StepChanged
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_AGAIN = "undo the change, or close the device, capture and plan again"
+_TENSOR = (
+    "make it a tensor before the capture, as in `lr=torch.tensor(1e-3)`: every step reads its value"
+)
+
+_Fact = tuple[tuple[str, ...], str, Any]
+"""(parts of the name of whose it is, what it is, its value)."""
+
+
+class CaptureSource:
+    """What a recorded step takes for granted of its model and its optimizer.
+
+    Args:
+        model: The model of the step, right after it was recorded.
+        optimizer: Its optimizer; None: inference.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._refusing: list[RemovableHandle] = []
+        # A scheduler adds entries of its own.
+        self._keys = [] if optimizer is None else [list(group) for group in optimizer.param_groups]
+        self._then = list(self._facts())
+
+    def check(self) -> None:
+        """Everything is as it was when the step was recorded.
+
+        Raises:
+            StepChanged: HP512 with what is not.
+        """
+        now = list(self._facts())
+        if now == self._then:
+            return
+        pairs = zip(self._then, now, strict=False)
+        changed = next(((a, b) for a, b in pairs if a != b), None)
+        if changed is None:
+            raise StepChanged(
+                "the model or the optimizer has got or lost a part since the step was recorded",
+                hint=_AGAIN,
+            )
+        (owner, what, then), (other, also, value) = changed
+        known = (owner, what) == (other, also)
+        raise StepChanged(
+            f"{what} of {'.'.join(filter(None, owner)) or 'the model'} is not what it was when the step was recorded",
+            got=value if known else None,
+            allowed=then if known else None,
+            hint=_TENSOR if owner[0].startswith("parameter group") and what != "params" else _AGAIN,
+        )
+
+    def _facts(self) -> Iterator[_Fact]:
+        """Tensors, modules and hooks by identity. Walked in every step: no text is made, no module visited twice."""
+        for name, module in self._model.named_modules():
+            yield (name,), "`training`", module.training
+            yield (name,), "identity", id(module)
+            hooks = [getattr(module, kind).items() for kind in _HOOKS]
+            yield (name,), "hooks", [k for kind in hooks for k, hook in kind if hook is not _refuse]
+            for key, p in module._parameters.items():
+                if p is not None:
+                    known = id(p), id(p.grad), p.requires_grad
+                    yield (name, key), "identity, gradient, `requires_grad`", known
+                    hooks = p._backward_hooks, p._post_accumulate_grad_hooks
+                    yield (name, key), "hooks", [k for kind in hooks for k in kind or ()]
+            for key, buffer in module._buffers.items():
+                yield (name, key), "identity", id(buffer)
+        if self._optimizer is None:
+            return
+        for number, group in enumerate(self._optimizer.param_groups):
+            for key in self._keys[number] if number < len(self._keys) else group:
+                value = list(map(id, group[key])) if key == "params" else group[key]
+                tensor = isinstance(value, torch.Tensor)
+                yield (f"parameter group {number}",), key, id(value) if tensor else value
+        for number, slots in enumerate(self._optimizer.state.values()):
+            tensors = [id(v) for v in slots.values() if isinstance(v, torch.Tensor)]
+            yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
+
+    def hold(self) -> None:
+        """A device has the state's bytes: from now on whoever uses, saves or loads what is not there is stopped."""
+        model, optimizer = self._model, self._optimizer
+        self._refusing = [
+            model.register_forward_pre_hook(_refuse, prepend=True),
+            model.register_state_dict_pre_hook(_refuse),
+            model.register_load_state_dict_pre_hook(_refuse),
+        ]
+        if optimizer is not None:
+            self._refusing += [
+                optimizer.register_step_pre_hook(_refuse),
+                optimizer.register_state_dict_pre_hook(_refuse),
+                optimizer.register_load_state_dict_pre_hook(_refuse),
+            ]
+
+    def release(self) -> None:
+        """The bytes are back."""
+        for hook in self._refusing:
+            hook.remove()
+        self._refusing = []
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise StepChanged(
+        "a planned device holds the bytes of this model and its optimizer, so their tensors are empty",
+        hint="use them inside `with device.lent():`, or close the device",
+    )

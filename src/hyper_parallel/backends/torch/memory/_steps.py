@@ -1,0 +1,246 @@
+"""Steps of an unmodified Hugging Face model, ready to record: training, prefill, decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+
+from hyper_parallel.backends.torch._handle import local
+from hyper_parallel.backends.torch.memory._captured import Captured
+from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
+from hyper_parallel.backends.torch.memory._graph import as_graph
+from hyper_parallel.backends.torch.memory._record import Recorder
+from hyper_parallel.backends.torch.memory._source import CaptureSource
+from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.ir import StorageKind
+
+Named = dict[str, tuple[torch.Tensor, StorageKind]]
+
+
+def capture_training(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    clip_norm: float | None = None,
+    loss_chunks: int | None = None,
+    alignment_bytes: int = 512,
+    front_end: Literal["eager", "graph"] = "eager",
+) -> Captured:
+    """Record one training step: forward, loss, backward, optional clipping, optimizer.
+
+    The optimizer must have taken a step before (its state exists then) and must keep its step count in tensors
+    (`fused=True`): a count held in Python would be a constant of the recorded program, and is refused by a guard.
+
+    Args:
+        model: Returns an object with `.loss`.
+        optimizer: Any torch optimizer.
+        inputs: Keyword arguments of the model, labels included.
+        clip_norm: Clip the global gradient norm to this.
+        loss_chunks: Compute head and loss in so many blocks of tokens, see `chunked_loss`; None: the model's own loss.
+        alignment_bytes: See `MemoryProgram`.
+        front_end: What the backward pass keeps: eager: what autograd does; graph: see `as_graph`.
+    """
+
+    def step(**batch: torch.Tensor) -> torch.Tensor:
+        return training_step(model, optimizer, batch, clip_norm=clip_norm, loss_chunks=loss_chunks)
+
+    named = {**model_state(model), **optimizer_state(model, optimizer)}
+    name = f"{type(model).__name__} train"
+    captured = record(
+        step, inputs, named, name=name, training=True, alignment_bytes=alignment_bytes
+    )
+    captured.source = CaptureSource(model, optimizer)
+    return captured if front_end == "eager" else as_graph(captured)
+
+
+def training_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    clip_norm: float | None = None,
+    loss_chunks: int | None = None,
+) -> torch.Tensor:
+    """One plain training step; what `capture_training` records.
+
+    Args:
+        model: See `capture_training`.
+        optimizer: See there.
+        batch: Keyword arguments of the model, labels included.
+        clip_norm: See there.
+        loss_chunks: See there.
+    """
+    loss = (
+        chunked_loss(model, batch, loss_chunks)
+        if loss_chunks
+        else model(**batch, use_cache=False).loss
+    )
+    loss.backward()
+    if clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def capture_inference(
+    model: torch.nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    cache: Any,
+    *,
+    alignment_bytes: int = 512,
+) -> Captured:
+    """Record one forward pass with a static KV cache: a prefill, or one decode step.
+
+    Args:
+        model: In eval mode.
+        inputs: Keyword arguments of the model, such as `input_ids`.
+        cache: A `transformers.StaticCache` that is initialised: its tensors keep their storage.
+        alignment_bytes: See `MemoryProgram`.
+
+    Raises:
+        CaptureUnsupported: HP511 for a step at a later position of a cache that counts its tokens in Python, as layers
+            with a sliding window do: the program would repeat the recorded position. A prompt from the start is
+            recorded, and stopped (HP512) when the cache was not reset.
+    """
+
+    def step(**batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for layer in cache.layers:
+                if hasattr(layer, "cumulative_length_int") and not is_fake(layer.cumulative_length):
+                    bool(layer.cumulative_length == 0)  # read, so it becomes a guard
+            return model(**batch, past_key_values=cache, use_cache=True).logits
+
+    named = {**model_state(model), **cache_state(cache)}
+    name = f"{type(model).__name__} inference"
+    before = _counts(cache)
+    captured = record(
+        step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes
+    )
+    late = [key for key, count in _counts(cache).items() if before.get(key, 0) not in (0, count)]
+    if late:
+        raise CaptureUnsupported(
+            "the cache counts its tokens in Python, so the recorded step holds for this position only",
+            got=late[0],
+            hint="record the prompt on a cache that was reset, or generate with `PlannedGeneration`",
+        )
+    captured.source = CaptureSource(model)
+    return captured
+
+
+def model_state(model: torch.nn.Module) -> Named:
+    """Parameters (of a DTensor this rank's part) and buffers; a tied parameter appears once."""
+    state: Named = {}
+    for name, parameter in model.named_parameters():
+        state[name] = (local(parameter), "expert" if ".experts." in name else "weight")
+    for name, buffer in model.named_buffers():
+        state[name] = (buffer, "input")
+    return state
+
+
+def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Named:
+    """Every tensor of the optimizer's state, named after its parameter."""
+    names = {p: n for n, p in model.named_parameters()}
+    return {
+        f"{names.get(p, 'parameter')}.{key}": (local(value), "optimizer")
+        for p, slots in optimizer.state.items()
+        for key, value in slots.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def cache_state(cache: Any) -> Named:
+    """Keys, values and lengths of a static cache, layer by layer."""
+    state: Named = {}
+    for index, layer in enumerate(cache.layers):
+        for key, value in sorted(vars(layer).items()):
+            if isinstance(value, torch.Tensor):
+                state[f"cache.{index}.{key}"] = (value, "kv" if value.dim() == 4 else "input")
+    return state
+
+
+def _counts(cache: Any) -> dict[str, int]:
+    """Python numbers of a cache's layers."""
+    return {
+        f"layer {index}: {type(layer).__name__}.{key}": value
+        for index, layer in enumerate(cache.layers)
+        for key, value in vars(layer).items()
+        if type(value) is int
+    }
+
+
+def record(
+    step: Callable[..., Any],
+    inputs: Mapping[str, torch.Tensor],
+    named: Named,
+    *,
+    name: str,
+    training: bool,
+    alignment_bytes: int = 512,
+) -> Captured:
+    """Run `step(**inputs)` once and record it.
+
+    The run is a real one: parameters and state move on by one step (fake tensors: nothing is computed). On an
+    accelerator the allocator's peak begins anew with every operator, for what its kernel takes is measured.
+
+    Args:
+        step: The step; everything it changes must be in `named`.
+        inputs: Tensors that differ from call to call.
+        named: Parameters, buffers, optimizer state, KV cache.
+        name: Name of the program.
+        training: See `Recorder`.
+        alignment_bytes: See `MemoryProgram`.
+
+    Raises:
+        CaptureUnsupported: HP511 for what cannot be repeated faithfully.
+    """
+    for key, value in inputs.items():
+        if not isinstance(value, torch.Tensor):
+            raise CaptureUnsupported(
+                f"`{key}` is no tensor; what differs from step to step must be one",
+                got=f"{key}={value!r}"[:200],
+                hint=f"leave `{key}` out of the inputs, and let the model's config or a wrapped forward set it",
+            )
+    inputs = _apart(inputs, named)
+    everything: dict[str, tuple[torch.Tensor, StorageKind]] = {
+        **{k: (t, "input") for k, t in inputs.items()},
+        **named,
+    }
+    recorder = Recorder(everything, training=training, alignment_bytes=alignment_bytes)
+    hooks = []
+    for tensor, _ in named.values():
+        if tensor.is_leaf and tensor.requires_grad:
+            hooks.append(
+                tensor.register_post_accumulate_grad_hook(
+                    lambda t: recorder.mark(t.grad, "gradient") if t.grad is not None else None
+                )
+            )
+    try:
+        with recorder:
+            result = step(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return recorder.captured(result, inputs, name)
+
+
+def _apart(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
+    """The inputs, each on bytes of its own: labels may be the very token ids now, and others in the next step."""
+    seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
+    apart = {}
+    for name, tensor in inputs.items():
+        key = tensor.untyped_storage()._cdata
+        repeats = any(
+            n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        apart[name] = (
+            tensor.clone(memory_format=torch.contiguous_format)
+            if repeats or key in seen
+            else tensor
+        )
+        seen.add(key)
+    return apart

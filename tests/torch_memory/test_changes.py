@@ -1,0 +1,415 @@
+"""What may change between steps: it counts, or the step is refused; and a device that fails gives back what it took."""
+
+import copy
+import functools
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyper_parallel.backends.torch.memory import (
+    PlannedDevice,
+    capture_training,
+    record,
+    training_step,
+)
+from hyper_parallel.errors import StepChanged, TransferFailed
+from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from tests.torch_memory.models import tiny_model, tokens
+from tests.torch_memory.test_parity import one_thread
+
+pytestmark = pytest.mark.torch
+__all__ = ["one_thread"]
+
+FAST = Channel(1e9, 1e-6)
+MACHINE = MemoryMachine(FAST, FAST)
+DISK = MemoryMachine(FAST, FAST, FAST, FAST, dram_bytes=130_000)
+_plan = functools.cache(lambda program, machine, **goal: plan_memory(program, machine, **goal))
+
+
+def batch(number):
+    return {"input_ids": tokens(number, length=8), "labels": tokens(number, length=8)}
+
+
+def trainer(lr=1e-2):
+    model = tiny_model("llama", num_hidden_layers=1, attention_dropout=0.1).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    torch.manual_seed(3)
+    return model, optimizer
+
+
+def trained(steps, lr=1e-2):
+    """The plain steps that the tests compare with."""
+    model, optimizer = trainer(lr)
+    losses = [training_step(model, optimizer, batch(i)) for i in range(steps)]
+    return model, optimizer, losses
+
+
+def captured(lr=1e-2, data=None):
+    """Two steps are done; the next batch is number 2."""
+    model, optimizer = trainer(lr)
+    training_step(model, optimizer, batch(0))
+    return model, optimizer, capture_training(model, optimizer, data or batch(1))
+
+
+def planned(step, machine=MACHINE):
+    program = Roofline(1e9, 1e9, 1e-6).annotate(step.program)
+    if machine is DISK:
+        budget = int(0.6 * step.eager_peak_bytes)
+        return _plan(program, machine, budget_bytes=budget, recompute=False, reorder=False)
+    return _plan(program, machine, budget_bytes=1 << 30, recompute=False, reorder=False)
+
+
+def opened(step, folder=None, **options):
+    machine = MACHINE if folder is None else DISK
+    return PlannedDevice(step, planned(step, machine), machine, flash=folder, **options)
+
+
+def bits(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(model, other):
+    return all(map(torch.equal, bits(model), bits(other)))
+
+
+def _rate(model, optimizer):
+    group = optimizer.param_groups[0]
+    before, group["lr"] = group["lr"], 1e-3
+    return lambda: group.update(lr=before)
+
+
+def _decay(model, optimizer):
+    group = optimizer.param_groups[0]
+    before, group["weight_decay"] = group["weight_decay"], 0.0
+    return lambda: group.update(weight_decay=before)
+
+
+def _eval(model, optimizer):
+    model.model.layers[0].eval()
+    return model.train
+
+
+def _hook(model, optimizer):
+    return model.model.norm.register_forward_hook(lambda *_: None).remove
+
+
+def _backward_hook(model, optimizer):
+    return model.lm_head.weight.register_hook(lambda grad: grad * 2).remove
+
+
+def _freeze(model, optimizer):
+    model.lm_head.weight.requires_grad_(False)
+    return lambda: model.lm_head.weight.requires_grad_(True)
+
+
+def _group(model, optimizer):
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    return optimizer.param_groups.pop
+
+
+def _gradient(model, optimizer):
+    model.lm_head.weight.grad = torch.ones(model.lm_head.weight.shape)
+    return optimizer.zero_grad
+
+
+def _data(model, optimizer):
+    weight = model.lm_head.weight
+    before, weight.data = weight.data, torch.ones(weight.shape)
+
+    def undo():
+        weight.data = before
+
+    return undo
+
+
+def _replaced(model, optimizer):
+    layers = model.model.layers
+    before, layers[0] = layers[0], torch.nn.Identity()
+
+    def undo():
+        layers[0] = before
+
+    return undo
+
+
+CHANGES = [
+    _rate, _decay, _eval, _hook, _backward_hook, _freeze, _group, _gradient, _data, _replaced,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+def test_what_the_program_cannot_see_is_refused_until_it_is_undone(change):
+    reference, _, losses = trained(3)
+    model, optimizer, step = captured()
+    with opened(step) as device:
+        undo = change(model, optimizer)
+        with pytest.raises(StepChanged, match="HP512"):
+            device.step(batch(2))
+        undo()
+        loss, _ = device.step(batch(2))
+    assert torch.equal(loss, losses[2])
+    assert same(model, reference)
+
+
+def test_the_error_says_what_has_changed_and_how_to_change_it():
+    model, optimizer, step = captured()
+    with opened(step) as device:
+        undo = _rate(model, optimizer)
+        with pytest.raises(StepChanged, match="lr of parameter group 0") as caught:
+            device.step(batch(2))
+        undo()
+        model.model.layers[0].mlp.eval()
+        with pytest.raises(StepChanged, match=r"`training` of model\.layers\.0\.mlp"):
+            device.step(batch(2))
+    assert "torch.tensor" in caught.value.hint
+
+
+def test_a_learning_rate_in_a_tensor_counts_in_every_step():
+    """Set as schedulers do, once more after the last planned step."""
+    rates = [torch.tensor(1e-2), torch.tensor(1e-2)]
+    reference, optimizer, _ = trained(2, rates[0])
+    for number in (2, 3):
+        training_step(reference, optimizer, batch(number))
+        rates[0].fill_(1e-2 / number)
+    model, _, step = captured(rates[1])
+    with opened(step) as device:
+        for number in (2, 3):
+            device.step(batch(number))
+            rates[1].fill_(1e-2 / number)
+    assert same(model, reference)
+    assert rates[1] == rates[0]
+
+
+def test_a_buffer_follows_unless_the_step_changes_it_too():
+    read, written = torch.ones(4), torch.zeros(4)
+
+    def run(x):
+        written.add_(x)
+        return x * read
+
+    named = {"read": (read, "input"), "written": (written, "input")}
+    step = record(run, {"x": torch.ones(4)}, named, name="buffers", training=False)
+    with opened(step) as device:
+        read.fill_(3.0)
+        assert torch.equal(device.step({"x": torch.full((4,), 2.0)})[0], torch.full((4,), 6.0))
+        written.fill_(7.0)
+        with pytest.raises(StepChanged, match="`written`"):
+            device.step({"x": torch.ones(4)})
+    assert torch.equal(written, torch.full((4,), 3.0))
+    assert torch.equal(read, torch.full((4,), 3.0))
+
+
+def test_a_checkpoint_that_is_loaded_while_the_state_is_lent_counts():
+    later, later_optimizer, _ = trained(4)
+    model, optimizer, step = captured()
+    with opened(step) as device:
+        with device.lent():
+            model.load_state_dict(later.state_dict())
+            for mine, other in zip(model.parameters(), later.parameters(), strict=True):
+                for key, value in optimizer.state[mine].items():
+                    value.copy_(later_optimizer.state[other][key])
+        torch.manual_seed(0)
+        device.step(batch(4))
+    torch.manual_seed(0)
+    training_step(later, later_optimizer, batch(4))
+    assert same(model, later)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "assign", "data"])
+def test_tensors_that_take_the_place_of_the_recorded_ones_are_refused_and_kept(what):
+    later, later_optimizer, _ = trained(4)
+    model, optimizer, step = captured()
+    device = opened(step)
+
+    def load():
+        if what == "optimizer":
+            model.load_state_dict(later.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(later_optimizer.state_dict()))
+        elif what == "assign":
+            model.load_state_dict(copy.deepcopy(later.state_dict()), assign=True)
+        else:
+            for mine, other in zip(model.parameters(), later.parameters(), strict=True):
+                mine.data = other.detach().clone()
+
+    with pytest.raises(StepChanged, match="HP512"), device.lent():
+        load()
+    with pytest.raises(StepChanged):
+        device.step(batch(4))
+    device.close()
+    assert same(model, later)
+    if what == "optimizer":  # plain training goes on from there
+        for pair in ((model, optimizer), (later, later_optimizer)):
+            torch.manual_seed(0)
+            training_step(*pair, batch(4))
+        assert same(model, later)
+
+
+def test_who_uses_model_or_optimizer_while_a_device_has_their_bytes_is_stopped():
+    model, optimizer, step = captured()
+    with opened(step) as device:
+        for use in (
+            lambda: model(**batch(2)),
+            model.state_dict,
+            lambda: model.load_state_dict({}),
+            optimizer.step,
+            optimizer.state_dict,
+            lambda: optimizer.load_state_dict({}),
+        ):
+            with pytest.raises(StepChanged, match="holds the bytes"):
+                use()
+        with device.lent():
+            assert len(optimizer.state_dict()["state"]) == len(model.state_dict())
+            training_step(model, optimizer, batch(2))
+        device.step(batch(3))
+        with pytest.raises(StepChanged, match="another device"):
+            opened(step)
+    training_step(model, optimizer, batch(4))
+
+
+def test_inputs_that_share_bytes_in_the_recording_may_differ_later():
+    ids, mask = tokens(1, length=8), torch.ones(1, 8).expand(2, 8)
+    data = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    other = {**batch(2), "attention_mask": torch.ones(2, 8), "labels": tokens(9, length=8)}
+    reference, optimizer = trainer()
+    training_step(reference, optimizer, batch(0))
+    training_step(reference, optimizer, data)
+    expected = training_step(reference, optimizer, other)
+    model, _, step = captured(data=data)
+    with opened(step) as device:
+        loss, _ = device.step(other)
+    assert torch.equal(loss, expected)
+    assert same(model, reference)
+
+
+def test_inputs_of_another_name_or_type_are_refused():
+    step = record(lambda x: x + 1, {"x": torch.ones(4)}, {}, name="step", training=False)
+    with opened(step) as device:
+        with pytest.raises(StepChanged, match="inputs are not those"):
+            device.step({"x": torch.ones(4), "y": torch.ones(4)})
+        with pytest.raises(StepChanged, match="type"):
+            device.step({"x": torch.ones(4, dtype=torch.int64)})
+        assert torch.equal(device.step({"x": torch.ones(4)})[0], torch.full((4,), 2.0))
+
+
+def test_what_a_step_returned_outlives_the_next_and_autocast_around_it_changes_nothing():
+    reference, _, losses = trained(4)
+    model, _, step = captured()
+    with opened(step) as device, torch.autocast("cpu", torch.bfloat16):
+        found = [device.step(batch(number))[0] for number in (2, 3)]
+    assert all(map(torch.equal, found, losses[2:]))
+    assert same(model, reference)
+
+
+def test_a_loss_that_is_nan_is_the_plain_steps_nan():
+    models = [trained(2), captured()]
+    for model, *_ in models:
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] = torch.nan
+    (reference, optimizer, _), (model, _, step) = models
+    expected = training_step(reference, optimizer, batch(2))
+    with opened(step) as device:
+        loss, _ = device.step(batch(2))
+    assert loss.isnan()
+    assert expected.isnan()
+    for a, b in zip(bits(model), bits(reference), strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def largest_file(folder):
+    return max(folder.iterdir(), key=lambda path: path.stat().st_size)
+
+
+def test_a_file_that_was_changed_stops_the_step(tmp_path):
+    _, _, step = captured()
+    with opened(step, tmp_path, copies="threads") as device:
+        device.step(batch(2))
+        assert any("hyper-" in thread.name for thread in threading.enumerate())
+        path = largest_file(tmp_path)
+        data = bytearray(path.read_bytes())
+        data[5] ^= 64
+        path.write_bytes(data)
+        with pytest.raises(TransferFailed, match="does not hold what was written"):
+            device.step(batch(3))
+    assert not any("hyper-" in thread.name for thread in threading.enumerate())
+
+
+def test_state_that_cannot_be_lent_does_not_pass_for_good(tmp_path):
+    model, _, step = captured()
+    device = opened(step, tmp_path)
+    largest_file(tmp_path).write_bytes(b"short")
+    with pytest.raises(TransferFailed, match="wrong size"), device.lent():
+        pass
+    with pytest.raises(StepChanged):
+        device.step(batch(2))
+    device.close()
+    assert all(p.isnan().all() for p in bits(model))
+
+
+def test_two_devices_may_share_a_folder(tmp_path):
+    reference, _, _ = trained(4)
+    mine = [captured(), captured()]
+    devices = [opened(step, tmp_path) for *_, step in mine]
+    for number in (2, 3):
+        for device in devices:
+            torch.manual_seed(number)
+            device.step(batch(number))
+    for device in devices:
+        device.close()
+    reference, optimizer, _ = trained(2)
+    for number in (2, 3):
+        torch.manual_seed(number)
+        training_step(reference, optimizer, batch(number))
+    assert all(same(model, reference) for model, *_ in mine)
+    assert not list(tmp_path.iterdir())
+
+
+def test_state_that_cannot_be_moved_stays_where_it_was(tmp_path, monkeypatch):
+    """A disk that fills up, when a device opens and when it takes back what it has lent."""
+    model, _, step = captured()
+    before = bits(model)
+    with pytest.raises(TransferFailed):
+        opened(step, tmp_path / "missing")
+    assert all(map(torch.equal, before, bits(model)))
+    device = opened(step, tmp_path)
+    real = Path.open
+
+    def full(path, *options, **named):
+        if path.suffix == ".part" and len(list(tmp_path.iterdir())) > 2:
+            raise OSError(28, "No space left on device")
+        return real(path, *options, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(TransferFailed, match="No space left"), device.lent():
+        pass
+    with pytest.raises(StepChanged):
+        device.step(batch(2))
+    device.close()
+    assert all(map(torch.equal, before, bits(model)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("copies", ["at_wait", "threads"])
+def test_an_interrupted_step_leaves_no_state_that_passes_for_good(monkeypatch, copies):
+    model, optimizer, step = captured()
+    device = opened(step, copies=copies)
+    real, count = device._apply, iter(range(1000))
+
+    def interrupted(action, ready):
+        if next(count) == 40:
+            raise KeyboardInterrupt
+        real(action, ready)
+
+    monkeypatch.setattr(device, "_apply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        device.step(batch(2))
+    monkeypatch.undo()
+    with pytest.raises(StepChanged):
+        device.step(batch(2))
+    with pytest.raises(StepChanged), device.lent():
+        pass
+    device.close()
+    device.close()
+    assert all(p.isnan().all() for p in bits(model))
+    assert all(value.isnan().all() for value in optimizer.state[model.lm_head.weight].values())

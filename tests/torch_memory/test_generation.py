@@ -1,0 +1,285 @@
+"""Generation on a device smaller than the model: the same tokens, exactly the predicted bytes."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hyper_parallel.backends.torch._static_cache import GrowingSteps, StaticSteps
+from hyper_parallel.backends.torch.memory.generation import MemoryLimits, PlannedGeneration
+from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
+from hyper_parallel.offload import Channel, MemoryMachine, Roofline
+from hyper_parallel.trainer._generate import Sampling, decode_tokens
+from tests.torch_memory.models import tiny_model
+
+pytestmark = pytest.mark.torch
+
+ROOFLINE = Roofline(1e9, 1e9, 1e-6)
+LINK = Channel(1e9, 1e-6)
+PROMPT = [5, 9, 17, 33, 2, 7, 8, 9, 10, 11]
+WINDOW = {"sliding_window": 8, "head_dim": 8}
+OTHERS = {
+    "mistral": WINDOW,
+    "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": WINDOW  # the last two layers use keys and values of the first two
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [64] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+    },
+    "falcon": {"alibi": False},  # its code makes tensors of numbers in every step
+    "gpt_oss": WINDOW
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache_of_plans(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def model_of(family, dtype=torch.float32):
+    if family in OTHERS:
+        values = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 128,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.3,
+        }
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **{**values, **OTHERS[family]})
+        model = AutoModelForCausalLM.from_config(config)
+    else:
+        layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
+        model = tiny_model(family, initializer_range=0.3, **{layers: 2})
+    return model.to(dtype).eval()
+
+
+def limits(device_bytes, dram=None, flash=None):
+    drive = None if flash is None else Channel(2e8, 1e-6)
+    machine = MemoryMachine(LINK, LINK, drive, drive, dram_bytes=dram)
+    return MemoryLimits(device_bytes, machine, ROOFLINE, flash)
+
+
+def planned(model, sampling, device_bytes, **tiers):
+    """Tokens under a budget, and what was used."""
+    length = len(PROMPT) + sampling.max_new_tokens - 1
+    steps = PlannedGeneration(model, len(PROMPT), length, limits(device_bytes, **tiers))
+    tokens = list(decode_tokens(model, PROMPT, sampling, steps=steps))
+    steps.close()
+    return tokens, steps.use
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "budget"),
+    [
+        ("llama", torch.float32, 25_000),
+        ("llama", torch.bfloat16, 15_000),
+        ("qwen3_moe", torch.float32, 30_000),
+        ("gpt2", torch.float32, 33_000),
+        ("mistral", torch.float32, 25_000),
+        ("gemma3_text", torch.bfloat16, 17_000),
+        ("gpt_oss", torch.float32, 95_000),
+        ("falcon", torch.float32, 34_000),
+        ("gemma3n_text", torch.float32, 90_000),
+    ],
+)
+def test_the_same_tokens_on_a_smaller_device(family, dtype, budget):
+    model = model_of(family, dtype)
+    greedy, drawn = Sampling(10, temperature=0), Sampling(10, temperature=3.0, seed=3)
+    plain = [list(decode_tokens(model, PROMPT, s)) for s in (greedy, drawn)]
+    assert len(set(plain[1])) > 3
+    for sampling, expected in zip((greedy, drawn), plain, strict=True):
+        tokens, use = planned(model, sampling, budget)
+        assert tokens == expected
+        assert use.measured_bytes == use.predicted_bytes
+        assert use.measured_bytes["device"] <= budget < 0.4 * use.state_bytes
+        assert use.steps == 10
+    # The model has its weights back.
+    assert list(decode_tokens(model, PROMPT, greedy)) == plain[0]
+
+
+def test_experts_of_widths_that_only_float32_has():
+    """20 columns are 80 bytes in float32, which grouped products take, and 40 in bfloat16, which they do not."""
+    widths = {"moe_intermediate_size": 20, "num_hidden_layers": 1, "initializer_range": 0.3}
+    model = tiny_model("qwen3_moe", **widths).eval()
+    sampling = Sampling(4, temperature=0)
+    tokens, use = planned(model, sampling, 60_000)
+    assert tokens == list(decode_tokens(model, PROMPT, sampling))
+    assert use.measured_bytes == use.predicted_bytes
+    with pytest.raises(CaptureUnsupported, match="rows of 20 in bfloat16 are not whole 16 bytes"):
+        planned(model.bfloat16(), sampling, 60_000)
+
+
+def test_an_impossible_budget_is_refused_with_one_that_works():
+    model, sampling = model_of("llama"), Sampling(4, temperature=0)
+    length = len(PROMPT) + 3
+    with pytest.raises(BudgetImpossible, match="HP402") as caught:
+        PlannedGeneration(model, len(PROMPT), length, limits(1024))
+    least = int(caught.value.allowed.split()[2])
+    assert caught.value.hint == f"--device-memory {least}"
+    _, use = planned(model, sampling, least)
+    assert use.measured_bytes["device"] == use.predicted_bytes["device"] <= least
+    with pytest.raises(BudgetImpossible):
+        PlannedGeneration(model, len(PROMPT), length, limits(least // 2))
+
+
+def test_the_way_to_the_decode_plan_is_predicted():
+    """State leaves the device while all DRAM buffers of its size are in use: one more is needed between the steps."""
+    model, sampling = model_of("llama"), Sampling(3, temperature=0)
+    steps = PlannedGeneration(model, len(PROMPT), len(PROMPT) + 2, limits(64_000))
+    tokens = list(decode_tokens(model, PROMPT, sampling, steps=steps))
+    steps.close()
+    assert tokens == list(decode_tokens(model, PROMPT, sampling))
+    assert steps.use.measured_bytes == steps.use.predicted_bytes
+    assert steps.use.predicted_bytes["dram"] > max(plan.dram_bytes for plan in steps._plans)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_logits_are_bitwise_those_of_the_steps_without_a_budget(family):
+    model = model_of(family)
+    free, length = StaticSteps(model, 20), 20
+    expected = [free.prompt(PROMPT), *(free.next(t) for t in (4, 7, 100))]
+    steps = PlannedGeneration(model, len(PROMPT), length, limits(30_000))
+    found = [steps.prompt(PROMPT), *(steps.next(t) for t in (4, 7, 100))]
+    steps.close()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_generations_in_one_flash_folder_keep_to_their_own_files(tmp_path):
+    """Their storages have the same numbers and sizes: a file of the other one would be read without a word."""
+    wide = {"initializer_range": 0.3, "num_hidden_layers": 2}
+    models = [tiny_model("llama", seed, **wide).eval() for seed in (0, 1)]
+    free = [StaticSteps(model, 20) for model in models]
+    expected = [[one.prompt(PROMPT), one.next(4)] for one in free]
+    tiers = limits(30_000, dram=60_000, flash=tmp_path / "flash")
+    steps = [PlannedGeneration(model, len(PROMPT), 20, tiers) for model in models]
+    found = [[one.prompt(PROMPT)] for one in steps]  # both hold their weights from here on
+    for logits, one in zip(found, steps, strict=True):
+        logits.append(one.next(4))
+    for one in steps:
+        one.close()
+        assert one.use.measured_bytes["flash"] > 0
+    for mine, plain in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+    assert not list((tmp_path / "flash").iterdir())
+
+
+def test_through_flash(tmp_path):
+    model = model_of("llama")
+    sampling, folder = Sampling(12, temperature=0), tmp_path / "flash"
+    expected = list(decode_tokens(model, PROMPT, sampling))
+    tokens, use = planned(model, sampling, 30_000, dram=60_000, flash=folder)
+    assert tokens == expected
+    assert use.measured_bytes == use.predicted_bytes
+    assert use.measured_bytes["flash"] > 0
+    assert 0 < use.wait_s < use.seconds
+    assert use.measured_bytes["dram"] <= 60_000
+    assert not list(folder.iterdir())
+
+
+def test_dram_that_is_too_small_is_refused_with_what_is_enough():
+    """Prompt and decode step need buffers of other sizes; the number is for both."""
+    model, sampling = model_of("llama"), Sampling(6, temperature=0)
+    with pytest.raises(TierFull, match="flash none") as caught:
+        planned(model, sampling, 30_000, dram=20_000)
+    enough = int(caught.value.hint.removeprefix("--dram "))
+    tokens, use = planned(model, sampling, 30_000, dram=enough)
+    assert tokens == list(decode_tokens(model, PROMPT, sampling))
+    assert use.measured_bytes == use.predicted_bytes
+    assert use.measured_bytes["dram"] <= enough
+
+
+def test_weights_in_the_memory_of_another_library():
+    """As those of a mapped file: torch cannot resize them."""
+    model = model_of("llama")
+    expected = list(decode_tokens(model, PROMPT, Sampling(6, temperature=0)))
+    for parameter in model.parameters():
+        parameter.data = torch.from_numpy(parameter.detach().numpy().copy())
+    assert not next(model.parameters()).untyped_storage().resizable()
+    tokens, use = planned(model, Sampling(6, temperature=0), 25_000)
+    assert tokens == expected
+    assert use.measured_bytes == use.predicted_bytes
+
+
+def test_nothing_moves_when_everything_fits():
+    model = model_of("llama")
+    tokens, use = planned(model, Sampling(6, temperature=0), 10**9)
+    assert tokens == list(decode_tokens(model, PROMPT, Sampling(6, temperature=0)))
+    assert use.wait_s == 0
+    assert use.measured_bytes["dram"] == 0
+    assert use.measured_bytes["device"] == use.predicted_bytes["device"] > use.state_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss"])
+def test_a_cache_of_fixed_length_changes_logits_by_rounding_only(family):
+    """Against a growing cache; a prompt longer than the window, a continuation that fills the cache."""
+    model = model_of(family, torch.float64 if family != "gpt_oss" else torch.float32)
+    grown, fixed = GrowingSteps(model), StaticSteps(model, 30)
+    for ids in (PROMPT, *range(3, 23)):
+        step = (lambda s, x: s.prompt(x)) if ids is PROMPT else (lambda s, x: s.next(x))
+        bound = 1e-5 if family == "gpt_oss" else 1e-6
+        torch.testing.assert_close(step(fixed, ids), step(grown, ids), rtol=bound, atol=bound)
+
+
+_RECURRENT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "initializer_range": 0.3,
+}
+_STATES = {"state_size": 8, "expand": 2, "conv_kernel": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("mamba", _RECURRENT | _STATES | {"time_step_rank": 4}),
+        ("mamba2", _RECURRENT | _STATES | {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8}),
+        ("rwkv", _RECURRENT | {"attention_hidden_size": 32, "context_length": 64}),
+        (
+            "minimax",
+            _RECURRENT | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4,
+                          "intermediate_size": 64, "block_size": 8,
+                          "layer_types": ["linear_attention", "full_attention"]},
+        ),
+        ("openai-gpt", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128, "initializer_range": 0.3}),
+    ],
+)  # fmt: skip
+def test_what_a_model_remembers_goes_from_step_to_step(family, values):
+    """Under whatever name its forward takes it, or not at all: every step's logits are those of the whole text."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values)).eval()
+    steps = GrowingSteps(model)
+    for count in range(6):
+        logits = steps.next(20 + count) if count else steps.prompt(PROMPT)
+        text = torch.tensor([[*PROMPT, *range(21, 21 + count)]])
+        with torch.no_grad():
+            whole = model(input_ids=text, use_cache=False).logits[0, -1]
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_steps_of_fixed_shape_is_refused():
+    config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=1, n_head=4, vocab_size=128)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(CaptureUnsupported, match="HP511") as caught:
+        PlannedGeneration(model, 4, 8, limits(10**6))
+    assert caught.value.hint == "leave out --device-memory"
+    moe = model_of("qwen3_moe", torch.float64)
+    moe.set_experts_implementation("eager")
+    with pytest.raises(CaptureUnsupported, match="HP511"):
+        PlannedGeneration(moe, 4, 8, limits(10**6))

@@ -1,0 +1,114 @@
+"""Collectives of a plan: begun and joined apart, written where the plan wants them, with the bits of a plain step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.backends.torch.memory import PlannedDevice, record
+from hyper_parallel.backends.torch.memory._operators import finished
+from hyper_parallel.backends.torch.memory._prepared import Prepared
+from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.runtime import World, launch
+
+pytestmark = pytest.mark.torch
+
+MACHINE = MemoryMachine(Channel(1e9, 1e-6), Channel(1e9, 1e-6))
+
+
+def wait(tensor):
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def step(w, x):
+    """Every functional collective and an older one; what one makes the next one needs."""
+    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    whole = ops.all_gather_into_tensor(w, 2, name)
+    beside = x @ x  # meanwhile
+    h = wait(whole) @ x + beside[:1]
+    part = wait(ops.reduce_scatter_tensor(h, "sum", 2, name))
+    total = wait(ops.all_reduce(part * 2, "sum", name))
+    swapped = wait(ops.all_to_all_single(total, [2, 2], [2, 2], name))
+    same = wait(ops.broadcast(swapped + dist.get_rank(), 1, name))
+    old = torch.empty(2 * same.shape[0], same.shape[1])
+    work = dist.group.WORLD._allgather_base(old, same)
+    beside = (beside @ x).sum()
+    work.wait()
+    with torch.no_grad():
+        w.add_(old[: w.shape[0]] * 1e-3)
+    return old.sum() + beside
+
+
+def inputs(number):
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(number))
+
+
+class Late(dist.Work):
+    """A collective that takes place when it is waited for."""
+
+    def __init__(self, run):
+        super().__init__()
+        self._run = run
+
+    def wait(self, timeout=None):
+        finished(self._run())
+        return True
+
+
+def late(action):
+    if isinstance(action, Prepared) and action.talks:
+        return replace(action, run=lambda: Late(action.run))
+    return action
+
+
+def rank_body(_):
+    with World.join("cpu"):
+        w = torch.randn(4, 8, generator=torch.Generator().manual_seed(9 + dist.get_rank()))
+        plain = w.clone()
+        expected = [step(plain, inputs(i)) for i in range(5)]
+        assert torch.equal(step(w, inputs(0)), expected[0])
+        captured = record(
+            lambda x: step(w, x), {"x": inputs(1)}, {"w": (w, "weight")}, name="talk", training=True
+        )
+        talks = [op for op in captured.program.operators if op.group]
+        assert len(talks) == 6
+        assert not any(op.beside for op in talks)
+        assert not any("wait_tensor" in op.name for op in captured.program.operators)
+        program = Roofline(1e9, 1e9, 1e-6).annotate(captured.program)
+        operators = [
+            replace(op, seconds=0.0, talk_s=3e-6) if op.group else op for op in program.operators
+        ]
+        program = replace(program, operators=tuple(operators))
+        plan = plan_memory(program, MACHINE, budget_bytes=10**6)
+        kinds = [(a.kind, a.target) for a in plan.actions]
+        apart = [
+            kinds.index(("join", i)) - kinds.index(("run", i))
+            for i, op in enumerate(program.operators)
+            if op.group
+        ]
+        assert max(apart) > 1
+        with PlannedDevice(captured, plan, MACHINE) as device:
+            for i in (2, 3, 4):
+                if i == 4:  # at the last moment: what was changed or dropped too early would show
+                    device._actions = [late(action) for action in device._actions]
+                loss, measured = device.step({"x": inputs(i)})
+                assert torch.equal(loss, expected[i])
+                assert measured.peak_bytes == plan.peak_bytes
+                assert measured.device_bytes == plan.device_bytes
+                assert measured.seconds == pytest.approx(plan.seconds)
+        assert torch.equal(w, plain)
+        with pytest.raises(CaptureUnsupported, match="coalesced"):
+            record(several, {"x": inputs(1)}, {}, name="talk", training=False)
+
+
+def several(x):
+    name = dist.group.WORLD.group_name
+    found = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([x, x], 2, name)
+    return wait(found[0]).sum() + wait(found[1]).sum()
+
+
+@pytest.mark.dist
+def test_collectives_write_at_their_addresses_and_are_joined_later():
+    launch(rank_body, 2, timeout_s=100)

@@ -1,0 +1,110 @@
+"""Steps that run before there is a plan, in less memory than they take."""
+
+import itertools
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hyper_parallel.backends.torch.memory import (
+    LruSpillMode,
+    Recorder,
+    model_state,
+    optimizer_state,
+    training_step,
+)
+from hyper_parallel.backends.torch.memory._host_pool import HostPool
+from tests.torch_memory.models import tiny_model, tokens
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+
+
+def made():
+    model = tiny_model("llama").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return model, optimizer
+
+
+def batch(number):
+    return {"input_ids": tokens(number), "labels": tokens(number)}
+
+
+def recorded(model, optimizer, room):
+    """The room is entered last: it brings back what the recorder looks at."""
+    inputs = batch(1)
+    named = {**model_state(model), **optimizer_state(model, optimizer)}
+    named |= {name: (tensor, "input") for name, tensor in inputs.items()}
+    recorder = Recorder(named, training=True, alignment_bytes=512)
+    with recorder, room:
+        loss = training_step(model, optimizer, inputs, clip_norm=0.5)
+    return recorder.captured(loss, inputs, "step")
+
+
+def test_a_step_in_less_room_gives_the_same_bits_and_the_same_recording():
+    reference, reference_optimizer = made()
+    mine, optimizer = made()
+    with LruSpillMode(1 << 40, CPU) as all_of_it:
+        training_step(reference, reference_optimizer, batch(0), clip_norm=0.5)
+    assert not all_of_it.moved_bytes
+    room = LruSpillMode(all_of_it.peak_bytes // 2, CPU)
+    with room:
+        loss = training_step(mine, optimizer, batch(0), clip_norm=0.5)
+    assert room.moved_bytes > all_of_it.peak_bytes // 2
+    room = LruSpillMode(all_of_it.peak_bytes // 2, CPU)
+    plain = recorded(reference, reference_optimizer, nullcontext())
+    captured = recorded(mine, optimizer, room)
+    assert room.moved_bytes
+    assert captured.program == plain.program
+    assert loss.isfinite()
+    for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in optimizer.state[a].items():
+            assert torch.equal(value, reference_optimizer.state[b][key])
+
+
+def test_only_the_operators_own_storages_stay_above_the_limit():
+    xs = [torch.full((1000,), float(i)) for i in range(8)]
+    with LruSpillMode(12_000, CPU) as room:
+        for x in (*xs, *reversed(xs)):
+            x.add_(1)
+    assert room.peak_bytes <= 12_000 + 4000
+    assert [float(x[0]) for x in xs] == [i + 2.0 for i in range(8)]
+    assert all(x.untyped_storage().nbytes() == 4000 for x in xs)
+
+
+def test_pool_buffers_come_back_and_fill_powers_of_two():
+    pool = HostPool(512, pin=False)
+    first = pool.take(1000)
+    address = first.data_ptr()
+    assert first.nbytes() == 1000
+    other = pool.take(1000)
+    assert other.data_ptr() != address
+    del first
+    assert pool.take(900).data_ptr() == address  # rounded to the same size
+    pool = HostPool(512, pin=False)
+    wanted = {1024: 7, 4096: 3, 512: 5}
+    pool.reserve(Counter(wanted))
+    total = sum(size * count for size, count in wanted.items())
+    assert total <= pool.held_bytes <= 1.25 * total
+    held = [pool.take(size) for size, count in wanted.items() for _ in range(count)]
+    spans = sorted((b.data_ptr(), b.data_ptr() + b.nbytes()) for b in held)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    before = pool.held_bytes
+    pool.reserve(pool.made)
+    assert pool.held_bytes == before
+
+
+def test_a_pool_knows_what_it_has_and_may_take_to_the_byte():
+    pool = HostPool(512, pin=False, capacity_bytes=2048)
+    assert pool.may_grow(2048)
+    assert not pool.may_grow(2049)
+    held = pool.take(1000)
+    assert not pool.has_free(1000)
+    assert pool.may_grow(1000)
+    assert not pool.may_grow(1025)
+    del held
+    assert pool.has_free(1000)
+    assert not pool.has_free(500)
