@@ -21,8 +21,8 @@ from hyper_parallel.planner._context import resolve
 from hyper_parallel.planner._limits import Limits, check_pins
 from hyper_parallel.planner._plan import find, search
 from tests.cost.machines import machine, small_model
+from tests.planner.draws import moe_model
 from tests.planner.exhaustive import every_strategy, least
-from tests.planner.test_search import moe_model
 
 pytestmark = pytest.mark.unit
 

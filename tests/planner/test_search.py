@@ -13,71 +13,22 @@ from hypothesis import strategies as st
 
 from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit, NoLegalStrategy
 from hyper_parallel.ir import Strategy, Workload, simulate
-from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import _solve, plan, plan_tasks, simulate_plan
 from hyper_parallel.planner._context import HostMemory, resolve
 from hyper_parallel.planner._limits import Limits, check_pins
 from hyper_parallel.planner._plan import find
 from hyper_parallel.planner._priced import price
 from hyper_parallel.planner._stages import partition
-from hyper_parallel.topology import MemoryPool
-from tests.cost.machines import machine, quantity, small_model
+from tests.cost.machines import machine, small_model
+from tests.planner.draws import draw_case
 from tests.planner.exhaustive import closed_forms, least, least_refined
 
 pytestmark = pytest.mark.unit
 
 
-def moe_model(layers=4, experts=4):
-    return spec_from_config(
-        {
-            "model_type": "qwen3_moe",
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "moe_intermediate_size": 128,
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-            "vocab_size": 4096,
-            "max_position_embeddings": 4096,
-            "mlp_only_layers": [0],
-            "tie_word_embeddings": False,
-        },
-        name="small-moe",
-    )
-
-
-def random_case(seed):
-    """A random small model, machine, workload and number of devices."""
-    draw = random.Random(seed)
-    layers = draw.choice([2, 3, 5])
-    model = (
-        moe_model(layers, draw.choice([4, 6]))
-        if seed % 3 == 0
-        else small_model(layers, 256, draw.choice([4, 8]), 4)
-    )
-    supernode = machine(
-        memory_gib=draw.choice([1.2, 1.35, 1.6, 64]),
-        node_bytes_s=draw.choice([20e9, 200e9]),
-        cluster_bytes_s=draw.choice([2e9, 25e9, 300e9]),
-    )
-    if draw.random() < 0.5:
-        size = draw.choice([2, 4])
-        inner = dataclasses.replace(supernode.tiers[0], size=size)
-        supernode = dataclasses.replace(supernode, tiers=(inner, supernode.tiers[1]))
-    if draw.random() < 0.3:
-        pool = MemoryPool("dram", quantity(1e12), quantity(50e9), 8)
-        supernode = dataclasses.replace(supernode, pools=(pool,))
-    devices = draw.choice([2, 3, 4, 6, 8])
-    workload = Workload(512, 512 * devices * draw.choice([2, 4]))
-    return model, supernode, workload, devices
-
-
 @pytest.mark.parametrize("seed", range(18))
 def test_search_equals_brute_force(seed, monkeypatch):
-    model, supernode, workload, devices = random_case(seed)
+    model, supernode, workload, devices = draw_case(seed)
     context = resolve(model, supernode, workload, devices)
     limits = Limits(devices, {}, (), executable=False)
     best = least(context, limits)
@@ -96,7 +47,7 @@ def test_search_equals_brute_force(seed, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_search_with_offload_equals_brute_force(seed):
-    model, supernode, workload, devices = random_case(seed)
+    model, supernode, workload, devices = draw_case(seed)
     draw = random.Random(seed + 1000)
     host = HostMemory(
         draw.choice([2e8, 1e12]), draw.choice([1e10, 5e10, 4e11]), draw.random() < 0.6
@@ -128,7 +79,7 @@ def test_search_with_offload_equals_brute_force(seed):
     ],
 )
 def test_refined_search_equals_refined_brute_force(seed, pins):
-    model, supernode, workload, devices = random_case(seed)
+    model, supernode, workload, devices = draw_case(seed)
     supernode = dataclasses.replace(supernode, pools=())
     devices = 4
     workload = Workload(512, 512 * 16)

@@ -84,6 +84,10 @@ class Completion:
     def candidates(self, columns: Mapping[str, Array | float], **fixed: float) -> Candidates:
         """Strategies to be priced, some columns of which are the same for all."""
         named = {n: c for n, c in columns.items() if n != "dp" and n not in fixed}
+        if "zero" in named:
+            # As `Candidates.of`: one microbatch's gradients are reduced layer by layer in any case.
+            alone = (named["zero"] == 1) & (named["accumulation"] == 1)
+            named["zero"] = np.where(alone, 2.0, named["zero"])
         found = Candidates.of_columns(**named, **fixed)
         self.rows += len(found)
         return found
@@ -123,8 +127,6 @@ class Completion:
         if not len(columns["pp"]):
             return np.empty(0)
         n, zeros = self.numbers, self.space.zeros()
-        if 0 in zeros:
-            return np.zeros(len(columns["pp"]))
         width = float(DTYPE_BYTES[self.workload.param_dtype])
         dense = n.layers * (n.attention_weights + n.mlp_weights + n.vector_weights)
         dense, experts = dense + n.embedding_weights + n.head_params, n.layers * n.expert_weights
@@ -142,11 +144,14 @@ class Completion:
             return sharing_seconds(self.numbers, machine, self.workload, c)
 
         least = shared(2.0)[0]
+        whole = width * (dense / tp + experts / fold) / columns["pp"]
         if 1 in zeros:
-            whole = 1.5 * width * (dense / tp + experts / fold) / columns["pp"]
-            fits = (whole <= self.goal.capacity_bytes) | offload
+            fits = (1.5 * whole <= self.goal.capacity_bytes) | offload
             fits &= self.space.shards(1, columns)
             least = np.where(fits, np.minimum(least, shared(1.0)[1]), least)
+        if 0 in zeros:
+            fits = (4.0 * whole <= self.goal.capacity_bytes) | offload
+            least = np.where(fits & self.space.shards(0, columns), 0.0, least)
         return least * (1 - TIE)
 
     def pricers(self, machine: Machine) -> tuple[Seconds, Peak, Few]:
@@ -175,7 +180,7 @@ class Completion:
         return offloaded_bytes(self.numbers, machine, self.workload, c, choices)
 
     def complete(
-        self, columns: Columns, seconds: Seconds, peak: Peak, few: Few
+        self, columns: Columns, seconds: Seconds, peak: Peak, few: Few, every: bool = False
     ) -> tuple[Leaves, Columns]:
         """Prices with the best way to free memory, of what can be among the best; and what does not fit at all.
 
@@ -189,6 +194,7 @@ class Completion:
             seconds: Seconds per step of strategies under one choice.
             peak: Peak bytes of them under several.
             few: Layers that they have to recompute under one choice.
+            every: Prices under every choice that may be the best when simulated, not under the fastest one.
         """
         if not len(columns["pp"]):
             return _none(columns), columns
@@ -210,21 +216,22 @@ class Completion:
         self.cut["slower by its bound"] += int((~fast).sum())
         step, tokens, index = step[fast], tokens[fast], index[fast]
         columns = {n: c[fast] for n, c in columns.items()}
-        best = _Best(len(step), usual)
+        offers = _Offers(columns, usual, step / tokens, tokens)
+        plain_fits = np.zeros(len(step), dtype=bool)
         whole: Array = np.full(len(step), np.nan)  # seconds where every layer is recomputed in full
         for regather in self.regathers:
             mine, start = np.arange(len(step)), step
             if regather != usual:
                 cut = columns["tp_x"] * columns["tp_y"] > 1.0
                 small = self._fitting(held, (regather,), capacity)[index]
-                mine = np.flatnonzero(cut & ~best.plain & small)
+                mine = np.flatnonzero(cut & ~plain_fits & small)
                 start = seconds({n: c[mine] for n, c in columns.items()}, (regather, 0))
                 still = start <= self.threshold * (1 + TIE) * tokens[mine]
                 mine, start = mine[still], start[still]
             memory = held[regather, 0][index[mine]]
             plain = (memory <= capacity) & (0 in self.kinds)
-            best.offer(mine[plain], start[plain], memory[plain], regather, 0, -1.0)
-            best.plain[mine] |= plain
+            offers.add(mine[plain], start[plain], memory[plain], regather, 0, -1.0)
+            plain_fits[mine] |= plain
             for kind in self.kinds:
                 least = held[regather, kind][index[mine]]
                 can = ~plain & (least <= capacity) & (kind > 0)
@@ -246,10 +253,8 @@ class Completion:
                 share = needed / layers
                 some_layers = np.where(needed < layers, needed, -1.0)
                 value = start[can] + share * more
-                best.offer(mine[can], value, used, regather, kind, some_layers)
-        filled = {**columns, "recompute": best.kind, "regather": best.regather}
-        leaves = Leaves(filled, best.value / tokens, best.memory, best.layers, step / tokens)
-        return leaves, lost
+                offers.add(mine[can], value, used, regather, kind, some_layers)
+        return offers.leaves(every), lost
 
     def _fitting(
         self, held: Mapping[Choice, Array], regathers: Sequence[int], capacity: float
@@ -265,25 +270,15 @@ def _none(columns: Columns) -> Leaves:
     return Leaves({**columns, "recompute": empty, "regather": empty}, empty, empty, empty, empty)
 
 
-class _Best:
-    """The best choice of every row so far.
+class _Offers:
+    """Prices of rows under the choices of memory that were tried, the plainer choice first."""
 
-    Attributes:
-        value: Seconds per step.
-        memory: Peak bytes.
-        kind: Kind of recomputation.
-        layers: Layers of a rank that are recomputed; -1: all.
-        regather: Whether inputs are gathered again.
-        plain: Rows that fit with nothing recomputed.
-    """
+    def __init__(self, columns: Columns, regather: int, least_s: Array, tokens: Array) -> None:
+        self.columns, self.usual = columns, regather
+        self.least_s, self.tokens = least_s, tokens
+        self.parts: list[tuple[NDArray[np.intp], NDArray[np.float64]]] = []
 
-    def __init__(self, rows: int, regather: int) -> None:
-        self.value, self.memory = np.full(rows, np.inf), np.zeros(rows)
-        self.kind, self.layers = np.zeros(rows), np.full(rows, -1.0)
-        self.regather = np.full(rows, float(regather))
-        self.plain = np.zeros(rows, dtype=bool)
-
-    def offer(
+    def add(
         self,
         rows: NDArray[np.intp],
         value: Array,
@@ -292,10 +287,24 @@ class _Best:
         kind: int,
         layers: Array | float,
     ) -> None:
-        """Take what is faster than what is known."""
-        # By more than rounding: what is as fast comes in the plainer way, which is offered first.
-        better = value < self.value[rows] * (1 - TIE)
-        taken = rows[better]
-        self.value[taken], self.memory[taken] = value[better], memory[better]
-        self.regather[taken], self.kind[taken] = regather, kind
-        self.layers[taken] = np.broadcast_to(layers, len(rows))[better]
+        """Seconds per step and peak bytes of some rows under a choice, and the layers it recomputes."""
+        columns = (value, memory, np.full(len(rows), layers) if np.isscalar(layers) else layers)
+        choice = (np.full(len(rows), float(regather)), np.full(len(rows), float(kind)))
+        self.parts.append((rows, np.array([*columns, *choice])))
+
+    def leaves(self, every: bool) -> Leaves:
+        """The fastest choice of every row, infinite where there is none; or every choice of every row."""
+        rows = np.concatenate([r for r, _ in self.parts])
+        table = np.concatenate([t for _, t in self.parts], axis=1)
+        if not every:
+            best = np.zeros((5, len(self.least_s)))
+            best[0], best[2], best[3] = np.inf, -1.0, self.usual
+            for which, part in self.parts:
+                # By more than rounding: what is as fast comes in the plainer way, which is offered first.
+                better = part[0] < best[0, which] * (1 - TIE)
+                best[:, which[better]] = part[:, better]
+            rows, table = np.arange(len(self.least_s)), best
+        value, memory, layers, regather, kind = table
+        columns = {n: c[rows] for n, c in self.columns.items()}
+        columns |= {"recompute": kind, "regather": regather}
+        return Leaves(columns, value / self.tokens[rows], memory, layers, self.least_s[rows])

@@ -19,20 +19,20 @@ class Offloading(Completion):
     """Completion where some strategies offload."""
 
     def complete(
-        self, columns: Columns, seconds: Seconds, peak: Peak, few: Few
+        self, columns: Columns, seconds: Seconds, peak: Peak, few: Few, every: bool = False
     ) -> tuple[Leaves, Columns]:
         """See `Completion.complete`. A strategy that offloads recomputes no layer or all of them, whichever is faster.
 
         What lies between is the memory plan's: it drops single results, at the price that the copies' term has.
         """
         if "offload" not in columns or not (columns["offload"] > 0).any():
-            return super().complete(columns, seconds, peak, few)
+            return super().complete(columns, seconds, peak, few, every)
         moved = columns["offload"] > 0
         leaves, lost = self._moved({n: c[moved] for n, c in columns.items()}, seconds, peak)
         if moved.all():
             return leaves, lost
         stay = {n: c[~moved] for n, c in columns.items()}
-        others, more = super().complete(stay, seconds, peak, few)
+        others, more = super().complete(stay, seconds, peak, few, every)
         lost = {n: np.concatenate([c, more[n]]) for n, c in lost.items()}
         return Leaves.join([others, leaves]), lost
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hyper_parallel.cost import Candidates, step_collectives
 from hyper_parallel.errors import BadValue, HyperParallelError, UnsupportedSharding
@@ -25,7 +26,7 @@ from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
 from hyper_parallel.planner._check import check_degrees, check_legal
 from hyper_parallel.planner._context import LOCAL, Context, HostMemory, resolve
-from hyper_parallel.planner._leaves import Found, Goal, Leaves
+from hyper_parallel.planner._leaves import TIE, Found, Goal, Leaves
 from hyper_parallel.planner._legal import space_of
 from hyper_parallel.planner._limits import CHOICES, DEGREES, EXCLUDABLE, Limits, check_pins
 from hyper_parallel.planner._nearest import nothing_fits, nothing_legal
@@ -39,8 +40,11 @@ from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
 SIMULATED: Final = 4
-"""Strategies whose schedule is simulated; more when a simulation comes out slower than another's closed form."""
-MOST_SIMULATED: Final = 16
+"""Degrees that are kept at least, runners-up included."""
+MOST_SIMULATED: Final = 4000
+"""Simulations after which the search stops; the certificate then tells the gap."""
+EVERY: Final = 1 << 30
+"""More strategies than any space has."""
 TOO_BIG_SHOWN: Final = 2
 
 
@@ -160,6 +164,7 @@ class Outcome:
         found: What branch and bound found.
         ranked: Strategies in full, best first.
         bound: Seconds per token that every other strategy exceeds.
+        simulated: Strategies whose schedule was simulated.
         space: What was legal.
         fixed: The limits that were searched.
     """
@@ -167,6 +172,7 @@ class Outcome:
     found: Found
     ranked: tuple[Priced, ...]
     bound: float
+    simulated: int
     space: Space
     fixed: Limits
 
@@ -183,10 +189,7 @@ def find(
     capacity_bytes: float | None = None,
     at_most_s_per_token: float | None = None,
 ) -> Outcome:
-    """The best strategies within limits, refined: real layers on stages, simulated schedules.
-
-    The closed form of the search never exceeds the refined price. So the refined best is the best of all as soon as
-    it does not exceed the closed form of anything that is not refined yet; until then more is refined.
+    """The best strategies within limits: real layers on stages, simulated schedules.
 
     Args:
         context: Model, machine and workload.
@@ -198,28 +201,82 @@ def find(
     if capacity_bytes is not None:
         context = replace(context, capacity_bytes=capacity_bytes)
     space = space_of(context, limits)
-    capacity = context.machine.memory_bytes
-    wanted = max(keep, SIMULATED)
-    refined: dict[tuple[Strategy, int], Priced] = {}
-    while True:
+    goal = Goal(context.machine.memory_bytes, at_most_s_per_token, max(keep, SIMULATED))
+    found = solve(context.numbers, context.machine, context.workload, space, goal)
+    simulated = _Simulated(context, space)
+    best = simulated.best(found.leaves)
+    if best > found.bound * (1 + TIE) and np.isfinite(found.bound):
+        # All degrees were kept up to a closed form that the best simulation exceeds: now up to that.
         space.ruled_out.clear()
-        goal = Goal(capacity, at_most_s_per_token, wanted)
+        goal = replace(goal, at_most_s_per_token=best, keep=EVERY)
         found = solve(context.numbers, context.machine, context.workload, space, goal)
-        least = math.inf
-        for position in found.best:
-            strategy, workload = at(found.leaves, position, space.limits.base, context.workload)
-            key = (strategy, workload.microbatch or 1)
-            closed = float(found.leaves.per_token_s[position])
-            if key not in refined:
-                # What is slower than the best by its closed form need not be simulated to lose.
-                refined[key] = price(context, strategy, workload, closed <= least)
-            least = min(least, refined[key].per_token_s)
+        best = simulated.best(found.leaves)
+    ranked = simulated.ranked(found.leaves, max(keep, SIMULATED))
+    bound = min(found.bound, simulated.open_s)
+    return Outcome(found, ranked, bound, len(simulated.known), space, space.limits)
+
+
+class _Simulated:
+    """Complete strategies in full, simulated as far as a choice between them asks for.
+
+    The full price of a strategy never is less than its closed form, which the search knows of all of them. So the best
+    is found when every strategy whose closed form is below the best full price has its own full price.
+
+    Attributes:
+        known: Full prices by strategy and microbatch.
+        values: Seconds per token of the strategies that `best` saw: full where one was simulated.
+        open_s: Closed form, per token, of the best strategy that is left without a simulation.
+    """
+
+    def __init__(self, context: Context, space: Space) -> None:
+        self.context, self.space = context, space
+        self.known: dict[tuple[Strategy, int], Priced] = {}
+        self.values: NDArray[np.float64] = np.empty(0)
+        self.open_s = math.inf
+
+    def full(self, leaves: Leaves, position: int) -> Priced:
+        """The full price of one strategy."""
+        base = self.space.limits.base
+        strategy, workload = at(leaves, position, base, self.context.workload)
+        key = (strategy, workload.microbatch or 1)
+        if key not in self.known:
+            self.known[key] = price(self.context, strategy, workload)
+        return self.known[key]
+
+    def best(self, leaves: Leaves) -> float:
+        """Least seconds per token of all; infinite when there are none."""
+        least, self.open_s = math.inf, math.inf
+        alone = leaves.columns["pp"] == 1
+        if alone.any():
+            least = float(
+                leaves.per_token_s[alone].min()
+            )  # without a pipeline nothing is left to simulate
+        self.values = leaves.per_token_s.copy()
+        piped = np.flatnonzero(~alone)
+        for position in piped[np.argsort(leaves.per_token_s[piped], kind="stable")].tolist():
+            closed = float(leaves.per_token_s[position])
+            if closed >= least * (1 - TIE):
+                break
+            if len(self.known) >= MOST_SIMULATED:
+                self.open_s = closed
+                break
+            self.values[position] = self.full(leaves, position).per_token_s
+            least = min(least, float(self.values[position]))
+        return least
+
+    def ranked(self, leaves: Leaves, keep: int) -> tuple[Priced, ...]:
+        """The best strategies of distinct degrees, best first; `best` comes before."""
+        if not len(leaves):
+            return ()
+        order, meshes = leaves.ranked(), leaves.meshes()
+        chosen: dict[tuple[int, ...], Priced] = {}
+        for position in order[np.argsort(np.round(self.values[order], 18), kind="stable")].tolist():
+            if meshes[position] not in chosen:
+                chosen[meshes[position]] = self.full(leaves, position)
+            if len(chosen) == keep:
+                break
         # Python's sort keeps the order of the search where prices are equal.
-        ranked = sorted(refined.values(), key=lambda p: round(p.per_token_s, 18))
-        done = not ranked or ranked[0].per_token_s <= found.bound * (1 + 1e-9)
-        if done or wanted >= MOST_SIMULATED or len(found.best) < wanted:
-            return Outcome(found, tuple(ranked), found.bound, space, space.limits)
-        wanted *= 2
+        return tuple(sorted(chosen.values(), key=lambda p: round(p.per_token_s, 18)))
 
 
 def at(
@@ -273,7 +330,7 @@ def to_plan(context: Context, outcome: Outcome, objective: str, top: int = 5) ->
         best.step_s,
         min(best.step_s, outcome.bound * tokens),
         found.priced,
-        sum(p.strategy.pp > 1 for p in outcome.ranked),
+        outcome.simulated,
         dict(found.cut),
         dict(outcome.space.ruled_out),
     )

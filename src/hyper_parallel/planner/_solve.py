@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
@@ -253,23 +253,34 @@ class _Search(Offloading):
 
     def _lean_bytes(self, rows: Columns, choices: Sequence[Choice]) -> Array:
         """Least peak bytes, with everything sharded and offloaded that may be."""
-        wanted, offload = self.space.zeros(), float(self.space.rules.offload)
-        # Parameters and gradients sharded hold less than gradients alone.
+        offload = float(self.space.rules.offload)
         least: Array = np.full(1, np.inf)
-        for zero in (z for z in wanted if z != 2 or 3 not in wanted):
-            held = self.peak(rows, self.relaxed, choices, zero=float(zero), offload=offload)
-            least = np.minimum(least, np.where(self.space.shards(zero, rows), held, np.inf))
+        for zero, may in self._leanest(rows):
+            held = self.peak(rows, self.relaxed, choices, zero=zero, offload=offload)
+            least = np.minimum(least, np.where(may, held, np.inf))
         return least
+
+    def _leanest(self, rows: Columns) -> Iterator[tuple[float, NDArray[np.bool_]]]:
+        """Kinds of sharding of which one holds least, and the rows that may have them or what holds more."""
+        wanted = self.space.zeros()
+        for zero in wanted:
+            # Parameters and gradients sharded hold less than gradients alone, optimizer states less than nothing.
+            if (zero == 2 and 3 in wanted) or (zero == 0 and 1 in wanted):
+                continue
+            may = self.space.shards(zero, rows)
+            yield (
+                float(zero),
+                may | self.space.shards(0, rows) if zero == 1 and 0 in wanted else may,
+            )
 
     def _lean_layers(self, rows: Columns, choice: Choice) -> tuple[Array, Array]:
         """Fewest layers to recompute with everything sharded that may be; one where offload leaves it open."""
         least, used = np.full(len(rows["pp"]), np.inf), np.zeros(len(rows["pp"]))
         if self.space.rules.offload:
             return np.ones(len(least)), used
-        wanted = self.space.zeros()
-        for zero in (z for z in wanted if z != 2 or 3 not in wanted):
-            few, held = self.few(rows, choice, zero=float(zero))
-            better = self.space.shards(zero, rows) & (few < least)
+        for zero, may in self._leanest(rows):
+            few, held = self.few(rows, choice, zero=zero)
+            better = may & (few < least)
             least, used = np.where(better, few, least), np.where(better, held, used)
         return least, used
 
@@ -339,7 +350,7 @@ class _Search(Offloading):
         keys = np.column_stack([columns[n] for n in AXES]).astype(int).tolist()
         options = [self._remembered(self.space.orders, tuple(key), sizes) for key in keys]
         grown = _grow(columns, options, ("order",))
-        leaves = self.complete(grown, *self.pricers(self.machine))[0]
+        leaves = self.complete(grown, *self.pricers(self.machine), every=True)[0]
         self.priced += len(leaves)
         leaves = leaves.take(leaves.per_token_s <= self.threshold * (1 + TIE))
         if self.space.refusal is not None:

@@ -322,21 +322,28 @@ class Space:
         return found
 
     def zeros(self) -> list[int]:
-        """What may be sharded: parameters, gradients or optimizer states."""
+        """What may be sharded: parameters, gradients, optimizer states or nothing."""
         pinned = self.limits.pins.get("zero")
-        return [3, 2, 1] if pinned is None else [pinned]
+        if pinned is not None:
+            return [pinned]
+        return [3, 2, 1] if self.limits.executable else [3, 2, 1, 0]
 
     def shards(self, zero: ArrayLike, rows: Columns) -> NDArray[np.bool_]:
         """Rows for which a `zero` is a choice of its own.
 
-        A pipeline, or a single microbatch, reduces gradients once per step anyway: nothing is left for ZeRO-1 there.
+        The gradients of a single microbatch are reduced layer by layer: nothing is left for ZeRO-1 there. One rank
+        shares nothing, so that ZeRO-0 is ZeRO-1. What runs has no ZeRO-1 in pipelines.
         """
-        once = (rows["pp"] > 1) | (rows["accumulation"] == 1)
-        own: NDArray[np.bool_] = (np.asarray(zero) != 1) | ~once
-        return own | ("zero" in self.limits.pins)
+        if "zero" in self.limits.pins:
+            return np.full(len(rows["pp"]), True)
+        once = (rows["accumulation"] == 1) | (self.limits.executable & (rows["pp"] > 1))
+        alone = rows["dp_shard"] * rows["cp"] == 1
+        kind = np.asarray(zero)
+        own: NDArray[np.bool_] = ~((kind == 1) & once) & ~((kind == 0) & alone)
+        return own
 
     def schedules(self, pp: int, microbatches: int) -> list[tuple[int, int]]:
-        """Level four: (schedule, vpp). GPipe is only taken when pinned: 1F1B is as fast and holds less."""
+        """Level four: (schedule, vpp)."""
         limits, name = self.limits, SCHEDULES.index
         if pp == 1:
             return [(name("1f1b"), 1)]
@@ -352,13 +359,8 @@ class Space:
                 for v in divisors(stages)
                 if v > 1 and v * pp <= self.rules.layers
             ]
-        plain = "schedule" not in limits.pins
         return [
-            (s, v)
-            for s, v in found
-            if limits.allows("schedule", s)
-            and limits.allows("vpp", v)
-            and not (plain and s == name("gpipe"))
+            (s, v) for s, v in found if limits.allows("schedule", s) and limits.allows("vpp", v)
         ]
 
     def recomputes(self) -> list[int]:

@@ -1,0 +1,48 @@
+"""The certificate is true: no part of the space has anything better than the search of the whole space."""
+
+from __future__ import annotations
+
+import pytest
+
+from hyper_parallel.errors import DoesNotFit, HyperParallelError
+from hyper_parallel.ir import Workload
+from hyper_parallel.planner import plan
+from tests.planner.draws import draw_case, draw_pins
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "devices", "workload", "pins", "inside"),
+    [
+        ("qwen3-235b-a22b", "dgx-h100", 256, Workload(4096, 2**20), {}, {"schedule": "zbv"}),
+        ("gpt-oss-120b", "dgx-h100", 64, None, {"tp": 4, "pp": 16}, {"schedule": "zb-h1"}),
+        ("llama-3-405b", "cloudmatrix384", 384, None, {"pp": 12}, {"schedule": "zb-h1"}),
+    ],
+)
+def test_siblings_that_differ_in_their_schedule_are_simulated(
+    model, topology, devices, workload, pins, inside
+):
+    asked = {"topology": topology, "workload": workload, "num_devices": devices}
+    whole = plan(model, pins=pins, **asked)
+    part = plan(model, pins=pins | inside, **asked)
+    assert whole.step_s <= part.step_s * (1 + 1e-9)
+    for found in (whole, part):
+        assert found.certificate.gap == 0.0
+        assert found.certificate.value == found.step_s
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_pinned_part_of_the_space_beats_the_whole(seed):
+    model, supernode, workload, devices = draw_case(seed)
+    try:
+        whole = plan(model, supernode, workload, num_devices=devices)
+    except DoesNotFit:
+        pytest.skip("nothing fits")
+    assert whole.certificate.gap == 0.0
+    for pins in draw_pins(seed, whole, count=3):
+        try:
+            part = plan(model, supernode, workload, num_devices=devices, pins=pins)
+        except HyperParallelError:
+            continue  # nothing in that part
+        assert whole.step_s <= part.step_s * (1 + 1e-9), pins
