@@ -35,8 +35,11 @@ def every_strategy(context, limits):
         pp, x, y, cp, dp, micro, steps = (int(v) for v in row)
         for att, mlp, ep, etp, u, tokens, gathered in every_block(space, x, y, cp, dp):
             for replicate, shard, zero, off in space.states(dp, x * y * cp, ep * etp):
-                if zero == 1 and (pp > 1 or steps == 1) and "zero" not in limits.pins:
-                    continue  # what is reduced once per step anyway is ZeRO 2
+                if "zero" not in limits.pins:
+                    if zero == 1 and (steps == 1 or (limits.executable and pp > 1)):
+                        continue  # one microbatch is reduced once anyway; no pipeline runs with ZeRO 1
+                    if zero == 0 and shard * cp == 1:
+                        continue  # one rank shares nothing
                 block = (att, mlp, ep, etp, u, tokens, gathered)
                 if space.refusal_of(shard, cp, x, y, *block) is not None:
                     continue

@@ -205,13 +205,18 @@ def find(
     found = solve(context.numbers, context.machine, context.workload, space, goal)
     simulated = _Simulated(context, space)
     best = simulated.best(found.leaves)
-    if best > found.bound * (1 + TIE) and np.isfinite(found.bound):
+    if len(found.leaves) and best > found.bound * (1 + TIE):
         # All degrees were kept up to a closed form that the best simulation exceeds: now up to that.
         space.ruled_out.clear()
-        goal = replace(goal, at_most_s_per_token=best, keep=EVERY)
+        most = min(best, at_most_s_per_token or math.inf)
+        goal = replace(goal, at_most_s_per_token=most, keep=EVERY)
         found = solve(context.numbers, context.machine, context.workload, space, goal)
         best = simulated.best(found.leaves)
-    ranked = simulated.ranked(found.leaves, max(keep, SIMULATED))
+    ranked = tuple(
+        p
+        for p in simulated.ranked(found.leaves, max(keep, SIMULATED))
+        if p.per_token_s <= (at_most_s_per_token or math.inf) * (1 + TIE)
+    )
     bound = min(found.bound, simulated.open_s)
     return Outcome(found, ranked, bound, len(simulated.known), space, space.limits)
 
