@@ -26,8 +26,8 @@ import torch.distributed as dist
 from _machine import machine
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.context._apply import ATTRIBUTE, Context, View
-from hyper_parallel.backends.torch.context._attention import context_attention
+from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, context_attention
+from hyper_parallel.backends.torch.context._state import ContextState, SequenceView
 from hyper_parallel.ir import SequenceCut, Strategy
 from hyper_parallel.runtime import CommCounter, World, launch
 
@@ -58,7 +58,7 @@ def kinds(size: Size) -> dict[str, Strategy]:
 
 def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
     """Forward and backward of one attention layer on this rank; returns its share of a checksum."""
-    context = Context.of(strategy, world.mesh(strategy)["cp"].get_group())
+    context = ContextState.of(strategy, world.mesh(strategy)["cp"].get_group())
     cut = SequenceCut.of(size.seq_len, strategy.cp, strategy.cp_kind, strategy.cp_ulysses)
     mine = torch.tensor(cut.positions(context.group.rank()))
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
     object.__setattr__(module, ATTRIBUTE, context)
 
     def step() -> float:
-        context.view = View(cut, None, {}, torch.tensor(size.seq_len - 1))
+        context.view = SequenceView(cut, None, {}, torch.tensor(size.seq_len - 1))
         out, _ = context_attention(module, q, k, v, None, sliding_window=size.window or None)
         out.backward(torch.ones_like(out))
         total = out.detach().double().sum() + sum(x.grad.double().abs().sum() for x in (q, k, v))

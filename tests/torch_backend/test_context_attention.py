@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyper_parallel.backends.torch.context import _block_attention as block
 from hyper_parallel.backends.torch.context import _flash_attention as flash
-from hyper_parallel.backends.torch.context._apply import _view
 from hyper_parallel.backends.torch.context._attention import _Blocks
-from hyper_parallel.backends.torch.context._block_attention import Rules
+from hyper_parallel.backends.torch.context._block_attention import AttentionRules
+from hyper_parallel.backends.torch.context._state import view_of
 from hyper_parallel.ir import SequenceCut
 
 pytestmark = pytest.mark.torch
@@ -70,9 +70,9 @@ def compare(places, chunk, rules, packed, shape, dtype, tolerance):
     positions = torch.arange(length).expand(batch, -1)
     if packed:
         positions = torch.stack([torch.arange(length) % (5 + 3 * b) for b in range(batch)])
-    view = _view(cut, positions, positions.max())
+    view = view_of(cut, positions, positions.max())
     assert (view.documents is not None) == packed
-    rules = Rules(rules.scale, rules.window, rules.softcap, view.documents)
+    rules = AttentionRules(rules.scale, rules.window, rules.softcap, view.documents)
     found = ring(q, k, v, grad, rules, view)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     wanted = dense(*leaves, rules)
@@ -95,20 +95,20 @@ def test_joined_blocks_are_the_whole_softmax(
     places, chunk, window, softcap, packed, heads, v_width
 ):
     packed = packed and places * chunk >= 5  # the documents are of 5 and 8 tokens
-    rules = Rules(0.4, window, softcap)
+    rules = AttentionRules(0.4, window, softcap)
     compare(places, chunk, rules, packed, (2, *heads, 4, v_width), torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_kernel_gives_the_same(dtype, packed):
-    rules = Rules(0.4)
+    rules = AttentionRules(0.4)
     spans = ((0, 16), (16, 32))
     q = torch.randn(2, 4, 16, 8).to(dtype)
     k = v = torch.randn(2, 2, 16, 8).to(dtype)
     assert flash.usable(q, k, v, spans[1], spans[0], rules, seen=True)
     assert flash.usable(q, k, v, spans[0], spans[0], rules, seen=False)
-    assert not flash.usable(q, k, v, spans[0], spans[0], Rules(0.4, window=3), seen=False)
+    assert not flash.usable(q, k, v, spans[0], spans[0], AttentionRules(0.4, window=3), seen=False)
     assert not flash.usable(q.double(), k, v, spans[1], spans[0], rules, seen=True)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     compare(2, 16, rules, packed, (2, 4, 2, 8, 8), dtype, tolerance)
@@ -119,22 +119,24 @@ def test_the_accelerator_kernels_take_these_arguments():
     with FakeTensorMode():
         q = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(2, 2, 32, 64, dtype=torch.bfloat16, device="cuda")
-        assert flash.usable(q, k, k, (32, 48), (0, 32), Rules(0.1), seen=True)
-        out, lse = flash.forward(q, k, k, Rules(0.1), causal=False)
+        assert flash.usable(q, k, k, (32, 48), (0, 32), AttentionRules(0.1), seen=True)
+        out, lse = flash.forward(q, k, k, AttentionRules(0.1), causal=False)
         assert (out.shape, out.dtype, lse.shape) == (q.shape, torch.float32, q.shape[:3])
-        found = flash.backward(q, q, k, k, q, lse, Rules(0.1), causal=False)
+        found = flash.backward(q, q, k, k, q, lse, AttentionRules(0.1), causal=False)
         assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
 
 
 def test_large_blocks_are_computed_in_tiles(monkeypatch):
     monkeypatch.setattr(block, "_SCORES", 64)
     for window in (None, 3):
-        compare(2, 8, Rules(0.4, window), False, (1, 2, 1, 4, 4), torch.float64, 1e-12)
+        compare(2, 8, AttentionRules(0.4, window), False, (1, 2, 1, 4, 4), torch.float64, 1e-12)
 
 
 def test_a_row_that_sees_nothing_gives_nothing():
     q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2, 4)
-    out, lse = block.forward(q, k, k, (10, 12), (0, 2), Rules(1.0, window=10), all_seen=False)
+    out, lse = block.forward(
+        q, k, k, (10, 12), (0, 2), AttentionRules(1.0, window=10), all_seen=False
+    )
     assert torch.equal(out[0, 0, 1], torch.zeros(4))
     assert lse[0, 0, 1] == -torch.inf
     assert torch.isfinite(lse[0, 0, 0])

@@ -167,7 +167,7 @@ def test_two_models_on_two_meshes_in_one_process() -> None:
             one, two = a(**args).loss, b(**args).loss  # both forwards before both backwards
             two.backward()
             one.backward()
-            assert handle(a).mesh is not handle(b).mesh
+            assert handle(a).ranks.mesh is not handle(b).ranks.mesh
             halves = [(0, 1), (2, 3)]
             plans = [first.case.plan(Strategy(tp_x=2)), second.case.plan(Strategy(tp_x=2))]
             for half, half_plan in zip(halves, plans, strict=True):

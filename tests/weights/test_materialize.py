@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hyper_parallel.backends.torch.weights._initialise import materialize
-from hyper_parallel.backends.torch.weights._ranges import copy_full, local_tensor
+from hyper_parallel.backends.torch.weights._ranges import copy_full, local
 from hyper_parallel.errors import UnsupportedSharding, WeightsUninitialised
 from hyper_parallel.runtime import launch
 from tests.weights.models import (
@@ -182,7 +182,7 @@ def test_copy_full_agrees_with_distribute_tensor():
             want = distribute_tensor(full, mesh, placements)
             got = torch.zeros_like(want)
             copy_full(got, full)
-            assert torch.equal(local_tensor(got), local_tensor(want)), placements
+            assert torch.equal(local(got), local(want)), placements
 
     launch(rank_fn, 4, timeout_s=180)
 

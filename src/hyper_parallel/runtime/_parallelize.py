@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from hyper_parallel.backends.torch import Routing, apply_plan
+from hyper_parallel.backends.torch import Ranks, Routing, apply_plan
 from hyper_parallel.ir import Plan
 from hyper_parallel.runtime._world import World
 
@@ -41,18 +41,9 @@ def parallelize(
     strategy = plan.strategy
     mixed = plan.workload.compute_dtype != plan.workload.param_dtype
     if strategy.world_size == 1 and world.world_size == 1 and not mixed:
-        return apply_plan(model, plan, None, 0, world.device, None, routing=routing)
+        return apply_plan(model, plan, Ranks(None, 0, world.device), routing)
     mesh = world.mesh(strategy, ranks)
     expert_mesh = world.expert_mesh(strategy, ranks)
-    members = mesh.mesh.flatten().tolist()
-    position = members.index(world.rank)
-    return apply_plan(
-        model,
-        plan,
-        mesh,
-        position,
-        world.device,
-        world.group(mesh),
-        expert_mesh,
-        routing,
-    )
+    position = mesh.mesh.flatten().tolist().index(world.rank)
+    placed = Ranks(mesh, position, world.device, world.group(mesh), expert_mesh)
+    return apply_plan(model, plan, placed, routing)

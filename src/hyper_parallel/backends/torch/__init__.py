@@ -2,7 +2,7 @@
 
 from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._counter import CommCounter
-from hyper_parallel.backends.torch._handle import FLAT, Handle, handle, local
+from hyper_parallel.backends.torch._handle import Handle, Ranks, handle
 from hyper_parallel.backends.torch._ledger import Ledger, LiveTensor, Peak
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch._memory_counter import MemoryCounter, Workspace
@@ -10,19 +10,25 @@ from hyper_parallel.backends.torch._parallelize import apply_plan
 from hyper_parallel.backends.torch._purpose import current_purpose, purpose
 from hyper_parallel.backends.torch._rates import measure_rates
 from hyper_parallel.backends.torch._resolve import resolve_layouts
-from hyper_parallel.backends.torch._step import forward_backward, forward_loss
-from hyper_parallel.backends.torch.data._gradients import accumulate, clip_grad_norm_
+from hyper_parallel.backends.torch._step import (
+    accumulate,
+    clip_grad_norm_,
+    count_routing,
+    end_step,
+    forward_backward,
+    forward_loss,
+)
+from hyper_parallel.backends.torch.data._fsdp import FLAT
 from hyper_parallel.backends.torch.experts._routing import (
     Routing,
     RoutingStatistics,
     check_routing,
-    count_routing,
-    end_step,
     routing_statistics,
 )
 from hyper_parallel.backends.torch.memory._workspace import cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.weights._initialise import allocate, materialize
 from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
+from hyper_parallel.backends.torch.weights._ranges import local
 
 __all__ = [
     "FLAT",
@@ -32,6 +38,7 @@ __all__ = [
     "LiveTensor",
     "MemoryCounter",
     "Peak",
+    "Ranks",
     "Routing",
     "RoutingStatistics",
     "Workspace",

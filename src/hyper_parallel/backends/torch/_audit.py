@@ -7,7 +7,8 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.backends.torch._handle import FLAT, handle
+from hyper_parallel.backends.torch._handle import handle
+from hyper_parallel.backends.torch.data._fsdp import FLAT
 from hyper_parallel.backends.torch.weights._ranges import local_ranges
 from hyper_parallel.errors import AuditError
 from hyper_parallel.ir import Layout, Mesh
@@ -22,21 +23,22 @@ def audit(model: nn.Module) -> None:
     Raises:
         AuditError: HP206 with the first parameter that differs.
     """
-    found = handle(model)
-    main, coordinate = _as_fsdp_sees(found.plan.mesh, found.rank)
-    experts = found.plan.strategy.expert_mesh()
+    attached = handle(model)
+    plan, rank = attached.plan, attached.ranks.rank
+    main, coordinate = _as_fsdp_sees(plan.mesh, rank)
+    experts = plan.strategy.expert_mesh()
     seen = dict(model.named_parameters())
-    for name in sorted(seen.keys() ^ found.layouts.keys()):
+    for name in sorted(seen.keys() ^ attached.layouts.keys()):
         raise AuditError(
             "a parameter appeared or vanished after parallelize",
             where=name,
             got="in the model" if name in seen else "only in the plan",
         )
     for name, param in seen.items():
-        layout, shape = _flat(found.layouts[name]), found.shapes[name]
+        layout, shape = _flat(attached.layouts[name]), attached.shapes[name]
         mesh, where = main, coordinate
         if "ep" in layout.sharding_axes:
-            mesh, where = experts, experts.coordinate(found.rank)
+            mesh, where = experts, experts.coordinate(rank)
         wanted = layout.local_shape(shape, mesh, where)
         got_shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
         axes = {a for a in layout.sharding_axes if mesh.degree(a) > 1}

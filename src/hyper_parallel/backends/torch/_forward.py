@@ -1,8 +1,9 @@
-"""Changes to a forward pass that keep its values: activations made again, and float64 that stays float64."""
+"""Changes to a forward pass that keep its values: recomputed activations, and float64 that stays float64."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.backends.torch._handle import TpState
-from hyper_parallel.backends.torch.context._apply import Context
+from hyper_parallel.backends.torch.context._state import ContextState
+from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.ir import Strategy
 
 
 class _KeepFloat64(TorchFunctionMode):
@@ -84,10 +86,32 @@ def loop_over_experts(model: nn.Module, dtype: torch.dtype) -> None:
         model.set_experts_implementation("eager")
 
 
-def recompute(
-    layer: nn.Module, tp: TpState | None, exact: bool, context: Context | None = None
+def recompute_layers(
+    stages: Sequence[Sequence[nn.Module]],
+    strategy: Strategy,
+    tp: TpState | None,
+    context: ContextState | None,
+    exact: bool,
 ) -> None:
-    """Drop the activations of a layer after forward and make them again in backward.
+    """Let the layers that a strategy names recompute their activations; arguments as of `recompute`.
+
+    Args:
+        stages: The layers of this rank, stage by stage.
+        strategy: How many of them.
+        tp: Tensor-parallel state, or None.
+        context: Context-parallel state, or None.
+        exact: Float64 is kept, also in backward.
+    """
+    layers = [layer for stage in stages for layer in stage]
+    places = iter(range(len(layers)))
+    for i in strategy.recomputed([[next(places) for _ in stage] for stage in stages]):
+        recompute(layers[i], tp, exact, context)
+
+
+def recompute(
+    layer: nn.Module, tp: TpState | None, exact: bool, context: ContextState | None = None
+) -> None:
+    """Drop the activations of a layer after forward and recompute them in backward.
 
     Args:
         layer: Module whose forward is put around.

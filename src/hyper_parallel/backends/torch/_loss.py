@@ -7,6 +7,7 @@ so besides the logits only one number per token is kept. Arithmetic is in float6
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch._collectives import gather_rows
+from hyper_parallel.backends.torch._collectives import gather_rows, sum_forward
+from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.ir import Purpose
 
 _BLOCK_ELEMENTS = 1 << 24
@@ -96,3 +98,50 @@ def cross_entropy_sum(
 def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Labels moved one token to the left: the target of a position is the next token."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def loss_function(tp: TpState | None, add: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """The loss a Hugging Face model calls, for logits as a layout leaves them.
+
+    Args:
+        tp: Tensor-parallel state, or None.
+        add: Adds to the loss of a microbatch what else belongs to it.
+    """
+
+    def causal_lm_loss(
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        targets = shifted(labels, ignore_index) if shift_labels is None else shift_labels
+        targets = targets.to(logits.device).reshape(-1)
+        count = num_items_in_batch
+        if count is None:
+            count = (targets != ignore_index).sum().clamp(min=1)
+        split = None if tp is None or tp.head == "whole" else tp.head
+        if tp is not None:
+            tp.loss_taken = True
+        columns = logits.shape[-1]
+        if split == "tokens":
+            rows = logits.shape[-2]
+            missing = rows * tp.degree - targets.shape[0]
+            targets = F.pad(targets, (0, missing), value=ignore_index)
+            targets = targets[tp.rank * rows : (tp.rank + 1) * rows]
+        total = cross_entropy_sum(
+            logits.reshape(-1, columns),
+            targets,
+            ignore_index=ignore_index,
+            first=tp.rank * columns if split == "vocabulary" else 0,
+            group=tp.group if split == "vocabulary" else None,
+        )
+        if split == "tokens":
+            total = sum_forward(total, tp.group, Purpose.LOSS)
+        if isinstance(count, Tensor):
+            count = count.to(total.device)
+        return add(total / count)
+
+    return causal_lm_loss

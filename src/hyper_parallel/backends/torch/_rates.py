@@ -154,7 +154,7 @@ def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], .
     """A small layer while all ranks work, then half of them, and so on to one: ranks at work, and seconds."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     action = _layer(device)
-    found = []
+    measured = []
     for working in (ranks >> halved for halved in range(ranks.bit_length())):
         seconds = math.nan
         dist.barrier()
@@ -166,8 +166,8 @@ def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], .
                 count += 1
             seconds = (time.perf_counter() - start) / count
         dist.barrier()  # whoever has nothing to do waits here, as for a neighbour's result
-        found.append((working, seconds))
-    return tuple(found)
+        measured.append((working, seconds))
+    return tuple(measured)
 
 
 def _layer(
@@ -195,15 +195,15 @@ def _layer(
 
 def _rings(device: torch.device, small: bool) -> tuple[tuple[float, float], ...]:
     """All-gathers over all ranks: bytes of the gathered tensor, and seconds."""
-    found = []
+    measured = []
     ranks = dist.get_world_size()
     for size in (256, 2**18, 2**22) if small else (1024, 2**22, 2**27):
         part = torch.zeros(size // 4 // ranks + 1, device=device)
         whole = torch.empty(part.numel() * ranks, device=device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         seconds = _mean_fixed(device, functools.partial(gather, whole, part))
-        found.append((4.0 * whole.numel(), seconds))
-    return tuple(found)
+        measured.append((4.0 * whole.numel(), seconds))
+    return tuple(measured)
 
 
 def _mean_fixed(device: torch.device, action: Callable[[], object], repeats: int = 10) -> float:

@@ -5,11 +5,27 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Rule
 from hyper_parallel.shard import ShardPlan, completed_rules, normalise_plan, plan_layouts
+
+
+class PlaceholderModule(nn.Module):
+    """Stands where a module that another rank holds stood; returns its first argument.
+
+    Plain attributes of that module (`attention_type` of a layer, say) stay readable.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        for key, value in vars(original).items():
+            if not key.startswith("_") and not isinstance(value, Tensor | nn.Module):
+                self.__dict__[key] = value
+
+    def forward(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+        return first
 
 
 def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
@@ -29,12 +45,25 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     decoder = decoder_of(model)
     if decoder is not None:
         return list(decoder[1])
-    found: dict[str, list[nn.Module]] = {}
+    lists: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList) and not inside and len({type(m) for m in module}) == 1:
-            found[name] = list(module)
-    return [layer for layers in found.values() for layer in layers]
+            lists[name] = list(module)
+    return [layer for layers in lists.values() for layer in layers]
+
+
+def final_norm(base: nn.Module) -> nn.Module:
+    """The module that follows the layers: by name, the only norm beside them."""
+    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+        if isinstance(norm := getattr(base, name, None), nn.Module):
+            return norm
+    raise UnsupportedSharding(
+        "no final norm was found after the decoder layers",
+        where=type(base).__name__,
+        got=", ".join(name for name, _ in base.named_children()),
+        allowed="norm, final_layernorm, final_layer_norm, ln_f",
+    )
 
 
 def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:

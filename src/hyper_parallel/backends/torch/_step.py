@@ -7,19 +7,24 @@ schedule decides the order. Either way the gradients are those of the step's los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch._collectives import all_reduce
 from hyper_parallel.backends.torch._handle import Handle, handle
-from hyper_parallel.backends.torch.data._gradients import accumulate
-
-Microbatch = Mapping[str, Any]
-"""Arguments of the model's forward: input_ids and shift_labels of [B, S], and what else it takes."""
-Span = Callable[[str, str], AbstractContextManager[Any]]
+from hyper_parallel.backends.torch.data._fsdp import set_last_backward
+from hyper_parallel.backends.torch.experts._routing import (
+    RoutingStatistics,
+    collect_routing,
+    routing_statistics,
+)
+from hyper_parallel.backends.torch.pipeline._apply import Microbatch, Span
+from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.ir import Purpose
 
 
 def forward_backward(
@@ -35,18 +40,18 @@ def forward_backward(
         microbatches: This data-parallel rank's microbatches, equal on the ranks that share its data.
         num_tokens: Valid tokens of the whole step, over all ranks and microbatches; a tensor where the step is
             captured, so that the number is no constant of it.
-        span: Context per piece of work, for a timeline: name and kind.
+        span: ContextState per piece of work, for a timeline: name and kind.
 
     Returns:
         This rank's share of the loss, a float64 scalar: the sum over all ranks is the loss of the step.
     """
-    found = handle(model)
-    if found.pipeline is not None:
-        total = found.pipeline.step(
+    attached = handle(model)
+    if attached.pipeline is not None:
+        total = attached.pipeline.step(
             model, microbatches, lambda part: _loss(model, part, num_tokens), span
         )
-        return total if _reports(found) else torch.zeros_like(total)
-    total = torch.zeros((), dtype=torch.float64, device=found.device)
+        return total if _reports(attached) else torch.zeros_like(total)
+    total = torch.zeros((), dtype=torch.float64, device=attached.device)
     for i, microbatch in enumerate(microbatches):
         with accumulate(model) if i < len(microbatches) - 1 else nullcontext():
             with span("forward", "compute"):
@@ -54,22 +59,22 @@ def forward_backward(
             with span("backward", "compute"):
                 loss.backward()
         total += loss.detach()
-    return total if _reports(found) else torch.zeros_like(total)
+    return total if _reports(attached) else torch.zeros_like(total)
 
 
 @torch.no_grad()
 def forward_loss(model: nn.Module, microbatches: Sequence[Microbatch], num_tokens: int) -> Tensor:
     """This rank's share of the loss of `microbatches`, as in `forward_backward`, without gradients."""
-    found = handle(model)
-    if found.pipeline is not None:
-        total = found.pipeline.loss(
+    attached = handle(model)
+    if attached.pipeline is not None:
+        total = attached.pipeline.loss(
             model, microbatches, lambda part: _loss(model, part, num_tokens)
         )
-        return total if _reports(found) else torch.zeros_like(total)
-    total = torch.zeros((), dtype=torch.float64, device=found.device)
+        return total if _reports(attached) else torch.zeros_like(total)
+    total = torch.zeros((), dtype=torch.float64, device=attached.device)
     for microbatch in microbatches:
         total += _loss(model, microbatch, num_tokens)
-    return total if _reports(found) else torch.zeros_like(total)
+    return total if _reports(attached) else torch.zeros_like(total)
 
 
 def _loss(model: nn.Module, microbatch: Microbatch, num_tokens: int | Tensor) -> Tensor:
@@ -80,7 +85,91 @@ def _loss(model: nn.Module, microbatch: Microbatch, num_tokens: int | Tensor) ->
     return output.loss
 
 
-def _reports(found: Handle) -> bool:
+def _reports(attached: Handle) -> bool:
     """Whether this rank's loss counts: ranks that see the same tokens compute the same loss, one of them has it."""
-    coordinate = found.plan.mesh.coordinate(found.rank)
+    coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     return all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Context for every microbatch of a step but the last: sums that can wait for the last one wait.
+
+    FSDP still reduce-scatters each microbatch unless zero is 1, see `set_last_backward`; the all-reduce over replicas
+    and the sum over tensor-parallel ranks happen once, in the backward pass outside this context.
+    """
+    attached = handle(model)
+    _set_last(attached, False)
+    try:
+        yield
+    finally:
+        _set_last(attached, True)
+
+
+def _set_last(attached: Handle, last: bool) -> None:
+    set_last_backward(attached.fsdp, attached.plan.strategy, last)
+    if attached.tp is not None:
+        attached.tp.gradients.enabled = last
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their global L2 norm is at most `max_norm`.
+
+    The norm counts every element of every logical gradient once, on any layout: local sums of squares, divided by the
+    number of ranks that hold the same elements, are added in one all-reduce of one number.
+
+    Args:
+        model: A model that passed through `parallelize`.
+        max_norm: Largest norm allowed; None only measures.
+
+    Returns:
+        The norm before scaling, a plain scalar tensor, equal on every rank.
+    """
+    attached = handle(model)
+    by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            grad = local(param.grad)
+            by_copies.setdefault((attached.copies(name), grad.dtype), []).append(grad)
+    total = torch.zeros((), dtype=torch.float32, device=attached.device)
+    for (copies, dtype), grads in by_copies.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch._foreach_norm([g for g in grads if g.numel()], 2, dtype=wide) if grads else []
+        if norms:
+            total = total + torch.stack(norms).square().sum() / copies
+    if attached.ranks.world_group is not None:
+        # One number format on all ranks, also on a rank that holds no element.
+        wide = torch.float32
+        for _, dtype in by_copies:
+            wide = torch.promote_types(wide, dtype)
+        total = all_reduce(total.to(wide), attached.ranks.world_group, Purpose.GRADIENT_NORM)
+    norm = total.sqrt()
+    if max_norm is not None and math.isfinite(max_norm):
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for (_, dtype), grads in by_copies.items():
+            torch._foreach_mul_(grads, scale.to(dtype))
+    return norm
+
+
+@torch.no_grad()
+def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
+
+    Every rank calls this after each optimizer step. It reads no value, so that it can be captured with the step.
+
+    Returns:
+        [layers, E + 1] rows that each expert got and rows that were kept, float64, equal on every rank, and the
+        auxiliary loss; None for a model without experts, or when nothing was routed.
+    """
+    state = handle(model).experts
+    return None if state is None else collect_routing(model, state)
+
+
+def end_step(model: nn.Module) -> RoutingStatistics | None:
+    """`count_routing`, and the statistics; every rank calls this after each optimizer step.
+
+    Returns:
+        The statistics, equal on every rank; None for a model without experts, or when nothing was routed.
+    """
+    counted = count_routing(model)
+    return None if counted is None else routing_statistics(*counted)

@@ -18,28 +18,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch._collectives import gather_rows, reduce_rows
-from hyper_parallel.backends.torch._purpose import exchange
+from hyper_parallel.backends.torch._collectives import gather_rows, reduce_rows, send_receive
 from hyper_parallel.backends.torch.context import _block_attention as block
 from hyper_parallel.backends.torch.context import _flash_attention as flash
-from hyper_parallel.backends.torch.context._apply import ATTRIBUTE, INTERFACE, Context, View
-from hyper_parallel.backends.torch.context._block_attention import Rules
+from hyper_parallel.backends.torch.context._block_attention import AttentionRules
 from hyper_parallel.backends.torch.context._collectives import (
     trade_heads_for_tokens,
     trade_tokens_for_heads,
 )
+from hyper_parallel.backends.torch.context._state import ContextState, SequenceView
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Interval, Purpose, sees_all, sees_some
 
-_KEYS: Final = Purpose.KEYS_AND_VALUES
-_GRADIENTS: Final = Purpose.KEY_VALUE_GRADIENTS
+INTERFACE = "hyper_parallel"
+"""Name of our function in the attention interface of transformers."""
+ATTRIBUTE = "_hyper_parallel_context"
+"""Attribute of attention modules that holds the `ContextState` of their model."""
 
 
 def register() -> None:
@@ -84,7 +84,7 @@ def context_attention(
     Returns:
         [B, local tokens, H, Dv], and no weights.
     """
-    context: Context = getattr(module, ATTRIBUTE)
+    context: ContextState = getattr(module, ATTRIBUTE)
     view = context.view
     assert view is not None, "attention outside of a forward pass of its model"
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -103,7 +103,7 @@ def context_attention(
             )
     context.calls += 1
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    rules = Rules(scale, sliding_window, softcap, view.documents)
+    rules = AttentionRules(scale, sliding_window, softcap, view.documents)
     if context.ulysses > 1:
         query, key, value = _repeated(query, key, value, context.ulysses)
         query, key, value = trade_heads_for_tokens(context, query, key, value)
@@ -140,8 +140,8 @@ class _Blocks:
         place: This rank's place on the ring.
     """
 
-    view: View
-    rules: Rules
+    view: SequenceView
+    rules: AttentionRules
     place: int
 
     def pairs(self, other: int) -> Iterator[tuple[slice, slice, Interval, Interval, bool]]:
@@ -151,8 +151,8 @@ class _Blocks:
         """
         mine, theirs = self.view.cut.spans[self.place], self.view.cut.spans[other]
         for at, queries in _slices(mine):
-            found = [(s, keys) for s, keys in _slices(theirs) if self._visible(queries, keys)]
-            for there, keys in sorted(found, key=lambda pair: pair[1] != queries):
+            visible = [(s, keys) for s, keys in _slices(theirs) if self._visible(queries, keys)]
+            for there, keys in sorted(visible, key=lambda pair: pair[1] != queries):
                 yield at, there, queries, keys, self._whole(queries, keys)
 
     def _visible(self, queries: Interval, keys: Interval) -> bool:
@@ -204,17 +204,17 @@ class _Blocks:
         for at, there, queries, keys, seen in self.pairs(other):
             part = (q[:, :, at], k[:, :, there], v[:, :, there])
             if flash.usable(*part, queries, keys, self.rules, seen):
-                found = flash.backward(
+                grads = flash.backward(
                     grad[:, :, at], *part, out[:, :, at], lse[:, :, at], self.rules, not seen
                 )
             else:
-                found = block.backward(
+                grads = block.backward(
                     grad[:, :, at], *part, lse[:, :, at], delta[:, :, at], queries, keys,
                     self.rules, seen,
                 )  # fmt: skip
-            dq[:, :, at] += found[0]
-            dk[:, :, there] += found[1]
-            dv[:, :, there] += found[2]
+            dq[:, :, at] += grads[0]
+            dk[:, :, there] += grads[1]
+            dv[:, :, there] += grads[2]
         return dk, dv
 
 
@@ -236,9 +236,9 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        context: Context,
-        view: View,
-        rules: Rules,
+        context: ContextState,
+        view: SequenceView,
+        rules: AttentionRules,
     ) -> Tensor:
         blocks = _Blocks(view, rules, context.group.rank() // context.ulysses)
         exact = block.wide(q.dtype)
@@ -285,11 +285,11 @@ def _unpack(flat: Tensor, *like: Tensor) -> list[Tensor]:
 
 
 def _arriving(
-    context: Context, blocks: _Blocks, k: Tensor, v: Tensor
+    context: ContextState, blocks: _Blocks, k: Tensor, v: Tensor
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Keys and values of this place, then of the others as they come; the next exchange runs meanwhile."""
     if context.gathers:
-        rows = gather_rows(_pack(k, v), context.group, _KEYS)
+        rows = gather_rows(_pack(k, v), context.group, Purpose.KEYS_AND_VALUES)
         for other in _own_first(blocks.place, context.ring):
             keys, values = _unpack(rows[other], k, v)
             yield other, keys, values
@@ -299,7 +299,7 @@ def _arriving(
     current, other = (k, v), blocks.place
     for distance in distances:
         assert mine is not None
-        came, wait = _exchange(context, mine, distance, _KEYS)
+        came, wait = _exchange(context, mine, distance, Purpose.KEYS_AND_VALUES)
         yield other, current[0], current[1]
         wait()
         keys, values = _unpack(came, k, v)
@@ -315,7 +315,7 @@ class _Returns:
     """Gradients of keys and values on their way to the place that owns them."""
 
     def __init__(
-        self, context: Context, blocks: _Blocks, k: Tensor, v: Tensor, dtype: torch.dtype
+        self, context: ContextState, blocks: _Blocks, k: Tensor, v: Tensor, dtype: torch.dtype
     ) -> None:
         self.context, self.place, self.like = context, blocks.place, (k, v)
         size = k.numel() + v.numel()
@@ -334,13 +334,14 @@ class _Returns:
         else:
             self._wait()
             flat = _pack(dk, dv).to(self.like[0].dtype)
-            self.pending = _exchange(self.context, flat, other - self.place, _GRADIENTS)
+            name = Purpose.KEY_VALUE_GRADIENTS
+            self.pending = _exchange(self.context, flat, other - self.place, name)
 
     def finish(self) -> list[Tensor]:
         """The gradients of this place's keys and values."""
         self._wait()
         if self.context.gathers:
-            self.own = reduce_rows(self.rows, self.context.group, _GRADIENTS)
+            self.own = reduce_rows(self.rows, self.context.group, Purpose.KEY_VALUE_GRADIENTS)
         return _unpack(self.own, *self.like)
 
     def _wait(self) -> None:
@@ -351,20 +352,11 @@ class _Returns:
             self.pending = None
 
 
-def _exchange(context: Context, flat: Tensor, distance: int, name: Purpose) -> tuple[Tensor, Any]:
+def _exchange(
+    context: ContextState, flat: Tensor, distance: int, name: Purpose
+) -> tuple[Tensor, Any]:
     """Send to the place `distance` further on the ring, receive from the one as far back; and how to wait for it."""
     group, ring, ulysses = context.group, context.ring, context.ulysses
     place, inner = divmod(group.rank(), ulysses)
-    came = torch.empty_like(flat)
     to, source = ((place + d) % ring * ulysses + inner for d in (distance, -distance))
-    pair = [
-        dist.P2POp(dist.isend, flat, group=group, group_peer=to),
-        dist.P2POp(dist.irecv, came, group=group, group_peer=source),
-    ]
-    works = exchange(pair, name)
-
-    def wait(sent: Tensor = flat) -> None:  # holds the buffer until it is sent
-        for work in works:
-            work.wait()
-
-    return came, wait
+    return send_receive(flat, to, source, group, name)

@@ -22,7 +22,7 @@ _SCORES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class AttentionRules:
     """What a query sees and how its scores are made.
 
     Attributes:
@@ -41,14 +41,14 @@ class Rules:
         """[B or 1, queries, keys]: True where a query does not see a key."""
         q = torch.arange(*queries, device=device).unsqueeze(1)
         k = torch.arange(*keys, device=device)
-        found = k > q
+        mask = k > q
         if self.window is not None:
-            found |= q - k >= self.window
-        found = found.unsqueeze(0)
+            mask |= q - k >= self.window
+        mask = mask.unsqueeze(0)
         if self.documents is not None:
             of_queries = self.documents[:, slice(*queries)].unsqueeze(2)
-            found = found | (of_queries != self.documents[:, slice(*keys)].unsqueeze(1))
-        return found
+            mask = mask | (of_queries != self.documents[:, slice(*keys)].unsqueeze(1))
+        return mask
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -57,7 +57,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, queries: Interval, keys: Interval, rules: Rules, all_seen: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Interval,
+    keys: Interval,
+    rules: AttentionRules,
+    all_seen: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one block by plain matrix products.
 
@@ -95,7 +101,7 @@ def backward(
     delta: Tensor,
     queries: Interval,
     keys: Interval,
-    rules: Rules,
+    rules: AttentionRules,
     all_seen: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one block.
@@ -141,7 +147,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def _tiles(
-    q: Tensor, queries: Interval, keys: Interval, rules: Rules, all_seen: bool
+    q: Tensor, queries: Interval, keys: Interval, rules: AttentionRules, all_seen: bool
 ) -> Iterator[tuple[slice, slice]]:
     """Rows of queries with the keys that some of them may see, as slices of the block."""
     count = queries[1] - queries[0]
@@ -170,7 +176,7 @@ def _scores(
     keys: Interval,
     rows: slice,
     cols: slice,
-    rules: Rules,
+    rules: AttentionRules,
     all_seen: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [B, G, (H / G) rows, cols], minus infinity where masked; and the slope of the cap, if there is one."""

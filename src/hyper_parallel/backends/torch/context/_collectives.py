@@ -1,35 +1,52 @@
-"""Ulysses: all-to-alls that trade heads for tokens before attention, and tokens for heads after it.
+"""Collectives of context parallelism: Ulysses, and whole sequences from every rank's tokens.
 
+Ulysses trades heads for tokens before attention, and tokens for heads after it, in one all-to-all each.
 Source: Jacobs et al. 2023, DeepSpeed Ulysses.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
-
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch._collectives import all_to_all
-from hyper_parallel.backends.torch.context._apply import Context
+from hyper_parallel.backends.torch._collectives import all_to_all, gather_rows, paired
+from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.ir import Purpose
 
-_TO_TOKENS: Final = Purpose.HEADS_FOR_TOKENS
-_TO_HEADS: Final = Purpose.TOKENS_FOR_HEADS
+
+def trade_heads_for_tokens(context: ContextState, *whole: Tensor) -> tuple[Tensor, ...]:
+    """[B, H, S, K] of all heads to [B, H / u, u S, K]: this rank's heads of all the place's tokens."""
+    return paired(lambda *x: _to_tokens(context, *x), lambda *g: _to_heads(context, *g), *whole)  # type: ignore[no-any-return]
 
 
-def trade_heads_for_tokens(context: Context, *whole: Tensor) -> tuple[Tensor, ...]:
-    """[B, H, S, D] of all heads to [B, H / u, u S, D]: this rank's heads of all the place's tokens."""
-    return _TradeTokens.apply(context, *whole)  # type: ignore[no-any-return]
+def trade_tokens_for_heads(context: ContextState, part: Tensor) -> Tensor:
+    """[B, H / u, u S, K] back to [B, H, S, K]."""
+    return paired(lambda x: _to_heads(context, x)[0], lambda g: _to_tokens(context, g)[0], part)  # type: ignore[no-any-return]
 
 
-def trade_tokens_for_heads(context: Context, part: Tensor) -> Tensor:
-    """[B, H / u, u S, D] back to [B, H, S, D]."""
-    return _TradeHeads.apply(context, part)
+def join_sequence(local: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Whole sequences [B, S, ...] from every rank's tokens; the ranks then all do the same with them.
+
+    Args:
+        local: [B, local tokens, ...].
+        order: For every position the place of its token among the tokens of all ranks, laid end to end.
+        group: The ranks.
+    """
+    batch, count, *rest = local.shape
+
+    def join(x: Tensor) -> Tensor:
+        rows = gather_rows(x, group, Purpose.LOGITS)
+        return rows.transpose(0, 1).flatten(1, 2).index_select(1, order)
+
+    def own(grad: Tensor) -> Tensor:
+        out = grad.new_zeros(batch, group.size() * count, *rest).index_copy_(1, order, grad)
+        return out.narrow(1, group.rank() * count, count).contiguous()
+
+    return paired(join, own, local)  # type: ignore[no-any-return]
 
 
-def _trade(context: Context, parts: list[Tensor], name: Purpose) -> list[Tensor]:
+def _trade(context: ContextState, parts: list[Tensor], name: Purpose) -> list[Tensor]:
     """All-to-all among the Ulysses ranks of a place, in one call for several tensors of [ulysses, ...]."""
     group, ulysses = context.group, context.ulysses
     send = torch.cat([p.reshape(ulysses, -1) for p in parts], dim=1)
@@ -45,45 +62,13 @@ def _trade(context: Context, parts: list[Tensor], name: Purpose) -> list[Tensor]
     return [c.view(p.shape) for c, p in zip(came.split(widths, dim=1), parts, strict=True)]
 
 
-def _to_tokens(context: Context, *whole: Tensor) -> tuple[Tensor, ...]:
-    """[B, H, S, D] of all heads to [B, H / u, u S, D]: this rank's heads of all the place's tokens."""
-    u = context.ulysses
-    came = _trade(context, [x.unflatten(1, (u, -1)).transpose(0, 1) for x in whole], _TO_TOKENS)
+def _to_tokens(context: ContextState, *whole: Tensor) -> tuple[Tensor, ...]:
+    parts = [x.unflatten(1, (context.ulysses, -1)).transpose(0, 1) for x in whole]
+    came = _trade(context, parts, Purpose.HEADS_FOR_TOKENS)
     return tuple(c.permute(1, 2, 0, 3, 4).flatten(2, 3) for c in came)
 
 
-def _to_heads(context: Context, *parts: Tensor) -> tuple[Tensor, ...]:
-    """The inverse of `_to_tokens`."""
-    u = context.ulysses
-    came = _trade(
-        context, [x.unflatten(2, (u, -1)).permute(2, 0, 1, 3, 4) for x in parts], _TO_HEADS
-    )
+def _to_heads(context: ContextState, *parts: Tensor) -> tuple[Tensor, ...]:
+    parts = tuple(x.unflatten(2, (context.ulysses, -1)).permute(2, 0, 1, 3, 4) for x in parts)
+    came = _trade(context, list(parts), Purpose.TOKENS_FOR_HEADS)
     return tuple(c.transpose(0, 1).flatten(1, 2) for c in came)
-
-
-class _TradeTokens(torch.autograd.Function):
-    """Queries, keys and values: other heads away, other tokens in."""
-
-    @staticmethod
-    def forward(ctx: Any, context: Context, *whole: Tensor) -> tuple[Tensor, ...]:
-        ctx.context = context
-        return _to_tokens(context, *whole)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_to_heads(ctx.context, *grads)
-
-
-class _TradeHeads(torch.autograd.Function):
-    """The output: other tokens away, other heads in."""
-
-    @staticmethod
-    def forward(ctx: Any, context: Context, part: Tensor) -> Tensor:
-        ctx.context = context
-        return _to_heads(context, part)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, _to_tokens(ctx.context, grad)[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hyper_parallel.backends.torch.context._block_attention import Rules, wide
+from hyper_parallel.backends.torch.context._block_attention import AttentionRules, wide
 from hyper_parallel.ir import Interval
 
 _FORMATS = {
@@ -23,7 +23,13 @@ _LARGEST_HEAD = 256
 
 
 def usable(
-    q: Tensor, k: Tensor, v: Tensor, queries: Interval, keys: Interval, rules: Rules, seen: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Interval,
+    keys: Interval,
+    rules: AttentionRules,
+    seen: bool,
 ) -> bool:
     """Whether the fused kernel computes this block."""
     plain = rules.window is None and rules.documents is None
@@ -38,7 +44,9 @@ def usable(
     )
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, rules: Rules, causal: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, rules: AttentionRules, causal: bool
+) -> tuple[Tensor, Tensor]:
     """As `_block_attention.forward`."""
     ops, scale = torch.ops.aten, rules.scale
     if q.device.type == "cpu":
@@ -60,7 +68,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    rules: Rules,
+    rules: AttentionRules,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `_block_attention.backward`, with the output of the whole row, [B, H, queries, Dv]."""

@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
 
-from hyper_parallel.backends.torch._handle import Handle
-from hyper_parallel.backends.torch.data._gradients import TpGradients, to_local
-from hyper_parallel.backends.torch.experts._capacity import CapacityDispatch
-from hyper_parallel.backends.torch.experts._dispatch import Dispatch, touch
+from hyper_parallel.backends.torch.context._apply import ContextState
+from hyper_parallel.backends.torch.experts._dispatch import CapacityDispatch, Dispatch, place, touch
 from hyper_parallel.backends.torch.experts._list import ExpertList, ListBlock, is_list
 from hyper_parallel.backends.torch.experts._routing import (
     ExpertState,
@@ -37,49 +33,82 @@ from hyper_parallel.backends.torch.experts._routing import (
     counts_now,
     watch_routers,
 )
-from hyper_parallel.backends.torch.experts._rows import place
 from hyper_parallel.backends.torch.experts._tokens import Tokens
+from hyper_parallel.backends.torch.tensor._gradients import local_parameters
+from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.errors import UnsupportedSharding
 
-Forward = Callable[..., Any]
+
+def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
+    """Number of experts of every module that holds some, by name; of the whole model, before it is cut."""
+    modules = dict(model.named_modules())
+    names = [n for n, style in styles.items() if style == "experts" and n in modules]
+    return {n: _number(modules[n]) for n in names}
+
+
+def _number(module: nn.Module) -> int:
+    if is_list(module):
+        return len(module)
+    number = getattr(module, "num_experts", None)
+    return number if isinstance(number, int) else next(iter(module.parameters())).shape[0]
+
+
+def expert_state(
+    model: nn.Module,
+    num_experts: dict[str, int],
+    routing: Routing,
+    mesh: DeviceMesh | None,
+    world_group: dist.ProcessGroup | None,
+    staged: bool,
+    device: torch.device,
+) -> ExpertState | None:
+    """The experts of a model; None when it has none.
+
+    Args:
+        model: The model, cut into stages.
+        num_experts: As of `count_experts`.
+        routing: Choices about routing.
+        mesh: Mesh of experts; None when ep is 1.
+        world_group: All ranks of the model; None on one.
+        staged: The model is cut into pipeline stages.
+        device: Where this rank computes.
+    """
+    if not num_experts:
+        return None
+    here = {name for name, _ in model.named_modules()}  # not those of other pipeline stages
+    names = tuple(name for name in num_experts if name in here)
+    group = None if mesh is None else mesh["ep"].get_group()
+    return ExpertState(names, num_experts, routing, group, world_group, staged, device)
 
 
 def apply_to_experts(
     model: nn.Module,
-    found: Handle,
-    mesh: DeviceMesh | None,
-    routing: Routing | None,
-    decoder: tuple[nn.Module, nn.ModuleList] | None,
+    state: ExpertState,
+    tp: TpState | None,
+    context: ContextState | None,
+    in_decoder: bool,
 ) -> None:
     """Put dispatch around every module of experts, and routing statistics around every router.
 
     Args:
         model: Its parameters already laid out.
-        found: Its handle; the state of experts is added when the model has any.
-        mesh: Mesh of experts; None when ep is 1.
-        routing: Choices about routing.
-        decoder: The decoder of a Hugging Face model, or None.
+        state: Its experts; what the layers route is counted there.
+        tp: Tensor-parallel state, or None.
+        context: Context-parallel state, or None.
+        in_decoder: The model is a Hugging Face model with a list of decoder layers.
 
     Raises:
         UnsupportedSharding: HP205 for experts that are not called with tokens, indices and weights, or in a module
             whose activations every tensor-parallel rank holds.
     """
-    every = tuple(name for name, style in found.styles.items() if style == "experts")
-    if not every:
-        return
-    here = {name for name, _ in model.named_modules()}  # not those of other pipeline stages
-    names = tuple(name for name in every if name in here)
-    group = mesh["ep"].get_group() if mesh is not None else None
-    state = ExpertState(names, every, routing or Routing(), group)
-    plain = state.group is None and found.tp is None and state.options.capacity_factor is None
-    tokens = Tokens(found.tp, found.context)
-    for name in names:
+    group, capacity = state.group, state.options.capacity_factor
+    plain = group is None and tp is None and capacity is None
+    tokens = Tokens(tp, context)
+    for name in state.modules:
         module = model.get_submodule(name)
-        if isinstance(module, ExpertList) or is_list(module):
-            _apply_to_list(model, name, found, state, decoder is not None)
-            continue
+        listed = isinstance(module, ExpertList) or is_list(module)
         signature = inspect.signature(type(module).forward)
-        if len(signature.parameters) != 4 or not hasattr(module, "num_experts"):
+        if not listed and (len(signature.parameters) != 4 or not hasattr(module, "num_experts")):
             if plain:
                 continue
             raise UnsupportedSharding(
@@ -88,78 +117,38 @@ def apply_to_experts(
                 got=f"{type(module).__name__}{signature}",
                 hint="parallel.ep=1 parallel.tp=1",
             )
-        if found.tp is not None and decoder is None:
-            raise _needs_decoder(name)
-        for part in module.modules():
-            if part._parameters and (state.group is not None or found.tp is not None):
-                _show_local(part, found.gradients if state.group is None else None)
-        state.layers[name] = LayerRouting()
-        module.forward = _Forward(module, name, state, tokens)
-    found.experts = state
+        if listed and capacity is not None:
+            raise UnsupportedSharding(
+                "a capacity needs experts called as experts(hidden_states, index, weights), not a list of modules",
+                where=name,
+                got=f"capacity_factor={capacity}",
+                hint="moe.capacity_factor=null",
+            )
+        if tp is not None and not in_decoder and not is_list(module):
+            raise UnsupportedSharding(
+                "experts under tensor parallelism need a Hugging Face model with a list of decoder layers",
+                where=name,
+                hint="parallel.tp=1",
+            )
+        block = model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(module, ExpertList) and (group is not None or tp is not None):
+            for part in module.modules():
+                if part._parameters:
+                    _show_local(part, tp)
+        if isinstance(module, ExpertList):
+            assert group is not None
+            state.layers[name] = LayerRouting()
+            block.forward = ListBlock(block, module, name, group, state.layers[name])
+        elif listed:
+            _touch_all(block, module)
+        else:
+            state.layers[name] = LayerRouting()
+            module.forward = _Forward(module, name, state, tokens)
     watch_routers(model, state, tokens)
 
 
-def shard_experts(
-    model: nn.Module, found: Handle, mesh: DeviceMesh, policy: MixedPrecisionPolicy
-) -> None:
-    """FSDP around every module of experts, over the ranks that hold the same ones.
-
-    Args:
-        model: The model.
-        found: Its handle; the modules are added to those that FSDP manages.
-        mesh: Mesh of experts.
-        policy: Number formats. Inputs keep theirs: a router may weigh in a wider format than the experts work in.
-    """
-    assert found.experts is not None
-    strategy = found.plan.strategy
-    over = mesh[("dp_replicate", "edp") if strategy.dp_replicate > 1 else ("edp",)]
-    for name in found.experts.modules:
-        module = model.get_submodule(name)
-        cut = {
-            id(p): next((d for d, axes in enumerate(found.layouts[n].axes) if "edp" in axes), 0)
-            for n, p in model.named_parameters()
-            if n.startswith(f"{name}.")
-        }
-        fully_shard(
-            module,
-            mesh=over,
-            mp_policy=replace(policy, cast_forward_inputs=False),
-            reshard_after_forward=strategy.frees_gathered,
-            shard_placement_fn=lambda param, cut=cut: Shard(cut[id(param)]),
-        )
-        found.fsdp.append(module)
-
-
-def _apply_to_list(
-    model: nn.Module, name: str, found: Handle, state: ExpertState, in_decoder: bool
-) -> None:
-    """Experts as separate modules that their block calls one by one."""
-    if state.options.capacity_factor is not None:
-        raise UnsupportedSharding(
-            "a capacity needs experts that are called as experts(hidden_states, index, weights), not a list of modules",
-            where=name,
-            got=f"capacity_factor={state.options.capacity_factor}",
-            hint="moe.capacity_factor=null",
-        )
-    experts = model.get_submodule(name)
-    if not isinstance(experts, ExpertList):
-        _wrap_list(model, name, found)
-        return
-    if found.tp is not None and not in_decoder:
-        raise _needs_decoder(name)
-    assert state.group is not None
-    block = model.get_submodule(name.rpartition(".")[0])
-    state.layers[name] = LayerRouting()
-    block.forward = ListBlock(block, experts, name, state.group, state.layers[name])
-
-
-def _wrap_list(model: nn.Module, name: str, found: Handle) -> None:
-    """All experts are on this rank: one without tokens still has a gradient."""
-    experts = model.get_submodule(name)
-    for part in experts.modules():
-        if part._parameters and found.tp is not None:
-            _show_local(part, found.gradients)
-    block = model.get_submodule(name.rpartition(".")[0])
+def _touch_all(block: nn.Module, experts: nn.Module) -> None:
+    """All experts of a list are on this rank: one without tokens still has a gradient."""
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -172,12 +161,15 @@ def _wrap_list(model: nn.Module, name: str, found: Handle) -> None:
     block.forward = forward
 
 
-def _needs_decoder(name: str) -> UnsupportedSharding:
-    return UnsupportedSharding(
-        "experts under tensor parallelism need a Hugging Face model with a list of decoder layers",
-        where=name,
-        hint="parallel.tp=1",
-    )
+def _show_local(module: nn.Module, tp: TpState | None) -> None:
+    """Let the forward of a module see local tensors in place of its own parameters."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with local_parameters(module, None if tp is None else tp.gradients):
+            return inner(*args, **kwargs)
+
+    module.forward = forward
 
 
 class _Forward:
@@ -216,11 +208,12 @@ class _Forward:
     def _dispatched(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         module, group = self.module, self.state.group
         num_experts: int = module.num_experts
-        capacity = self._capacity(index, num_experts)
+        factor = self.state.options.capacity_factor
         plan: Dispatch | CapacityDispatch
-        if capacity is None:
+        if factor is None:
             plan = Dispatch.plan(index, num_experts, group)
         else:
+            capacity = math.ceil(factor * index.numel() / num_experts)
             plan = CapacityDispatch.plan(index, num_experts, group, capacity)
         if counts_now():
             self.state.layers[self.name].add(plan.counts, plan.kept, *plan.exchanged)
@@ -235,35 +228,8 @@ class _Forward:
         back = plan.gather(results).view(*index.shape, hidden.shape[1])
         return (back * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
-    def _capacity(self, index: Tensor, num_experts: int) -> int | None:
-        factor = self.state.options.capacity_factor
-        return None if factor is None else math.ceil(factor * index.numel() / num_experts)
-
     def _touched(self, out: Tensor, *others: Tensor) -> Tensor:
         return touch(out, [p for p in (*self.module.parameters(), *others) if p.requires_grad])
-
-
-def _show_local(module: nn.Module, owner: TpGradients | None) -> None:
-    """Let the forward of a module see local tensors in place of its own parameters."""
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with local_parameters(module, owner):
-            return inner(*args, **kwargs)
-
-    module.forward = forward
-
-
-@contextmanager
-def local_parameters(module: nn.Module, owner: TpGradients | None) -> Iterator[None]:
-    """Show a module local tensors in place of its own parameters."""
-    kept = module._parameters
-    shown = {n: p if p is None else to_local(p, owner) for n, p in kept.items()}
-    module.__dict__["_parameters"] = shown
-    try:
-        yield
-    finally:
-        module.__dict__["_parameters"] = kept
 
 
 @contextmanager

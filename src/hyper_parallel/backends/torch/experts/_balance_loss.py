@@ -24,32 +24,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._collectives import all_reduce, piece_size
-from hyper_parallel.backends.torch._handle import Handle, TpState
+from hyper_parallel.backends.torch._collectives import all_reduce
 from hyper_parallel.backends.torch.experts._routing import ExpertState
-from hyper_parallel.ir import Purpose
+from hyper_parallel.backends.torch.tensor._collectives import piece_size
+from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.ir import Plan, Purpose
 
 
-def aux_loss(
-    state: ExpertState, tp: TpState | None, group: dist.ProcessGroup | None, reporting: int
-) -> Tensor | None:
-    """This rank's share of the auxiliary loss of the running microbatch, unweighted; None when it is not asked for.
+def add_aux_loss(loss: Tensor, state: ExpertState | None, tp: TpState | None, plan: Plan) -> Tensor:
+    """`loss` and this rank's share of the weighted auxiliary loss of the running microbatch, where one is asked for.
 
-    Its gradient is that of the tokens of this rank. Its value is 1 / reporting of the loss over all ranks.
+    Its gradient is that of the tokens of this rank. Its value is the loss over all ranks divided by the number of ranks
+    whose losses are added up for the loss of the step. A pipeline adds it over the stages instead.
 
     Args:
-        state: Logits of all layers.
+        loss: Cross entropy of the microbatch.
+        state: Logits of all layers; None for a model without experts.
         tp: Tensor-parallel state, or None.
-        group: All ranks of the model; None: one.
-        reporting: Ranks whose losses are added up for the loss of the step.
+        plan: Degrees, and microbatches of a step.
     """
-    if not state.aux_loss_coef or not state.logits:
-        return None
+    if state is None or state.staged or not state.aux_loss_coef or not state.logits:
+        return loss
     mine, total = routed(state, tp)
-    balance = Balance.of(total, group)
+    balance = Balance.of(total, state.world_group)
     state.aux_losses.append(balance.value)
     share = (balance.slope.to(mine.dtype) * mine).sum()
-    return share + (balance.value / reporting - share.double()).to(share.dtype).detach()
+    reporting = plan.strategy.dp * plan.strategy.cp
+    aux = share + (balance.value / reporting - share.double()).to(share.dtype).detach()
+    weight = state.aux_loss_coef / (plan.workload.accumulation_steps or 1)
+    return loss + aux.to(loss.dtype) * weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +125,33 @@ class StageBalance:
 
     Args:
         state: Experts of the model, with an auxiliary loss.
-        found: What `parallelize` knows of the model.
+        tp: Tensor-parallel state, or None.
+        plan: Degrees, and microbatches of a step.
         groups: Groups whose axes, together, are all ranks of one stage.
-        num_experts: Experts of a layer.
     """
 
     def __init__(
-        self, state: ExpertState, found: Handle, groups: list[dist.ProcessGroup], num_experts: int
+        self, state: ExpertState, tp: TpState | None, plan: Plan, groups: list[dist.ProcessGroup]
     ) -> None:
-        self._state = state
-        self._found = found
-        self._groups = groups
-        self._num_experts = num_experts
+        self._state, self._tp, self._groups = state, tp, groups
+        self._reporting = plan.strategy.dp * plan.strategy.cp
+        self._weight = state.aux_loss_coef / (plan.workload.accumulation_steps or 1)
 
-    def rooms(self) -> tuple[Tensor, Tensor]:
-        """Room for what comes with activations, and for what comes with gradients."""
-        new = torch.empty(2 * self._num_experts + 1, dtype=torch.float64, device=self._found.device)
-        return new, new.new_empty(self._num_experts)
+    @classmethod
+    def of(
+        cls, state: ExpertState | None, tp: TpState | None, plan: Plan, mesh: DeviceMesh
+    ) -> StageBalance | None:
+        """The auxiliary loss over the stages of a model; None when there is none."""
+        if state is None or not state.aux_loss_coef:
+            return None
+        names = [n for n in mesh.mesh_dim_names or () if n != "pp" and mesh[n].size() > 1]
+        return cls(state, tp, plan, [mesh.get_group(n) for n in names])
+
+    def messages(self) -> tuple[Tensor, Tensor]:
+        """Memory for what comes with activations, [2 E + 1], and for what comes with gradients, [E]."""
+        width = self._state.width
+        new = torch.empty(2 * width + 1, dtype=torch.float64, device=self._state.device)
+        return new, new.new_empty(width)
 
     def add(self, before: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Add the stage that just ran.
@@ -149,10 +162,10 @@ class StageBalance:
         Returns:
             The sums of the stage's probabilities, a root of its backward; None when it routed nothing. And [2 E + 1].
         """
-        total = self.rooms()[0].zero_() if before is None else before
+        total = self.messages()[0].zero_() if before is None else before
         if not self._state.logits:
             return None, total
-        mine, own = routed(self._state, self._found.tp)
+        mine, own = routed(self._state, self._tp)
         return mine, total + own
 
     def close(self, total: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,15 +174,4 @@ class StageBalance:
             all_reduce(total, group, Purpose.BALANCE_LOSS)
         balance = Balance.of(total, None)
         self._state.aux_losses.append(balance.value)
-        strategy, workload = self._found.plan.strategy, self._found.plan.workload
-        weight = self._state.aux_loss_coef / (workload.accumulation_steps or 1)
-        return weight * balance.value / (strategy.dp * strategy.cp), weight * balance.slope
-
-
-def stage_balance(found: Handle, mesh: DeviceMesh) -> StageBalance | None:
-    """The auxiliary loss over the stages of a model; None when there is none."""
-    state = found.experts
-    if state is None or not state.aux_loss_coef:
-        return None
-    names = [n for n in mesh.mesh_dim_names or () if n != "pp" and mesh[n].size() > 1]
-    return StageBalance(state, found, [mesh.get_group(n) for n in names], state.num_experts)
+        return self._weight * balance.value / self._reporting, self._weight * balance.slope

@@ -1,4 +1,4 @@
-"""Dropless token dispatch: every token travels to the ranks of its experts and its results travel back.
+"""Token dispatch: tokens travel to the ranks of their experts and the results travel back.
 
     hidden [N, D], index [N, k]
       sort         N k rows by expert, so that the rows of one expert-parallel rank lie together
@@ -6,6 +6,10 @@
       dispatch     all-to-all with uneven splits: each rank receives R rows for the experts it holds
       experts      the model's own code, on [R, D]
       combine      the same all-to-all backwards, rows to their places, weighted sum over k
+
+With a capacity every expert works on exactly `capacity` rows of every rank. Each row gets a place among those of its
+expert, first tokens first; what is over goes to one slot behind all of them, which is cut off. No size depends on the
+data then, so nothing is read by the host, and a step can be captured once and planned.
 
 Backward is exact: the gradient of an all-to-all is the all-to-all with its splits exchanged. No row is used twice, so
 gradients are placed, never added by atomics, and sums are made in one fixed order on every device.
@@ -21,37 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch import _collectives
-from hyper_parallel.backends.torch.experts._rows import place, take
+from hyper_parallel.backends.torch._collectives import all_to_all, paired
 from hyper_parallel.ir import Purpose
 
 
-def _exchange(
-    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    out = rows.new_empty(sum(receive), *rows.shape[1:])
-    name = Purpose.EXPERT_ROWS
-    return _collectives.all_to_all(out, rows.contiguous(), group, name, receive, send)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.splits, ctx.group = (send, receive), group
-        return _exchange(rows, send, receive, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        send, receive = ctx.splits
-        return _exchange(grad, receive, send, ctx.group), None, None, None
-
-
 class _Touch(torch.autograd.Function):
-    """The same tensor, with a zero gradient for every parameter, so that ranks without tokens have gradients too."""
-
     @staticmethod
     def forward(ctx: Any, out: Tensor, *params: Tensor) -> Tensor:
         ctx.save_for_backward(*params)
@@ -63,16 +41,83 @@ class _Touch(torch.autograd.Function):
         return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
-def all_to_all(
-    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Rows for every rank, `send` of them each, become the rows of every rank, `receive` of them each."""
-    return _AllToAll.apply(rows, send, receive, group)
-
-
 def touch(out: Tensor, params: list[Tensor]) -> Tensor:
     """`out`, and a zero gradient for each of `params`: reductions over ranks need one on every rank."""
     return _Touch.apply(out, *params)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, spare: bool) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.size, ctx.spare = rows.shape[0], spare
+        return _taken(rows, index, spare)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return _placed(grad, index, ctx.size, ctx.spare), None, None
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, size: int, spare: bool) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.spare = spare
+        return _placed(rows, index, size, spare)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (index,) = ctx.saved_tensors
+        return _taken(grad, index, ctx.spare), None, None, None
+
+
+def take(rows: Tensor, index: Tensor, spare: bool = False) -> Tensor:
+    """[N, D] the rows at `index` [N], each at most once; with `spare`, zero for index len(rows)."""
+    return _Take.apply(rows, index, spare)
+
+
+def place(rows: Tensor, index: Tensor, size: int, spare: bool = False) -> Tensor:
+    """[size, D] with `rows` at the places `index`, each at most once, and zero elsewhere.
+
+    With `spare`, rows of index `size` are left out; any number of them may be.
+    """
+    return _Place.apply(rows, index, size, spare)
+
+
+def _taken(rows: Tensor, index: Tensor, spare: bool) -> Tensor:
+    if spare:
+        rows = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
+    return rows[index]
+
+
+def _placed(rows: Tensor, index: Tensor, size: int, spare: bool) -> Tensor:
+    if spare:
+        return rows.new_zeros(size + 1, *rows.shape[1:]).index_copy_(0, index, rows)[:size]
+    make = rows.new_empty if len(index) == size else rows.new_zeros
+    return make(size, *rows.shape[1:]).index_copy_(0, index, rows)
+
+
+def _exchange(
+    rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Rows for every rank, `send` of them each, become the rows of every rank, `receive` of them each."""
+    if group is None:
+        return rows
+
+    def move(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        return all_to_all(out, rows.contiguous(), group, Purpose.EXPERT_ROWS, receive, send)
+
+    return paired(lambda x: move(x, send, receive), lambda grad: move(grad, receive, send), rows)
+
+
+def _one_per_choice(hidden: Tensor, num_rows: int) -> Tensor:
+    """[N k, D] from [N, D]: every token once for each of its k choices."""
+    k = num_rows // max(1, hidden.shape[0])
+    return hidden.unsqueeze(1).expand(-1, k, -1).reshape(-1, hidden.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +125,7 @@ class Dispatch:
     """Where the rows of one pass go. A row is one of the k choices of one token; there are N k of them.
 
     Attributes:
-        size: N k.
+        kept: N k: every row is worked on.
         order: [N k] rows sorted by expert.
         counts: [E] rows the router gave each expert.
         local_expert: [R] expert of each row this rank works on, counted from the first it holds.
@@ -89,7 +134,7 @@ class Dispatch:
         receive: Rows from each rank of the group.
     """
 
-    size: int
+    kept: int
     order: Tensor
     counts: Tensor
     local_expert: Tensor
@@ -98,12 +143,7 @@ class Dispatch:
     receive: list[int]
 
     @classmethod
-    def plan(
-        cls,
-        index: Tensor,
-        num_experts: int,
-        group: dist.ProcessGroup | None,
-    ) -> Dispatch:
+    def plan(cls, index: Tensor, num_experts: int, group: dist.ProcessGroup | None) -> Dispatch:
         """Sort the rows of one pass and exchange their counts.
 
         Args:
@@ -118,9 +158,8 @@ class Dispatch:
             return cls(len(flat), order, counts, flat[order], None, [], [])
         degree = group.size()
         local = num_experts // degree
-        theirs = torch.empty_like(counts)
-        _collectives.all_to_all(theirs, counts, group, Purpose.EXPERT_ROW_COUNTS)
-        # One transfer to the host for both lists of splits.
+        theirs = all_to_all(torch.empty_like(counts), counts, group, Purpose.EXPERT_ROW_COUNTS)
+        # One transfer to the host for both lists of splits: an uneven all-to-all takes them from there.
         both = torch.stack((counts.view(degree, local).sum(1), theirs.view(degree, local).sum(1)))
         send, receive = both.tolist()
         expert = torch.arange(local, device=index.device).repeat(degree)
@@ -129,23 +168,12 @@ class Dispatch:
 
     def scatter(self, hidden: Tensor) -> Tensor:
         """[R, D]: the rows of all ranks for the experts of this one, from [N, D]."""
-        k = self.size // max(1, hidden.shape[0])
-        repeated = hidden.unsqueeze(1).expand(-1, k, -1).reshape(-1, hidden.shape[-1])
-        rows = take(repeated, self.order)
-        if self.group is None:
-            return rows
-        return all_to_all(rows, self.send, self.receive, self.group)
+        rows = take(_one_per_choice(hidden, self.kept), self.order)
+        return _exchange(rows, self.send, self.receive, self.group)
 
     def gather(self, results: Tensor) -> Tensor:
         """[N k, D] results of this rank's tokens in the order of `index`, from [R, D]."""
-        if self.group is not None:
-            results = all_to_all(results, self.receive, self.send, self.group)
-        return place(results, self.order, self.size)
-
-    @property
-    def kept(self) -> int:
-        """Rows that are worked on: all."""
-        return self.size
+        return place(_exchange(results, self.receive, self.send, self.group), self.order, self.kept)
 
     @property
     def exchanged(self) -> tuple[int, int]:
@@ -154,3 +182,66 @@ class Dispatch:
             return 0, 0
         me = self.group.rank()
         return sum(self.send) - self.send[me], sum(self.receive) - self.receive[me]
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityDispatch:
+    """Where the rows of one pass go when every expert has as many slots; see `Dispatch`.
+
+    Attributes:
+        slot: [N k] slot of each row, in the order of the index; E * capacity when it is dropped.
+        counts: [E] rows the router gave each expert, dropped ones included.
+        kept: [] rows that are not dropped.
+        local_expert: [ep * E/ep * capacity] expert of each row this rank works on, counted from the first it holds.
+        group: Expert-parallel ranks; None: every expert is here.
+        slots: Slots of all experts, E * capacity.
+    """
+
+    slot: Tensor
+    counts: Tensor
+    kept: Tensor
+    local_expert: Tensor
+    group: dist.ProcessGroup | None
+    slots: int
+
+    @classmethod
+    def plan(
+        cls, index: Tensor, num_experts: int, group: dist.ProcessGroup | None, capacity: int
+    ) -> CapacityDispatch:
+        """Give the rows of one pass their slots; arguments as of `Dispatch.plan`, `capacity` slots per expert."""
+        flat = index.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts = torch.bincount(flat, minlength=num_experts)
+        begins = torch.cumsum(counts, 0) - counts
+        expert = flat[order]
+        number = torch.arange(len(order), device=order.device) - begins[expert]
+        slots = num_experts * capacity
+        sorted_slot = torch.where(number < capacity, expert * capacity + number, slots)
+        slot = torch.empty_like(flat).index_copy_(0, order, sorted_slot)
+        degree = 1 if group is None else group.size()
+        local = torch.arange(num_experts // degree, device=flat.device)
+        local_expert = local.repeat_interleave(capacity).repeat(degree)
+        kept = counts.clamp(max=capacity).sum()
+        return cls(slot, counts, kept, local_expert, group, slots)
+
+    def scatter(self, hidden: Tensor) -> Tensor:
+        """[ep * E/ep * capacity, D]: the rows of all ranks for the experts of this one, from [N, D]."""
+        rows = _one_per_choice(hidden, len(self.slot))
+        rows = place(rows, self.slot, self.slots, spare=True)
+        return _exchange(rows, self._even, self._even, self.group)
+
+    def gather(self, results: Tensor) -> Tensor:
+        """[N k, D] results of this rank's tokens in the order of the index, zero for dropped rows."""
+        rows = _exchange(results, self._even, self._even, self.group)
+        return take(rows, self.slot, spare=True)
+
+    @property
+    def _even(self) -> list[int]:
+        ranks = 1 if self.group is None else self.group.size()
+        return [self.slots // ranks] * ranks
+
+    @property
+    def exchanged(self) -> tuple[int, int]:
+        """Rows sent to and received from other ranks, empty slots included."""
+        rows = sum(self._even[1:])
+        return rows, rows

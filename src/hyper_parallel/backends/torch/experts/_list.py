@@ -14,18 +14,18 @@ again with the same tensors returns what it returned before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch.experts._dispatch import Dispatch, touch
+from hyper_parallel.backends.torch._resolve import PlaceholderModule
+from hyper_parallel.backends.torch.experts._dispatch import Dispatch, place, touch
 from hyper_parallel.backends.torch.experts._routing import LayerRouting, counts_now
-from hyper_parallel.backends.torch.experts._rows import place
-from hyper_parallel.backends.torch.pipeline._stages import PlaceholderModule
 from hyper_parallel.errors import UnsupportedSharding
 
 
@@ -61,7 +61,7 @@ class _Calls:
         )
 
 
-class _Slot:
+class _ExpertSlot:
     """One expert as its block sees it, wherever it is."""
 
     def __init__(self, calls: _Calls, expert: int) -> None:
@@ -85,9 +85,9 @@ class ExpertList(nn.ModuleList):
         """The list of one expert-parallel rank; the experts of the others are replaced by `PlaceholderModule`."""
         count = len(whole) // ranks
         held = range(rank * count, (rank + 1) * count)
-        found = cls(e if i in held else PlaceholderModule(e) for i, e in enumerate(whole))
-        found.held, found.calls = held, None
-        return found
+        own = cls(e if i in held else PlaceholderModule(e) for i, e in enumerate(whole))
+        own.held, own.calls = held, None
+        return own
 
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__() if self.calls is None else iter(self._slots(self.calls))
@@ -95,11 +95,11 @@ class ExpertList(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         if self.calls is not None:
             return self._slots(self.calls)[index]
-        found = list(self._modules.values())[index]
-        return nn.ModuleList(found) if isinstance(index, slice) else found
+        chosen = list(self._modules.values())[index]
+        return nn.ModuleList(chosen) if isinstance(index, slice) else chosen
 
-    def _slots(self, calls: _Calls) -> list[_Slot]:
-        return [_Slot(calls, i) for i in range(len(self._modules))]
+    def _slots(self, calls: _Calls) -> list[_ExpertSlot]:
+        return [_ExpertSlot(calls, i) for i in range(len(self._modules))]
 
     def forward(self, rows: Tensor, local_expert: Tensor) -> Tensor:
         """Results [R, D] of rows [R, D], each by the expert [R] of this rank, counted from the first it holds."""
@@ -120,15 +120,17 @@ def is_list(module: nn.Module | None) -> TypeGuard[nn.ModuleList]:
     return isinstance(module, nn.ModuleList) and type(module).forward is nn.Module.forward
 
 
-def divide_lists(model: nn.Module, names: Sequence[str], group: dist.ProcessGroup) -> None:
+def divide_lists(model: nn.Module, names: Iterable[str], mesh: DeviceMesh | None) -> None:
     """Keep this rank's modules of every list of experts.
 
     Args:
         model: Changed in place; parameter names stay.
         names: Modules that hold experts; those that are no lists are left alone.
-        group: Expert-parallel ranks.
+        mesh: Mesh of experts; None when ep is 1.
     """
-    modules = dict(model.named_modules())
+    if mesh is None:
+        return
+    group, modules = mesh["ep"].get_group(), dict(model.named_modules())
     for name in names:
         whole = modules.get(name)
         if is_list(whole):
@@ -194,8 +196,9 @@ class ListBlock:
         # The empty part of the block's input joins a rank without calls to the backward of the others.
         hidden = torch.cat([source.reshape(-1, width)[:0].to(rows[0] if rows else source), *rows])
         sizes = [len(r) for r in rows]
-        index = torch.tensor(calls.experts, device=hidden.device, dtype=torch.long)
-        index = index.repeat_interleave(torch.tensor(sizes, device=hidden.device, dtype=torch.long))
+        # On the host, where the sizes are known; then one copy.
+        index = torch.tensor(calls.experts, dtype=torch.long)
+        index = index.repeat_interleave(torch.tensor(sizes, dtype=torch.long)).to(hidden.device)
         plan = Dispatch.plan(index.unsqueeze(1), len(self.experts), self.group)
         if counts_now():
             self.routing.add(plan.counts, plan.kept, *plan.exchanged)

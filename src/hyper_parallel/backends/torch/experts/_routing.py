@@ -19,8 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._collectives import all_reduce
-from hyper_parallel.backends.torch._handle import Handle, handle
-from hyper_parallel.backends.torch._purpose import purpose
 from hyper_parallel.backends.torch.experts._tokens import Tokens
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
@@ -76,29 +74,38 @@ class ExpertState:
 
     Attributes:
         modules: Names of the modules on this rank that hold experts, in model order.
-        every: The same over all pipeline stages.
+        num_experts: Module name to its number of experts, over all pipeline stages.
         options: Choices about routing.
         group: Expert-parallel ranks; None when ep is 1.
+        world_group: All ranks of the model; None on one.
+        staged: The model is cut into pipeline stages.
+        device: Where this rank computes.
         layers: Module name to what it routed.
         aux_loss_coef: Weight of the auxiliary loss of one microbatch; 0: there is none.
         top_k: Experts per token.
-        num_experts: Experts of a layer, known when there is an auxiliary loss.
         logits: Router logits of the running pass, [rows, E] per layer, and which rows are tokens (None: all).
         mask: [tokens] weight of each token of the running pass; None: all count.
         aux_losses: Auxiliary losses of the microbatches of the step so far, before weighting, over all ranks.
     """
 
     modules: tuple[str, ...]
-    every: tuple[str, ...]
-    options: Routing = Routing()
-    group: dist.ProcessGroup | None = None
+    num_experts: dict[str, int]
+    options: Routing
+    group: dist.ProcessGroup | None
+    world_group: dist.ProcessGroup | None
+    staged: bool
+    device: torch.device
     layers: dict[str, LayerRouting] = field(default_factory=dict)
     aux_loss_coef: float = 0.0
     top_k: int = 0
-    num_experts: int = 0
     logits: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     mask: Tensor | None = None
     aux_losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """Experts of the layer with the most."""
+        return max(self.num_experts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +177,6 @@ def watch_routers(model: nn.Module, state: ExpertState, tokens: Tokens) -> None:
         _take_over(model, state)
     if state.aux_loss_coef:
         state.top_k = config.num_experts_per_tok
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        state.num_experts = next(n for k in names if (n := getattr(config, k, None)))
         for name in state.modules:
             _record_logits(_router(model, name), state, tokens)
 
@@ -207,8 +212,8 @@ def _router(model: nn.Module, experts: str) -> nn.Module:
     """The router beside a module of experts."""
     block = model.get_submodule(experts.rpartition(".")[0])
     for name in _ROUTERS:
-        if isinstance(found := getattr(block, name, None), nn.Module):
-            return found
+        if isinstance(router := getattr(block, name, None), nn.Module):
+            return router
     raise UnsupportedSharding(
         "no router was found beside the experts",
         where=experts,
@@ -234,80 +239,70 @@ def _record_logits(router: nn.Module, state: ExpertState, tokens: Tokens) -> Non
 
 def _biases(model: nn.Module, state: ExpertState) -> list[tuple[str, Tensor]]:
     """Module of experts and bias of the router beside it, where there is one."""
-    found = []
+    biases = []
     for name in state.modules:
         block = model.get_submodule(name.rpartition(".")[0])
         for module in block.modules():
             bias = module._buffers.get(_BIAS, module._parameters.get(_BIAS))
             if bias is not None:
-                found.append((name, bias))
-    return found
+                biases.append((name, bias))
+    return biases
 
 
-def _summed(state: ExpertState, found: Handle) -> Tensor | None:
+def _summed(state: ExpertState) -> Tensor | None:
     """[layers, E + 1] load and kept rows of all layers over all ranks, float64; None: nothing was routed."""
-    loads = [r.load for r in state.layers.values() if r.load is not None]
-    width = torch.tensor(max((len(load) for load in loads), default=0), device=found.device)
-    if found.world_group is not None and found.plan.strategy.pp > 1:
-        with purpose(Purpose.EXPERT_LOAD):
-            dist.all_reduce(width, op=dist.ReduceOp.MAX, group=found.world_group)
-    if not width:
+    # Ranks of other stages may have routed something, and wait here.
+    if not state.staged and all(routed.load is None for routed in state.layers.values()):
         return None
-    total = torch.zeros(len(state.every), int(width) + 1, device=found.device, dtype=torch.float64)
-    for row, name in zip(total, state.every, strict=True):
+    shape = len(state.num_experts), state.width + 1
+    total = torch.zeros(shape, device=state.device, dtype=torch.float64)
+    for row, name in zip(total, state.num_experts, strict=True):
         routed = state.layers.get(name)
         if routed is not None and routed.load is not None:
             row[: len(routed.load)] = routed.load
             row[-1] = routed.kept
-    if found.world_group is not None:
-        all_reduce(total, found.world_group, Purpose.EXPERT_LOAD)
+    if state.world_group is not None:
+        all_reduce(total, state.world_group, Purpose.EXPERT_LOAD)
     return total
 
 
-def _mean_aux_loss(state: ExpertState, found: Handle) -> Tensor | None:
+def _mean_aux_loss(state: ExpertState) -> Tensor | None:
     """Mean over the microbatches; of a pipeline only the last stage knows it. NaN when no rank made one."""
     losses, state.aux_losses = state.aux_losses, []
-    staged = found.plan.strategy.pp > 1 and found.world_group is not None
-    if not state.aux_loss_coef or not (losses or staged):
+    if not state.aux_loss_coef or not (losses or state.staged):
         return None
-    both = torch.zeros(2, device=found.device, dtype=torch.float64)
+    both = torch.zeros(2, device=state.device, dtype=torch.float64)
     if losses:
         both += torch.stack([torch.stack(losses).mean().double(), both.new_ones(())])
-    if staged:
-        all_reduce(both, found.world_group, Purpose.BALANCE_LOSS)
+    if state.staged:
+        all_reduce(both, state.world_group, Purpose.BALANCE_LOSS)
     return both[0] / both[1]
 
 
-@torch.no_grad()
-def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+def collect_routing(model: nn.Module, state: ExpertState) -> tuple[Tensor, Tensor | None] | None:
     """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
 
-    Every rank calls this after each optimizer step. It reads no value, so that it can be captured with the step.
-
     Returns:
-        [layers, E + 1] rows that each expert got and rows that were kept, float64, equal on every rank, and the
-        auxiliary loss; None for a model without experts, or when nothing was routed.
+        [layers, E + 1] and the auxiliary loss, on the device: nothing is read here.
     """
-    found = handle(model)
-    state = found.experts
-    if state is None:
-        return None
-    total = _summed(state, found)
+    total = _summed(state)
     if total is None:
         return None
     if rate := state.options.bias_update_rate:
-        place = {name: i for i, name in enumerate(state.every)}
+        place = {name: i for i, name in enumerate(state.num_experts)}
         for name, bias in _biases(model, state):
-            row = total[place[name], :-1]
+            row = total[place[name], : state.num_experts[name]]
             bias += rate * torch.sign(row.mean() - row).to(bias.dtype)
     state.layers.update({name: LayerRouting() for name in state.layers})
-    return total, _mean_aux_loss(state, found)
+    return total, _mean_aux_loss(state)
 
 
-def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics:
-    """The statistics of what `count_routing` returned."""
-    load, kept = total[:, :-1], total[:, -1]
+def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics | None:
+    """The statistics of what `count_routing` returned; None when nothing was routed."""
+    load, kept = total[:, :-1].cpu(), total[:, -1].cpu()
     load, kept = load[load.sum(1) > 0], kept[load.sum(1) > 0]
+    if not len(load):
+        return None
     share = load / load.sum(1, keepdim=True)
     busiest = share.amax(1) * share.shape[1]
     entropy = torch.special.entr(share).sum(1) / math.log(max(2, share.shape[1]))
@@ -319,13 +314,3 @@ def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics:
         float(1 - kept.sum() / load.sum()),
         None if math.isnan(loss) else loss,
     )
-
-
-def end_step(model: nn.Module) -> RoutingStatistics | None:
-    """`count_routing`, and the statistics; every rank calls this after each optimizer step.
-
-    Returns:
-        The statistics, equal on every rank; None for a model without experts, or when nothing was routed.
-    """
-    counted = count_routing(model)
-    return None if counted is None else routing_statistics(*counted)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hyper_parallel.backends.torch._collectives import piece_size
-from hyper_parallel.backends.torch._handle import TpState
-from hyper_parallel.backends.torch.context._apply import Context
+from hyper_parallel.backends.torch.context._apply import ContextState
+from hyper_parallel.backends.torch.tensor._collectives import piece_size
+from hyper_parallel.backends.torch.tensor._state import TpState
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Tokens:
     """
 
     tp: TpState | None
-    context: Context | None
+    context: ContextState | None
 
     def among(self, rows: int, device: torch.device) -> Tensor | None:
         """Indices of the rows that are tokens; None: all of them."""

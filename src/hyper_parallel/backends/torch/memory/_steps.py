@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from hyper_parallel.backends.torch._handle import local
+from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._graph import as_graph

@@ -1,108 +1,86 @@
 """Run the stages of one pipeline rank in the order of a schedule.
 
 The schedule is made and verified by `mpmd`, so this file only does what it says: a forward, a backward or one half of
-it, a send, a receive. Shapes of messages follow from the batch: [B, S, D] activations, under tensor parallelism this
-rank's part of them. Microbatches add up their gradients without communication; what data and tensor
-parallelism add over ranks is added once, after the last backward.
+it, a send, a receive. Every action finds what it takes on this rank, or waits for it to arrive; receives were posted
+where the schedule lists them. Shapes of messages follow from the batch: [B, S, D] activations, under tensor parallelism
+this rank's part of them. Microbatches add up their gradients without communication; what data and tensor parallelism
+add over ranks is added once, after the last backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from hyper_parallel.backends.torch._handle import Handle, local
-from hyper_parallel.backends.torch._purpose import exchange
-from hyper_parallel.backends.torch._resolve import decoder_of
+from hyper_parallel.backends.torch._collectives import send_receive
+from hyper_parallel.backends.torch._purpose import purpose
+from hyper_parallel.backends.torch.context._apply import ContextState
+from hyper_parallel.backends.torch.data._fsdp import end_backward, hold_reductions, reduce_now
 from hyper_parallel.backends.torch.experts._balance_loss import StageBalance
-from hyper_parallel.backends.torch.pipeline._run import LossOf, Microbatch, PipelineRun, Span
-from hyper_parallel.backends.torch.pipeline._stages import Stages, cut_stages
-from hyper_parallel.cost import check_stage_layers, stage_layers
-from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Plan, Purpose, Schedule
-from hyper_parallel.model import spec_from_config
-from hyper_parallel.mpmd import check_pipeline, forward_schedule, one_by_one, step_schedule
+from hyper_parallel.backends.torch.pipeline._split_backward import WeightGradients, input_gradient
+from hyper_parallel.backends.torch.pipeline._stages import StageModules
+from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.ir import Action, Purpose, Schedule, Strategy
+from hyper_parallel.mpmd import forward_schedule, one_by_one, step_schedule
 
-
-def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Stages:
-    """Cut a model at the layers that the plan says, or by cost, and check that the plan's steps can run.
-
-    Raises:
-        UnsupportedSharding: HP205, NotDivisible: HP203, BatchMismatch: HP308 as in `mpmd.check_pipeline`.
-    """
-    strategy, workload = plan.strategy, plan.workload
-    decoder = decoder_of(model)
-    count = len(decoder[1]) if decoder else strategy.stages
-    check_pipeline(strategy, count, workload.accumulation_steps or 1)
-    check_stage_layers(strategy, count)
-    layers = strategy.stage_layers
-    if decoder and not layers:
-        spec = spec_from_config(decoder[0].config.to_dict(), name=type(model).__name__)
-        layers = stage_layers(spec, strategy, workload.seq_len)
-    dtype = getattr(torch, workload.compute_dtype)
-    return cut_stages(model, strategy, layers, mesh.get_local_rank("pp"), dtype)
+Microbatch = Mapping[str, Any]
+LossOf = Callable[[Microbatch], Tensor]
+Span = Callable[[str, str], AbstractContextManager[Any]]
+_Key = tuple[int, int]
+"""Stage and microbatch."""
+_Message = tuple[Tensor, ...]
+"""Activations or their gradient, and what the auxiliary loss of experts adds."""
+_TARGETS = ("labels", "shift_labels")
 
 
 class Pipeline:
     """The pipeline rank of one model.
 
     Args:
+        model: The model.
         stages: What this rank holds.
-        found: What `parallelize` knows of the model.
+        strategy: Stages and their schedule.
         group: Ranks of this pipeline, one per pipeline rank.
+        device: Where this rank computes.
+        tp: Tensor parallelism, or None.
+        context: Context parallelism, or None.
         balance: The auxiliary loss of experts; None without.
+        fsdp: Modules that FSDP manages, root last.
     """
 
     def __init__(
         self,
-        stages: Stages,
-        found: Handle,
+        model: nn.Module,
+        stages: StageModules,
+        strategy: Strategy,
         group: dist.ProcessGroup,
-        balance: StageBalance | None = None,
+        device: torch.device,
+        tp: TpState | None,
+        context: ContextState | None,
+        balance: StageBalance | None,
+        fsdp: Sequence[nn.Module],
     ) -> None:
-        strategy = found.plan.strategy
-        self.stages = stages
-        self.group = group
+        self.stages, self.group, self.rank, self.device = stages, group, group.rank(), device
         self.balance = balance
-        self.rank = group.rank()
         self.last = strategy.stages - 1
         self.rank_of = {s: r for r in range(strategy.pp) for s in strategy.stages_of(r)}
-        self._found = found
+        self._strategy, self._tp, self._context, self._fsdp = strategy, tp, context, fsdp
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._shared_summed = False
-        self._root = 0
-
-    def holders(self, name: str) -> int:
-        """Pipeline ranks that hold a parameter."""
-        return len(self.stages.holders[name])
-
-    def guard(self, model: nn.Module) -> None:
-        """Refuse a call of the model from outside: one rank cannot run it alone."""
-        passing = self.stages.passing
-        self._root = id(model)
-
-        def before(module: nn.Module, args: Any) -> None:
-            if passing.stage < 0:
-                raise UnsupportedSharding(
-                    "a model cut into pipeline stages cannot be called on its own",
-                    where=type(module).__name__,
-                    allowed="forward_backward(model, microbatches, num_tokens), forward_loss",
-                )
-
-        model.register_forward_pre_hook(before)
+        self._hold_fsdp(model)
 
     def step(
         self, model: nn.Module, microbatches: Sequence[Microbatch], loss_of: LossOf, span: Span
     ) -> Tensor:
         """Forward and backward of all microbatches; the loss on the rank of the last stage, 0 elsewhere."""
-        gradients = self._found.gradients
+        gradients = None if self._tp is None else self._tp.gradients
         if gradients is not None:
             gradients.hold()
         if self._shared_summed:
@@ -111,7 +89,11 @@ class Pipeline:
                 grad.div_(2.0)
         total = self._run(model, microbatches, loss_of, span, train=True)
         with span("gradient reduction", "communication"):
-            self._finish_fsdp()
+            # What the schedule did not reduce, and the ends of the model.
+            for module in reversed(self._fsdp):
+                reduce_now(module)
+            end_backward(self._fsdp[::-1])
+            self._hold_fsdp(model)
             if gradients is not None:
                 gradients.release()
             self._sum_shared(model)
@@ -127,7 +109,7 @@ class Pipeline:
         key = (train, microbatches)
         if key not in self._schedules:
             make = step_schedule if train else forward_schedule
-            self._schedules[key] = one_by_one(make(self._found.plan.strategy, microbatches))
+            self._schedules[key] = one_by_one(make(self._strategy, microbatches))
         return self._schedules[key]
 
     def _run(
@@ -138,75 +120,51 @@ class Pipeline:
         span: Span,
         train: bool,
     ) -> Tensor:
-        run = PipelineRun(self, model, microbatches, loss_of, span)
+        run = _PipelinePass(self, model, microbatches, loss_of, span)
         for action in self.schedule(len(microbatches), train).ranks[self.rank]:
             for leaf in action.leaves:
                 run.do(leaf)
         return run.finish()
 
     def message(self, batch: Microbatch) -> Tensor:
-        """Room for the activations of a microbatch, or their gradient."""
-        stages, tp, tokens = self.stages, self._found.tp, self._tokens(batch)
+        """Memory for the activations of a microbatch, or their gradient: this rank's part of [B, S, D]."""
+        stages, tp, tokens = self.stages, self._tp, self._tokens(batch)
         shape = (*tokens, stages.width) if tp is None else tp.part(tokens, stages.width)
-        return torch.empty(shape, dtype=stages.dtype, device=self._found.device)
+        return torch.empty(shape, dtype=stages.dtype, device=self.device)
 
-    def enter(self, batch: Microbatch) -> Callable[[], None]:
-        """What to do where a later stage begins: what the first layer of the model does for tensor parallelism."""
-
-        def tell() -> None:
-            if self._found.tp is not None:
-                self._found.tp.batch = self._tokens(batch)
-
-        return tell
+    def enter(self, batch: Microbatch) -> None:
+        """What the first layer of the model does for tensor parallelism, where a later stage begins."""
+        if self._tp is not None:
+            self._tp.batch = self._tokens(batch)
 
     def _tokens(self, batch: Microbatch) -> tuple[int, int]:
         """Sequences and tokens of each that this rank's layers see."""
         sequences, length = batch["input_ids"].shape
-        context = self._found.context
-        return sequences, length if context is None else context.cut(length).local
+        return sequences, length if self._context is None else self._context.cut(length).local
 
     def splits(self, model: nn.Module) -> bool:
         """Whether a backward runs in halves.
 
-        What backward makes or gathers again would be made twice, and a compiled layer makes both kinds of gradients
-        in one go. The first half then makes both, and nothing is left for the second.
+        What backward recomputes or gathers again would be made twice, and a compiled layer makes both kinds of
+        gradients in one go. The first half then makes both, and nothing is left for the second.
         """
-        s = self._found.plan.strategy
-        again = s.recompute == "full" or (s.tp > 1 and s.gathered_inputs == "re-gather")
-        again |= s.tp_y > 1 and "weight" in (s.attention_shape, s.mlp_shape)
-        return not again and not any(m._compiled_call_impl is not None for m in model.modules())
-
-    def hold_fsdp(self) -> None:
-        """Let FSDP keep gradients until the end of the step, and parameters gathered as long as the plan says."""
-        reshard = self._found.plan.strategy.frees_gathered
-        before: dict[int, nn.Module] = {}
-        for layers in self.stages.layers.values():
-            before |= {id(layer): layers[i - 1] for i, layer in enumerate(layers) if i}
-        for module in self._found.fsdp:
-            assert isinstance(module, FSDPModule)
-            module.set_requires_gradient_sync(False, recurse=False)
-            if id(module) == self._root or not reshard:
-                module.set_reshard_after_backward(False, recurse=False)
-            # FSDP expects the reverse of its last forward; with several microbatches under way that is not what comes.
-            module.set_modules_to_backward_prefetch([before.get(id(module), module)])
+        s = self._strategy
+        remakes = s.recompute == "full" or (s.tp > 1 and s.gathered_inputs == "re-gather")
+        remakes |= s.tp_y > 1 and "weight" in (s.attention_shape, s.mlp_shape)
+        return not remakes and not any(m._compiled_call_impl is not None for m in model.modules())
 
     def reduce(self, stage: int) -> None:
         """Add the gradients of a stage's layers over the data-parallel ranks."""
         for layer in reversed(self.stages.layers[stage]):
             for module in layer.modules():
                 if isinstance(module, FSDPModule):
-                    _reduce(module)
+                    reduce_now(module)
 
-    def _finish_fsdp(self) -> None:
-        """Reduce what the schedule did not, and the ends of the model; then let FSDP end its backward pass."""
-        modules = [m for m in reversed(self._found.fsdp) if isinstance(m, FSDPModule)]
-        for module in modules:
-            _reduce(module)
-        for module in modules:
-            state = fully_shard.state(module)
-            if state._is_root:
-                state._root_post_backward_final_callback()
-        self.hold_fsdp()
+    def _hold_fsdp(self, model: nn.Module) -> None:
+        before: dict[int, nn.Module] = {}
+        for layers in self.stages.layers.values():
+            before |= {id(layer): layers[i - 1] for i, layer in enumerate(layers) if i}
+        hold_reductions(self._fsdp, before, not self._strategy.frees_gathered, model)
 
     def _shared_gradients(self, model: nn.Module) -> list[Tensor]:
         """Local gradients of the weights that two stages share."""
@@ -220,29 +178,165 @@ class Pipeline:
             return
         (peer,) = {r for n in self.stages.shared for r in self.stages.holders[n]} - {self.rank}
         mine = torch.cat([g.reshape(-1) for g in grads])
-        other = torch.empty_like(mine)
         if mine.numel():
-            pair = [
-                dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer),
-                dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
-            ]
-            for work in exchange(pair, Purpose.SHARED_WEIGHT):
-                work.wait()
-        for grad, part in zip(grads, other.split([g.numel() for g in grads]), strict=True):
-            grad.add_(part.view_as(grad))
+            theirs, wait = send_receive(mine, peer, peer, self.group, Purpose.SHARED_WEIGHT)
+            wait()
+            for grad, part in zip(grads, theirs.split([g.numel() for g in grads]), strict=True):
+                grad.add_(part.view_as(grad))
         self._shared_summed = True
 
 
-def _reduce(module: FSDPModule) -> None:
-    """FSDP's own reduction, now instead of in a backward pass; frees the gathered parameters."""
-    module.set_requires_gradient_sync(True, recurse=False)
-    module.set_reshard_after_backward(True, recurse=False)
-    state = fully_shard.state(module)
-    # torch 2.11 has at most one group in a module
-    groups = (
-        state._fsdp_param_groups
-        if hasattr(state, "_fsdp_param_groups")
-        else filter(None, [state._fsdp_param_group])
-    )
-    for group in groups:
-        group.post_backward()
+class _PipelinePass:
+    """One pass over the microbatches: what was made and received and is still needed."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        model: nn.Module,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf,
+        span: Span,
+    ) -> None:
+        self._pipeline, self._model, self._microbatches = pipeline, model, microbatches
+        self._loss_of, self._span = loss_of, span
+        self._splits = pipeline.splits(model)
+        # Evaluation has the cross entropy alone.
+        self._balance = pipeline.balance if torch.is_grad_enabled() else None
+        self._total = torch.zeros((), dtype=torch.float64, device=pipeline.device)
+        # Activations and gradients on their way, by the stage that takes them.
+        self._activations: dict[_Key, _Message] = {}
+        self._gradients: dict[_Key, _Message] = {}
+        self._coming: dict[tuple[str, _Key], tuple[_Message, list[Any]]] = {}
+        self._sent: list[tuple[Any, Tensor]] = []
+        # Input of forwards whose backward is still to come, and the roots of that backward.
+        self._kept: dict[_Key, tuple[Tensor | None, list[Tensor]]] = {}
+        self._weights: dict[_Key, WeightGradients] = {}
+        # Derivative of the auxiliary loss, by microbatch, from the last stage's forward to its backward.
+        self._slopes: dict[int, Tensor] = {}
+
+    def do(self, action: Action) -> None:
+        """Run one action."""
+        kind, stage, i = action.kind, action.stage, action.microbatch
+        if kind == "REDUCE_GRAD":
+            self._pipeline.reduce(stage)
+        if i is None:
+            return  # FSDP gathers and frees parameters by its own hooks
+        if kind == "SEND_F":
+            message = self._activations.pop((stage + 1, i))
+            self._send(message, stage + 1, Purpose.PIPELINE_ACTIVATIONS)
+        elif kind == "SEND_B":
+            message = self._gradients.pop((stage - 1, i))
+            self._send(message, stage - 1, Purpose.PIPELINE_GRADIENTS)
+        elif kind.startswith("RECV"):
+            self._receive(kind[-1], stage, i)
+        else:
+            taken = self._arrived(kind, stage, i)
+            run = {"F": self._forward, "B": self._backward, "I": self._input, "W": self._weight}
+            with self._span(str(action), "compute"):
+                run[kind](stage, i, taken)
+
+    def finish(self) -> Tensor:
+        """Wait until everything is sent; the loss on the rank of the last stage."""
+        for work, _ in self._sent:
+            work.wait()
+        return self._total
+
+    def _forward(self, stage: int, i: int, message: _Message | None) -> None:
+        batch, last = self._microbatches[i], self._pipeline.last
+        received, *routed = message or (None,)
+        if received is not None and torch.is_grad_enabled():
+            received = received.detach().requires_grad_()
+        running = self._pipeline.stages.running
+        running.stage, running.received, running.output = stage, received, None
+        running.enter = lambda: self._pipeline.enter(batch)
+        try:
+            if stage == last:
+                out = self._loss_of(batch)
+                self._total += out.detach()
+            else:
+                given = {k: v for k, v in batch.items() if k not in _TARGETS}
+                self._model(**given, use_cache=False)
+                assert running.output is not None
+                out = running.output
+        finally:
+            running.stage, running.received, running.output = -1, None, None
+        roots, more = [out], ()
+        if self._balance is not None:
+            mine, total = self._balance.add(*routed or (None,))
+            roots += [] if mine is None else [mine]
+            more = (total,)
+            if stage == last:
+                share, slope = self._balance.close(total)
+                self._total += share
+                self._slopes[i] = slope
+        if stage < last:
+            self._activations[stage + 1, i] = (out.detach(), *more)
+        if torch.is_grad_enabled():
+            self._kept[stage, i] = (received, roots)
+
+    def _roots(self, stage: int, i: int, message: _Message | None) -> tuple[_Message, list[Any]]:
+        """What goes on to the stage before beside the gradient of its output, and the gradients of the roots."""
+        grad, *more = message or (None, *([] if self._balance is None else [self._slopes.pop(i)]))
+        _, roots = self._kept[stage, i]
+        slopes = [slope.to(roots[-1].dtype) for slope in more]
+        return tuple(more), [grad, *slopes][: len(roots)]
+
+    def _backward(self, stage: int, i: int, message: _Message | None) -> None:
+        more, grads = self._roots(stage, i, message)
+        given, roots = self._kept.pop((stage, i))
+        torch.autograd.backward(roots, grads)
+        if given is not None:
+            assert given.grad is not None
+            self._gradients[stage - 1, i] = (given.grad, *more)
+
+    def _input(self, stage: int, i: int, message: _Message | None) -> None:
+        if not self._splits:
+            self._backward(stage, i, message)
+            return
+        given, roots = self._kept[stage, i]
+        if given is None:
+            # The first stage has no input: all of it is weight gradients.
+            if message is not None:
+                self._gradients[stage, i] = message
+            return
+        more, grads = self._roots(stage, i, message)
+        grad, self._weights[stage, i] = input_gradient(roots, grads, given)
+        self._gradients[stage - 1, i] = (grad, *more)
+        del self._kept[stage, i]
+
+    def _weight(self, stage: int, i: int, message: _Message | None) -> None:
+        if (stage, i) in self._weights:
+            self._weights.pop((stage, i)).run()
+        elif (stage, i) in self._kept:
+            self._backward(stage, i, self._gradients.pop((stage, i), None))
+
+    def _arrived(self, kind: str, stage: int, i: int) -> _Message | None:
+        """What an action takes: made on this rank, or received."""
+        if kind == "W" or (kind == "F" and stage == 0):
+            return None
+        if kind != "F" and stage == self._pipeline.last:
+            return None
+        coming = self._coming.pop(("F" if kind == "F" else "B", (stage, i)), None)
+        if coming is None:
+            return (self._activations if kind == "F" else self._gradients).pop((stage, i))
+        message, works = coming
+        with self._span(f"{stage}RECV_{'F' if kind == 'F' else 'B'}{i}", "wait"):
+            for work in works:
+                work.wait()
+        return message
+
+    def _receive(self, way: str, stage: int, i: int) -> None:
+        peer = self._pipeline.rank_of[stage - 1 if way == "F" else stage + 1]
+        message: _Message = (self._pipeline.message(self._microbatches[i]),)
+        if self._balance is not None:
+            message += (self._balance.messages()[way == "B"],)
+        works = [dist.irecv(part, group=self._pipeline.group, group_src=peer) for part in message]
+        self._coming[way, (stage, i)] = (message, works)
+
+    def _send(self, message: _Message, to: int, name: Purpose) -> None:
+        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
+        peer = self._pipeline.rank_of[to]
+        for tensor in map(Tensor.contiguous, message):
+            with purpose(name):
+                work = dist.isend(tensor, group=self._pipeline.group, group_dst=peer)
+            self._sent.append((work, tensor))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from hyper_parallel.backends.torch._handle import local
+from hyper_parallel.backends.torch.weights._ranges import local
 
 
 @dataclass(slots=True)
@@ -65,11 +65,11 @@ def input_gradient(
     forks = _forks([root.grad_fn for root in roots], given)
     hooks = [fork.node.register_prehook(fork.keep) for fork in forks]
     try:
-        (found,) = torch.autograd.grad(roots, given, grads, retain_graph=True)
+        (input_grad,) = torch.autograd.grad(roots, given, grads, retain_graph=True)
     finally:
         for hook in hooks:
             hook.remove()
-    return found, WeightGradients(_groups([f for f in forks if f.grads]))
+    return input_grad, WeightGradients(_groups([f for f in forks if f.grads]))
 
 
 def _forks(roots: list[Any], given: Tensor) -> list[_Fork]:
@@ -131,7 +131,7 @@ def _run(group: list[_Fork]) -> None:
         # On its way to a shared weight one fork passes another: what arrives there is already remembered.
         hooks = [fork.node.register_prehook(_instead(fork.grads)) for fork in group]
     try:
-        found = torch.autograd.grad(
+        made = torch.autograd.grad(
             [edge for edge, _ in edges],
             [GradientEdge(leaf, 0) for leaf in leaves],
             [grad for _, grad in edges],
@@ -141,7 +141,7 @@ def _run(group: list[_Fork]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    for leaf, grad in zip(leaves, found, strict=True):
+    for leaf, grad in zip(leaves, made, strict=True):
         if grad is not None:
             _add(leaf.variable, grad)
 

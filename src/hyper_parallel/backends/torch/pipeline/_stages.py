@@ -21,30 +21,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._resolve import decoder_of
+from hyper_parallel.backends.torch._resolve import PlaceholderModule, decoder_of, final_norm
+from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Strategy
-
-
-class PlaceholderModule(nn.Module):
-    """Stands where a module of another pipeline rank stood; returns its first argument.
-
-    Plain attributes of that module (`attention_type` of a layer, say) stay readable.
-    """
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        for key, value in vars(original).items():
-            if not key.startswith("_") and not isinstance(value, Tensor | nn.Module):
-                self.__dict__[key] = value
-
-    def forward(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        return first
+from hyper_parallel.ir import Plan, Strategy
+from hyper_parallel.model import spec_from_config
+from hyper_parallel.mpmd import check_pipeline
 
 
 @dataclass(slots=True)
-class Passing:
+class RunningStage:
     """What crosses the boundaries of the stage that runs.
 
     Attributes:
@@ -63,46 +51,48 @@ class Passing:
 class StageLayers(nn.ModuleList):
     """The decoder layers by their index; while a stage runs, iteration shows its layers and lets the others pass."""
 
-    passing: Passing
+    running: RunningStage
     ranges: tuple[range, ...]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._shown()) if self.passing.stage >= 0 else super().__iter__()
+        return iter(self._shown()) if self.running.stage >= 0 else super().__iter__()
 
     def __getitem__(self, index: Any) -> Any:
-        if self.passing.stage >= 0:
+        if self.running.stage >= 0:
             return self._shown()[index]
-        found = list(self._modules.values())[index]
-        return nn.ModuleList(found) if isinstance(index, slice) else found
+        chosen = list(self._modules.values())[index]
+        return nn.ModuleList(chosen) if isinstance(index, slice) else chosen
 
-    def _shown(self) -> list[_Slot]:
-        layers = self.ranges[self.passing.stage]
-        return [_Slot(m, i, layers, self.passing) for i, m in enumerate(self._modules.values())]
+    def _shown(self) -> list[_LayerSlot]:
+        layers = self.ranges[self.running.stage]
+        return [
+            _LayerSlot(m, i, layers, self.running) for i, m in enumerate(self._modules.values())
+        ]
 
 
-class _Slot:
+class _LayerSlot:
     """One layer as the running stage sees it."""
 
-    def __init__(self, layer: Any, index: int, layers: range, passing: Passing) -> None:
+    def __init__(self, layer: Any, index: int, layers: range, running: RunningStage) -> None:
         self._layer = layer
         self._index = index
         self._layers = layers
-        self._passing = passing
+        self._running = running
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passing, layers = self._passing, self._layers
+        running, layers = self._running, self._layers
         if self._index not in layers:
             return args[0] if args else kwargs["hidden_states"]
-        if self._index == layers[0] and passing.stage > 0:
-            if passing.enter is not None:
-                passing.enter()
+        if self._index == layers[0] and running.stage > 0:
+            if running.enter is not None:
+                running.enter()
             if args:
-                args = (passing.received, *args[1:])
+                args = (running.received, *args[1:])
             else:
-                kwargs["hidden_states"] = passing.received
+                kwargs["hidden_states"] = running.received
         out = self._layer(*args, **kwargs)
         if not isinstance(out, Tensor):
             raise UnsupportedSharding(
@@ -112,16 +102,16 @@ class _Slot:
                 hint="parallel.pp=1",
             )
         if self._index == layers[-1]:
-            passing.output = out
+            running.output = out
         return out
 
 
 @dataclass(slots=True)
-class Stages:
+class StageModules:
     """The stages of one rank, cut out of a model.
 
     Attributes:
-        passing: State of the stage that runs.
+        running: The stage that runs.
         ranges: Decoder layers of every stage of the pipeline.
         own: Stages of this rank, in order of the model.
         holders: Name in the whole model's state dict to the pipeline ranks that hold it.
@@ -131,7 +121,7 @@ class Stages:
         dtype: Their number format.
     """
 
-    passing: Passing
+    running: RunningStage
     ranges: tuple[range, ...]
     own: tuple[int, ...]
     holders: dict[str, tuple[int, ...]]
@@ -146,33 +136,75 @@ class Stages:
         """This rank's decoder layers, in order of the model."""
         return [layer for stage in self.own for layer in self.layers[stage]]
 
+    def num_running(self) -> int:
+        """Layers of the running stage."""
+        return len(self.layers[self.running.stage])
+
+    def num_holders(self, name: str) -> int:
+        """Pipeline ranks that hold a parameter."""
+        return len(self.holders[name])
+
     def install(self, model: nn.Module) -> None:
-        """Let embedding, final norm and head run on their stages only; after tensor parallelism was put around them."""
+        """Let embedding, final norm and head run on their stages only; after tensor parallelism was put around them.
+
+        A call of the model from outside is refused from now on: one rank cannot run it alone.
+        """
         for name, stage, otherwise in self._ends:
-            _gate(model.get_submodule(name), stage, self.passing, otherwise)
+            _gate(model.get_submodule(name), stage, self.running, otherwise)
+
+        def before(module: nn.Module, args: Any) -> None:
+            if self.running.stage < 0:
+                raise UnsupportedSharding(
+                    "a model cut into pipeline stages cannot be called on its own",
+                    where=type(module).__name__,
+                    allowed="forward_backward(model, microbatches, num_tokens), forward_loss",
+                )
+
+        model.register_forward_pre_hook(before)
+
+
+def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageModules | None:
+    """Cut a model at the layers that the plan says, or by cost; None when the plan has no pipeline.
+
+    Raises:
+        UnsupportedSharding: HP205, NotDivisible: HP203, BatchMismatch: HP308 as in `mpmd.check_pipeline`.
+    """
+    strategy, workload = plan.strategy, plan.workload
+    if mesh is None or strategy.pp == 1:
+        return None
+    decoder = decoder_of(model)
+    count = len(decoder[1]) if decoder else strategy.stages
+    check_pipeline(strategy, count, workload.accumulation_steps or 1)
+    check_stage_layers(strategy, count)
+    layers = strategy.stage_layers
+    if decoder and not layers:
+        spec = spec_from_config(decoder[0].config.to_dict(), name=type(model).__name__)
+        layers = stage_layers(spec, strategy, workload.seq_len)
+    dtype = getattr(torch, workload.compute_dtype)
+    return cut_stages(model, strategy, layers, mesh.get_local_rank("pp"), dtype)
 
 
 def cut_stages(
     model: nn.Module,
     strategy: Strategy,
-    stage_layers: Sequence[int],
+    num_layers: Sequence[int],
     pp_rank: int,
     dtype: torch.dtype,
-) -> Stages:
+) -> StageModules:
     """Remove from a model what other pipeline ranks hold.
 
     Args:
         model: A Hugging Face model whose layers take and return [B, S, D] activations; changed in place.
         strategy: Stages and where they lie.
-        stage_layers: Decoder layers of each stage.
+        num_layers: Decoder layers of each stage.
         pp_rank: This pipeline rank.
         dtype: Number format of the activations.
 
     Raises:
         UnsupportedSharding: HP205 for another kind of module, and for parameters that no stage is known to need.
     """
-    found = decoder_of(model)
-    if found is None:
+    decoder = decoder_of(model)
+    if decoder is None:
         raise UnsupportedSharding(
             "pipeline stages are cut from Hugging Face models with a list of decoder layers",
             where=type(model).__name__,
@@ -180,10 +212,10 @@ def cut_stages(
             allowed="pp=1",
             hint=f"parallel.pp=1 parallel.dp_shard={strategy.dp_shard * strategy.pp}",
         )
-    base, layers = found
+    base, layers = decoder
     names = {id(module): name for name, module in model.named_modules()}
-    starts = [sum(stage_layers[:stage]) for stage in range(len(stage_layers))]
-    ranges = tuple(range(a, a + n) for a, n in zip(starts, stage_layers, strict=True))
+    starts = [sum(num_layers[:stage]) for stage in range(len(num_layers))]
+    ranges = tuple(range(a, a + n) for a, n in zip(starts, num_layers, strict=True))
     last = strategy.stages - 1
     embedding, head = base.get_input_embeddings(), model.get_output_embeddings()
     width = embedding.weight.shape[1]
@@ -204,9 +236,9 @@ def cut_stages(
     }
     holders = _holders(model, ranks_of, strategy.pp)
     params = [name for name, _ in model.named_parameters()]
-    passing = Passing()
+    running = RunningStage()
     kept = StageLayers(layers)
-    kept.passing, kept.ranges = passing, ranges
+    kept.running, kept.ranges = running, ranges
     for name, ranks in ranks_of.items():
         if pp_rank not in ranks:
             parent, _, key = name.rpartition(".")
@@ -215,8 +247,8 @@ def cut_stages(
     parent, _, key = names[id(layers)].rpartition(".")
     model.get_submodule(parent)._modules[key] = kept
     own = strategy.stages_of(pp_rank)
-    return Stages(
-        passing,
+    return StageModules(
+        running,
         ranges,
         own,
         holders,
@@ -246,24 +278,13 @@ def _holders(
     return holders
 
 
-def final_norm(base: nn.Module) -> nn.Module:
-    """The module that follows the layers: by name, the only norm beside them."""
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
-        if isinstance(found := getattr(base, name, None), nn.Module):
-            return found
-    raise UnsupportedSharding(
-        "no final norm was found after the decoder layers",
-        where=type(base).__name__,
-        got=", ".join(name for name, _ in base.named_children()),
-        allowed="norm, final_layernorm, final_layer_norm, ln_f",
-    )
-
-
-def _gate(module: nn.Module, stage: int, passing: Passing, otherwise: Callable[..., Any]) -> None:
+def _gate(
+    module: nn.Module, stage: int, running: RunningStage, otherwise: Callable[..., Any]
+) -> None:
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (inner if passing.stage == stage else otherwise)(*args, **kwargs)
+        return (inner if running.stage == stage else otherwise)(*args, **kwargs)
 
     module.forward = forward
 

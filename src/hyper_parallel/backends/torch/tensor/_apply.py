@@ -1,9 +1,9 @@
-"""Tensor and sequence parallelism of a Hugging Face decoder, put around unmodified modules.
+"""Tensor and sequence parallelism of a model on one or two mesh axes, put around unmodified modules.
 
     embedding (rows split)  ->  summands of [B, S, D]
-    first decoder layer     reduce-scatter to this rank's tokens [1, piece, D]; norms and residuals stay there
-      region (attention, MLP)   gather tokens -> colwise -> heads or width split -> rowwise -> reduce-scatter tokens
-    final norm              on this rank's tokens, then gather tokens, so the base model returns what it always returned
+    first decoder layer     reduce-scatter to this rank's part of the stream; norms and residuals stay there
+      region (attention, MLP)   gather tokens -> projections (see `_projections`) -> scatter tokens
+    final norm              on this rank's part, then gather tokens, so the base model returns what it always returned
     head (rows split)       logits of this rank's vocabulary for all tokens; the loss takes them as they are
 
 A module is changed by an instance attribute `forward` only: classes, parameter names and the model's source stay as
@@ -13,42 +13,137 @@ understand them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch import _collectives
-from hyper_parallel.backends.torch._handle import TpState
-from hyper_parallel.backends.torch._regather import RegatherScope
-from hyper_parallel.backends.torch.data._gradients import TpGradients, to_local
-from hyper_parallel.backends.torch.experts._apply import local_parameters
-from hyper_parallel.backends.torch.pipeline._stages import final_norm
-from hyper_parallel.backends.torch.tensor._projections import norm_heads, packed
+from hyper_parallel.backends.torch._collectives import sum_backward, sum_both, sum_forward
+from hyper_parallel.backends.torch._regather import instead_of
+from hyper_parallel.backends.torch._resolve import final_norm
+from hyper_parallel.backends.torch.tensor._collectives import (
+    join_columns,
+    join_tokens,
+    slice_tokens,
+)
+from hyper_parallel.backends.torch.tensor._gradients import Summed, local_parameters, to_local
+from hyper_parallel.backends.torch.tensor._packed_heads import exchange_packed, norm_heads
+from hyper_parallel.backends.torch.tensor._projections import Projections, Region, require_linear
+from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
+from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
+from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.backends.torch.tensor._stream import TokenGrid, TokenList
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Purpose
+from hyper_parallel.ir import Layout, Purpose, Strategy
 
 Forward = Callable[..., Any]
+TP_AXES = ("tp_x", "tp_y")
+_INTO = ("colwise", "kv_replicate", "qkv", "gate_up")
+"""Styles of projections into a split width; the modules that own one are regions."""
+
+
+def tensor_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh | None:
+    """The mesh parameters are cut on by tensor parallelism: one axis, or both; None without."""
+    if mesh is None or strategy.tp == 1:
+        return None
+    return mesh[TP_AXES[0]] if strategy.tp_y == 1 else mesh[TP_AXES]
+
+
+def tensor_state(tp_mesh: DeviceMesh | None, strategy: Strategy) -> TpState | None:
+    """The state of a strategy with tensor parallelism; None without."""
+    if tp_mesh is None:
+        return None
+    return TpState(_group(tp_mesh, TP_AXES), strategy.gathered_inputs == "re-gather")
+
+
+def _group(tp_mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
+    """This rank's group over some tensor-parallel axes; axes the mesh lacks have one rank."""
+    names = tuple(a for a in axes if a in (tp_mesh.mesh_dim_names or ()))
+    if len(names) == 1:
+        return tp_mesh.get_group(names[0])
+    return tp_mesh[names]._flatten("_".join(names)).get_group()
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    decoder: tuple[nn.Module, nn.ModuleList] | None,
+    styles: dict[str, str],
+    layouts: dict[str, Layout],
+    state: TpState,
+    tp_mesh: DeviceMesh,
+    strategy: Strategy,
+) -> None:
+    """Put tensor parallelism around the modules of a model.
+
+    Args:
+        model: The model, its parameters already DTensors on `tp_mesh`.
+        decoder: Its decoder and layers; None for any other model than one of Hugging Face.
+        styles: Module name to style, as `shard.plan_layouts` gives them.
+        layouts: Parameter name to layout.
+        state: State shared by the modules.
+        tp_mesh: The tensor-parallel axes.
+        strategy: Shapes of the blocks.
+    """
+    stream: TokenList | TokenGrid = TokenList(state)
+    if strategy.tp_y > 1:
+        if decoder is None:
+            raise UnsupportedSharding(
+                "two-dimensional tensor parallelism needs a Hugging Face model with a list of decoder layers",
+                where=type(model).__name__,
+                hint=f"parallel.tp_x={strategy.tp} parallel.tp_y=1",
+            )
+        x, y = (_group(tp_mesh, (axis,)) for axis in TP_AXES)
+        # Norms of the residual stream are the only vectors cut over y alone that no block owns.
+        hidden_cut = any(
+            layout.axes[0][:1] == ("tp_y",)
+            for name, layout in layouts.items()
+            if len(layout.axes) == 1 and styles.get(name.rpartition(".")[0]) != "rowwise"
+        )
+        stream = TokenGrid(state, x, y, hidden_cut, strategy.attention_shape == "weight")
+        state.order = stream.order if stream.by_sequence else None
+        state.shape = stream.part_shape
+    parallel = TensorParallel(model, styles, state, stream, strategy)
+    if decoder is None:
+        parallel.apply_to_modules()
+    else:
+        parallel.apply_to_decoder(*decoder)
+
+
+def watch_gradients(
+    model: nn.Module, layouts: dict[str, Layout], state: TpState, tp_mesh: DeviceMesh
+) -> None:
+    """Sum the gradients of parameters that some tensor-parallel axis does not cut; called after FSDP was put around."""
+
+    def find() -> Iterator[Summed]:
+        for name, param in model.named_parameters():
+            cuts = layouts[name].sharding_axes
+            missing = [a for a in tp_mesh.mesh_dim_names or () if a not in cuts]
+            # Experts are reduced over the ranks that hold the same ones.
+            if missing and "ep" not in cuts:
+                yield param, _group(tp_mesh, missing)
+
+    state.gradients.watch(find)
+    # After FSDP's own hook, so that its callback at the end of backward comes first.
+    model.register_forward_hook(lambda _, __, output: state.gradients.forward_ends(output))
 
 
 class TensorParallel:
-    """Puts tensor parallelism around the modules of one model.
-
-    Args:
-        model: The model, its parameters already DTensors on the tensor-parallel mesh.
-        styles: Module name to style, as `shard.plan_layouts` gives them.
-        state: State shared by the modules.
-        gradients: Sums the gradients of whole parameters.
-    """
+    """Puts tensor parallelism around the modules of one model; arguments as of `apply_tensor_parallel`."""
 
     def __init__(
-        self, model: nn.Module, styles: dict[str, str], state: TpState, gradients: TpGradients
+        self,
+        model: nn.Module,
+        styles: dict[str, str],
+        state: TpState,
+        stream: TokenList | TokenGrid,
+        strategy: Strategy,
     ) -> None:
-        self.model = model
-        self.state = state
-        self.gradients = gradients
+        self.model, self.state, self.stream = model, state, stream
         self.modules = dict(model.named_modules())
         # What another pipeline rank holds has no parameters here.
         present = {n for n, m in self.modules.items() if any(True for _ in m.parameters())}
@@ -56,156 +151,110 @@ class TensorParallel:
         # A rule may name a parameter of a module, such as the sinks of attention.
         owners = {n: n.rpartition(".")[0] for n in styles if n not in self.modules}
         self.own_parameters = {n: styles[n] for n, owner in owners.items() if owner in present}
+        config = getattr(model, "config", None)
+        self.config = None if config is None else config.get_text_config()
+        self.regions = {}
+        if self.config is not None:
+            inside = [n.rpartition(".")[0] for n, s in self.styles.items() if s in _INTO]
+            self.regions = {n: self._region_of(n, strategy) for n in dict.fromkeys(inside)}
+        self.projections = Projections(state, stream, self.regions, self.config)
+
+    def _region_of(self, name: str, strategy: Strategy) -> Region:
+        last, module = name.rpartition(".")[2], self.modules[name]
+        attention = "attn" in last or "attention" in last
+        region, ranks = Region("1d", attention), strategy.tp
+        if isinstance(self.stream, TokenGrid):
+            region.shape = strategy.attention_shape if attention else strategy.mlp_shape
+            on_tokens = region.shape == "2d" and strategy.attention_scatter == "token"
+            if attention and (region.shape == "weight" or on_tokens):
+                region.spans = SpanAttention.attach(module, self.stream, name)
+                ranks = strategy.tp_x
+        heads = self.config.num_attention_heads
+        # Several ranks work on one key and value head: each has it alone.
+        shared = getattr(self.config, "num_key_value_heads", heads) % ranks
+        if attention and shared and hasattr(module, "num_key_value_groups"):
+            module.num_key_value_groups = heads // ranks
+        return region
 
     def apply_to_decoder(self, base: nn.Module, layers: nn.ModuleList) -> None:
-        """Wrap embedding, regions, layers, final norm and head of a Hugging Face model.
-
-        Args:
-            base: The decoder without its head.
-            layers: Its decoder layers.
-        """
-        embedding = base.get_input_embeddings()
-        head = self.model.get_output_embeddings()
-        norm = final_norm(base)
-        config = self.model.config.get_text_config()
-        linear_entry = self.model.config.model_type in LINEAR_ENTRY
-        special = {id(embedding), id(head)}
+        """Wrap embedding, regions, layers, final norm and head of a Hugging Face model."""
+        embedding, head = base.get_input_embeddings(), self.model.get_output_embeddings()
+        projections, names = self.projections, {m: n for n, m in self.modules.items()}
         for name, style in self.styles.items():
             module = self.modules[name]
             if style == "colwise":
-                self._linear(module, name)
+                projections.colwise(module, name)
             elif style == "kv_replicate" and isinstance(module, nn.Linear):
-                self._key_value(module, name)
+                projections.colwise(module, name, projections.key_value_rows(module, name))
             elif style in ("norm_heads", "kv_replicate"):
-                rows = self._kv_rows(module) if style == "kv_replicate" else None
-                norm_heads(module, name, rows, self.state, self.gradients)
+                split = style == "norm_heads"
+                rows = None if split else projections.key_value_rows(module, name)
+                norm_heads(module, name, rows, self.state)
             elif style in ("qkv", "gate_up"):
-                self._linear(module, name)
-                packed(module, self.modules[name.rpartition(".")[0]], style, config, self.state)
+                projections.colwise(module, name)
+                owner = self.modules[name.rpartition(".")[0]]
+                exchange_packed(module, owner, style, self.config, self.state)
             elif style == "rowwise":
-                self._rowwise(module, name)
+                projections.rowwise(module, name)
             elif style == "vocab":
-                self._embedding(module, None if linear_entry else _collectives.sum_both)
-            elif style != "experts" and id(module) not in special:
-                self._whole(module)
+                linear_entry = self.model.config.model_type in LINEAR_ENTRY
+                self._embedding(module, None if linear_entry else sum_both)
+            elif style != "experts" and module not in (embedding, head):
+                self._whole(module, name)
         for name in dict.fromkeys(n.rpartition(".")[0] for n in self.own_parameters):
-            self._local(self.modules[name], name)
-        for name in self._regions():
-            self._region(self.modules[name], name)
-        if self.styles.get(self._name(embedding), "replicate") == "replicate":
-            self._whole(embedding)
+            self._whole(self.modules[name], name)
+        for name, region in self.regions.items():
+            self._gather_tokens(self.modules[name], name, region)
+        if self.styles.get(names[embedding], "replicate") == "replicate":
+            self._whole(embedding, names[embedding])
         if head is not None and hasattr(head, "weight"):  # else on another pipeline rank
-            self._head(head)
+            self._head(head, names[head])
         self._enter(layers[0])
-        self._leave(norm)
+        _wrap(final_norm(base), lambda inner, *a, **k: self.stream.leave(inner(*a, **k)))
         self._guard()
 
     def apply_to_modules(self) -> None:
         """Wrap the named modules of any other model: activations between them are whole on every rank."""
         group = self.state.group
+
+        def whole_input(inner: Forward, x: Tensor) -> Any:
+            return inner(sum_backward(x, group, Purpose.ACTIVATIONS))
+
         for name, style in self.styles.items():
             module = self.modules[name]
-            if style == "colwise":
-                self._linear(module, name)
-                _wrap(module, lambda inner, x: inner(_collectives.sum_backward(x, group)))
+            if style in ("colwise", "head", "gate_up"):
+                self.projections.colwise(module, name)
+                if style == "gate_up":
+                    exchange_packed(module, module, style, None, self.state)
+                _wrap(module, whole_input)
+                if style == "head":
+                    _wrap(module, lambda inner, x: join_columns(inner(x), group))
             elif style == "rowwise":
-                self._rowwise(module, name, tokens=False)
+                self.projections.rowwise(module, name, tokens=False)
             elif style == "vocab":
-                self._embedding(module, _collectives.sum_forward)
-            elif style == "head":
-                self._linear(module, name)
-                _wrap(
-                    module,
-                    lambda inner, x: _collectives.join_columns(
-                        inner(_collectives.sum_backward(x, group)), group
-                    ),
-                )
-            elif style == "gate_up":
-                self._linear(module, name)
-                packed(module, module, style, None, self.state)
-                _wrap(module, lambda inner, x: inner(_collectives.sum_backward(x, group)))
+                self._embedding(module, sum_forward)
             else:
-                self._whole(module, summed=False)
-
-    def _name(self, module: nn.Module) -> str:
-        return next(name for name, m in self.modules.items() if m is module)
-
-    def _regions(self) -> list[str]:
-        """Modules that own a projection into a split width, in model order."""
-        into = ("colwise", "kv_replicate", "qkv", "gate_up")
-        inside = [n for n, s in self.styles.items() if s in into]
-        return list(dict.fromkeys(n.rpartition(".")[0] for n in inside))
-
-    def _linear(self, module: nn.Module, name: str) -> None:
-        _require_linear(module, name)
-
-        def forward(x: Tensor) -> Tensor:
-            bias = None if module.bias is None else to_local(module.bias, None)
-            return F.linear(x, to_local(module.weight, None), bias)
-
-        module.forward = forward
-
-    def _key_value(self, module: nn.Module, name: str) -> None:
-        """A key or value projection kept whole: compute the rows of the heads that this rank's queries use."""
-        _require_linear(module, name)
-        attention = self.modules[name.rpartition(".")[0]]
-        config = self.model.config.get_text_config()
-        degree = self.state.degree
-        rows = self._kv_rows(module)
-        if hasattr(attention, "num_key_value_groups"):
-            attention.num_key_value_groups = config.num_attention_heads // degree
-        owner = self.gradients
-
-        def forward(x: Tensor) -> Tensor:
-            weight = to_local(module.weight, owner)[rows]
-            bias = None if module.bias is None else to_local(module.bias, owner)[rows]
-            return F.linear(x, weight, bias)
-
-        module.forward = forward
-
-    def _kv_rows(self, module: nn.Module) -> slice:
-        """Rows of the key and value head that this rank's queries use, of several ranks' common one."""
-        heads = self.model.config.get_text_config().num_key_value_heads
-        width = module.weight.shape[0] // heads
-        row = self.state.rank // (self.state.degree // heads) * width
-        return slice(row, row + width)
-
-    def _rowwise(self, module: nn.Module, name: str, tokens: bool = True) -> None:
-        """Sum the ranks' products, then add the bias once."""
-        _require_linear(module, name)
-        group = self.state.group
-        owner = self.gradients if tokens else None
-        reduce = _collectives.scatter_tokens if tokens else _collectives.sum_forward
-
-        def forward(x: Tensor) -> Tensor:
-            out = reduce(F.linear(x, to_local(module.weight, None)), group)
-            return out if module.bias is None else out + to_local(module.bias, owner)
-
-        module.forward = forward
+                self._whole(module, name)
 
     def _embedding(self, module: nn.Module, reduce: Callable[..., Tensor] | None) -> None:
         """Look up the rows this rank holds, zero for other tokens, and sum; None: the first layer does that."""
         state = self.state
         rows = module.num_embeddings // state.degree
         first = state.rank * rows
-        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        scale = getattr(module, "embed_scale", None)
+        own_forward = type(module).forward is not nn.Embedding.forward and scale is None
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq or own_forward:
             raise UnsupportedSharding(
-                "an embedding with max_norm, sparse or scale_grad_by_freq cannot be split over ranks",
+                "an embedding with a forward of its own, max_norm, sparse or scale_grad_by_freq cannot be split",
                 where=type(module).__name__,
             )
         pad = module.padding_idx
         pad = pad - first if pad is not None and first <= pad < first + rows else None
-        scale = getattr(module, "embed_scale", None)
-        if type(module).forward is not nn.Embedding.forward and scale is None:
-            raise UnsupportedSharding(
-                "an embedding with a forward of its own cannot be split over ranks",
-                where=type(module).__name__,
-            )
 
         def forward(ids: Tensor) -> Tensor:
             outside = (ids < first) | (ids >= first + rows)
             index = (ids - first).masked_fill_(outside, 0)
-            out = F.embedding(index, to_local(module.weight, None), pad)
+            out = F.embedding(index, to_local(module.weight, state.gradients), pad)
             out = out.masked_fill(outside.unsqueeze(-1), 0)
             if scale is not None:
                 out = out * scale.to(out.dtype)
@@ -216,57 +265,52 @@ class TensorParallel:
 
         module.forward = forward
 
-    def _head(self, module: nn.Module) -> None:
+    def _head(self, module: nn.Module, name: str) -> None:
         """Logits of the local vocabulary for all tokens, or of all the vocabulary for this rank's tokens."""
-        state, owner = self.state, self.gradients
+        state = self.state
         # Asked of the weight, because a head tied to the embedding has no parameter, hence no style, of its own.
         split = any(p.is_shard() for p in module.weight.placements)
-        _require_linear(module, self._name(module))
+        require_linear(module, name)
 
         def forward(x: Tensor) -> Tensor:
-            bias = module.bias
-            if split:
-                state.head = "vocabulary"
-                weight = to_local(module.weight, None)
-                return F.linear(x, weight, None if bias is None else to_local(bias, None))
-            state.head = "tokens"
-            state.head_batch = tuple(x.shape[:-1])
-            x = _collectives.slice_tokens(x, state.group)
-            weight = to_local(module.weight, owner)
-            return F.linear(x, weight, None if bias is None else to_local(bias, owner))
+            state.head = "vocabulary" if split else "tokens"
+            if not split:
+                state.head_batch = tuple(x.shape[:-1])
+                x = slice_tokens(x, state.group)
+            bias = None if module.bias is None else to_local(module.bias, state.gradients)
+            return F.linear(x, to_local(module.weight, state.gradients), bias)
 
         module.forward = forward
 
-    def _whole(self, module: nn.Module, summed: bool = True) -> None:
-        """A module with whole parameters: they are local tensors while its forward runs."""
-        owner = self.gradients if summed else None
-        if not any(True for _ in module.parameters(recurse=False)):
-            return
+    def _whole(self, module: nn.Module, name: str) -> None:
+        """A module without a collective of its own: its parameters are local tensors while its forward runs.
 
-        def forward(inner: Forward, *args: Any, **kwargs: Any) -> Any:
-            with local_parameters(module, owner):
-                return inner(*args, **kwargs)
-
-        _wrap(module, forward)
-
-    def _local(self, module: nn.Module, name: str) -> None:
-        """A module with parameters of its own that a rule names: local tensors while its forward runs."""
+        A norm on a stream that is cut over y computes its statistics over all features.
+        """
+        params, gradients = list(module.parameters(recurse=False)), self.state.gradients
         styles = {s for n, s in self.own_parameters.items() if n.rpartition(".")[0] == name}
         if len(styles) > 1:
             raise UnsupportedSharding(
                 "the parameters of one module have several styles", where=name, got=sorted(styles)
             )
-        owner = self.gradients if styles == {"replicate"} else None
+        if not params:
+            return
+        grid = self.stream if isinstance(self.stream, TokenGrid) and not styles else None
+        cut = grid is not None and any(p.is_shard() for w in params for p in w.placements)
 
         def forward(inner: Forward, *args: Any, **kwargs: Any) -> Any:
-            with local_parameters(module, owner):
+            norm = SpreadNorm(grid.y, name) if grid is not None and cut else nullcontext()
+            with local_parameters(module, gradients), norm:
                 return inner(*args, **kwargs)
 
         _wrap(module, forward)
 
-    def _region(self, module: nn.Module, name: str) -> None:
+    def _gather_tokens(self, module: nn.Module, name: str, region: Region) -> None:
         """Gather the tokens where a region begins; its rowwise module scatters them again."""
-        state = self.state
+        state, stream = self.state, self.stream
+
+        def gather(part: Tensor) -> Tensor:
+            return stream.gather(part, region.shape, region.attention)
 
         def forward(inner: Forward, *args: Any, **kwargs: Any) -> Any:
             named = "hidden_states" in kwargs
@@ -276,52 +320,39 @@ class TensorParallel:
                     where=name,
                     got=f"arguments {', '.join(kwargs) or 'none'}",
                 )
-            piece = kwargs["hidden_states"] if named else args[0]
-            batch = state.batch
-            tokens = _collectives.gather_tokens(piece, batch, state.group)
+            part = stream.align(kwargs["hidden_states"] if named else args[0], region.shape)
+            tokens, kept = gather(part), part.detach()
+            shown = region.shown(tokens, stream)
             if named:
-                kwargs["hidden_states"] = tokens
+                kwargs["hidden_states"] = shown
             else:
-                args = (tokens, *args[1:])
-            if not state.regathers:
-                return inner(*args, **kwargs)
-            kept, scope = piece.detach(), RegatherScope()
-            again = scope.instead_of(
-                tokens, lambda: _collectives.gather_tokens(kept, batch, state.group)
-            )
-            with scope.open(), again:
-                return inner(*args, **kwargs)
+                args = (shown, *args[1:])
+            if region.spans is not None:
+                kwargs = region.spans.cut(kwargs, tokens.device)
+            with region.watch(state):
+                scope = region.scope if state.regathers else None
+                with instead_of(scope, tokens, state.later(lambda: gather(kept))):
+                    out = inner(*args, **kwargs)
+            region.tokens = region.scope = None
+            return out
 
         _wrap(module, forward)
 
     def _enter(self, layer: nn.Module) -> None:
-        """Cut the tokens where the first layer begins."""
+        """Cut the stream where the first layer begins."""
         state = self.state
 
         def forward(inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             state.batch = tuple(hidden_states.shape[:-1])
-            if state.partial_embedding:
-                state.partial_embedding = False
-                piece = _collectives.scatter_tokens(hidden_states, state.group)
-            else:
-                piece = _collectives.slice_tokens(hidden_states, state.group)
-            return inner(piece, *args, **kwargs)
+            part = self.stream.enter(hidden_states, state.partial_embedding)
+            state.partial_embedding = False
+            return inner(part, *args, **kwargs)
 
         _wrap(layer, forward)
 
-    def _leave(self, norm: nn.Module) -> None:
-        """Gather the tokens behind the final norm."""
-        state = self.state
-        _wrap(
-            norm,
-            lambda inner, *a, **k: _collectives.gather_tokens(
-                inner(*a, **k), state.batch, state.group
-            ),
-        )
-
     def _guard(self) -> None:
         """At the root: refuse outputs that would be pieces, and never return a piece of the logits."""
-        state, gradients = self.state, self.gradients
+        state = self.state
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             for wanted in ("output_hidden_states", "output_attentions"):
@@ -334,9 +365,9 @@ class TensorParallel:
             state.loss_taken = False
             state.partial_embedding = False
             state.head = "whole"
-            gradients.forward_begins()
+            state.gradients.forward_begins()
 
-        def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             logits = getattr(output, "logits", None)
             if logits is None and isinstance(output, tuple) and state.head != "whole":
                 raise UnsupportedSharding(
@@ -345,14 +376,13 @@ class TensorParallel:
                     hint="return_dict=True",
                 )
             if logits is None or state.head == "whole":
-                return output
+                return
             if state.loss_taken:
                 output.logits = None
             elif state.head == "vocabulary":
-                output.logits = _collectives.join_columns(logits, state.group)
+                output.logits = join_columns(logits, state.group)
             else:
-                output.logits = _collectives.join_tokens(logits, state.head_batch, state.group)
-            return output
+                output.logits = join_tokens(logits, state.head_batch, state.group)
 
         self.model.register_forward_pre_hook(before, with_kwargs=True)
         self.model.register_forward_hook(after, with_kwargs=True)
@@ -366,13 +396,3 @@ def _wrap(module: nn.Module, outer: Callable[..., Any]) -> None:
         return outer(inner, *args, **kwargs)
 
     module.forward = forward
-
-
-def _require_linear(module: nn.Module, name: str) -> None:
-    if type(module).forward is not nn.Linear.forward:
-        raise UnsupportedSharding(
-            "only nn.Linear can be split over ranks",
-            where=name,
-            got=type(module).__name__,
-            hint=f"'parallel.rules={{{name}: replicate}}'",
-        )

@@ -1,172 +1,250 @@
-"""Tensor parallelism of what is no plain projection: packed ones, and norms over all heads together.
+"""Forwards of linear modules under tensor parallelism, by their style and the shape of the block around them.
 
-A packed projection whose parts are cut apart needs nothing: a rank holds the rows it works on. When they are not, its
-rows are equal slices and the columns of its output change hands in one all-to-all, forward and backward.
+    1d                   [T, D] @ [F/P, D] -> [T, F/P] @ [D, F/P] -> scatter tokens over all P ranks
+    2d, attention        gather tokens over x -> [T, D/y] @ [q/x, D/y] -> scatter heads over y -> attention on q/P heads
+                         -> gather heads over y -> [T, D/x] @ [D/y, D/x] -> scatter tokens over x
+    2d, MLP              gather tokens over x -> [T, D/y] @ [F/x, D/y] -> scatter tokens over y -> activation on
+                         [T/y, F/x] -> gather tokens over y -> [T, F/x] @ [D/y, F/x] -> scatter tokens over x
+    weight               the 1d block of the x ranks on T/y tokens; each weight is gathered over y where it is used
 
-A norm over all heads needs the sum of squares of all of them: one number per token is added over the ranks.
+Backward mirrors every collective. Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, section 3.2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
-from hyper_parallel.backends.torch import _collectives
-from hyper_parallel.backends.torch._handle import TpState
-from hyper_parallel.backends.torch.data._gradients import TpGradients, to_local
+from hyper_parallel.backends.torch._collectives import sum_both, sum_forward
+from hyper_parallel.backends.torch._regather import RegatherScope, instead_of
+from hyper_parallel.backends.torch.tensor._collectives import (
+    gather_features,
+    gather_tokens,
+    scatter_features,
+    scatter_tokens,
+)
+from hyper_parallel.backends.torch.tensor._gradients import to_local
+from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
+from hyper_parallel.backends.torch.tensor._state import TpState
+from hyper_parallel.backends.torch.tensor._stream import TokenGrid, TokenList
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Part, Purpose, exchanged, gate_up_parts, qkv_parts
+from hyper_parallel.ir import Purpose
 
 
-class LocalHeads:
-    """A model's config as one rank's attention sees it: the heads of the rank, everything else unchanged."""
+@dataclass(slots=True)
+class Region:
+    """One attention or MLP module: tokens are gathered where it begins, scattered where it ends.
 
-    def __init__(self, config: Any, num_heads: int, num_kv_heads: int) -> None:
-        self.__dict__.update(
-            _config=config, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads
-        )
+    Attributes:
+        shape: 1d, 2d or weight.
+        attention: Whether it mixes positions.
+        spans: Attention on one span of every sequence, or None.
+        scope: What backward gathers again, while the module's forward runs.
+        tokens: Gathered input that the projections read in place of what they are given, while forward runs.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_config" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_config"], name)
+    shape: str = "1d"
+    attention: bool = False
+    spans: SpanAttention | None = None
+    scope: RegatherScope | None = None
+    tokens: Tensor | None = None
+
+    def watch(self, state: TpState) -> AbstractContextManager[Any]:
+        """Watch what the module saves, when anything in it may be gathered again."""
+        wanted = state.regathers or (self.shape == "weight" and not state.recomputed)
+        self.scope = RegatherScope() if wanted else None
+        return nullcontext() if self.scope is None else self.scope.open()
+
+    def shown(self, tokens: Tensor, stream: TokenList | TokenGrid) -> Tensor:
+        """What the module is given. With spans on y it gets the shape of its span only, filled with NaN.
+
+        The projections of 2d attention read all tokens and return one span; the module must see the span's shape.
+        """
+        if self.shape != "2d" or self.spans is None:
+            return tokens
+        assert isinstance(stream, TokenGrid)
+        self.tokens = tokens
+        empty = tokens.new_full((1, 1, 1), float("nan"))
+        return empty.expand(tokens.shape[0], stream.span, tokens.shape[2])
 
 
-def packed(module: nn.Module, parent: nn.Module, style: str, config: Any, state: TpState) -> None:
-    """Let a packed projection, whose forward already uses local parameters, return what this rank works on.
+class Projections:
+    """Gives the linear modules of one model their forwards.
 
     Args:
-        module: The projection, its weight a DTensor on the tensor-parallel mesh.
-        parent: The module that takes its output apart.
-        style: qkv or gate_up.
-        config: Config of the decoder.
         state: Tensor-parallel state.
+        stream: How the residual stream lies.
+        regions: Module name to its region; a linear module of no region is in shape 1d.
+        config: Config of the decoder; None for any other model.
     """
-    if style == "gate_up":
-        parts = gate_up_parts(module.out_features)
-    else:
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        parts = qkv_parts(heads, kv_heads, module.out_features // (heads + 2 * kv_heads))
-        own = heads // state.degree
-        own_kv = max(1, kv_heads // state.degree)
-        # Models take the output apart by numbers of heads, theirs or those of their config.
-        parent.config = LocalHeads(config, own, own_kv)
-        for name, value in (
-            ("num_heads", own),
-            ("num_attention_heads", own),
-            ("num_key_value_heads", own_kv),
-            ("num_key_value_groups", own // own_kv),
-        ):
-            if hasattr(parent, name):
-                setattr(parent, name, value)
-    if hasattr(module.weight.placements[0], "split_factor"):
-        return
-    inner, group = module.forward, state.group
 
-    def forward(x: Tensor) -> Tensor:
-        return exchange_columns(inner(x), parts, group)
+    def __init__(
+        self,
+        state: TpState,
+        stream: TokenList | TokenGrid,
+        regions: dict[str, Region],
+        config: Any,
+    ) -> None:
+        self.state, self.stream, self.regions, self.config = state, stream, regions, config
 
-    module.forward = forward
+    @property
+    def _grid(self) -> TokenGrid:
+        assert isinstance(self.stream, TokenGrid), "a block of two axes on one"
+        return self.stream
 
+    def _region(self, name: str) -> Region:
+        return self.regions.get(name.rpartition(".")[0], Region())
 
-def norm_heads(
-    module: nn.Module, name: str, rows: slice | None, state: TpState, gradients: TpGradients
-) -> None:
-    """Let an RMSNorm over all heads work on this rank's heads.
+    def _local(self, param: Any, rows: slice | None = None) -> Any:
+        if param is None:
+            return None
+        part = to_local(param, self.state.gradients)
+        return part if rows is None else part[rows]
 
-    Args:
-        module: The norm; its scale is split by heads, or whole on every rank.
-        name: Its name, for errors.
-        rows: Of a whole scale, those of this rank's heads; None: the scale is split.
-        state: Tensor-parallel state.
-        gradients: Sums the gradient of a whole scale.
+    def key_value_rows(self, module: nn.Module, name: str) -> slice:
+        """Rows of the key and value head that this rank's queries use, of several ranks' common one."""
+        group = self.state.group if self._region(name).shape == "1d" else self._grid.x
+        heads = self.config.num_key_value_heads
+        width = module.weight.shape[0] // heads
+        row = group.rank() // (group.size() // heads) * width
+        return slice(row, row + width)
 
-    Raises:
-        UnsupportedSharding: HP205 when the module does not compute an RMSNorm.
-    """
-    eps = _rms_norm_eps(module, name)
-    group, degree = state.group, state.degree
+    def colwise(self, module: nn.Module, name: str, rows: slice | None = None) -> None:
+        """A projection into a split width.
 
-    def forward(x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        # Ranks that work on one key head each count it: every head is counted equally often.
-        total = _collectives.sum_both(
-            wide.pow(2).sum(-1, keepdim=True), group, Purpose.NORMS_OVER_HEADS
+        Args:
+            module: The projection.
+            name: Its name.
+            rows: Rows of a weight that is whole over x, for the heads that this rank's queries use; None: all it holds.
+        """
+        require_linear(module, name)
+        region = self._region(name)
+
+        def plain(x: Tensor) -> Tensor:
+            return F.linear(x, self._local(module.weight, rows), self._local(module.bias, rows))
+
+        def weight(x: Tensor) -> Tensor:
+            bias = self._local(module.bias, rows)
+            return self._with_weight(
+                region, module, lambda w: F.linear(x, w if rows is None else w[rows], bias)
+            )
+
+        def width(x: Tensor) -> Tensor:
+            """Sum over y, each y rank keeps its part of the tokens."""
+            out = F.linear(x, self._local(module.weight))
+            out = scatter_tokens(out, self._grid.y, Purpose.WIDTH_SCATTER)
+            return out if module.bias is None else out + self._local(module.bias)
+
+        if region.shape == "2d" and region.attention:
+            self._heads(module, name, region, rows)
+        else:
+            module.forward = {"1d": plain, "weight": weight, "2d": width}[region.shape]
+
+    def _heads(self, module: nn.Module, name: str, region: Region, rows: slice | None) -> None:
+        """A projection of 2d attention: sum over y, each y rank keeps whole heads, or its span of the sequences."""
+        grid = self._grid
+        y, kv_heads = grid.y, self.config.num_key_value_heads
+        # Fewer heads than y ranks: every y rank gets the sum and takes the head its queries use.
+        doubled = (
+            region.spans is None
+            and name.rpartition(".")[2] in ("k_proj", "v_proj")
+            and kv_heads % self.state.degree
         )
-        out = wide * torch.rsqrt(total / (x.shape[-1] * degree) + eps)
-        weight = to_local(module.weight, None if rows is None else gradients)
-        weight = weight if rows is None else weight[rows]
-        return (weight * out).to(x.dtype)
+        local_heads = 1 if rows else kv_heads // grid.x.size()
 
-    module.forward = forward
+        def head(x: Tensor) -> Tensor:
+            width = x.shape[-1] // local_heads
+            first = y.rank() // (y.size() // local_heads) * width
+            return x[..., first : first + width]
+
+        def forward(x: Tensor) -> Tensor:
+            x = x if region.tokens is None else region.tokens
+            out = F.linear(x, self._local(module.weight, rows))
+            bias = self._local(module.bias, rows)
+            if region.spans is not None:
+                out = scatter_tokens(grid.spans(out), y, Purpose.HEAD_SCATTER)
+                out = out.view(x.shape[0], grid.span, -1)
+            elif doubled:
+                out = head(sum_both(out, y, Purpose.HEAD_SCATTER))
+                bias = None if bias is None else head(bias)
+            else:
+                out = scatter_features(out, y, Purpose.HEAD_SCATTER)
+                bias = None if bias is None else bias.chunk(y.size())[y.rank()]
+            return out if bias is None else out + bias
+
+        module.forward = forward
+
+    def rowwise(self, module: nn.Module, name: str, tokens: bool = True) -> None:
+        """The projection back: sum, each rank keeps its part of the tokens; then add the bias once.
+
+        Args:
+            module: The projection.
+            name: Its name.
+            tokens: False: the sum stays whole on every rank.
+        """
+        require_linear(module, name)
+        region, state, stream = self._region(name), self.state, self.stream
+
+        def forward(x: Tensor) -> Tensor:
+            if region.shape == "weight":
+                out = self._with_weight(region, module, lambda w: F.linear(x, w))
+            elif region.shape == "2d":
+                out = self._joined(x, region, self._local(module.weight))
+            else:
+                out = F.linear(x, self._local(module.weight))
+            if tokens:
+                out = stream.scatter(out, region.shape, region.attention)
+            else:
+                out = sum_forward(out, state.group, Purpose.ACTIVATIONS)
+            out = out if module.bias is None else out + self._local(module.bias)
+            return stream.back(out, region.shape)
+
+        module.forward = forward
+
+    def _with_weight(
+        self, region: Region, module: nn.Module, use: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Call `use` with a weight gathered over y, which is not kept for backward; its gradient is scattered."""
+        y, part = self._grid.y, self._local(module.weight)
+        whole = (1, y.size() * part.shape[0])
+
+        def gather(part: Tensor) -> Tensor:
+            return gather_tokens(part, whole, y, Purpose.WEIGHT_GATHER)
+
+        weight, kept = gather(part)[0], part.detach()
+        with instead_of(region.scope, weight, lambda: gather(kept)):
+            return use(weight)
+
+    def _joined(self, x: Tensor, region: Region, weight: Tensor) -> Tensor:
+        """The product with what a 2d block's inner part leaves on the y ranks: heads, spans, or tokens."""
+        grid, kept = self._grid, x.detach()
+        name = Purpose.HEAD_GATHER if region.attention else Purpose.WIDTH_GATHER
+
+        def gather(x: Tensor) -> Tensor:
+            if region.attention and region.spans is None:
+                return gather_features(x, grid.y, name)
+            rows = x.shape[0] * x.shape[1]
+            whole = (1, grid.y.size() * rows)
+            out = gather_tokens(x.reshape(1, rows, -1), whole, grid.y, name)
+            return grid.from_spans(out) if region.attention else out
+
+        whole = gather(x)
+        scope = region.scope if self.state.regathers else None
+        with instead_of(scope, whole, self.state.later(lambda: gather(kept))):
+            return F.linear(whole, weight)
 
 
-def _rms_norm_eps(module: nn.Module, name: str) -> float:
-    """The epsilon of a module that is seen to compute an RMSNorm with a scale."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    size = module.weight.shape[0]
-    x = torch.linspace(-1.0, 2.0, size, dtype=torch.float32).unsqueeze(0)
-    scale = torch.linspace(0.5, 1.5, size, dtype=torch.float32)
-    only_weight = [n for n, _ in module.named_parameters()] == ["weight"]
-    if isinstance(eps, float) and only_weight:
-        got = functional_call(module, {"weight": scale}, (x,))
-        wanted = scale * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        if got.shape == wanted.shape and torch.allclose(got, wanted, rtol=1e-4, atol=1e-5):
-            return eps
-    raise UnsupportedSharding(
-        "a norm over all heads is split over ranks only when it is an RMSNorm with a scale",
-        where=name,
-        got=type(module).__name__,
-    )
-
-
-class _ExchangeColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, parts: tuple[Part, ...], group: dist.ProcessGroup) -> Tensor:
-        degree, rank = group.size(), group.rank()
-        ctx.group, ctx.width = group, out.shape[-1]
-        first = rank * out.shape[-1]
-        sent = [exchanged(parts, degree, rank, t) for t in range(degree)]
-        taken = [exchanged(parts, degree, s, rank) for s in range(degree)]
-        ctx.sent_sizes = [sum(b - a for a, b in runs) for runs in sent]
-        ctx.taken_sizes = [sum(b - a for a, b in runs) for runs in taken]
-        rows = [torch.arange(a - first, b - first) for runs in sent for a, b in runs]
-        ctx.index = torch.cat(rows).to(out.device)
-        columns = out.reshape(-1, ctx.width).t()
-        # What comes from ranks in order is in the order of the rows, and so are the parts.
-        mine = _moved(columns.index_select(0, ctx.index), ctx.sent_sizes, ctx.taken_sizes, group)
-        return mine.t().reshape(*out.shape[:-1], -1).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        columns = grad.reshape(-1, grad.shape[-1]).t().contiguous()
-        back = _moved(columns, ctx.taken_sizes, ctx.sent_sizes, ctx.group)
-        # A key head that several ranks work on gets the gradients of all.
-        total = grad.new_zeros(ctx.width, columns.shape[1]).index_add_(0, ctx.index, back)
-        return total.t().reshape(*grad.shape[:-1], ctx.width).contiguous(), None, None
-
-
-def _moved(rows: Tensor, sent: list[int], taken: list[int], group: dist.ProcessGroup) -> Tensor:
-    """One all-to-all of rows, so many to each rank and from each."""
-    out = rows.new_empty(sum(taken), rows.shape[1])
-    return _collectives.all_to_all(out, rows, group, Purpose.PACKED_COLUMNS, taken, sent)
-
-
-def exchange_columns(out: Tensor, parts: tuple[Part, ...], group: dist.ProcessGroup) -> Tensor:
-    """From equal slices of a packed projection's columns to those that each rank works on.
-
-    Args:
-        out: [..., all columns / ranks], this rank's slice.
-        parts: The stacked projections.
-        group: The tensor-parallel ranks.
-
-    Returns:
-        [..., its columns of every part], part by part.
-    """
-    return _ExchangeColumns.apply(out, parts, group)
+def require_linear(module: nn.Module, name: str) -> None:
+    """Refuse a module that computes something else than `nn.Linear`."""
+    if type(module).forward is not nn.Linear.forward:
+        raise UnsupportedSharding(
+            "only nn.Linear can be split over ranks",
+            where=name,
+            got=type(module).__name__,
+            hint=f"'parallel.rules={{{name}: replicate}}'",
+        )

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import _collectives
-from hyper_parallel.backends.torch.tensor._token_grid import TokenGrid
+from hyper_parallel.backends.torch.tensor._collectives import gather_tokens
+from hyper_parallel.backends.torch.tensor._stream import TokenGrid
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
 
@@ -60,9 +60,9 @@ class SpanAttention:
         own = copy.copy(config)  # other modules, and masks, keep the model's own
         own._attn_implementation_internal = _INTERFACE
         attention.config = own
-        found = cls(grid, inner)
-        object.__setattr__(attention, _ATTRIBUTE, found)
-        return found
+        spans = cls(grid, inner)
+        object.__setattr__(attention, _ATTRIBUTE, spans)
+        return spans
 
     def cut(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """The arguments of an attention module, positions and mask rows of this span only."""
@@ -100,11 +100,10 @@ class SpanAttention:
         joined = torch.cat((key, value), dim=-1).transpose(1, 2)  # B, span, H, K
         batch, span, heads, _ = joined.shape
         flat = joined.reshape(1, batch * span, -1)
-        spans = _collectives.gather_tokens(
-            flat, (1, grid.y.size() * batch * span), grid.y, Purpose.KEY_VALUE_GATHER
-        )
-        whole = grid.from_spans(spans).reshape(batch, -1, heads, sum(widths)).transpose(1, 2)
-        return whole.split(widths, dim=-1)  # type: ignore[no-any-return]
+        whole = (1, grid.y.size() * batch * span)
+        spans = gather_tokens(flat, whole, grid.y, Purpose.KEY_VALUE_GATHER)
+        joined = grid.from_spans(spans).reshape(batch, -1, heads, sum(widths)).transpose(1, 2)
+        return joined.split(widths, dim=-1)  # type: ignore[no-any-return]
 
 
 def _attend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from hyper_parallel.backends.torch.weights._initialise import (
     canonical_name,
     named_tensors,
 )
-from hyper_parallel.backends.torch.weights._ranges import Run, local_ranges, local_tensor
+from hyper_parallel.backends.torch.weights._ranges import Run, local, local_ranges
 from hyper_parallel.backends.torch.weights._safetensors import SafetensorsDirectory
 from hyper_parallel.errors import WeightsUnreadable
 
@@ -64,9 +65,8 @@ def load_pretrained(
     targets = _targets(model)
     with torch.no_grad():
         for name, parts in chosen.items():
-            local = local_tensor(targets[name])
             for box in parts:
-                _read_box(source, box, local, ranges[name])
+                _read_box(source, box, local(targets[name]).detach(), ranges[name])
     return LoadReport(
         len(chosen), source.bytes_read, time.perf_counter() - begin, tuple(sorted(unknown))
     )
@@ -134,24 +134,17 @@ def _check_shape(
                 if len(parts) == 1
                 else f"one of {len(parts)} parts of shape {shape}",
             )
-        filled += _volume(size)
-    if filled != _volume(shape):
+        filled += math.prod(size)
+    if filled != math.prod(shape):
         raise WeightsUnreadable(
-            f"the files hold {filled} of the {_volume(shape)} elements of `{name}`",
+            f"the files hold {filled} of the {math.prod(shape)} elements of `{name}`",
             where=str(source.tensors[parts[0].key].file),
             got=[box.key for box in parts],
         )
 
 
-def _volume(shape: tuple[int, ...]) -> int:
-    volume = 1
-    for size in shape:
-        volume *= size
-    return volume
-
-
 def _read_box(
-    source: SafetensorsDirectory, box: Box, local: Tensor, ranges: tuple[tuple[Run, ...], ...]
+    source: SafetensorsDirectory, box: Box, target: Tensor, ranges: tuple[tuple[Run, ...], ...]
 ) -> None:
     """Copy the intersection of a stored tensor with this rank's part of the parameter."""
     size = ((1,) if box.stacked else ()) + source.tensors[box.key].shape
@@ -171,4 +164,4 @@ def _read_box(
         ]
     for from_, to in zip(read, write, strict=True):
         part = source.read(box.key, tuple(from_[1:] if box.stacked else from_))
-        local[tuple(to)].copy_(part.unsqueeze(0) if box.stacked else part)
+        target[tuple(to)].copy_(part.unsqueeze(0) if box.stacked else part)

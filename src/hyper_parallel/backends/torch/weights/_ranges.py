@@ -30,10 +30,9 @@ class Run:
     at: int
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The tensor this rank stores, without autograd: the local part of a DTensor, otherwise the tensor."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+def local(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor, without autograd; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_ranges(tensor: Tensor, name: str = "tensor") -> tuple[tuple[Run, ...], ...]:
@@ -76,7 +75,7 @@ def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
             continue
         pieces = [full.narrow(dim, run.start, run.stop - run.start) for run in runs]
         full = torch.cat(pieces, dim) if pieces else full.narrow(dim, 0, 0)
-    local_tensor(tensor).copy_(full)
+    local(tensor).detach().copy_(full)
 
 
 def _stored(indices: Tensor, splits: list[_Split]) -> Tensor:

@@ -86,9 +86,9 @@ class SafetensorsDirectory:
                 allowed=f"a directory with {SINGLE}, or with {INDEX} and the files it names",
             )
         try:
-            handle = safe_open(path, framework="pt", device="cpu")
-            for name in handle.keys():  # noqa: SIM118 -- not a mapping
-                slices = handle.get_slice(name)
+            file = safe_open(path, framework="pt", device="cpu")
+            for name in file.keys():  # noqa: SIM118 -- not a mapping
+                slices = file.get_slice(name)
                 shape = tuple(slices.get_shape())
                 if name in self.tensors:
                     raise WeightsUnreadable(

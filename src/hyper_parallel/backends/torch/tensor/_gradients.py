@@ -1,4 +1,4 @@
-"""Gradients of parameters that tensor parallelism keeps whole, and the global gradient norm.
+"""Parameters as local tensors, and the gradients of those that tensor parallelism keeps whole.
 
 A whole parameter (a norm, a bias after a reduction) sees only its rank's tokens or heads, so every rank of the
 tensor-parallel group holds one summand of its gradient. The summands of all such parameters are added in one
@@ -8,7 +8,6 @@ of each is sent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch._collectives import all_reduce
-from hyper_parallel.backends.torch._handle import Handle, handle, local
+from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.ir import Purpose
 
 Summed = tuple[nn.Parameter, dist.ProcessGroup]
@@ -59,11 +58,22 @@ def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
     """
     if not isinstance(param, DTensor):
         return param
+    # Traceable; the model's outputs tell the owner that backward runs.
     if torch.compiler.is_compiling():
-        return (
-            param.to_local()
-        )  # traceable; the outputs of the model tell the owner that backward runs
+        return param.to_local()
     return _Local.apply(param, owner)
+
+
+@contextmanager
+def local_parameters(module: nn.Module, owner: TpGradients | None) -> Iterator[None]:
+    """Show a module local tensors in place of its own parameters; `owner` as of `to_local`."""
+    kept = module._parameters
+    shown = {n: p if p is None else to_local(p, owner) for n, p in kept.items()}
+    module.__dict__["_parameters"] = shown
+    try:
+        yield
+    finally:
+        module.__dict__["_parameters"] = kept
 
 
 class TpGradients:
@@ -148,74 +158,3 @@ class TpGradients:
             all_reduce(flat, group, Purpose.WHOLE_PARAMETERS)
             parts = flat.split([g.numel() for g in grads])
             torch._foreach_copy_(grads, [f.view_as(g) for f, g in zip(parts, grads, strict=True)])
-
-
-@contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
-    """Context for every microbatch of a step but the last: sums that can wait for the last one wait.
-
-    FSDP still reduce-scatters each microbatch, so that gradients stay sharded; the all-reduce over replicas and the
-    sum over tensor-parallel ranks happen once, in the backward pass outside this context. When only optimizer states
-    are sharded (zero=1), the reduce-scatter waits as well, and gathered parameters stay.
-    """
-    found = handle(model)
-    _set_last(found, False)
-    try:
-        yield
-    finally:
-        _set_last(found, True)
-
-
-def _set_last(found: Handle, last: bool) -> None:
-    if found.plan.strategy.zero_stage == 1:
-        for module in found.fsdp:
-            module.set_requires_gradient_sync(last, recurse=False)
-            module.set_reshard_after_backward(last, recurse=False)
-    if found.fsdp and found.plan.strategy.dp_replicate > 1:
-        found.fsdp[-1].set_requires_all_reduce(last)
-    if found.gradients is not None:
-        found.gradients.enabled = last
-
-
-def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale all gradients so that their global L2 norm is at most `max_norm`.
-
-    The norm counts every element of every logical gradient once, on any layout: local sums of squares, divided by the
-    number of ranks that hold the same elements, are added in one all-reduce of one number.
-
-    Args:
-        model: A model that passed through `parallelize`.
-        max_norm: Largest norm allowed; None only measures.
-
-    Returns:
-        The norm before scaling, a plain scalar tensor, equal on every rank.
-    """
-    found = handle(model)
-    by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    for name, param in model.named_parameters():
-        if param.grad is not None:
-            grad = local(param.grad)
-            by_copies.setdefault((found.copies(name), grad.dtype), []).append(grad)
-    total = torch.zeros((), dtype=torch.float32, device=found.device)
-    for (copies, dtype), grads in by_copies.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        norms = torch._foreach_norm([g for g in grads if g.numel()], 2, dtype=wide) if grads else []
-        if norms:
-            total = total + torch.stack(norms).square().sum() / copies
-    if found.world_group is not None:
-        total = _same_width(total, by_copies)
-        all_reduce(total, found.world_group, Purpose.GRADIENT_NORM)
-    norm = total.sqrt()
-    if max_norm is not None and math.isfinite(max_norm):
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for (_, dtype), grads in by_copies.items():
-            torch._foreach_mul_(grads, scale.to(dtype))
-    return norm
-
-
-def _same_width(total: Tensor, buckets: dict[tuple[int, torch.dtype], list[Tensor]]) -> Tensor:
-    """Give the sum one number format on all ranks, also on a rank that holds no element."""
-    wide = torch.float32
-    for _, dtype in buckets:
-        wide = torch.promote_types(wide, dtype)
-    return total.to(wide)

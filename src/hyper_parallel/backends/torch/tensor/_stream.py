@@ -1,6 +1,7 @@
-"""Where tokens and features of the residual stream lie on two tensor-parallel axes.
+"""How the residual stream lies on the tensor-parallel ranks between the blocks of a decoder.
 
-The B*S tokens of a microbatch are cut into P = x y equal pieces of n tokens, the last ones padded. Rank (i, j) holds
+On one axis (`TokenList`) the B*S tokens of a microbatch are cut into P equal pieces of n tokens, the last ones padded:
+[1, n, D] on each rank. On two axes (`TokenGrid`) with P = x y ranks, rank (i, j) holds
 
     piece i y + j with all features, [1, n, D], or
     the y pieces i y ... i y + y - 1 with features j, [1, y n, D / y], when the stream is cut over y.
@@ -11,7 +12,6 @@ spans of ceil(S / y) positions first, so that the ranks (., j) hold span j of al
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,48 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyper_parallel.backends.torch import _collectives
-from hyper_parallel.backends.torch._handle import TpState
-from hyper_parallel.backends.torch.tensor._collectives import features_to_tokens, tokens_to_features
+from hyper_parallel.backends.torch.tensor._collectives import (
+    features_to_tokens,
+    gather_tokens,
+    padded,
+    piece_size,
+    scatter_tokens,
+    slice_tokens,
+    tokens_to_features,
+)
+from hyper_parallel.backends.torch.tensor._state import TpState
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class TokenList:
+    """Pieces of one list of tokens; the methods are those of `TokenGrid`, for blocks of the one shape there is."""
+
+    state: TpState
+
+    def enter(self, full: Tensor, partial: bool) -> Tensor:
+        """[1, n, D] of [B, S, D], equal on all ranks or one summand per rank."""
+        return (scatter_tokens if partial else slice_tokens)(full, self.state.group)
+
+    def leave(self, part: Tensor) -> Tensor:
+        """[B, S, D] on every rank from every rank's piece."""
+        return gather_tokens(part, self.state.batch, self.state.group)
+
+    def gather(self, part: Tensor, shape: str, attention: bool) -> Tensor:
+        """[B, S, D] for a block."""
+        return self.leave(part)
+
+    def scatter(self, partial: Tensor, shape: str, attention: bool) -> Tensor:
+        """[1, n, D] of the sum of the ranks' [B, S, D]."""
+        return scatter_tokens(partial, self.state.group)
+
+    def align(self, part: Tensor, shape: str) -> Tensor:
+        """The piece itself: every block reads it as it lies."""
+        return part
+
+    back = align
+
+
+@dataclass(frozen=True, slots=True)
 class TokenGrid:
     """The two axes of one model, and its order of tokens.
 
@@ -45,35 +81,21 @@ class TokenGrid:
     @property
     def span(self) -> int:
         """Positions of a sequence on one y rank: ceil(S / y)."""
-        return -(-self.state.batch[1] // self.y.size())
+        return piece_size(self.state.batch[1], self.y.size())
 
     @property
     def rows(self) -> int:
         """n, the tokens of one piece."""
         batch, length = self.state.batch
         if self.by_sequence:
-            return -(-batch * self.span // self.x.size())
-        return -(-batch * length // self.state.degree)
+            return piece_size(batch * self.span, self.x.size())
+        return piece_size(batch * length, self.state.degree)
 
-    def shape(self, batch: tuple[int, ...], width: int) -> tuple[int, int, int]:
+    def part_shape(self, batch: tuple[int, ...], width: int) -> tuple[int, int, int]:
         """Shape of this rank's part of the stream, for a batch of (B, S) and all its features."""
-        now, self.state.batch = self.state.batch, batch
-        rows, y = self.rows, self.y.size()
-        self.state.batch = now
+        with self.state.pass_of(batch):
+            rows, y = self.rows, self.y.size()
         return (1, y * rows, width // y) if self.hidden_cut else (1, rows, width)
-
-    def later(self, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`make`, called in backward with the batch of this forward pass: another may have passed in between."""
-        batch = self.state.batch
-
-        def run() -> Tensor:
-            now, self.state.batch = self.state.batch, batch
-            try:
-                return make()
-            finally:
-                self.state.batch = now
-
-        return run
 
     def enter(self, full: Tensor, partial: bool) -> Tensor:
         """This rank's part of the stream, where the first layer begins.
@@ -88,14 +110,14 @@ class TokenGrid:
             rows, width = y * self.rows, full.shape[-1] // y
             pieces = pieces.view(x, rows, y, width).transpose(1, 2).reshape(1, -1, width)
         if partial:
-            return _collectives.scatter_tokens(pieces, self.state.group)
+            return scatter_tokens(pieces, self.state.group)
         return pieces.chunk(x * y, dim=1)[self.state.rank].clone()
 
     def leave(self, part: Tensor) -> Tensor:
         """[B, S, D] on every rank from every rank's part, behind the last layer."""
         x, y = self.x.size(), self.y.size()
         ranks = self.state.degree
-        out = _collectives.gather_tokens(part, (1, ranks * part.shape[1]), self.state.group)
+        out = gather_tokens(part, (1, ranks * part.shape[1]), self.state.group)
         if self.hidden_cut:
             out = out.view(x, y, part.shape[1], -1).transpose(1, 2)
             out = out.reshape(1, ranks * self.rows, -1)
@@ -113,29 +135,32 @@ class TokenGrid:
             return features_to_tokens(part, self.y)
         return part
 
-    def gather_list(self, part: Tensor, shape: str) -> Tensor:
-        """All tokens that a position-wise block of a shape works on, in any order, with the features it reads."""
+    def gather(self, part: Tensor, shape: str, attention: bool) -> Tensor:
+        """What a block reads.
+
+        Args:
+            part: This rank's part of the stream, after `align`.
+            shape: 1d, 2d or weight.
+            attention: Whole sequences, [B, S, .], or this y rank's span [B, span, D] for shape `weight`; else all
+                tokens in any order, [1, P n, .].
+        """
         group = self.state.group if shape == "1d" else self.x
-        return _collectives.gather_tokens(part, (1, group.size() * part.shape[1]), group)
-
-    def scatter_list(self, partial: Tensor, shape: str) -> Tensor:
-        """The way back: this rank's tokens of the sum."""
-        return _collectives.scatter_tokens(partial, self.state.group if shape == "1d" else self.x)
-
-    def gather_sequences(self, part: Tensor, shape: str) -> Tensor:
-        """Tokens as attention needs them: [B, S, .], or this y rank's span [B, span, D] for shape `weight`."""
+        tokens = gather_tokens(part, (1, group.size() * part.shape[1]), group)
+        if not attention:
+            return tokens
         batch, length = self.state.batch
         if shape == "weight":
             length = self.span
-        tokens = self.gather_list(part, shape)
         if tokens.shape[1] != batch * length:
             tokens = tokens[:, : batch * length]
         return tokens.view(batch, length, -1)
 
-    def scatter_sequences(self, partial: Tensor, shape: str) -> Tensor:
-        """The way back."""
-        ranks = self.x.size() if shape == "weight" else self.state.degree
-        return self.scatter_list(_padded(partial.flatten(0, 1), ranks * self.rows), shape)
+    def scatter(self, partial: Tensor, shape: str, attention: bool) -> Tensor:
+        """The way back: this rank's tokens of the sum."""
+        if attention:
+            ranks = self.x.size() if shape == "weight" else self.state.degree
+            partial = padded(partial.flatten(0, 1), ranks * self.rows).unsqueeze(0)
+        return scatter_tokens(partial, self.state.group if shape == "1d" else self.x)
 
     def order(self) -> Tensor:
         """The place of each row of this rank's piece in the list of B*S tokens, -1 for padding."""
@@ -164,7 +189,7 @@ class TokenGrid:
         """[B, S, C] as the list of all ranks' pieces, [1, P n, C]."""
         x, y, n = self.x.size(), self.y.size(), self.rows
         if not self.by_sequence:
-            return _padded(full.flatten(0, 1), x * y * n)
+            return padded(full.flatten(0, 1), x * y * n).unsqueeze(0)
         spans = self.spans(full).view(y, -1, full.shape[-1])
         if spans.shape[1] != x * n:
             spans = F.pad(spans, (0, 0, 0, x * n - spans.shape[1]))
@@ -178,10 +203,3 @@ class TokenGrid:
             return pieces[0, : batch * length].view(batch, length, -1)
         spans = pieces.view(x, y, self.rows, -1).transpose(0, 1).reshape(y, x * self.rows, -1)
         return self.from_spans(spans[:, : batch * self.span].reshape(1, -1, spans.shape[-1]))
-
-
-def _padded(tokens: Tensor, rows: int) -> Tensor:
-    """[T, C] as [1, rows, C] with zeros behind."""
-    if tokens.shape[0] != rows:
-        tokens = F.pad(tokens, (0, 0, 0, rows - tokens.shape[0]))
-    return tokens.unsqueeze(0)

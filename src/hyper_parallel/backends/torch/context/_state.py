@@ -1,0 +1,140 @@
+"""State of context parallelism: which tokens this rank holds, and what attention must know of the running pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hyper_parallel.backends.torch._loss import shifted
+from hyper_parallel.ir import Interval, SequenceCut, Strategy, ulysses_degree
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """What attention must know of the sequences of one forward pass.
+
+    Attributes:
+        cut: Which tokens which rank holds.
+        documents: [B, padded length] number of the document of every position, or None when each row is one.
+        bounds: (spans, B) to the first and last document of a span of positions; empty without documents.
+        last: Largest position of the pass, padding left out, a scalar.
+    """
+
+    cut: SequenceCut
+    documents: Tensor | None
+    bounds: Mapping[Interval, tuple[tuple[int, int], ...]]
+    last: Tensor
+
+
+@dataclass(slots=True)
+class ContextState:
+    """Context-parallel state of one model.
+
+    Attributes:
+        group: Ranks of this rank's context-parallel group.
+        gathers: Keys and values are gathered at once instead of being exchanged in rounds.
+        ulysses: Ranks that exchange heads for tokens, inside the group.
+        view: The forward pass that runs; None outside of one.
+        calls: Attention calls of this pass.
+    """
+
+    group: dist.ProcessGroup
+    gathers: bool
+    ulysses: int
+    view: SequenceView | None = None
+    calls: int = 0
+    _cuts: dict[int, SequenceCut] = field(default_factory=dict)
+    _positions: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> ContextState:
+        """The state of a strategy with cp above one."""
+        ulysses = ulysses_degree(strategy.cp, strategy.cp_kind, strategy.cp_ulysses)
+        return cls(group, strategy.cp_kind == "all_gather", ulysses)
+
+    @property
+    def ring(self) -> int:
+        """Places of the ring, each of `ulysses` ranks."""
+        return self.group.size() // self.ulysses
+
+    def cut(self, seq_len: int) -> SequenceCut:
+        """How sequences of a length are cut."""
+        return self._cuts.setdefault(seq_len, SequenceCut(seq_len, self.ring, self.ulysses))
+
+    def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's tokens of a microbatch, and the state of its forward pass.
+
+        Every pipeline stage runs it on the same microbatch: the first uses the ids, the last the labels, all of them
+        the positions and the state.
+
+        Args:
+            batch: Arguments of the model's forward with whole sequences: `input_ids` or `inputs_embeds`, and
+                optionally `labels`, `shift_labels` and `position_ids` (which begin again where a document does).
+
+        Returns:
+            The same arguments with this rank's tokens, [B, padded length / cp], `shift_labels` for `labels`, and
+            `position_ids` in any case.
+        """
+        given = dict(batch)
+        tokens = next(t for n in _TOKENS if (t := given.get(n)) is not None)
+        length, device = tokens.shape[1], tokens.device
+        cut = self.cut(length)
+        if (length, device) not in self._positions:
+            held = cut.positions(self.group.rank())
+            self._positions[length, device] = torch.tensor(held, device=device)
+        mine = self._positions[length, device]
+        positions = given.get("position_ids")
+        if positions is None:
+            self.view = SequenceView(cut, None, {}, torch.tensor(length - 1, device=device))
+            given["position_ids"] = mine.unsqueeze(0)
+        else:
+            last = positions.max()
+            tail = positions[:, -1:] + torch.arange(1, cut.padded - length + 1, device=device)
+            positions = torch.cat((positions, tail), dim=1)
+            self.view = view_of(cut, positions.expand(tokens.shape[0], -1), last)
+            given["position_ids"] = positions.index_select(1, mine)
+        labels, targets = given.get("labels"), given.get("shift_labels")
+        if targets is None and labels is not None:
+            targets = shifted(labels, _IGNORED)
+        if targets is not None:
+            if given.get("num_items_in_batch") is None:
+                given["num_items_in_batch"] = (targets != _IGNORED).sum().clamp(min=1)
+            given["shift_labels"] = _cut(targets, mine, cut, _IGNORED)
+            given["labels"] = given["shift_labels"]
+        for name in _TOKENS:
+            if given.get(name) is not None:
+                given[name] = _cut(given[name], mine, cut, 0)
+        self.calls = 0
+        return given
+
+
+_TOKENS = ("input_ids", "inputs_embeds")
+
+
+def _cut(whole: Tensor, mine: Tensor, cut: SequenceCut, fill: int) -> Tensor:
+    """The tokens `mine` of [B, S] or [B, S, D]."""
+    missing = cut.padded - cut.seq_len
+    if missing:
+        whole = F.pad(whole, (0, 0) * (whole.dim() - 2) + (0, missing), value=fill)
+    return whole.index_select(1, mine)
+
+
+def view_of(cut: SequenceCut, positions: Tensor, last: Tensor) -> SequenceView:
+    """Documents from positions that do not follow on the one before, as transformers reads them."""
+    steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
+    documents = (steps != 1).cumsum(dim=1)
+    spans = [span for held in cut.spans for span in held]
+    ends = torch.tensor([p for a, b in spans for p in (a, b - 1)], device=positions.device)
+    at = documents.index_select(1, ends).unflatten(1, (-1, 2)).transpose(0, 1).tolist()
+    if not any(last for rows in at for _, last in rows):
+        return SequenceView(cut, None, {}, last)
+    bounds = {s: tuple((a, b) for a, b in rows) for s, rows in zip(spans, at, strict=True)}
+    return SequenceView(cut, documents, bounds, last)
