@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._graph import as_graph
 from hyper_parallel.backends.torch.memory._record import Recorder
 from hyper_parallel.backends.torch.memory._source import CaptureSource
+from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import StorageKind
 
