@@ -25,13 +25,13 @@ ONE_SHAPE = (PACKAGE / "backends" / "torch", PACKAGE / "trainer")
 # Known, to go.
 KNOWN_CIRCLES: set[str] = {"hyper_parallel.planner._objective"}  # the first module of each group
 KNOWN_CLASSES: set[str] = {
-    "Context", "Exchange", "Ledger", "Relaxed", "Rule", "Rules", "Schedule", "Stage", "Stages", "Task", "View", "_Goal",
-    "_Run", "_Slot",
+    "Exchange", "Ledger", "Relaxed", "Rule", "Rules", "Schedule", "Stage", "Task", "_Goal",
+    "_Run",
 }  # fmt: skip
 KNOWN_FILE_NAMES: set[str] = {
     "_cache.py", "_calibrate.py", "_checkpoint.py", "_checks.py", "_collectives.py", "_config.py", "_copies.py",
-    "_fit.py", "_generate.py", "_launch.py", "_ledger.py", "_load.py", "_machine.py", "_memory.py", "_mesh.py",
-    "_offload.py", "_parallelize.py", "_plan.py", "_predict.py", "_projections.py", "_relax.py", "_repair.py",
+    "_fit.py", "_generate.py", "_launch.py", "_ledger.py", "_load.py", "_machine.py", "_memory.py",
+    "_offload.py", "_parallelize.py", "_plan.py", "_predict.py", "_relax.py", "_repair.py",
     "_rules.py", "_run.py", "_schedule.py", "_simulate.py", "_stages.py", "_step.py", "_types.py", "layout.py",
     "plan.py",
 }  # fmt: skip
