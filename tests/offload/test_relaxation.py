@@ -6,7 +6,7 @@ import pytest
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.offload import Channel, MemoryMachine, order_peak, plan_memory
 from hyper_parallel.offload._flow import Flow
-from hyper_parallel.offload._linear import LinearProgram
+from hyper_parallel.offload._linear import LinearProgram, SolverFailed
 from hyper_parallel.offload._rules import Rules
 from tests.offload.programs import training_chain
 
@@ -22,6 +22,17 @@ def test_a_linear_program_at_its_optimum_and_without_one():
     assert lp.solve() == pytest.approx([3, 1])
     lp.at_least({x: 1}, 4)
     assert lp.solve() is None
+
+
+def test_a_solver_that_fails_is_not_read_as_out_of_reach():
+    lp = LinearProgram()
+    lp.at_least({lp.variable(10): float("inf")}, 4)
+    with pytest.raises(SolverFailed, match="refuses"):
+        lp.solve()
+    unbounded = LinearProgram()
+    unbounded.variable(cost=-1.0)
+    with pytest.raises(SolverFailed, match="nbounded"):
+        unbounded.solve()
 
 
 def away(target_bytes):

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from hyper_parallel.errors import BatchMismatch, DegreesMismatch, HyperParallelError
+from hyper_parallel.errors import BatchMismatch, DegreesMismatch, HyperParallelError, NotDivisible
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.planner import plan
+from hyper_parallel.planner._repair import follow_changes
 from hyper_parallel.topology import load_topology
 
 pytestmark = pytest.mark.unit
@@ -70,6 +71,20 @@ def test_the_hint_of_every_refusal_makes_the_strategy_legal(name):
         mended, batch = applied(error.hint, strategy, workload)
         assert refusal(model, machine, batch, mended) is None
     assert refused > 20
+
+
+def test_changes_are_data_and_hints_are_text():
+    def check(strategy, workload):
+        if strategy.tp_x != 4:
+            raise NotDivisible("tp", hint="any text", changes={"parallel.tp": 4})
+
+    wrong = Strategy(tp_x=3)
+    text = NotDivisible("tp", hint="`parallel.tp=4` would do on another machine")
+    assert follow_changes(text, wrong, Workload(512), check) == {}
+    data = NotDivisible("tp", changes={"parallel.ep": 2, "parallel.stage_layers": (1, 2)})
+    assert data.hint == "parallel.ep=2 'parallel.stage_layers=[1, 2]'"
+    followed = follow_changes(data, wrong, Workload(512), check)
+    assert followed == {**data.changes, "parallel.tp": 4}
 
 
 def test_the_number_of_devices_is_kept():

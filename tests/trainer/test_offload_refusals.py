@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from hyper_parallel.errors import BudgetImpossible, TierFull
+from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.offload import say_enough
 from hyper_parallel.trainer._offload_record import of_all
 
@@ -25,7 +25,17 @@ def test_what_one_rank_asks_for_is_enough_for_all():
 
 
 def test_a_rank_that_no_dram_helps_leaves_the_budget():
-    other = BudgetImpossible("no plan", hint="set `offload.budget=700`")
+    other = BudgetImpossible("no plan")
+    other.least_bytes = 700
     assert of_all([full(dram=10**9, device=600), other]) is other
     assert of_all([full(dram=10, device=800), other]).hint == "set `offload.budget=800`"
     assert of_all([]) is None
+
+
+def test_numbers_in_a_hint_are_no_bytes():
+    """A limit on files, a line number: only the bytes that an error carries as data rank it."""
+    other = CaptureUnsupported("a sparse tensor", hint="see line 4000000000000 of the trace")
+    small = BudgetImpossible("no plan", hint="set `offload.budget=900`")
+    small.least_bytes = 900
+    assert of_all([other, small]) is small
+    assert of_all([full(dram=10, device=800), other]).hint == "set `offload.budget=800`"

@@ -38,7 +38,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
             "a pipeline has more stages than the model has layers",
             got=f"{stages} stages, {count} layers",
             allowed=f"1 to {count} stages",
-            hint=f"parallel.pp={count} parallel.virtual_stages=1",
+            changes={"parallel.pp": count, "parallel.virtual_stages": 1},
         )
     before = [0, *accumulate(costs)]
 
@@ -124,7 +124,7 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
             where="parallel.stage_layers",
             got=f"{list(given)}: {len(given)} stages, {sum(given)} layers",
             allowed=f"{stages} numbers that add up to {layers}",
-            hint=f"'parallel.stage_layers={list(near)}'" if near else None,
+            changes={"parallel.stage_layers": near} if near else None,
         )
 
 

@@ -4,7 +4,7 @@ Families: configuration 1xx, layout 2xx, plan 3xx, capacity 4xx, back end 5xx, r
 mistakes raise one of these; `assert` guards our own invariants.
 """
 
-from hyper_parallel.errors._base import HyperParallelError, all_codes
+from hyper_parallel.errors._base import HyperParallelError, all_codes, overrides
 from hyper_parallel.errors.backend import (
     CaptureUnsupported,
     DeviceUnavailable,
@@ -115,4 +115,5 @@ __all__ = [
     "WeightsUninitialised",
     "WeightsUnreadable",
     "all_codes",
+    "overrides",
 ]

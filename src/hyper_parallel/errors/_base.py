@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -17,7 +17,8 @@ class HyperParallelError(Exception):
         where: Where the wrong value came from: `recipe.yaml: parallel.tp_x (set by command line)`, a file, a module.
         got: The value or values found.
         allowed: The values that would be accepted.
-        hint: One line that can be pasted: a command, an override, a recipe line.
+        hint: One line that can be pasted: a command, an override, a recipe line. None: `changes` as overrides.
+        changes: Recipe keys with values that mend it, as data: `{"parallel.ep": 4}`.
         others: Further problems found at the same time, one line each.
     """
 
@@ -31,6 +32,7 @@ class HyperParallelError(Exception):
         got: object = None,
         allowed: object = None,
         hint: str | None = None,
+        changes: Mapping[str, object] | None = None,
         others: Sequence[str] = (),
     ) -> None:
         super().__init__(what)
@@ -38,7 +40,8 @@ class HyperParallelError(Exception):
         self.where = where
         self.got = got
         self.allowed = allowed
-        self.hint = hint
+        self.changes = dict(changes or {})
+        self.hint = overrides(self.changes) if hint is None and self.changes else hint
         self.others = tuple(others)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,6 +67,15 @@ class HyperParallelError(Exception):
         if self.others:
             lines += ["", f"and {len(self.others)} more:", *(f"  {line}" for line in self.others)]
         return "\n".join(lines)
+
+
+def overrides(changes: Mapping[str, object]) -> str:
+    """Changes as overrides that a shell takes: `parallel.pp=2 'parallel.stage_layers=[4, 4]'`."""
+    texts = (
+        (f"{key}={list(value) if isinstance(value, tuple) else value}")
+        for key, value in changes.items()
+    )
+    return " ".join(f"'{text}'" if text.endswith("]") else text for text in texts)
 
 
 def _plain(value: object) -> str:

@@ -51,7 +51,7 @@ class Workload:
             raise BatchMismatch(
                 "tokens_per_step does not divide into whole sequences for every data-parallel rank",
                 got=f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}",
-                hint=f"training.tokens_per_step={near}",
+                changes={"training.tokens_per_step": near},
             )
         per_rank = tokens // unit
         if micro is None:
@@ -61,18 +61,17 @@ class Workload:
         if micro < 1 or steps < 1 or micro * steps != per_rank:
             divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
             if self.microbatch and self.accumulation_steps:
-                hint = (
-                    f"training.tokens_per_step={self.microbatch * self.accumulation_steps * unit}"
-                )
+                name = "tokens_per_step"
+                value = self.microbatch * self.accumulation_steps * unit
             else:
                 name = "microbatch" if self.microbatch else "accumulation_steps"
                 given = self.microbatch or self.accumulation_steps or 1
-                hint = f"training.{name}={min(divisors, key=lambda d: abs(d - given))}"
+                value = min(divisors, key=lambda d: abs(d - given))
             raise BatchMismatch(
                 "tokens_per_step, microbatch and accumulation_steps do not agree",
                 got=f"{per_rank} sequences per rank and step, microbatch={micro}, accumulation_steps={steps}",
                 allowed=[f"microbatch={m}" for m in divisors],
-                hint=hint,
+                changes={f"training.{name}": value},
             )
         return Workload(
             self.seq_len, tokens, micro, steps,

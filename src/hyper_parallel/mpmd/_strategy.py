@@ -55,7 +55,7 @@ def check_pipeline(
                     where=where,
                     got=f"pp=1, {name}={value}",
                     allowed=f"no {name}, or pp of 2 and more",
-                    hint="parallel.pp=2",
+                    changes={"parallel.pp": 2},
                 )
         return
     check_virtual(s, where)
@@ -66,7 +66,7 @@ def check_pipeline(
             where=where,
             got=f"pp={s.pp}, virtual_stages={s.virtual_stages}, layers={layers}",
             allowed=f"pp up to {most}",
-            hint=f"parallel.pp={most}",
+            changes={"parallel.pp": most},
         )
     if microbatches < s.pp:
         raise BatchMismatch(
@@ -74,7 +74,7 @@ def check_pipeline(
             where=where,
             got=f"pp={s.pp}, microbatches per step={microbatches}",
             allowed=f"pp up to {microbatches}, or {s.pp} microbatches and more",
-            hint=f"training.accumulation_steps={_legal_near(s, s.pp)}",
+            changes={"training.accumulation_steps": _legal_near(s, s.pp)},
         )
     if not _runs(s, microbatches):
         near = [m for m in (_legal_near(s, microbatches, -1), _legal_near(s, microbatches)) if m]
@@ -83,7 +83,7 @@ def check_pipeline(
             where=where,
             got=f"microbatches per step={microbatches}",
             allowed=[*near, _rule(s)],
-            hint=f"training.accumulation_steps={near[-1]}",
+            changes={"training.accumulation_steps": near[-1]},
         )
 
 
@@ -93,13 +93,14 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     Raises:
         UnsupportedSharding: HP205.
     """
+    change: tuple[str, object]
     if s.schedule in V_SHAPED and s.virtual_stages != 2:
-        allowed, hint = "virtual_stages=2", "parallel.virtual_stages=2"
+        allowed, change = "virtual_stages=2", ("virtual_stages", 2)
     elif s.schedule == "interleaved" and s.virtual_stages < 2:
-        allowed, hint = "virtual_stages of 2 and more", "parallel.virtual_stages=2"
+        allowed, change = "virtual_stages of 2 and more", ("virtual_stages", 2)
     elif s.schedule in ("gpipe", "1f1b", "zb-h1") and s.virtual_stages != 1:
         allowed = "virtual_stages=1, or schedule interleaved, zbv, dualpipev"
-        hint = "parallel.schedule=interleaved"
+        change = ("schedule", "interleaved")
     else:
         return
     raise UnsupportedSharding(
@@ -107,7 +108,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
         where=where,
         got=f"schedule={s.schedule}, virtual_stages={s.virtual_stages}",
         allowed=allowed,
-        hint=hint,
+        changes={f"parallel.{change[0]}": change[1]},
     )
 
 

@@ -12,6 +12,10 @@ import highspy
 import numpy as np
 
 
+class SolverFailed(RuntimeError):
+    """The solver found neither an optimum nor that there is none: nothing is known of the program."""
+
+
 @dataclass
 class LinearProgram:
     """Minimize cost . x over rows `low <= coefficients . x <= high` and bounds of the variables.
@@ -42,15 +46,22 @@ class LinearProgram:
         self.rows.append((coefficients, value, value))
 
     def solve(self) -> np.ndarray | None:
-        """A point of least cost; None when no point satisfies every row."""
-        for method in ("ipm", "simplex"):
-            solver = self._run({"solver": method})
+        """A point of least cost; None when no point satisfies every row.
+
+        Raises:
+            SolverFailed: The solver ended without an answer.
+        """
+        methods: tuple[dict[str, str | float], ...] = (
+            {"solver": "ipm"}, {"solver": "simplex"}, {"solver": "simplex", "presolve": "off"},
+        )  # fmt: skip
+        for options in methods:
+            solver = self._run(options)
             status = solver.getModelStatus()
             if status == highspy.HighsModelStatus.kOptimal:
                 return np.array(solver.getSolution().col_value)
             if status == highspy.HighsModelStatus.kInfeasible:
-                break
-        return None
+                return None
+        raise SolverFailed(f"HiGHS ended without an answer: {solver.modelStatusToString(status)}")
 
     def lower_bound(self) -> float:
         """A number that no point costs less than, close to the optimum when one exists.
@@ -95,6 +106,7 @@ class LinearProgram:
         solver: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for name, value in {"output_flag": False, "threads": 1, **options}.items():
             solver.setOptionValue(name, value)
-        solver.passModel(lp)
+        if solver.passModel(lp) == highspy.HighsStatus.kError:
+            raise SolverFailed("HiGHS refuses the program: a number of it is not finite")
         solver.run()
         return solver

@@ -7,17 +7,21 @@ rounded to whole storages and emitted as any other.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hyper_parallel.offload._flow import Flow
+from hyper_parallel.offload._flow import Flow, Flowed
+from hyper_parallel.offload._linear import SolverFailed
 from hyper_parallel.offload._recompute import Chain, Chains, longest_gap
 
 if TYPE_CHECKING:
     from hyper_parallel.offload._select import Candidate, Selector
+
+_LOG = logging.getLogger(__name__)
 
 _FINE, _COARSE = 400, 100  # positions: to decide what leaves, and what is made again
 _HALF, _NEARLY_ALL = 0.5, 0.9  # a storage of which so much is chosen is chosen
@@ -76,7 +80,14 @@ class Relaxation:
             _recompute(self, finder)
         for (s, since), (part, leaves) in self._stored.items():
             self.flow.stored(part, since + 1, leaves, self.sizes[s])
-        self._flowed = cache(self.flow.solve)
+        self._flowed = cache(self._solve)
+
+    def _solve(self, target_bytes: int) -> Flowed | None:
+        try:
+            return self.flow.solve(target_bytes)
+        except SolverFailed as error:  # the other rules still choose
+            _LOG.warning("nothing is relaxed for %d bytes: %s", target_bytes, error)
+            return None
 
     def solve(self, target_bytes: int) -> Relaxed | None:
         """The optimum for a target; None when it cannot be reached."""

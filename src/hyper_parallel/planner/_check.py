@@ -25,9 +25,10 @@ def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None
         where=where,
         got=shown,
         allowed=f"a product of {num_devices}",
-        hint=f"parallel.dp_shard={num_devices // others}"
-        if num_devices % others == 0
-        else f"start {size} ranks, or lower the degrees to divisors of {num_devices}",
+        changes=None if num_devices % others else {"parallel.dp_shard": num_devices // others},
+        hint=f"start {size} ranks, or lower the degrees to divisors of {num_devices}"
+        if num_devices % others
+        else None,
     )
 
 
@@ -56,5 +57,5 @@ def check_legal(
                 where=where,
                 got=f"ep={s.ep}, experts={numbers.experts}, ranks={inner}",
                 allowed=allowed,
-                hint=f"parallel.ep={max(allowed)}",
+                changes={"parallel.ep": max(allowed)},
             )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost import Candidates, step_collectives
-from hyper_parallel.errors import BadValue, HyperParallelError, UnsupportedSharding
+from hyper_parallel.errors import BadValue, HyperParallelError, UnsupportedSharding, overrides
 from hyper_parallel.ir import (
     Alternative,
     Certificate,
@@ -32,7 +32,7 @@ from hyper_parallel.planner._limits import CHOICES, DEGREES, EXCLUDABLE, Limits,
 from hyper_parallel.planner._nearest import nothing_fits, nothing_legal
 from hyper_parallel.planner._priced import Priced, price
 from hyper_parallel.planner._reasons import not_executable, offloaded, searched, slower, too_big
-from hyper_parallel.planner._repair import follow_hints
+from hyper_parallel.planner._repair import follow_changes
 from hyper_parallel.planner._sensitivity import sensitivity
 from hyper_parallel.planner._solve import solve
 from hyper_parallel.planner._space import Space
@@ -143,7 +143,8 @@ def evaluate(
     try:
         check(strategy, context.workload)
     except HyperParallelError as error:
-        error.hint = follow_hints(error, strategy, context.workload, check) or error.hint
+        if changes := follow_changes(error, strategy, context.workload, check):
+            error.changes, error.hint = changes, overrides(changes)
         raise
     workload = context.workload.resolve(strategy.dp)
     priced = price(context, strategy, workload)

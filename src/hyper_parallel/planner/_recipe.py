@@ -66,7 +66,7 @@ def plan_recipe(
             where=where("parallel.world_size"),
             got=parallel.world_size,
             allowed=world_size,
-            hint=f"parallel.world_size={world_size}",
+            changes={"parallel.world_size": world_size},
         )
     context = resolve(
         recipe.model.path, recipe.topology, _workload(recipe), world_size or parallel.world_size
@@ -126,7 +126,7 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
                 "`cp_ulysses` is a choice of cp_kind=hybrid",
                 where=where("parallel.cp_ulysses"),
                 got=f"cp_kind={p.cp_kind}, cp_ulysses={p.cp_ulysses}",
-                hint="parallel.cp_kind=hybrid",
+                changes={"parallel.cp_kind": "hybrid"},
             )
         pins["cp_ulysses"] = p.cp_ulysses
     # Every pipeline has the schedule of the recipe, 1F1B where it names none.
@@ -149,7 +149,7 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
                 "`stage_layers` has one number for every stage",
                 where=where("parallel.stage_layers"),
                 got=f"{len(p.stage_layers)} numbers, {strategy.stages} stages",
-                hint=f"parallel.pp={max(1, len(p.stage_layers) // strategy.virtual_stages)}",
+                changes={"parallel.pp": max(1, len(p.stage_layers) // strategy.virtual_stages)},
             )
         pins["vpp"] = strategy.virtual_stages
     return pins

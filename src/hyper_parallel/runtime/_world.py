@@ -102,7 +102,7 @@ class World:
             raise DegreesMismatch(
                 f"the degrees multiply to {strategy.world_size}, not to the number of ranks",
                 got=f"{strategy} on {len(members)} ranks",
-                hint=f"parallel.dp_shard={_fitting_shard(strategy, len(members))}",
+                changes={"parallel.dp_shard": _fitting_shard(strategy, len(members))},
             )
         degrees = tuple(getattr(strategy, axis) for axis in AXES)
         key = (degrees, members)

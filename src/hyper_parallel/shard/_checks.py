@@ -40,7 +40,7 @@ def check_axes(strategy: Strategy, where: str | None = None) -> None:
             where=where,
             got=f"dp_shard={strategy.dp_shard}, cp={strategy.cp}, tp={strategy.tp}, ep={strategy.ep}",
             allowed=f"ep {', '.join(str(e) for e in allowed)}",
-            hint=f"parallel.ep={max(e for e in allowed if e <= strategy.ep)}",
+            changes={"parallel.ep": max(e for e in allowed if e <= strategy.ep)},
         )
 
 
@@ -64,13 +64,13 @@ def check_context(strategy: Strategy, num_heads: int, where: str | None = None) 
     heads, ulysses = num_heads // s.tp, ulysses_degree(s.cp, s.cp_kind, s.cp_ulysses)
     allowed = [u for u in range(1, s.cp + 1) if s.cp % u == 0 and heads % u == 0]
     near = max((u for u in allowed if u <= ulysses), default=1)
-    hint = f"parallel.cp_kind=hybrid parallel.cp_ulysses={near}"
+    kind = "hybrid" if near > 1 else "ring"
     if s.cp_kind != "hybrid" and s.cp_ulysses > 1:
         raise NotDivisible(
             f"`cp_ulysses` is a choice of cp_kind=hybrid, not of {s.cp_kind}",
             where=where,
             got=f"cp_kind={s.cp_kind}, cp_ulysses={s.cp_ulysses}",
-            hint=f"parallel.cp_kind=hybrid parallel.cp_ulysses={s.cp_ulysses}",
+            changes={"parallel.cp_kind": "hybrid", "parallel.cp_ulysses": s.cp_ulysses},
         )
     if ulysses not in allowed:
         raise NotDivisible(
@@ -78,5 +78,5 @@ def check_context(strategy: Strategy, num_heads: int, where: str | None = None) 
             where=where,
             got=f"{ulysses} Ulysses ranks, cp={s.cp}, {heads} heads",
             allowed=allowed,
-            hint=hint if near > 1 else "parallel.cp_kind=ring parallel.cp_ulysses=1",
+            changes={"parallel.cp_kind": kind, "parallel.cp_ulysses": near},
         )

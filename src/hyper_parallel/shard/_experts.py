@@ -58,7 +58,7 @@ def check_experts(found: list[Param], strategy: Strategy, where: str | None) -> 
             "expert parallelism needs routed experts, and no module of this model is known to hold any",
             where=where,
             got=f"ep={strategy.ep}",
-            hint="parallel.ep=1",
+            changes={"parallel.ep": 1},
         )
     for param in experts:
         if not in_list(param) and (container(param) != param.module or len(param.shape) < 2):
@@ -67,7 +67,7 @@ def check_experts(found: list[Param], strategy: Strategy, where: str | None) -> 
                 where=where,
                 got=f"ep={strategy.ep}, {param.name} {param.shape}",
                 allowed="parameters [experts, ...], or modules experts.0, experts.1, ...",
-                hint="parallel.ep=1",
+                changes={"parallel.ep": 1},
             )
     number = math.gcd(*(p.shape[0] for p in experts if not in_list(p)), *_lengths(experts))
     if number % strategy.ep:
@@ -78,7 +78,7 @@ def check_experts(found: list[Param], strategy: Strategy, where: str | None) -> 
             where=where,
             got=f"experts={number}, ep={strategy.ep}",
             allowed=f"ep {', '.join(str(e) for e in allowed)}",
-            hint=f"parallel.ep={max(e for e in allowed if e <= strategy.ep)}",
+            changes={"parallel.ep": max(e for e in allowed if e <= strategy.ep)},
         )
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hyper_parallel.errors import NotDivisible, RuleError, UnsupportedSharding
+from hyper_parallel.errors import NotDivisible, RuleError, UnsupportedSharding, overrides
 from hyper_parallel.ir import Strategy
 from hyper_parallel.shard._checks import legal_tp
 from hyper_parallel.shard._rules import REFUSED
@@ -83,8 +83,8 @@ def rule_hint(rules: Mapping[str, str]) -> str:
     return f"'parallel.rules={{{', '.join(f'{p}: {s}' for p, s in rules.items())}}}'"
 
 
-def _without_tp(strategy: Strategy) -> str:
-    return f"parallel.tp=1 parallel.dp_shard={strategy.dp_shard * strategy.tp}"
+def _without_tp(strategy: Strategy) -> dict[str, object]:
+    return {"parallel.tp": 1, "parallel.dp_shard": strategy.dp_shard * strategy.tp}
 
 
 def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
@@ -96,7 +96,7 @@ def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
                 where=sizes.where,
                 got=f"tp={sizes.tp}, style {param.style}",
                 allowed="dp_replicate, dp_shard",
-                hint=_without_tp(sizes.strategy),
+                changes=_without_tp(sizes.strategy),
             )
     for param in found:
         if param.style is None and not _is_norm(param):
@@ -104,14 +104,15 @@ def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
                 f"no rule covers `{_starred(param.name)}`: tensor parallelism is not known to be exact",
                 where=sizes.where,
                 got=f"shape {param.shape}, tp={sizes.tp}",
-                hint=_without_tp(sizes.strategy) + _or_replicate(param),
+                changes=_without_tp(sizes.strategy),
+                hint=overrides(_without_tp(sizes.strategy)) + _or_replicate(param),
             )
         if param.style not in (None, "replicate", "experts") and not 1 <= len(param.shape) <= 2:
             raise UnsupportedSharding(
                 f"style `{param.style}` needs a matrix or a vector, `{param.name}` is neither",
                 where=sizes.where,
                 got=f"shape {param.shape}",
-                hint=_without_tp(sizes.strategy),
+                changes=_without_tp(sizes.strategy),
             )
 
 
@@ -217,7 +218,7 @@ def _not_divisible(what: str, size: int, param: Param, sizes: Sizes) -> NotDivis
         where=sizes.where,
         got=f"{what}={size}, tp={sizes.tp}",
         allowed=f"tp {', '.join(str(t) for t in allowed)}",
-        hint=f"parallel.tp={best}",
+        changes={"parallel.tp": best},
     )
 
 
@@ -246,9 +247,8 @@ def check_pairs(found: list[Param], sizes: Sizes) -> None:
                 where=sizes.where,
                 got=", ".join(f"{p.module.rpartition('.')[2]}={p.style}" for p in matrices),
                 allowed="colwise projections in and rowwise projections out",
-                hint=_without_tp(sizes.strategy)
-                if odd[0].in_attention
-                else rule_hint({_starred(parent): "replicate"}),
+                changes=_without_tp(sizes.strategy) if odd[0].in_attention else None,
+                hint=None if odd[0].in_attention else rule_hint({_starred(parent): "replicate"}),
             )
 
 

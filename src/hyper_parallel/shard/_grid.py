@@ -69,7 +69,7 @@ def fit_grid(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
                 where=sizes.where,
                 got=f"tp_x={strategy.tp_x}, tp_y={strategy.tp_y}, attention {_shown(strategy)}",
                 allowed="attention_shape 1d",
-                hint="parallel.attention_shape=1d",
+                changes={"parallel.attention_shape": "1d"},
             )
         if param.style in ("norm_heads", "qkv") and exchanges_rows(strategy):
             raise UnsupportedSharding(
@@ -77,7 +77,7 @@ def fit_grid(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
                 where=sizes.where,
                 got=f"attention {_shown(strategy)}",
                 allowed="attention_shape 1d, or 2d with attention_scatter head",
-                hint="parallel.attention_shape=2d parallel.attention_scatter=head",
+                changes={"parallel.attention_shape": "2d", "parallel.attention_scatter": "head"},
             )
     found = [_packed(p, found, sizes) if p.style in ("qkv", "gate_up") else p for p in found]
     cut = [p for p in found if p.style in _REGION_STYLES and len(p.shape) == 2]
@@ -132,7 +132,7 @@ def _check_axes(strategy: Strategy, where: str | None) -> None:
             "tensor parallelism on y alone is the one-dimensional kind, which lies on x",
             where=where,
             got=f"tp_x=1, tp_y={strategy.tp_y}",
-            hint=f"parallel.tp_x={strategy.tp_y} parallel.tp_y=1",
+            changes={"parallel.tp_x": strategy.tp_y, "parallel.tp_y": 1},
         )
     if strategy.cp > 1 and exchanges_rows(strategy):
         raise UnsupportedSharding(
@@ -140,7 +140,7 @@ def _check_axes(strategy: Strategy, where: str | None) -> None:
             where=where,
             got=f"cp={strategy.cp}, tp_y={strategy.tp_y}, attention {_shown(strategy)}",
             allowed="attention_shape 1d, or 2d with attention_scatter head",
-            hint="parallel.attention_shape=2d parallel.attention_scatter=head",
+            changes={"parallel.attention_shape": "2d", "parallel.attention_scatter": "head"},
         )
 
 
@@ -164,9 +164,9 @@ def _packed(param: Param, found: list[Param], sizes: Sizes) -> Param:
             f"`{param.pattern}` holds several projections and cannot be cut over two axes: {reason}",
             where=sizes.where,
             got=f"tp_x={s.tp_x}, tp_y={s.tp_y}, shapes {s.attention_shape}/{s.mlp_shape}",
-            hint="parallel.mlp_shape=1d"
+            changes={"parallel.mlp_shape": "1d"}
             if param.style == "gate_up" and s.mlp_shape != "1d"
-            else f"parallel.tp_x={s.tp} parallel.tp_y=1",
+            else {"parallel.tp_x": s.tp, "parallel.tp_y": 1},
         )
     packed_parts(param, sizes)  # refuses a weight that does not stack what the style says
     return replace(param, parts=2) if apart else param
@@ -219,21 +219,23 @@ def _refusal(problem: tuple[str, int, str, int], widths: _Widths, sizes: Sizes) 
         for m in BLOCK_SHAPES
         if _fits(widths, replace(s, attention_shape=a, mlp_shape=m))
     ]
+    changes: dict[str, object]
     if legal:
         near = min(legal, key=lambda p: abs(p[1] - s.tp_y))
-        hint = f"parallel.tp_x={near[0]} parallel.tp_y={near[1]}"
+        changes = {"parallel.tp_x": near[0], "parallel.tp_y": near[1]}
     elif shapes:
         a, m = min(shapes, key=lambda p: (p[0] != s.attention_shape) + (p[1] != s.mlp_shape))
-        hint = f"parallel.attention_shape={a} parallel.mlp_shape={m}"
+        changes = {"parallel.attention_shape": a, "parallel.mlp_shape": m}
     else:
-        hint = f"parallel.tp_x={s.tp_x} parallel.tp_y=1 parallel.dp_shard={s.dp_shard * s.tp_y}"
+        wider = s.dp_shard * s.tp_y
+        changes = {"parallel.tp_x": s.tp_x, "parallel.tp_y": 1, "parallel.dp_shard": wider}
     allowed = [f"tp_x={x} tp_y={y}" for x, y in legal] + [f"shapes {a}/{m}" for a, m in shapes]
     return NotDivisible(
         f"{axes} = {degree} does not divide {what}={size} with shapes {_shown(s)}/{s.mlp_shape}",
         where=sizes.where,
         got=f"{what}={size}, tp_x={s.tp_x}, tp_y={s.tp_y}",
         allowed=", ".join(allowed) or None,
-        hint=hint,
+        changes=changes,
     )
 
 

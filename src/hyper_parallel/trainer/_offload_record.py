@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.errors import HyperParallelError, TierFull
+from hyper_parallel.errors import BudgetImpossible, HyperParallelError, TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryProgram, MemoryTerm, Plan, Timeline
 from hyper_parallel.offload import Clock, MemoryMachine, order_peak, order_seconds, say_enough
 from hyper_parallel.trainer._files import write_timeline
@@ -182,12 +182,13 @@ def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:
     others = [error for error in errors if error not in full]
     if others or not full:  # no DRAM helps all of them
         budgets = [say_enough(e, {"device": e.enough_bytes["device"]}) for e in full]
-        return max((*others, *budgets), key=_needs, default=None)
+        return max((*others, *budgets), key=_device_bytes, default=None)
     shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
     return say_enough(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
 
 
-def _needs(error: HyperParallelError) -> int:
-    """Bytes that an error's hint asks for."""
-    digits = "".join(c if c.isdigit() else " " for c in error.hint or "").split()
-    return max((int(d) for d in digits), default=0)
+def _device_bytes(error: HyperParallelError) -> int:
+    """The device budget that an error asks for; 0 for one that no budget mends."""
+    if isinstance(error, TierFull):
+        return error.enough_bytes["device"]
+    return error.least_bytes if isinstance(error, BudgetImpossible) else 0
