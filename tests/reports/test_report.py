@@ -8,7 +8,7 @@ import pytest
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Span, Timeline
 from hyper_parallel.reports import chrome_trace, load_run, one_step, write_report
-from hyper_parallel.reports._svg import lanes
+from hyper_parallel.reports._charts import gantt
 from hyper_parallel.serde import encode
 from tests.reports.conftest import make_plan, make_timeline
 
@@ -152,12 +152,8 @@ def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
 
 
 def test_long_names_of_lanes_have_room() -> None:
-    def place(name: str) -> tuple[float, float]:
-        chart = lanes([(name, [("2F0", 0.0, 1.0, "#000")])], x_format=str)
-        (x,) = re.findall(rf'<text class="label" x="([0-9.]+)"[^>]*>{name}<', chart)
-        (bar,) = re.findall(r'<rect [^>]*?x="([0-9.]+)"', chart)
-        return float(x), float(bar)
-
     for name in ("step", "rank 0/communication", "pipeline rank 12/communication"):
-        end, bar = place(name)
-        assert 7.5 * len(name) <= end < bar  # right-aligned: it begins at end - width
+        timeline = Timeline("measured", (Span("lane", "2F0", 0.0, 1.0, "compute"),))
+        chart = gantt(timeline, [("lane", name)], str)
+        bar = chart["rows"][0]["spans"][0][0]
+        assert 7.5 * len(name) <= chart["left"] - 8 < bar  # right-aligned, ends 8 left of the lanes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hyper_parallel.errors import RunUnreadable
@@ -45,15 +46,9 @@ class RunRecord:
 
     def steady(self, key: str) -> float | None:
         """Median of a metric after the warm-up steps; None when no step has it."""
-        values = sorted(
-            float(m[key])
-            for m in self.metrics[_WARM_UP_STEPS:] or self.metrics
-            if m.get(key) is not None
-        )
-        if not values:
-            return None
-        middle = len(values) // 2
-        return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+        steps = self.metrics[_WARM_UP_STEPS:] or self.metrics
+        values = [float(m[key]) for m in steps if m.get(key) is not None]
+        return median(values) if values else None
 
     @property
     def peak_memory_bytes(self) -> int | None:
