@@ -35,7 +35,7 @@ from _llama_8b import inference, training
 from offload_policies import ROOFLINE, SLOWDOWN, machine
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage, StorageKind
-from hyper_parallel.offload import order_peak, plan_memory, refine_order, reload_bound, simulate
+from hyper_parallel.offload import clocked, order_peak, plan_memory, refine_order, reload_bound
 
 MOE_LAYERS, MOE_WIDTH, EXPERTS, CHOSEN = 48, 2048, 128, 8
 MOE_EXPERT = 3 * MOE_WIDTH * 768  # numbers of one expert
@@ -181,7 +181,7 @@ def error_rows(gb_s: float) -> list[dict[str, Any]]:
                 max_slowdown=SLOWDOWN,
                 bandwidth_margin=margin,
             )
-            seconds = simulate(program, plan.actions, machine(gb_s)).end_s
+            seconds = clocked(program, machine(gb_s), plan.actions).now_s
             rows.append(
                 {
                     "bandwidth_margin": margin,

@@ -30,9 +30,9 @@ from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.offload import (
     Channel,
-    Clock,
     MemoryMachine,
     Roofline,
+    clocked,
     identity_actions,
     order_peak,
     overlapped,
@@ -64,7 +64,7 @@ def captured(layers: int, ranks: int, tokens: int) -> MemoryProgram:
 def waited_at_once(program: MemoryProgram) -> MemoryProgram:
     """What ranks do together as computation: nothing goes on beside it."""
     operators = (
-        replace(op, seconds=op.seconds + op.talk_s, talk_s=0.0, group="")
+        replace(op, seconds=op.seconds + op.comm_s, comm_s=0.0, group="")
         for op in program.operators
     )
     return replace(program, operators=tuple(operators))
@@ -72,9 +72,7 @@ def waited_at_once(program: MemoryProgram) -> MemoryProgram:
 
 def seconds(program: MemoryProgram, order: Any) -> tuple[float, float]:
     """Simulated step, and how much of it computation waits for other ranks, when nothing moves."""
-    clock = Clock(program, MACHINE)
-    for action in identity_actions(program, order):
-        clock.apply(action)
+    clock = clocked(program, MACHINE, identity_actions(program, order))
     return clock.now_s, clock.join_s
 
 
@@ -125,7 +123,7 @@ def main() -> None:
     for gb_s in map(float, args.links.split(",")):
         link = Channel(gb_s * 1e9)
         operators = (
-            replace(op, seconds=0.0, talk_s=link.seconds(op.access_bytes)) if op.group else op
+            replace(op, seconds=0.0, comm_s=link.seconds(op.access_bytes)) if op.group else op
             for op in plain.operators
         )
         program = replace(plain, operators=tuple(operators))
@@ -133,14 +131,14 @@ def main() -> None:
         result = {
             "link_gb_s": gb_s,
             "compute_s": program.seconds,
-            "link_s": program.talk_seconds,
+            "link_s": program.comm_seconds,
             "ways": rows(program),
             "budgets": budgets(program, shares),
         }
         results.append(result)
         if not args.json:
             print(
-                f"{gb_s:g} GB/s: compute {program.seconds:.4f} s, link {program.talk_seconds:.4f} s"
+                f"{gb_s:g} GB/s: compute {program.seconds:.4f} s, link {program.comm_seconds:.4f} s"
             )
             for row in result["ways"]:
                 print(

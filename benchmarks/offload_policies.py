@@ -40,10 +40,10 @@ from hyper_parallel.errors import BudgetImpossible, HyperParallelError
 from hyper_parallel.ir import MemoryProgram, replay
 from hyper_parallel.offload import (
     Channel,
-    Clock,
     MemoryMachine,
     Roofline,
     assign_addresses,
+    clocked,
     identity_actions,
     order_peak,
     plan_memory,
@@ -210,9 +210,7 @@ def bandwidth_error(program: MemoryProgram, gb_s: float, budget: int) -> list[di
         right = plan_memory(program, machine(gb_s), **wanted)
         for factor in (0.7, 1.3):
             wrong = plan_memory(program, machine(gb_s * factor), **wanted)
-            clock = Clock(program, machine(gb_s))
-            for action in wrong.actions:
-                clock.apply(action)
+            clock = clocked(program, machine(gb_s), wrong.actions)
             rows.append(
                 {
                     "goal": goal,

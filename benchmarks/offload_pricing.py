@@ -52,15 +52,15 @@ from hyper_parallel.offload import (
     plan_memory,
     refine_order,
 )
-from hyper_parallel.offload._plan import unmoved_seconds
+from hyper_parallel.offload._plan_memory import unmoved_seconds
 from hyper_parallel.offload._recompute import (
     Chains,
     cheapest_at_peak,
     choose_recomputes,
     recompute_density,
 )
-from hyper_parallel.offload._rules import recompute_sets
 from hyper_parallel.offload._select import Selector
+from hyper_parallel.offload._selection_rules import recompute_sets
 from hyper_parallel.offload._usedef import live_bytes, use_definitions
 
 DEVELOPED = ("llama-8b", "llama-8b-8-layers", "moe")
@@ -89,7 +89,7 @@ def captured(name: str) -> MemoryProgram:
     program = Roofline(450e9, 2.8e9).annotate(made[name]())
     link = Channel(COLLECTIVES_BYTES_S)
     operators = (
-        replace(op, seconds=0.0, talk_s=link.seconds(op.access_bytes)) if op.group else op
+        replace(op, seconds=0.0, comm_s=link.seconds(op.access_bytes)) if op.group else op
         for op in program.operators
     )
     return replace(program, operators=tuple(operators))

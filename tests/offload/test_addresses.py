@@ -18,8 +18,8 @@ from hyper_parallel.offload import (
     order_peak,
     plan_memory,
 )
+from hyper_parallel.offload._arena_repair import Repair
 from hyper_parallel.offload._exact import search
-from hyper_parallel.offload._repair import Repair
 from tests.offload.programs import headed_step, training_chain
 from tests.offload.test_random_programs import machines, programs
 

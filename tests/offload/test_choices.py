@@ -12,11 +12,11 @@ from hyper_parallel.offload import (
     plan_memory,
     use_definitions,
 )
-from hyper_parallel.offload._lanes import Lane
-from hyper_parallel.offload._plan import _identity
+from hyper_parallel.offload._channel_capacity import ChannelCapacity
+from hyper_parallel.offload._plan_memory import _identity
 from hyper_parallel.offload._portfolio import Search
 from hyper_parallel.offload._recompute import Chains, cheapest_at_peak, recompute_density
-from hyper_parallel.offload._rules import Rules
+from hyper_parallel.offload._selection_rules import SelectionRules
 from tests.offload.programs import training_chain
 
 pytestmark = pytest.mark.unit
@@ -77,7 +77,7 @@ def test_recomputation_is_spent_where_the_peak_is():
     st.lists(st.tuples(st.booleans(), st.integers(0, 16), st.floats(0.1, 5.0)), max_size=20),
 )
 def test_a_lane_gives_the_first_and_the_last_free_seconds(copies):
-    lane, free = Lane(16.0, 1.0, slices=16), [1.0] * 16
+    lane, free = ChannelCapacity(16.0, 1.0, slices=16), [1.0] * 16
     for forward, at, seconds in copies:
         slices = list(range(at, 16)) if forward else list(range(at - 1, -1, -1))
         fits = sum(free[i] for i in slices) >= seconds - 1e-9
@@ -122,7 +122,9 @@ def test_what_takes_too_long_wherever_its_bytes_are_is_not_selected():
     order = tuple(range(len(program.operators)))
     identity = _identity(program, order)
     where = ("", frozenset[int]())
-    rules = Rules(program, machine, order, program.seconds, None, where, move=None, recompute=True)
+    rules = SelectionRules(
+        program, machine, order, program.seconds, None, where, move=None, recompute=True
+    )
     limit_s = 1.01 * program.seconds
     Search(program, machine, order, rules, identity).portfolio(int(0.6 * identity.peak), limit_s)
     selectors = list(dict.fromkeys(rule.selector for rule in rules.fixed))

@@ -10,8 +10,8 @@ from hyper_parallel.errors import BudgetImpossible, MemoryPlanInvalid, TierFull
 from hyper_parallel.ir import MemoryAction, MemoryPlan, MemoryProgram, Operator, Storage, replay
 from hyper_parallel.offload import (
     Channel,
-    Clock,
     MemoryMachine,
+    clocked,
     dependencies,
     identity_actions,
     order_peak,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.unit
 MACHINE = MemoryMachine(Channel(1e6, 0.0), Channel(1e6, 0.0))
 
 
-def sharded_chain(layers=4, talk_s=1.0, size=100):
+def sharded_chain(layers=4, comm_s=1.0, size=100):
     """Layers whose weight is gathered, used and dropped; gradients that are scattered and used at the end."""
     storages, ops = [Storage("x", 10, "input", True, True)], []
 
@@ -41,7 +41,7 @@ def sharded_chain(layers=4, talk_s=1.0, size=100):
         whole = new(f"whole{i}", size, "scratch")
         ops.append(Operator("empty", (), (), (whole,)))
         ops.append(Operator("copy_in", (shards[i], whole), (whole,), seconds=0.01))
-        ops.append(Operator("gather", (whole,), (whole,), talk_s=talk_s, group="dp", ordered=True))
+        ops.append(Operator("gather", (whole,), (whole,), comm_s=comm_s, group="dp", ordered=True))
         return whole
 
     shards = [new(f"shard{i}", size // 4, "weight", True, True) for i in range(layers)]
@@ -64,7 +64,7 @@ def sharded_chain(layers=4, talk_s=1.0, size=100):
                 "scatter",
                 (part, grad),
                 (part,),
-                talk_s=talk_s,
+                comm_s=comm_s,
                 group="dp",
                 ordered=True,
                 phase="backward",
@@ -80,14 +80,12 @@ def sharded_chain(layers=4, talk_s=1.0, size=100):
 
 
 def seconds(program, order):
-    clock = Clock(program, MACHINE)
-    for action in identity_actions(program, order):
-        clock.apply(action)
+    clock = clocked(program, MACHINE, identity_actions(program, order))
     assert clock.now_s == order_seconds(program, order)
     return clock.now_s
 
 
-def talk_order(program, order):
+def comm_order(program, order):
     return [i for i in order if program.operators[i].group]
 
 
@@ -96,7 +94,7 @@ def pair():
     storages = tuple(Storage(name, 8, "activation") for name in "abcd")
     ops = (
         Operator("make", (), (), (0,), 1.0),
-        Operator("gather", (0,), (), (1,), talk_s=3.0, group="dp", ordered=True),
+        Operator("gather", (0,), (), (1,), comm_s=3.0, group="dp", ordered=True),
         Operator("other", (0,), (), (2,), 2.0),
         Operator("use", (1, 2), (), (3,), 1.0),
     )
@@ -149,9 +147,7 @@ def test_reading_what_is_sent_is_legal_and_its_bytes_count_until_the_join():
 def test_the_clock_has_a_lane_for_communication():
     program = pair()
     plan = MemoryPlan(program, program.on_device, identity_actions(program, range(4)), 5.0)
-    clock = Clock(program, MACHINE)
-    for action in plan.actions:
-        clock.apply(action)
+    clock = clocked(program, MACHINE, plan.actions)
     # The gather takes 3 s from second 1, beside 2 s of computation.
     assert (clock.now_s, clock.join_s, clock.wait_s) == (5.0, 1.0, 0.0)
     timeline = summarise(predicted_timeline(plan, MACHINE), plan)
@@ -164,7 +160,7 @@ def test_gathers_are_begun_under_computation_and_scatters_are_waited_for_late():
     program = sharded_chain()
     recorded = tuple(range(len(program.operators)))
     order = overlapped(program, recorded, 1)
-    assert talk_order(program, order) == talk_order(program, recorded)
+    assert comm_order(program, order) == comm_order(program, recorded)
     # All but the first gather and the last scatter are hidden; the last gather of forward is begun again at once.
     assert seconds(program, recorded) > program.seconds + 6.5
     assert seconds(program, order) <= program.seconds + 2.0 + 1e-9
@@ -174,7 +170,7 @@ def test_gathers_are_begun_under_computation_and_scatters_are_waited_for_late():
 
 
 def test_a_budget_decides_how_early_collectives_are_begun():
-    program = sharded_chain(talk_s=1.9)
+    program = sharded_chain(comm_s=1.9)
     recorded = tuple(range(len(program.operators)))
     free = plan_memory(program, MACHINE, budget_bytes=10**6)
     assert free.seconds < seconds(program, recorded) - 5
@@ -191,8 +187,8 @@ def test_what_needs_a_message_stays_behind_what_was_begun_before_it():
     storages = tuple(Storage(name, 8, "activation") for name in "abcd")
     ops = (
         Operator("empty", (), (), (0, 1)),
-        Operator("recv_", (0,), (0,), talk_s=1.0, group="pp", ordered=True, message=True),
-        Operator("reduce", (1,), (1,), talk_s=1.0, group="dp", ordered=True),
+        Operator("recv_", (0,), (0,), comm_s=1.0, group="pp", ordered=True, message=True),
+        Operator("reduce", (1,), (1,), comm_s=1.0, group="dp", ordered=True),
         Operator("use", (0,), (), (2,), 1.0),
     )
     assert 2 in dependencies(MemoryProgram("messages", storages, ops, 1))[3]
@@ -203,7 +199,7 @@ def test_what_was_sent_is_waited_for_at_the_end_of_the_messages():
     storages = tuple(Storage(name, 8, "activation") for name in "ab")
     ops = (
         Operator("make", (), (), (0,), 1.0),
-        Operator("send", (0,), talk_s=0.1, group="pp", ordered=True, message=True),
+        Operator("send", (0,), comm_s=0.1, group="pp", ordered=True, message=True),
         Operator("other", (0,), (), (1,), 5.0),
         Operator("sent", (0,), ordered=True, message=True),
         Operator("last", (1,), (1,), (), 1.0),
@@ -229,7 +225,7 @@ def test_what_other_ranks_still_read_is_not_made_again(message):
     )
     ops = (
         Operator("make", (0,), (), (1, 2), 0.1, repeatable=True),
-        Operator("share", (1,), talk_s=9.0, group="dp", ordered=True, message=message),
+        Operator("share", (1,), comm_s=9.0, group="dp", ordered=True, message=message),
         Operator("other", (0,), (), (3,), 10.0),
         Operator("use", (2,), (), (4,), 1.0),
         Operator("shared", (1,), ordered=True, message=message),
@@ -264,7 +260,7 @@ def test_what_other_ranks_still_read_is_there_for_a_recomputation():
         Operator("other", (), (), (3,), ordered=True),
         Operator("work", (), (), (), 1.0, phase="backward"),
         Operator("sent", (), (), (4,), phase="backward"),
-        Operator("share", (4, 1), talk_s=2.0, group="dp", ordered=True, phase="backward"),
+        Operator("share", (4, 1), comm_s=2.0, group="dp", ordered=True, phase="backward"),
         Operator("last", (), (2,), (), 1.0, phase="optimizer"),
     )
     program = MemoryProgram("shared input", storages, ops, 16)
@@ -273,16 +269,16 @@ def test_what_other_ranks_still_read_is_there_for_a_recomputation():
 
 
 @st.composite
-def talking(draw):
-    """A random program in which some operators talk to other ranks."""
+def communicating(draw):
+    """A random program in which other ranks take part in some operators."""
     program = draw(programs())
     ops = []
     for op in program.operators:
         if draw(st.integers(0, 2)) == 0:
             kind = draw(st.sampled_from(["collective", "collective", "message"]))
-            talk_s = draw(st.sampled_from([0.0, 0.5, 2.0]))
+            comm_s = draw(st.sampled_from([0.0, 0.5, 2.0]))
             op = replace(
-                op, seconds=0.0, talk_s=talk_s, group="dp", ordered=True, repeatable=False,
+                op, seconds=0.0, comm_s=comm_s, group="dp", ordered=True, repeatable=False,
                 message=kind == "message",
             )  # fmt: skip
         ops.append(op)
@@ -290,7 +286,7 @@ def talking(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(talking(), st.sampled_from([0, 1, 2]), st.booleans())
+@given(communicating(), st.sampled_from([0, 1, 2]), st.booleans())
 def test_any_order_keeps_dependencies_and_what_ranks_do_together(program, depth, refined):
     order = refine_order(program)[0] if refined else tuple(range(len(program.operators)))
     found = overlapped(program, order, depth)
@@ -298,11 +294,11 @@ def test_any_order_keeps_dependencies_and_what_ranks_do_together(program, depth,
     assert sorted(found) == list(range(len(program.operators)))
     for index, before in enumerate(dependencies(program)):
         assert all(place[p] < place[index] for p in before)
-    assert talk_order(program, found) == talk_order(program, range(len(program.operators)))
+    assert comm_order(program, found) == comm_order(program, range(len(program.operators)))
 
 
 @settings(max_examples=25, deadline=None)
-@given(talking(), machines(), st.floats(0.3, 1.1), st.booleans())
+@given(communicating(), machines(), st.floats(0.3, 1.1), st.booleans())
 def test_any_plan_is_legal(program, machine, share, budgeted):
     goal = {"max_slowdown": share - 0.3}
     if budgeted:
@@ -314,6 +310,6 @@ def test_any_plan_is_legal(program, machine, share, budgeted):
         return
     check(plan, program, machine)
     ran = [a.target for a in plan.actions if a.kind == "run"]
-    assert talk_order(program, ran) == talk_order(program, range(len(program.operators)))
+    assert comm_order(program, ran) == comm_order(program, range(len(program.operators)))
     if budgeted:
         assert plan.peak_bytes["device"] <= goal["budget_bytes"]

@@ -19,7 +19,6 @@ from hyper_parallel.offload import (
     predicted_timeline,
     refine_order,
     reload_bound,
-    simulate,
     summarise,
 )
 from tests.offload.programs import training_chain
@@ -159,7 +158,7 @@ def test_the_host_is_one_serial_lane_beside_compute():
     program = chain()
     m = machine(2000.0, 20_000.0)
     plan = plan_memory(program, m, budget_bytes=16_000)
-    timeline = simulate(program, plan.actions, m)
+    timeline = predicted_timeline(plan, m)
     spans = [s for s in timeline.spans if s.lane == "host"]
     assert len(spans) == on_host(plan) > 1
     assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(spans))

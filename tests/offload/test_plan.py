@@ -10,10 +10,11 @@ from hyper_parallel.ir import MemoryAction, MemoryPlan, MemoryProgram, Operator,
 from hyper_parallel.offload import (
     Channel,
     MemoryMachine,
+    clocked,
     order_peak,
     plan_memory,
+    predicted_timeline,
     refine_order,
-    simulate,
     working_set_bytes,
 )
 from tests.offload.programs import training_chain
@@ -56,7 +57,7 @@ def test_least_peak_keeps_the_time_limit(bytes_s, recompute, reorder):
     base = order_peak(program, range(len(program.operators)))
     assert plan.peak_bytes["device"] < base
     assert plan.seconds <= program.seconds * 1.02
-    assert simulate(program, plan.actions, m).end_s == pytest.approx(plan.seconds, rel=1e-12)
+    assert predicted_timeline(plan, m).end_s == pytest.approx(plan.seconds, rel=1e-12)
     assert plan.peak_bytes["device"] >= working_set_bytes(program)
 
 
@@ -242,8 +243,8 @@ def test_a_link_that_is_slower_than_said_keeps_the_time_limit(bytes_s):
     program = training_chain()
     limit_s = program.seconds * 1.02 * (1 + 1e-9)
     plan = plan_memory(program, machine(bytes_s), max_slowdown=0.02)
-    assert simulate(program, plan.actions, machine(bytes_s / 1.3)).end_s <= limit_s
-    assert plan.seconds == simulate(program, plan.actions, machine(bytes_s)).end_s <= limit_s
+    assert clocked(program, machine(bytes_s / 1.3), plan.actions).now_s <= limit_s
+    assert plan.seconds == clocked(program, machine(bytes_s), plan.actions).now_s <= limit_s
     bare = plan_memory(program, machine(bytes_s), max_slowdown=0.02, bandwidth_margin=0.0)
     assert bare.peak_bytes["device"] <= plan.peak_bytes["device"]
     with pytest.raises(BadValue, match="bandwidth_margin"):

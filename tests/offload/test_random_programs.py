@@ -12,8 +12,8 @@ from hyper_parallel.offload import (
     dependencies,
     order_peak,
     plan_memory,
+    predicted_timeline,
     refine_order,
-    simulate,
     working_set_bytes,
 )
 
@@ -71,7 +71,7 @@ def machines(draw):
 
 def check(plan, program, machine):
     assert MemoryPlan.from_json(plan.to_json()) == plan  # reading replays every action
-    assert simulate(program, plan.actions, machine).end_s <= plan.seconds + 1e-9
+    assert predicted_timeline(plan, machine).end_s <= plan.seconds + 1e-9
     assert plan.peak_bytes["device"] >= working_set_bytes(program)
     for i, a in enumerate(plan.addresses):
         size = program.sizes[a.storage]

@@ -7,7 +7,7 @@ from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.offload import Channel, MemoryMachine, order_peak, plan_memory
 from hyper_parallel.offload._flow import Flow
 from hyper_parallel.offload._linear import LinearProgram, SolverFailed
-from hyper_parallel.offload._rules import Rules
+from hyper_parallel.offload._selection_rules import SelectionRules
 from tests.offload.programs import training_chain
 
 pytestmark = pytest.mark.unit
@@ -74,7 +74,9 @@ def test_what_is_dearer_to_make_than_to_copy_is_copied(density_s, again, more_s)
     """80 of its 100 bytes must go: 20 leave in 2 seconds, 60 are made again; or 14 are, and 66 come back meanwhile."""
     program = read_again(density_s)
     where = ("", frozenset[int]())
-    rules = Rules(program, SLOW, (0, 1, 2), program.seconds, None, where, move=None, recompute=True)
+    rules = SelectionRules(
+        program, SLOW, (0, 1, 2), program.seconds, None, where, move=None, recompute=True
+    )
     found = rules.relaxation(0.0).solve(130)
     assert found is not None
     assert found.again[0] == again

@@ -30,13 +30,12 @@ KNOWN_LONG: set[str] = {
     "planner/_plan.py", "planner/_solve.py", "planner/_space.py",
 }  # fmt: skip
 KNOWN_CLASSES: set[str] = {
-    "BlockWidths", "Ledger", "Relaxed", "Rule", "Rules", "Schedule", "Stage", "Task", "_Goal", "_Run",
+    "BlockWidths", "Schedule", "Stage", "Task", "_Run",
 }  # fmt: skip
 KNOWN_FILE_NAMES: set[str] = {
-    "_cache.py", "_calibrate.py", "_checkpoint.py", "_checks.py", "_collectives.py", "_config.py", "_copies.py",
-    "_fit.py", "_generate.py", "_launch.py", "_ledger.py", "_load.py", "_machine.py", "_memory.py",
-    "_parallelize.py", "_plan.py", "_predict.py", "_relax.py", "_repair.py", "_rules.py", "_run.py",
-    "_schedule.py", "_simulate.py", "_stages.py", "_step.py", "_types.py", "layout.py", "plan.py",
+    "_calibrate.py", "_checkpoint.py", "_checks.py", "_collectives.py", "_config.py", "_copies.py", "_fit.py",
+    "_generate.py", "_launch.py", "_load.py", "_memory.py", "_parallelize.py", "_plan.py", "_predict.py", "_run.py",
+    "_schedule.py", "_stages.py", "_step.py", "_types.py", "layout.py", "plan.py",
 }  # fmt: skip
 
 

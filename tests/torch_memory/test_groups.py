@@ -78,7 +78,7 @@ def rank_body(_):
         assert not any("wait_tensor" in op.name for op in captured.program.operators)
         program = Roofline(1e9, 1e9, 1e-6).annotate(captured.program)
         operators = [
-            replace(op, seconds=0.0, talk_s=3e-6) if op.group else op for op in program.operators
+            replace(op, seconds=0.0, comm_s=3e-6) if op.group else op for op in program.operators
         ]
         program = replace(program, operators=tuple(operators))
         plan = plan_memory(program, MACHINE, budget_bytes=10**6)

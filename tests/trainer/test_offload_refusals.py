@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
-from hyper_parallel.offload import say_enough
+from hyper_parallel.offload import with_capacity_hint
 from hyper_parallel.trainer._offload_record import of_all
 
 pytestmark = pytest.mark.torch
@@ -13,7 +13,9 @@ pytestmark = pytest.mark.torch
 
 def full(**enough):
     """As it comes from another rank."""
-    return pickle.loads(pickle.dumps(say_enough(TierFull("full", got="dram 1 bytes"), enough)))
+    return pickle.loads(
+        pickle.dumps(with_capacity_hint(TierFull("full", got="dram 1 bytes"), enough))
+    )
 
 
 def test_what_one_rank_asks_for_is_enough_for_all():

@@ -91,7 +91,7 @@ class Operator:
             takes for itself.
         group: Process group it communicates with; empty: it works alone. With a group it is only begun by `run`, goes
             on beside the compute lane, and is done after its `join`.
-        talk_s: Time on the communication lane.
+        comm_s: Time on the communication lane.
         message: It goes to or comes from single ranks, which may not be there yet: it is joined where its operands are
             needed and nowhere before. Without a group: the end of such messages.
     """
@@ -108,7 +108,7 @@ class Operator:
     ordered: bool = False
     beside: tuple[int, ...] = ()
     group: str = ""
-    talk_s: float = 0.0
+    comm_s: float = 0.0
     message: bool = False
 
     @property
@@ -181,14 +181,14 @@ class MemoryProgram:
         return sum(op.seconds for op in self.operators)
 
     @property
-    def talks(self) -> bool:
-        """Other ranks take part in some operator."""
+    def communicates(self) -> bool:
+        """Whether other ranks take part in some operator."""
         return any(op.group for op in self.operators)
 
     @property
-    def talk_seconds(self) -> float:
+    def comm_seconds(self) -> float:
         """Seconds of the step on the communication lane."""
-        return sum(op.talk_s for op in self.operators)
+        return sum(op.comm_s for op in self.operators)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class _Walk:
     peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
     buffers: HostBuffers = field(default_factory=HostBuffers)
     since: dict[int, int] = field(default_factory=dict)
-    talking: dict[int, None] = field(default_factory=dict)  # operators begun and not joined
+    communicating: dict[int, None] = field(default_factory=dict)  # operators begun and not joined
     updating: dict[int, None] = field(default_factory=dict)  # begun in host memory, not joined
     stays: list[Extent] = field(default_factory=list)
 
@@ -84,11 +84,13 @@ class _Walk:
     def filled(self, storage: int) -> bool:
         """Other ranks are still writing it."""
         operators = self.program.operators
-        return any(storage in (*operators[i].writes, *operators[i].allocs) for i in self.talking)
+        return any(
+            storage in (*operators[i].writes, *operators[i].allocs) for i in self.communicating
+        )
 
     def sent(self, storage: int) -> bool:
         """Other ranks are still reading or writing it."""
-        return any(storage in self.program.touched[i] for i in self.talking)
+        return any(storage in self.program.touched[i] for i in self.communicating)
 
     def updated(self, storage: int) -> bool:
         """An operator in host memory still reads or writes it there."""
@@ -137,7 +139,7 @@ def replay(
         elif action.kind == "update":
             _step_update(walk, action, at, seen)
         elif action.kind == "join":
-            begun = walk.updating if action.target in walk.updating else walk.talking
+            begun = walk.updating if action.target in walk.updating else walk.communicating
             if begun.pop(action.target, 0) is not None:
                 raise _illegal(walk, at, action, "it was not begun, or has ended")
         elif action.kind in COPIES:
@@ -187,7 +189,7 @@ def _step_operator(
                 raise _illegal(walk, at, action, f"its result `{_name(walk, s)}` already exists")
         elif walk.held[s].get("device") != walk.version[s] or "device" in walk.in_flight[s]:
             raise _illegal(walk, at, action, f"`{_name(walk, s)}` is not on the device")
-        if walk.talking and (walk.sent(s) if s in op.writes else walk.filled(s)):
+        if walk.communicating and (walk.sent(s) if s in op.writes else walk.filled(s)):
             raise _illegal(walk, at, action, f"`{_name(walk, s)}` is in use by other ranks")
     inputs = tuple(walk.version[s] for s in op.reads if s not in fresh)
     if action.kind == "recompute":
@@ -205,7 +207,7 @@ def _step_operator(
     for s in op.allocs:
         walk.take(s, "device", walk.version[s], at)
     if op.group:
-        walk.talking[action.target] = None
+        walk.communicating[action.target] = None
 
 
 def _step_update(
@@ -242,7 +244,7 @@ def _step_copy(walk: _Walk, action: MemoryAction, at: int) -> None:
         raise _illegal(walk, at, action, f"another copy into {dst} is running")
     if dst == "dram" and walk.updated(s):
         raise _illegal(walk, at, action, "an operator in host memory uses it")
-    if src == "device" and walk.talking and walk.filled(s):
+    if src == "device" and walk.communicating and walk.filled(s):
         raise _illegal(walk, at, action, "it is in use by other ranks")
     walk.take(s, dst, version, at)
     walk.in_flight[s][dst] = version
@@ -262,7 +264,7 @@ def _step_release(walk: _Walk, action: MemoryAction, at: int) -> None:
             raise _illegal(walk, at, action, f"a copy of it in {tier} is still running")
         if tier == "dram" and walk.updated(s):
             raise _illegal(walk, at, action, "an operator in host memory uses it")
-        if tier == "device" and walk.talking and walk.sent(s):
+        if tier == "device" and walk.communicating and walk.sent(s):
             raise _illegal(walk, at, action, "it is in use by other ranks")
         walk.drop(s, tier, at + 1)
 
@@ -275,7 +277,7 @@ def _check_end(
         raise MemoryPlanInvalid(
             f"operator {missing} ({walk.program.operators[missing].name}) never runs"
         )
-    for index in (*walk.talking, *walk.updating):
+    for index in (*walk.communicating, *walk.updating):
         name = walk.program.operators[index].name
         raise MemoryPlanInvalid(f"`{name}` is never joined, so the step could end before it has")
     for s, storage in enumerate(walk.program.storages):

@@ -1,16 +1,16 @@
 """Pipeline schedules: made, lowered, verified and turned into task graphs, before any process starts."""
 
 from hyper_parallel.ir import StageCost
-from hyper_parallel.mpmd._generate import (
+from hyper_parallel.mpmd._lower import lower, one_by_one
+from hyper_parallel.mpmd._makespan import makespan_s
+from hyper_parallel.mpmd._replay import replay, unit_starts
+from hyper_parallel.mpmd._schedules import (
     SCHEDULES,
     in_flight_limit,
     is_legal,
     legal_microbatches,
     make_schedule,
 )
-from hyper_parallel.mpmd._lower import lower, one_by_one
-from hyper_parallel.mpmd._makespan import makespan_s
-from hyper_parallel.mpmd._replay import replay, unit_starts
 from hyper_parallel.mpmd._strategy import (
     check_pipeline,
     check_virtual,

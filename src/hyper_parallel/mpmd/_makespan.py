@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Schedule, StageCost, simulate
-from hyper_parallel.mpmd._generate import make_schedule
+from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.mpmd._tasks import on_shared_cores, schedule_tasks
 
 

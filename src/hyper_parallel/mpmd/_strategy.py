@@ -16,13 +16,13 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Action, Schedule, Strategy
 from hyper_parallel.ir.schedule import at
 from hyper_parallel.ir.strategy import V_SHAPED
-from hyper_parallel.mpmd._generate import (
+from hyper_parallel.mpmd._lower import lower
+from hyper_parallel.mpmd._replay import replay
+from hyper_parallel.mpmd._schedules import (
     in_flight_limit,
     is_legal,
     make_schedule,
 )
-from hyper_parallel.mpmd._lower import lower
-from hyper_parallel.mpmd._replay import replay
 from hyper_parallel.mpmd._verify import verify
 
 _NAMES: Final[Mapping[str, str]] = MappingProxyType(

@@ -12,17 +12,18 @@ from hyper_parallel.offload._address import (
     wrong_address,
 )
 from hyper_parallel.offload._bound import least_peak_bound, least_time_bound
-from hyper_parallel.offload._cache import plan_memory_cached
+from hyper_parallel.offload._capacity_hint import with_capacity_hint
+from hyper_parallel.offload._clock import Copied, ProgramClock, clocked
 from hyper_parallel.offload._cut import Cut, cut_program
-from hyper_parallel.offload._enough import say_enough
-from hyper_parallel.offload._machine import Channel, MemoryMachine, Roofline
+from hyper_parallel.offload._memory_machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.offload._order import order_peak, order_seconds, refine_order
 from hyper_parallel.offload._overlap import overlapped
-from hyper_parallel.offload._plan import plan_memory
+from hyper_parallel.offload._plan_cache import plan_memory_cached
+from hyper_parallel.offload._plan_memory import plan_memory
+from hyper_parallel.offload._plan_tasks import plan_tasks, predicted_timeline
 from hyper_parallel.offload._policies import simple_policy
-from hyper_parallel.offload._profile import peak_by_kind, predicted_timeline, summarise
+from hyper_parallel.offload._profile import peak_by_kind, summarise
 from hyper_parallel.offload._reload import ReloadBound, reload_bound
-from hyper_parallel.offload._simulate import Clock, Copied, simulate
 from hyper_parallel.offload._usedef import (
     UseDef,
     dependencies,
@@ -33,15 +34,16 @@ from hyper_parallel.offload._usedef import (
 
 __all__ = [
     "Channel",
-    "Clock",
     "Copied",
     "Cut",
     "MemoryMachine",
+    "ProgramClock",
     "ReloadBound",
     "Roofline",
     "UseDef",
     "assign_addresses",
     "can_fit",
+    "clocked",
     "cut_program",
     "dependencies",
     "find_overlap",
@@ -54,14 +56,14 @@ __all__ = [
     "peak_by_kind",
     "plan_memory",
     "plan_memory_cached",
+    "plan_tasks",
     "predicted_timeline",
     "refine_order",
     "reload_bound",
-    "say_enough",
     "simple_policy",
-    "simulate",
     "summarise",
     "use_definitions",
+    "with_capacity_hint",
     "working_set_bytes",
     "wrong_address",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from hyper_parallel.ir import Extent, MemoryPlan
 from hyper_parallel.offload._exact import Packing, search
-from hyper_parallel.offload._fit import SEARCHED, Fitting, Item
+from hyper_parallel.offload._first_fit import SEARCHED, Fitting, Item
 
 _NODES = 400
 

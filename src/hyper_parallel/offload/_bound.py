@@ -15,7 +15,7 @@ from itertools import pairwise
 from hyper_parallel.ir import MemoryProgram, StorageKind
 from hyper_parallel.offload._host import device_part
 from hyper_parallel.offload._linear import LinearProgram
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._usedef import use_definitions
 
 

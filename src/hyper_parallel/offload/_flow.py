@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.offload._linear import LinearProgram
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 
 _TRAFFIC = 1e-3  # what a second of copying costs: of two choices that wait as long, the one that moves less
 

@@ -8,10 +8,10 @@ from itertools import groupby
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
 from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.offload._enough import enough_elsewhere, tier_full
-from hyper_parallel.offload._fit import GOOD
+from hyper_parallel.offload._capacity_hint import sufficient_capacity, tier_full
+from hyper_parallel.offload._first_fit import GOOD
 from hyper_parallel.offload._host import device_part
-from hyper_parallel.offload._polish import LARGEST, polish
+from hyper_parallel.offload._local_search import LARGEST, polish
 from hyper_parallel.offload._portfolio import Emitted, Search
 from hyper_parallel.offload._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
@@ -161,7 +161,7 @@ def _more_elsewhere(
                 continue
         return None
 
-    enough = enough_elsewhere(searches, room - room // _ELSEWHERE, fits, planned)
+    enough = sufficient_capacity(searches, room - room // _ELSEWHERE, fits, planned)
     if not enough:
         return None
     return tier_full(budget, machine, {**enough, "device": error.least_bytes})
@@ -230,7 +230,7 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitt
     if met is not None:
         found += [e for e in search.portfolio(met, limit_s) if e.seconds <= limit_s]
         best = min(found, key=lambda e: (e.peak, e.seconds))
-    if len(search.program.operators) <= LARGEST and best.again is not None:
+    if len(search.program.operators) <= LARGEST and best.recomputes is not None:
         found.append(polish(search, best, limit_s))
     return found + _squeezed(search, found, limit_s)
 

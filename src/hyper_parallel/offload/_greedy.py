@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hyper_parallel.offload._lanes import Lane
+from hyper_parallel.offload._channel_capacity import ChannelCapacity
 
 if TYPE_CHECKING:
     from hyper_parallel.offload._select import Candidate, Rank, Selector
@@ -103,9 +103,10 @@ class _Lanes:
         self.starts_s: list[float] = selector.starts_s.tolist()
         end_s = self.ends_s[-1]
         self.selector = selector
-        self.store, self.prefetch = Lane(end_s, stretch), Lane(end_s, stretch)
+        self.store = ChannelCapacity(end_s, stretch)
+        self.prefetch = ChannelCapacity(end_s, stretch)
         self.taken: dict[int, set[int]] = {}  # storage -> starts of its chosen gaps
-        host = selector.again.host
+        host = selector.recomputes.host
         for gap in host.gaps:
             num_bytes = selector.program.storages[gap.storage].num_bytes
             if gap.storage not in host.at_home:

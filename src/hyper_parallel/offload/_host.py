@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from hyper_parallel.ir import MemoryProgram, Operator
 from hyper_parallel.offload._issue import Gap
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def device_part(program: MemoryProgram, machine: MemoryMachine) -> MemoryProgram
     )
 
 
-class Updating:
+class UpdatesInFlight:
     """Operators in host memory that were begun while a program is emitted, and what they keep in DRAM.
 
     Args:

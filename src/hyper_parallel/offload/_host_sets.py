@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from hyper_parallel.ir import MemoryProgram, Storage
 from hyper_parallel.offload._host import hostable, state_of, together
-from hyper_parallel.offload._machine import Channel, MemoryMachine
+from hyper_parallel.offload._memory_machine import Channel, MemoryMachine
 from hyper_parallel.offload._usedef import dependencies
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hyper_parallel.ir import MemoryActionKind, MemoryProgram, MemoryTier
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 
 if TYPE_CHECKING:
     from hyper_parallel.offload._recompute import Recomputes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hyper_parallel.ir import MemoryProgram, Operator, replay
-from hyper_parallel.offload._talks import TalkLane
+from hyper_parallel.offload._clock import clocked
 from hyper_parallel.offload._usedef import dependencies, identity_actions
 
 
@@ -65,16 +65,7 @@ def order_peak(program: MemoryProgram, order: Sequence[int]) -> int:
 
 def order_seconds(program: MemoryProgram, order: Sequence[int]) -> float:
     """Simulated seconds of an order without any cache operator: computation, and what it waits for other ranks."""
-    lane, now = TalkLane(), 0.0
-    for action in identity_actions(program, order):
-        if action.kind == "run":
-            operator = program.operators[action.target]
-            if operator.group:
-                lane.begin(action.target, operator, now)
-            now += operator.seconds
-        elif action.kind == "join":
-            now = max(now, lane.done_s(action.target))
-    return now
+    return clocked(program, None, identity_actions(program, order)).now_s
 
 
 def _updates_early(

@@ -1,7 +1,7 @@
 """Communication under computation: collectives are begun early, and what waits for them comes late.
 
 What ranks do together keeps its recorded order on every rank, whatever the rank's memory plan is; only the computation
-around it moves. So all ranks begin the same things in the same order (`_talks`). A collective takes with it what
+around it moves. So all ranks begin the same things in the same order (`_comms`). A collective takes with it what
 prepares its operands and is no computation, and never passes another one. What it makes lives longer the earlier it is
 begun, so it is begun as late as its lane allows, and at most so many uses ahead.
 """
@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Container, Sequence
 from itertools import accumulate
 
-from hyper_parallel.ir import MemoryProgram, Operator
-from hyper_parallel.offload._talks import TalkLane
+from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator
+from hyper_parallel.offload._clock import ProgramClock
 from hyper_parallel.offload._usedef import dependencies, use_definitions
 
 DEPTHS = (1, 2)
@@ -32,7 +32,7 @@ def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tupl
     before = dependencies(program)
     if depth:
         order = _begun_early(program, before, tuple(order), depth)
-    return _waiting_late(program, before, order)
+    return _postpone_waiters(program, before, order)
 
 
 def _begun_early(
@@ -42,19 +42,19 @@ def _begun_early(
     operators = program.operators
     starts = list(accumulate((operators[i].seconds for i in order), initial=0.0))
     place = {index: position for position, index in enumerate(order)}
-    talks = [i for i in order if operators[i].group]
-    used = _first_uses(program, order, talks)
+    collectives = [i for i in order if operators[i].group]
+    used = _first_uses(program, order, collectives)
     wanted: dict[int, int] = {}
     free_s = starts[-1]
-    for index in reversed(talks):
-        begin = min(starts[used[index]], free_s) - operators[index].talk_s
+    for index in reversed(collectives):
+        begin = min(starts[used[index]], free_s) - operators[index].comm_s
         wanted[index] = min(max(bisect_right(starts, begin) - 1, 0), place[index])
         free_s = max(begin, 0.0)
     key: dict[
         int, tuple[int, int, int]
     ] = {}  # of what has moved: position, which collective, place
     bound, kinds = 0, dict[tuple[str, str], list[int]]()
-    for number, index in enumerate(talks):
+    for number, index in enumerate(collectives):
         operator = operators[index]
         kind = kinds.setdefault((operator.name, operator.group), [])
         low = max(bound, wanted[index])
@@ -72,13 +72,13 @@ def _begun_early(
 
 
 def _first_uses(
-    program: MemoryProgram, order: Sequence[int], talks: Sequence[int]
+    program: MemoryProgram, order: Sequence[int], collectives: Sequence[int]
 ) -> dict[int, int]:
     """Position that first needs what an operator makes, or changes what it reads; the number of positions if none."""
     chains = use_definitions(program, order)
     place = {index: position for position, index in enumerate(order)}
-    found = {}
-    for index in talks:
+    first_use = {}
+    for index in collectives:
         operator = program.operators[index]
         made = {*operator.writes, *operator.allocs}
         first = len(order)
@@ -87,8 +87,8 @@ def _first_uses(
             at = bisect_right(later, place[index])
             if at < len(later):
                 first = min(first, later[at])
-        found[index] = first
-    return found
+        first_use[index] = first
+    return first_use
 
 
 def _reach(
@@ -113,7 +113,7 @@ def _reach(
             break
         if other in needs:
             light = not (operator.flops or operator.ordered)
-            if not light or operator.seconds > operators[index].talk_s:
+            if not light or operator.seconds > operators[index].comm_s:
                 break
             needs = needs | before[other]
             moved.append(other)
@@ -121,51 +121,48 @@ def _reach(
     return reached, moved
 
 
-def _waiting_late(
+def _postpone_waiters(
     program: MemoryProgram, before: list[set[int]], order: Sequence[int]
 ) -> tuple[int, ...]:
     """What would wait for a collective and is no computation comes later, as soon as it is done or needed."""
     operators = program.operators
-    lane, now, done_s = TalkLane(), 0.0, dict[int, float]()
-    found: list[int] = []
-    waiting: dict[int, None] = {}  # operators that are put off, in their order
+    clock, begun = ProgramClock(program), set[int]()
+    result: list[int] = []
+    postponed: dict[int, None] = {}  # operators that come later, in their order
     ready_s = [0.0] * len(
         operators
     )  # when everything that an operator needs of other ranks is there
 
     def run(index: int) -> None:
-        nonlocal now
-        waiting.pop(index, None)
-        found.append(index)
-        operator = operators[index]
-        now = max(now, ready_s[index])
-        if operator.group:
-            lane.begin(index, operator, now)
-            done_s[index] = lane.done_s(index)
-        now += operator.seconds
+        postponed.pop(index, None)
+        result.append(index)
+        clock.stand_until(ready_s[index])
+        clock.apply(MemoryAction("run", index))
+        if operators[index].group:
+            begun.add(index)
 
     def flush(index: int) -> None:
-        """Run what is put off and needed."""
-        for other in [w for w in waiting if w in before[index]]:
-            if other in waiting:
+        """Run what was postponed and is needed."""
+        for other in [w for w in postponed if w in before[index]]:
+            if other in postponed:
                 flush(other)
                 run(other)
 
     for index in order:
         operator = operators[index]
-        talks = bool(operator.group or operator.message)
-        data = [i for i in before[index] if not (talks and operators[i].group)]
-        ready_s[index] = max((done_s.get(i, 0.0) for i in data), default=0.0)
-        for other in list(waiting):
-            if ready_s[other] <= now and before[other].isdisjoint(waiting):
+        communicates = bool(operator.group or operator.message)
+        data = [i for i in before[index] if not (communicates and operators[i].group)]
+        ready_s[index] = max((clock.done_s(i) for i in data if i in begun), default=0.0)
+        for other in list(postponed):
+            if ready_s[other] <= clock.now_s and before[other].isdisjoint(postponed):
                 run(other)
-        put_off = any(i in waiting for i in before[index])
+        delayed = any(i in postponed for i in before[index])
         light = not (operator.flops or operator.ordered)
-        if light and (put_off or ready_s[index] > now):
-            waiting[index] = None
+        if light and (delayed or ready_s[index] > clock.now_s):
+            postponed[index] = None
             continue
         flush(index)
         run(index)
-    for other in list(waiting):
+    for other in list(postponed):
         run(other)
-    return tuple(found)
+    return tuple(result)

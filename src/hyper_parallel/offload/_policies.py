@@ -1,6 +1,6 @@
 """Simple policies to compare with: what a fixed rule gives, emitted and timed like our own plans.
 
-They share our order of operators, emitter, replay and clock, so a difference is one of choice. None is used by the
+They share our order of operators, emitter and replay, so a difference is one of choice. None is used by the
 planner.
 """
 
@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import MemoryAction, MemoryProgram, replay
 from hyper_parallel.offload._emit import Emitter
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
 from hyper_parallel.offload._select import Rank, Selector
-from hyper_parallel.offload._simulate import Clock
 from hyper_parallel.offload._usedef import use_definitions
-from hyper_parallel.offload._waiting import Waiting
 
 _RANK: dict[str, Rank] = {
     "longest-gap": "longest_gap",
@@ -47,18 +45,16 @@ def simple_policy(
     """
     if policy not in _RANK:
         raise BadValue(f"no policy is called `{policy}`", allowed=list(_RANK))
-    again = Recomputes([list(u) for u in use_definitions(program, order).uses])
+    recomputes = Recomputes([list(u) for u in use_definitions(program, order).uses])
     movable = [s for s, x in enumerate(program.storages) if x.kind == "activation"]
-    selector = Selector(program, machine, tuple(order), again, movable)
+    selector = Selector(program, machine, tuple(order), recomputes, movable)
     chosen, planned = selector.select(target_bytes, _RANK[policy])
     gaps = [g for c in chosen for g in c.gaps]
-    emitter = Emitter(program, machine, order, gaps, again, target_bytes, planned)
-    if policy == "on-demand":
-        emitter.waiting = Waiting(())  # the operator that needs a storage then fetches it itself
+    on_demand = policy == "on-demand"  # the operator that needs a storage then fetches it itself
+    emitter = Emitter(
+        program, machine, order, gaps, recomputes, target_bytes, planned, on_demand=on_demand
+    )
     actions: tuple[MemoryAction, ...] | None = emitter.emit()
     assert actions is not None
-    judged = replay(program, tuple(emitter.homes), actions)
-    clock = Clock(program, machine)
-    for action in actions:
-        clock.apply(action)
-    return judged.peak_bytes["device"], clock.now_s
+    judged = replay(program, tuple(emitter.copies.homes), actions)
+    return judged.peak_bytes["device"], emitter.ledger.clock.now_s

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, MemoryTier
 from hyper_parallel.offload._emit import Emitter
 from hyper_parallel.offload._issue import Gap
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
-from hyper_parallel.offload._rules import Rule, Rules
 from hyper_parallel.offload._select import assign_tiers
+from hyper_parallel.offload._selection_rules import SelectionRule, SelectionRules
 
 _LITTLE = 1.2  # times the step in which nothing moves: no other rules are tried then
 _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
@@ -22,7 +22,7 @@ _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried
 class Asked:
     """What a rule was asked for."""
 
-    rule: Rule
+    rule: SelectionRule
     aim: int
 
 
@@ -39,9 +39,33 @@ class Emitted:
     peaks: dict[MemoryTier, int]
     dram_bytes: int
     gaps: tuple[Gap, ...]
-    again: Recomputes | None
+    recomputes: Recomputes | None
     rule: str
     asked: Asked | None = None
+
+    @classmethod
+    def by(
+        cls,
+        emitter: Emitter,
+        actions: tuple[MemoryAction, ...],
+        gaps: Sequence[Gap],
+        recomputes: Recomputes,
+        rule: str,
+        asked: Asked | None = None,
+    ) -> Emitted:
+        """What an emitter gave, with its account."""
+        ledger = emitter.ledger
+        return cls(
+            actions,
+            tuple(emitter.copies.homes),
+            ledger.clock.now_s,
+            ledger.peaks,
+            ledger.dram_bytes,
+            tuple(gaps),
+            recomputes,
+            rule,
+            asked,
+        )
 
     @property
     def peak(self) -> int:
@@ -56,7 +80,7 @@ class Search:
     program: MemoryProgram
     machine: MemoryMachine
     order: tuple[int, ...]
-    rules: Rules
+    rules: SelectionRules
     best_seen: Emitted
     # By selector, rank, window, candidates taken and bytes that are waited for: the time limit, and what it gave.
     made: dict[tuple[object, ...], tuple[float, Emitted | None]] = field(default_factory=dict)
@@ -82,7 +106,7 @@ class Search:
             every: Ask every rule; else only until one meets the target.
         """
         found: list[Emitted] = []
-        met: list[Rule] = []
+        met: list[SelectionRule] = []
         # Those that may give the fastest programs go first: what they give limits the others.
         left = self.left if budget is None else sorted(self.left, key=lambda r: r.selector.least_s)
         first = self.rules.first(target, lambda: limit_s) if budget is not None else ()
@@ -124,7 +148,7 @@ class Search:
         return None
 
     def emit(
-        self, rule: Rule, aim: int, target: int, limit_s: float = float("inf")
+        self, rule: SelectionRule, aim: int, target: int, limit_s: float = float("inf")
     ) -> Emitted | None:
         """One rule's program for an aim; None when it takes longer than the limit."""
         _, planned = rule.selector.select(aim, rule.rank)
@@ -164,14 +188,14 @@ class Search:
         emitted = None
         for share in _DRAM_SHARES:
             gaps = assign_tiers(
-                self.program, self.machine, chosen, share, selector.again.host.at_home
+                self.program, self.machine, chosen, share, selector.recomputes.host.at_home
             )
             emitter = Emitter(
                 self.program,
                 self.machine,
                 self.order,
                 gaps,
-                selector.again,
+                selector.recomputes,
                 room,
                 planned.copy(),
                 back,
@@ -181,16 +205,8 @@ class Search:
             if actions is None:
                 emitted = None
                 break
-            emitted = Emitted(
-                actions,
-                tuple(emitter.homes),
-                emitter.clock.now_s,
-                emitter.peaks,
-                emitter.dram_bytes,
-                tuple(gaps),
-                selector.again,
-                f"{rule.name}, {rule.rank}",
-                asked,
+            emitted = Emitted.by(
+                emitter, actions, gaps, selector.recomputes, f"{rule.name}, {rule.rank}", asked
             )
             if self.machine.copy_out is None or not overfull(self.machine, emitted):
                 break

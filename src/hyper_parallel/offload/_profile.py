@@ -6,43 +6,12 @@ from dataclasses import replace
 
 from hyper_parallel.ir import (
     COPIES,
-    MEMORY_TIERS,
     Counter,
     MemoryPlan,
-    MemoryTier,
     Span,
     StorageKind,
     Timeline,
 )
-from hyper_parallel.offload._machine import MemoryMachine
-from hyper_parallel.offload._simulate import Clock
-
-
-def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
-    """The step of a plan: spans of all lanes, and after every action the bytes taken in each tier."""
-    clock = Clock(plan.program, machine, record=True)
-    holds: list[set[MemoryTier]] = [
-        {home} if storage.at_start else set()
-        for storage, home in zip(plan.program.storages, plan.homes, strict=True)
-    ]
-    live = dict.fromkeys(MEMORY_TIERS, 0)
-    for s, tiers in enumerate(holds):
-        for tier in tiers:
-            live[tier] += plan.program.sizes[s]
-    samples: list[Counter] = []
-    for action in plan.actions:
-        taken, given = _moves(plan, action.kind, action.target, action.tier)
-        for s, into in taken:
-            if into not in holds[s]:
-                holds[s].add(into)
-                live[into] += plan.program.sizes[s]
-        for s, out_of in given:
-            for one in list(holds[s]) if out_of is None else [out_of]:
-                holds[s].discard(one)
-                live[one] -= plan.program.sizes[s]
-        clock.apply(action)
-        samples += [Counter(tier, clock.now_s, size) for tier, size in live.items()]
-    return Timeline("simulated", tuple(clock.spans or ()), tuple(samples))
 
 
 def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
@@ -102,16 +71,3 @@ def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
             level[sample.lane] = sample.value
             kept.append(sample)
     return Timeline(timeline.kind, tuple(spans), tuple(kept))
-
-
-def _moves(
-    plan: MemoryPlan, kind: str, target: int, tier: MemoryTier
-) -> tuple[list[tuple[int, MemoryTier]], list[tuple[int, MemoryTier | None]]]:
-    """(storage, tier) that an action takes, and gives back (None: everywhere)."""
-    if kind in ("run", "recompute"):
-        return [(s, "device") for s in plan.program.operators[target].allocs], []
-    if kind in COPIES:
-        return [(target, COPIES[kind][1])], []
-    if kind == "detach":
-        return [], [(target, tier)]
-    return [], [(target, None)] if kind == "free" else []

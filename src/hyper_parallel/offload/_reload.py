@@ -14,7 +14,7 @@ import numpy as np
 
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.offload._host import device_part
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._usedef import UseDef, use_definitions
 
 

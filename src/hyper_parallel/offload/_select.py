@@ -15,9 +15,9 @@ import numpy as np
 from hyper_parallel.ir import MemoryProgram, MemoryTier
 from hyper_parallel.offload._greedy import Greedy
 from hyper_parallel.offload._issue import Gap
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._recompute import Recomputes
-from hyper_parallel.offload._relax import Relaxation
+from hyper_parallel.offload._relaxation import Relaxation
 
 Rank = Literal["idle_per_transfer", "longest_gap", "largest", "ring", "home", "least_waits"]
 
@@ -77,7 +77,7 @@ class Selector:
         stall: bool = False,
         stretch: float | None = None,
     ) -> None:
-        self.program, self.machine, self.again = program, machine, recomputes
+        self.program, self.machine, self.recomputes = program, machine, recomputes
         self.stall, self.stretch = stall, stretch
         seconds = recomputes.host.seconds(program, order)
         self.ends_s = np.cumsum(seconds)
@@ -106,21 +106,21 @@ class Selector:
         change = np.zeros(self.n + 1, np.int64)
         sizes = self.program.sizes
         for s, storage in enumerate(self.program.storages):
-            uses = self.again.uses[s]
+            uses = self.recomputes.uses[s]
             if not uses and not storage.persistent:
                 continue
             change[0 if storage.at_start else uses[0]] += sizes[s]
             if not storage.at_end:
                 change[uses[-1] + 1] -= sizes[s]
-            if s in self.again.gaps:
-                a, b = self.again.gaps[s]
+            if s in self.recomputes.gaps:
+                a, b = self.recomputes.gaps[s]
                 change[a + 1] -= sizes[s]
                 change[b] += sizes[s]
-        for position, helpers in self.again.helpers.items():
+        for position, helpers in self.recomputes.helpers.items():
             extra = sum(sizes[h] for h in helpers)
             change[position] += extra
             change[position + 1] -= extra
-        for gap in self.again.host.gaps:
+        for gap in self.recomputes.host.gaps:
             low, high, extra = self._for_host(gap)
             change[low] += extra
             change[high] -= extra
@@ -130,7 +130,7 @@ class Selector:
         """(low, high, bytes): what updates in host memory change on the device, as if their copies were alone."""
         s, low = gap.storage, gap.first + 1
         num_bytes = self.program.storages[s].num_bytes
-        if s in self.again.host.at_home:  # gone, but for its way back
+        if s in self.recomputes.host.at_home:  # gone, but for its way back
             back = self.machine.prefetch.seconds(num_bytes)
             high = self._begun(gap.last, back) if gap.last < self.n else self.n
             return low, max(low, high), -self.program.sizes[s]
@@ -140,7 +140,7 @@ class Selector:
 
     def _of(self, s: int) -> list[Candidate]:
         size = self.program.sizes[s]
-        uses = self.again.uses[s]
+        uses = self.recomputes.uses[s]
         if not size:
             return []
         found: list[Candidate] = []
@@ -148,8 +148,8 @@ class Selector:
         out = self.machine.store.seconds(storage.num_bytes)
         back = self.machine.prefetch.seconds(storage.num_bytes)
         moves = out + back
-        dropped = self.again.gaps.get(s)
-        host = self.again.host
+        dropped = self.recomputes.gaps.get(s)
+        host = self.recomputes.host
         home = s in host.at_home  # then it leaves between two uses without a copy
         taken = {(g.first, g.last) for g in host.gaps if g.storage == s} if home else set()
         if home:
@@ -267,7 +267,7 @@ class Selector:
         at = bisect_right(writes, gap.first)
         if at:
             return writes[at - 1]
-        return 0 if self.program.storages[s].at_start else self.again.uses[s][0]
+        return 0 if self.program.storages[s].at_start else self.recomputes.uses[s][0]
 
 
 def assign_tiers(

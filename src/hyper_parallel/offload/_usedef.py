@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram
-from hyper_parallel.offload._talks import plain_actions
+from hyper_parallel.offload._comms import plain_actions
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
     True dependence (read after write), anti-dependence (write after read), output dependence (write after write), and
     the mutual order of operators that draw random numbers, check a branch, or talk to other ranks. What needs a message
     waits for another rank, so it stays behind everything that was sent before it: no rank waits for one that waits for
-    it (see `_talks`).
+    it (see `_comms`).
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}

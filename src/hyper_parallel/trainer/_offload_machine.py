@@ -76,7 +76,7 @@ class Assumed:
         return replace(
             timed,
             operators=tuple(
-                replace(op, seconds=0.0, talk_s=self.link.seconds(op.access_bytes))
+                replace(op, seconds=0.0, comm_s=self.link.seconds(op.access_bytes))
                 if op.group
                 else op
                 for op in timed.operators

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError, TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryProgram, MemoryTerm, Plan, Timeline
-from hyper_parallel.offload import Clock, MemoryMachine, order_peak, order_seconds, say_enough
+from hyper_parallel.offload import (
+    MemoryMachine,
+    clocked,
+    order_peak,
+    order_seconds,
+    with_capacity_hint,
+)
 from hyper_parallel.trainer._files import write_timeline
 from hyper_parallel.trainer._offload_rehearsal import ULPS
 from hyper_parallel.units import format_bytes, format_seconds
@@ -72,9 +78,7 @@ class OffloadRecord:
 
 def planned_waits(plan: MemoryPlan, machine: MemoryMachine) -> tuple[float, float]:
     """Seconds of a planned step in which the compute lane waits: for copies, and for other ranks."""
-    clock = Clock(plan.program, machine)
-    for action in plan.actions:
-        clock.apply(action)
+    clock = clocked(plan.program, machine, plan.actions)
     return clock.wait_s, clock.join_s
 
 
@@ -181,10 +185,10 @@ def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:
     full = [error for error in errors if isinstance(error, TierFull)]
     others = [error for error in errors if error not in full]
     if others or not full:  # no DRAM helps all of them
-        budgets = [say_enough(e, {"device": e.enough_bytes["device"]}) for e in full]
+        budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
         return max((*others, *budgets), key=_device_bytes, default=None)
     shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
-    return say_enough(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
+    return with_capacity_hint(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
 
 
 def _device_bytes(error: HyperParallelError) -> int:

@@ -26,7 +26,13 @@ from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_mem
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import COPIES, Counter, MemoryAction, MemoryPlan, Timeline
-from hyper_parallel.offload import Clock, Copied, MemoryMachine
+from hyper_parallel.offload import (
+    Copied,
+    MemoryMachine,
+    ProgramClock,
+    clocked,
+    predicted_timeline,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +88,9 @@ class PlannedDevice(HeldState):
     ) -> None:
         super().__init__(captured, plan, machine, copies, flash, queues, arena_bytes)
         self._talking: dict[int, Any] = {}  # what was begun with other ranks, by operator
-        self._clock = Clock(plan.program, machine)
+        self._clock = ProgramClock(plan.program, machine)
         if self.hardware.timed is None:
-            for action in plan.actions:
-                self._clock.apply(action)
+            self._clock = clocked(plan.program, machine, plan.actions)
 
     def step(
         self, inputs: Mapping[str, torch.Tensor], *, trace: bool = False
@@ -111,7 +116,7 @@ class PlannedDevice(HeldState):
         hardware, timed = self.hardware, self.hardware.timed
         clock = self._clock
         if trace and timed is None:
-            clock = Clock(self.plan.program, self.machine, record=True)
+            clock = ProgramClock(self.plan.program, self.machine)
         hardware.reset_peaks()
         if timed is not None:
             timed.begin(self.plan.program, trace)
@@ -136,7 +141,12 @@ class PlannedDevice(HeldState):
                 for at, tiers in samples
                 for name, live in tiers
             ]
-            timeline = Timeline("measured", tuple(times.spans or ()), tuple(counters))
+            spans = (
+                predicted_timeline(self.plan, self.machine).spans
+                if timed is None
+                else tuple(timed.times().spans or ())
+            )
+            timeline = Timeline("measured", spans, tuple(counters))
         return outputs, Measured(
             peaks,
             device_bytes,
@@ -181,10 +191,11 @@ class PlannedDevice(HeldState):
         return self._on["device"][storage]
 
     def _apply_all(
-        self, clock: Clock, trace: bool
+        self, clock: ProgramClock, trace: bool
     ) -> list[tuple[Any, tuple[tuple[str, int], ...]]]:
-        """Apply the actions of the plan; with `trace` (time or event, bytes per tier) after each of them."""
-        timed, samples = self.hardware.timed, []
+        """Apply the actions of the plan; with `trace` (time or event, bytes per tier) before and after each of them."""
+        timed = self.hardware.timed
+        samples = [(clock.now_s if timed is None else timed.now(), self.hardware.live)] * trace
         for action, ready in zip(self.plan.actions, self._actions, strict=True):
             marked = timed is not None and (trace or action.kind == "join")
             begin = timed.now() if timed is not None and marked else None

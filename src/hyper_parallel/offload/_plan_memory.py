@@ -24,15 +24,15 @@ from hyper_parallel.ir import (
     slab_bytes,
 )
 from hyper_parallel.offload._address import assign_addresses
+from hyper_parallel.offload._clock import clocked
 from hyper_parallel.offload._goals import least_peak, least_time
 from hyper_parallel.offload._host import HostUpdates, hostable
 from hyper_parallel.offload._host_sets import host_sets, readers_late
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._order import order_peak, order_seconds, refine_order
 from hyper_parallel.offload._overlap import DEPTHS, overlapped
 from hyper_parallel.offload._portfolio import Emitted, Search
-from hyper_parallel.offload._rules import Rules
-from hyper_parallel.offload._simulate import Clock
+from hyper_parallel.offload._selection_rules import SelectionRules
 from hyper_parallel.offload._usedef import identity_actions
 
 _MARGIN = 0.3  # of the bandwidth, for the least peak: a link that was said 30 % too fast still keeps the time limit
@@ -86,7 +86,7 @@ def plan_memory(
     goal = _Goal(budget_bytes, max_slowdown, move, recompute, margin)
     with _no_search_for_cycles():
         orders, said = _orders(program, reorder)
-        if not program.talks:
+        if not program.communicates:
             return _in_order(program, machine, goal, orders[0], said)
         return _best_order(program, machine, goal, orders, said)
 
@@ -105,7 +105,7 @@ def _no_search_for_cycles() -> Iterator[None]:
 
 def unmoved_seconds(program: MemoryProgram, *, reorder: bool) -> float:
     """Simulated seconds of a step in which nothing moves; what a slowdown is measured against."""
-    if not program.talks:
+    if not program.communicates:
         return program.seconds
     return min(order_seconds(program, order) for order in _orders(program, reorder)[0])
 
@@ -115,7 +115,7 @@ def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]
     if not reorder:
         return [tuple(range(len(program.operators)))], ()
     order, said = refine_order(program)
-    if not program.talks:
+    if not program.communicates:
         return [order], said
     return list(dict.fromkeys(overlapped(program, order, depth) for depth in (*DEPTHS, 0))), said
 
@@ -148,7 +148,7 @@ def _best_order(
     recorded_s = order_seconds(program, range(len(program.operators)))
     told = (
         f"communication: recorded order {recorded_s:.6g} s, begun early {alone[fast].seconds:.6g} s, of "
-        f"{program.seconds:.6g} s computation and {program.talk_seconds:.6g} s on the link; ranks keep one order"
+        f"{program.seconds:.6g} s computation and {program.comm_seconds:.6g} s on the link; ranks keep one order"
     )
     limit_s = alone[fast].seconds * (1 + (goal.max_slowdown or 0.0))
     plans, errors = list[MemoryPlan](), list[BudgetImpossible | TierFull]()
@@ -199,7 +199,7 @@ def _in_order(
     searches = []
     for where in host_sets(program, machine, order, slack_s or 0.0):
         late = readers_late(program, machine, order, where[1])
-        rules = Rules(
+        rules = SelectionRules(
             program,
             machine,
             late,
@@ -229,8 +229,8 @@ def _in_order(
             "nothing moves",
         )
         return replace(plan, statement=said)
-    if best.again is not None and best.again.host.operators:
-        said = (*said, _on_host(program, true_machine, best.again.host))
+    if best.recomputes is not None and best.recomputes.host.operators:
+        said = (*said, _on_host(program, true_machine, best.recomputes.host))
     reserve = f", with links {goal.margin:.0%} slower {best.seconds:.6g}" if goal.margin else ""
     told = (
         f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {plan.seconds:.6g}{reserve} "
@@ -261,9 +261,6 @@ def _finish(
         "the emitter and the replay count differently"
     )
     addresses, arena = assign_addresses(judged.residency, program.spans, enough)
-    clock = Clock(program, machine)
-    for action in emitted.actions:
-        clock.apply(action)
     choices = [
         Choice(
             g.storage,
@@ -275,17 +272,17 @@ def _finish(
         )
         for g in emitted.gaps
     ]
-    if emitted.again is not None:
-        choices += _updates(program, emitted.again.host)
+    if emitted.recomputes is not None:
+        choices += _updates(program, emitted.recomputes.host)
         choices += [
             Choice(s, "recompute", a, b, "device", "cheaper to run again than to keep or copy")
-            for s, (a, b) in sorted(emitted.again.gaps.items())
+            for s, (a, b) in sorted(emitted.recomputes.gaps.items())
         ]
     return MemoryPlan(
         program,
         emitted.homes,
         emitted.actions,
-        clock.now_s,
+        clocked(program, machine, emitted.actions).now_s,
         tuple(choices),
         said,
         addresses,

@@ -11,35 +11,37 @@ from hyper_parallel.ir import (
     MemoryTier,
     slab_bytes,
 )
-from hyper_parallel.offload._machine import MemoryMachine
-from hyper_parallel.offload._simulate import TIMELESS, Clock
+from hyper_parallel.offload._clock import ProgramClock
+from hyper_parallel.offload._memory_machine import MemoryMachine
 
 
-class Ledger:
-    """The books of an `Emitter`.
+class EmissionLedger:
+    """The books of one emission.
 
     Attributes:
         clock: Time after the actions.
         actions: What was emitted.
         live: Bytes now, per tier.
-        peaks: The most that there was.
+        peaks: Peak bytes per tier.
         buffers: Those of DRAM.
         current: Per storage: tier -> its content is the newest.
     """
 
     def __init__(self, program: MemoryProgram, machine: MemoryMachine) -> None:
-        self.program = program
-        self.clock = Clock(program, machine)
+        self._sizes = program.sizes
+        self._dram_capacity = machine.dram_bytes
+        self.clock = ProgramClock(program, machine)
         self.actions: list[MemoryAction] = []
         self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.buffers = HostBuffers()
         self.current: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
 
-    def _set(self, s: int, tier: MemoryTier) -> None:
+    def take(self, s: int, tier: MemoryTier) -> None:
+        """A storage takes its bytes in a tier, unless it has them; its content there is the newest."""
         held = self.current[s]
         if tier not in held:
-            size = self.program.sizes[s]
+            size = self._sizes[s]
             live = self.live[tier] = self.live[tier] + size
             if live > self.peaks[tier]:
                 self.peaks[tier] = live
@@ -47,27 +49,24 @@ class Ledger:
                 self.buffers.take(size)
         held[tier] = True
 
-    def _unset(self, s: int, tier: MemoryTier) -> None:
-        del self.current[s][tier]
-        self.live[tier] -= self.program.sizes[s]
-        if tier == "dram":
-            self.buffers.give(self.program.sizes[s])
+    def detach(self, s: int, tier: MemoryTier) -> None:
+        """Emit that a storage gives its bytes in a tier back."""
+        self._drop(s, tier)
+        self.emit("detach", s, tier)
 
-    def _detach(self, s: int, tier: MemoryTier) -> None:
-        self._unset(s, tier)
-        self._do("detach", s, tier)
-
-    def _free(self, s: int) -> None:
+    def free(self, s: int) -> None:
+        """Emit that a storage gives all its bytes back."""
         for tier in list(self.current[s]):
-            self._unset(s, tier)
-        self._do("free", s)
+            self._drop(s, tier)
+        self.emit("free", s)
 
-    def _dram_fits(self, s: int) -> bool:
-        cap = self.clock.machine.dram_bytes
+    def dram_fits(self, s: int) -> bool:
+        """Whether DRAM has room for a storage."""
+        capacity = self._dram_capacity
         return (
-            cap is None
+            capacity is None
             or "dram" in self.current[s]
-            or self.buffers.fits(self.program.sizes[s], cap)
+            or self.buffers.fits(self._sizes[s], capacity)
         )
 
     @property
@@ -75,8 +74,14 @@ class Ledger:
         """What host memory gives for the buffers."""
         return slab_bytes(self.buffers.most)
 
-    def _do(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
+    def emit(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
+        """Write an action down."""
         action = MemoryAction(kind, target, tier)
         self.actions.append(action)
-        if kind not in TIMELESS:
-            self.clock.apply(action)
+        self.clock.apply(action)
+
+    def _drop(self, s: int, tier: MemoryTier) -> None:
+        del self.current[s][tier]
+        self.live[tier] -= self._sizes[s]
+        if tier == "dram":
+            self.buffers.give(self._sizes[s])

@@ -16,27 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator
+from hyper_parallel.offload._clock import ProgramClock
 
 
-class TalkLane:
-    """Time of the communication lane."""
-
-    def __init__(self) -> None:
-        self._free_s = 0.0
-        self._done_s: dict[int, float] = {}
-
-    def begin(self, index: int, operator: Operator, now_s: float) -> float:
-        """An operator was begun; when it starts."""
-        start = max(now_s, self._free_s)
-        self._free_s = self._done_s[index] = start + operator.talk_s
-        return start
-
-    def done_s(self, index: int) -> float:
-        """When an operator that was begun is done."""
-        return self._done_s[index]
-
-
-class Talks:
+class CommsInFlight:
     """What is under way while a program is emitted, and what it keeps from leaving the device.
 
     Args:
@@ -123,34 +106,34 @@ def plain_actions(
         last: Position after which each storage is free; -1: it stays.
     """
     actions: list[MemoryAction] = []
-    talks, lane, now = Talks(program), TalkLane(), 0.0
+    comms, clock = CommsInFlight(program), ProgramClock(program)
+
+    def emit(action: MemoryAction) -> None:
+        actions.append(action)
+        clock.apply(action)
 
     def after(s: int, position: int) -> None:
-        if last[s] == position and not talks.hold(s, position):
+        if last[s] == position and not comms.hold(s, position):
             actions.append(MemoryAction("free", s))
 
     def join(index: int) -> None:
-        nonlocal now
-        actions.append(MemoryAction("join", index))
-        now = max(now, lane.done_s(index))
-        for s, position in talks.end(index):
+        emit(MemoryAction("join", index))
+        for s, position in comms.end(index):
             after(s, position)
 
     for position, index in enumerate(order):
         operator = program.operators[index]
-        if talks:
-            for other in talks.holding():
-                if lane.done_s(other) <= now:
+        if comms:
+            for other in comms.holding():
+                if clock.done_s(other) <= clock.now_s:
                     join(other)
-            for other in talks.before(operator):
+            for other in comms.before(operator):
                 join(other)
-        actions.append(MemoryAction("run", index))
+        emit(MemoryAction("run", index))
         if operator.group:
-            talks.begin(index)
-            lane.begin(index, operator, now)
-        now += operator.seconds
+            comms.begin(index)
         for s in program.touched[index]:
             after(s, position)
-    for other in talks.running:
+    for other in comms.running:
         join(other)
     return actions

@@ -8,7 +8,7 @@ from functools import cache
 
 from hyper_parallel.ir import MemoryProgram, StorageKind
 from hyper_parallel.offload._host import HostUpdates
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._recompute import (
     Chains,
     Recomputes,
@@ -16,7 +16,7 @@ from hyper_parallel.offload._recompute import (
     choose_recomputes,
     recompute_density,
 )
-from hyper_parallel.offload._relax import Relaxation
+from hyper_parallel.offload._relaxation import Relaxation
 from hyper_parallel.offload._select import Rank, Selector
 from hyper_parallel.offload._usedef import UseDef, use_definitions
 
@@ -35,7 +35,7 @@ _WINDOWS = (None, 64.0, 4.0)  # the same for what the relaxation chose, tried in
 
 
 @dataclass(frozen=True)
-class Rule:
+class SelectionRule:
     """What is made again and may leave, which of it does, and how early it may come back.
 
     Attributes:
@@ -48,7 +48,7 @@ class Rule:
     window: float | None = None
 
 
-class Rules:
+class SelectionRules:
     """All rules for one set of updates in host memory.
 
     Args:
@@ -100,7 +100,7 @@ class Rules:
 
     def first(
         self, target: int, limit_s: Callable[[], float] = lambda: float("inf")
-    ) -> Iterator[Rule]:
+    ) -> Iterator[SelectionRule]:
         """Those that may give the fastest programs under a budget.
 
         Args:
@@ -142,7 +142,7 @@ class Rules:
         again.host = HostUpdates.of(self._program, self._order, self._hosted, again.uses)
         return again
 
-    def _fixed(self, slack_s: float | None) -> Iterator[Rule]:
+    def _fixed(self, slack_s: float | None) -> Iterator[SelectionRule]:
         # Gaps shorter than their copies cost waits: for a budget they may be needed, for a time limit they rarely pay.
         anyway: list[tuple[str, bool, float | None]] = [
             (", copies as if alone", False, None),
@@ -162,7 +162,7 @@ class Rules:
                 ranks = _RANKS if stretch is not None else (*_RANKS, "home")
                 for rank in ranks:
                     window = _WINDOW if stall else None
-                    yield Rule(name + label + self._on_host, selector, rank, window)
+                    yield SelectionRule(name + label + self._on_host, selector, rank, window)
 
     def _cheapest_again(self, share: float) -> tuple[int, ...]:
         """What is made again when a share of the step is spent on it."""
@@ -176,7 +176,7 @@ class Rules:
         target: int,
         first: float,
         within: tuple[float, float],
-    ) -> list[Rule]:
+    ) -> list[SelectionRule]:
         """The rules that count on the shortest step in which recomputation and copies together reach a target.
 
         More recomputation keeps more inputs as well, so the range grows until the target is first reached. None do when
@@ -222,18 +222,18 @@ class Rules:
         share: float,
         target: int,
         ranks: tuple[Rank, ...] = _RANKS,
-    ) -> Iterator[Rule]:
+    ) -> Iterator[SelectionRule]:
         """The rules that reach a target in a step that is longer by a share; copies have that time as well."""
         selector = self._selector(again, False, 1 + share)
         for rank in ranks:
             if selector.select(target, rank)[1].max(initial=0) <= target:
                 what = "copies and recompute" if again else "copies"
                 name = f"{what} in {share:.1%} more time{self._on_host}"
-                yield Rule(name, selector, rank)
+                yield SelectionRule(name, selector, rank)
 
     def _relaxed(
         self, again: tuple[int, ...], seconds: float, target: int, limit_s: float
-    ) -> list[Rule]:
+    ) -> list[SelectionRule]:
         """What the linear program makes again, with what the channels carry in time, or with the least waits.
 
         Args:
@@ -250,7 +250,7 @@ class Rules:
         selector = self._selector(again, True, None)
         if selector.select(target, "least_waits")[1].max(initial=0) <= target:
             name = f"least waits{self._on_host}"
-            rules += [Rule(name, selector, "least_waits", window) for window in _WINDOWS]
+            rules += [SelectionRule(name, selector, "least_waits", window) for window in _WINDOWS]
         return rules
 
     def _relax(self, slower: float) -> Relaxation:

@@ -13,7 +13,7 @@ from hyper_parallel.ir import MemoryActionKind
 from hyper_parallel.offload._issue import Gap
 
 
-class Waiting:
+class ReloadQueue:
     """The line of one emission.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from hyper_parallel.ir import Extent
-from hyper_parallel.offload._repair import Repair
+from hyper_parallel.offload._arena_repair import Repair
 
 GOOD: Final = 1.02  # of the live peak: above this no effort is spared
 SEARCHED: Final = 1500  # items: above, one placement of an exact search takes too long

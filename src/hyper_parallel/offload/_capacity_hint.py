@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from hyper_parallel.errors import TierFull
-from hyper_parallel.offload._machine import MemoryMachine
+from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._portfolio import Emitted, Search
 
 _ROUNDS: Final = 6  # of bisection
@@ -17,7 +17,7 @@ _LARGE: Final = 1500  # operators; an emission takes a part of a second
 _Fits = Callable[[Emitted], bool]
 
 
-def enough_elsewhere(
+def sufficient_capacity(
     searches: Sequence[Search],
     aim: int,
     fits: _Fits,
@@ -111,10 +111,10 @@ def tier_full(budget_bytes: int, machine: MemoryMachine, enough: Mapping[str, in
         "the device budget needs more bytes in DRAM or flash than the machine allows",
         got=f"budget {budget_bytes} bytes, dram {dram}, flash {flash}",
     )
-    return say_enough(error, enough)
+    return with_capacity_hint(error, enough)
 
 
-def say_enough(error: TierFull, enough: Mapping[str, int]) -> TierFull:
+def with_capacity_hint(error: TierFull, enough: Mapping[str, int]) -> TierFull:
     """The error with a hint that names these bytes."""
     keys = {"dram": "dram", "flash": "flash", "device": "budget"}
     ways = [f"`offload.{key}={enough[tier]}`" for tier, key in keys.items() if tier in enough]

@@ -29,7 +29,7 @@ _BRIEF = 8  # positions: what is kept for no longer hardly leaves meanwhile
 
 
 @dataclass(frozen=True)
-class Relaxed:
+class RelaxedChoice:
     """The optimum.
 
     Attributes:
@@ -53,7 +53,7 @@ class Relaxation:
         self.selector = selector
         self.sizes = selector.program.sizes
         seconds = np.diff(np.concatenate(([0.0], selector.ends_s)))
-        for position, extra in selector.again.least_s(selector.program).items():
+        for position, extra in selector.recomputes.least_s(selector.program).items():
             seconds[position] += extra
         self.flow = Flow(
             selector.profile,
@@ -89,14 +89,14 @@ class Relaxation:
             _LOG.warning("nothing is relaxed for %d bytes: %s", target_bytes, error)
             return None
 
-    def solve(self, target_bytes: int) -> Relaxed | None:
+    def solve(self, target_bytes: int) -> RelaxedChoice | None:
         """The optimum for a target; None when it cannot be reached."""
         found = self._flowed(target_bytes)
         if found is None:
             return None
         parts = {s: found.parts[part] for s, part in self.again.items()}
         again = [tuple(s for s, x in parts.items() if x >= least) for least in (_HALF, _NEARLY_ALL)]
-        return Relaxed(found.seconds, tuple(dict.fromkeys(again)))
+        return RelaxedChoice(found.seconds, tuple(dict.fromkeys(again)))
 
     def until(self, target_bytes: int) -> tuple[list[Candidate], np.ndarray]:
         """As `Greedy.until`: the optimum in whole storages; nothing when there is none."""
@@ -151,7 +151,7 @@ class Relaxation:
         self.inside.setdefault(gap.storage, []).append(part)
         self.flow.gone(part, gap.first + 1, gap.last, c.num_bytes)
         self.flow.back(part, gap.last, c.num_bytes)
-        if gap.storage in self.selector.again.host.at_home:
+        if gap.storage in self.selector.recomputes.host.at_home:
             return
         if home is None or not self.selector.clean(gap):
             home = self.in_dram(gap.storage, self.selector.since(gap), gap.first + 1)
@@ -161,7 +161,7 @@ class Relaxation:
     def _host(self) -> None:
         """What updates in host memory copy, whatever is chosen."""
         selector, flow = self.selector, self.flow
-        host = selector.again.host
+        host = selector.recomputes.host
         always = flow.lp.variable(1.0, lower=1.0) if host.gaps else 0
         for gap in host.gaps:
             num_bytes = self.sizes[gap.storage]

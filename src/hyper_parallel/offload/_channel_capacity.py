@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 
-class Lane:
+class ChannelCapacity:
     """Free seconds of one channel, in equal slices of the step.
 
     Slices without free seconds are skipped by pointers to the next free one on either side, so a copy costs about as

@@ -32,9 +32,9 @@ from hyper_parallel.ir import (
     StorageKind,
 )
 from hyper_parallel.offload._address import wrong_address
-from hyper_parallel.offload._machine import MemoryMachine
-from hyper_parallel.offload._plan import plan_memory, unmoved_seconds
-from hyper_parallel.offload._simulate import Clock
+from hyper_parallel.offload._clock import clocked
+from hyper_parallel.offload._memory_machine import MemoryMachine
+from hyper_parallel.offload._plan_memory import plan_memory, unmoved_seconds
 from hyper_parallel.topology import cache_dir
 
 PLANNER = 13
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Goal:
+class _CachedGoal:
     """What was asked for; part of the fingerprint."""
 
     budget_bytes: int | None
@@ -90,7 +90,7 @@ def plan_memory_cached(
         What `plan_memory` raises. A cache that cannot be read or written is logged and costs only time.
     """
     kinds = None if move is None else tuple(sorted(set(move)))
-    goal = _Goal(budget_bytes, max_slowdown, kinds, recompute, reorder, bandwidth_margin)
+    goal = _CachedGoal(budget_bytes, max_slowdown, kinds, recompute, reorder, bandwidth_margin)
     key = fingerprint(program, machine, goal)
     path = (cache or cache_dir() / "plans") / f"{key[:32]}.json"
     if path.exists():
@@ -161,7 +161,7 @@ def _write(path: Path, key: str, plan: MemoryPlan) -> None:
 
 
 def _read(
-    path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _Goal
+    path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _CachedGoal
 ) -> MemoryPlan:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -190,20 +190,16 @@ def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMach
         Choice(s, cast(Any, _WHATS[_natural(w)]), a, b, MEMORY_TIERS[_natural(t)], str(reason))
         for s, w, a, b, t, reason in zip(*document["choices"], strict=True)
     )
-    clock = Clock(program, machine)
     plan = MemoryPlan(program, homes, tuple(actions), 0.0)
     stays = plan.replayed.residency  # raises HP404 when an action is illegal
-    for action in actions:
-        clock.apply(action)
+    seconds = clocked(program, machine, plan.actions).now_s
     placed = tuple(
         Extent(e.storage, e.start, e.stop, _natural(offset))
         for e, offset in zip(stays, document["offsets"], strict=True)
     )
     statement = tuple(str(line) for line in document["statement"])
     arena = _natural(document["arena_bytes"])
-    return MemoryPlan(
-        program, homes, tuple(actions), clock.now_s, choices, statement, placed, arena
-    )
+    return MemoryPlan(program, homes, plan.actions, seconds, choices, statement, placed, arena)
 
 
 def _natural(value: Any) -> int:
@@ -212,7 +208,7 @@ def _natural(value: Any) -> int:
     return value
 
 
-def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _Goal) -> None:
+def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _CachedGoal) -> None:
     """The plan keeps what was asked for, and no two stays share an address."""
     if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
         raise _Unusable(f"it takes {plan.device_bytes} bytes of the device, above the budget")

@@ -27,10 +27,10 @@ _Move = tuple[Gap, ...]  # one gap, or both ends of a stay at home
 
 def polish(search: Search, best: Emitted, limit_s: float) -> Emitted:
     """A program of at most the same peak within the time limit."""
-    if best.again is None:
+    if best.recomputes is None:
         return best
     floor = reload_bound(
-        search.program, search.machine, search.order, limit_s, recompute=bool(best.again.gaps)
+        search.program, search.machine, search.order, limit_s, recompute=bool(best.recomputes.gaps)
     ).num_bytes
     for seed in range(_ROUNDS):  # each starts from what the last one found
         best = _round(search, best, limit_s, floor, random.Random(seed))
@@ -75,7 +75,7 @@ def _moves(search: Search, best: Emitted) -> tuple[list[_Move], list[frozenset[_
     moves: dict[_Move, None] = {}
     groups: dict[frozenset[_Move], None] = {}
     for selector in dict.fromkeys(rule.selector for rule in search.rules.fixed):
-        if selector.again is best.again:
+        if selector.recomputes is best.recomputes:
             for c in selector.candidates:
                 ends = tuple(g for g in c.gaps if g.first < 0 or g.last == selector.n)
                 parts = ((ends,) if ends else ()) + tuple((g,) for g in c.gaps if g not in ends)
@@ -88,9 +88,11 @@ def _emit(
     search: Search, like: Emitted, chosen: set[_Move], target: int, mode: int
 ) -> tuple[Emitted, list[int]]:
     """The program of some moves, and its bytes at every position."""
-    assert like.again is not None
+    assert like.recomputes is not None
     gaps = sorted((g for m in chosen for g in m), key=lambda g: (g.storage, g.first))
-    profile = next(r.selector.profile for r in search.rules.fixed if r.selector.again is like.again)
+    profile = next(
+        r.selector.profile for r in search.rules.fixed if r.selector.recomputes is like.recomputes
+    )
     change = np.zeros(len(profile) + 1, np.int64)
     for g in gaps:  # what is needed at every position, everything else away
         change[g.first + 1] -= search.program.sizes[g.storage]
@@ -100,7 +102,7 @@ def _emit(
         search.machine,
         search.order,
         gaps,
-        like.again,
+        like.recomputes,
         target,
         profile + np.cumsum(change[:-1]),
         window=_MODES[mode][0],
@@ -109,17 +111,7 @@ def _emit(
     actions = emitter.emit()
     assert actions is not None
     rule = like.rule if like.rule.endswith(", polished") else f"{like.rule}, polished"
-    emitted = Emitted(
-        actions,
-        tuple(emitter.homes),
-        emitter.clock.now_s,
-        emitter.peaks,
-        emitter.dram_bytes,
-        tuple(gaps),
-        like.again,
-        rule,
-    )
-    return emitted, emitter.held
+    return Emitted.by(emitter, actions, gaps, like.recomputes, rule), emitter.held
 
 
 def _score(emitted: Emitted, held: list[int], target: int, limit_s: float) -> float:
