@@ -6,10 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hyper_parallel.backends.torch.context import _block_attention as block
-from hyper_parallel.backends.torch.context import _flash_attention as flash
+from hyper_parallel.backends.torch.context import _block_attention
 from hyper_parallel.backends.torch.context._attention import _Blocks
-from hyper_parallel.backends.torch.context._block_attention import AttentionRules
+from hyper_parallel.backends.torch.context._block_attention import (
+    AttentionBlock,
+    AttentionRules,
+    wide,
+)
 from hyper_parallel.backends.torch.context._state import view_of
 from hyper_parallel.ir import SequenceCut
 
@@ -36,7 +39,7 @@ def ring(q, k, v, grad, rules, view):
     """Output and gradients of every place, its blocks in the order in which they come."""
     cut = view.cut
     held = [torch.tensor([p for a, b in s for p in range(a, b)]) for s in cut.spans]
-    out, dq, dk, dv = (torch.zeros_like(x, dtype=block.wide(q.dtype)) for x in (grad, q, k, v))
+    out, dq, dk, dv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (grad, q, k, v))
     for place, mine in enumerate(held):
         blocks = _Blocks(view, rules, place)
         local, g = q[:, :, mine], grad[:, :, mine]
@@ -105,11 +108,12 @@ def test_the_fused_kernel_gives_the_same(dtype, packed):
     rules = AttentionRules(0.4)
     spans = ((0, 16), (16, 32))
     q = torch.randn(2, 4, 16, 8).to(dtype)
-    k = v = torch.randn(2, 2, 16, 8).to(dtype)
-    assert flash.usable(q, k, v, spans[1], spans[0], rules, seen=True)
-    assert flash.usable(q, k, v, spans[0], spans[0], rules, seen=False)
-    assert not flash.usable(q, k, v, spans[0], spans[0], AttentionRules(0.4, window=3), seen=False)
-    assert not flash.usable(q.double(), k, v, spans[1], spans[0], rules, seen=True)
+    v = torch.randn(2, 2, 16, 8).to(dtype)
+    windowed = AttentionRules(0.4, window=3)
+    assert AttentionBlock(spans[1], spans[0], rules, True).fused(q, v)
+    assert AttentionBlock(spans[0], spans[0], rules, False).fused(q, v)
+    assert not AttentionBlock(spans[0], spans[0], windowed, False).fused(q, v)
+    assert not AttentionBlock(spans[1], spans[0], rules, True).fused(q.double(), v)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     compare(2, 16, rules, packed, (2, 4, 2, 8, 8), dtype, tolerance)
 
@@ -119,24 +123,24 @@ def test_the_accelerator_kernels_take_these_arguments():
     with FakeTensorMode():
         q = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(2, 2, 32, 64, dtype=torch.bfloat16, device="cuda")
-        assert flash.usable(q, k, k, (32, 48), (0, 32), AttentionRules(0.1), seen=True)
-        out, lse = flash.forward(q, k, k, AttentionRules(0.1), causal=False)
+        block = AttentionBlock((32, 48), (0, 32), AttentionRules(0.1), True)
+        assert block.fused(q, k)
+        out, lse = block.forward(q, k, k)
         assert (out.shape, out.dtype, lse.shape) == (q.shape, torch.float32, q.shape[:3])
-        found = flash.backward(q, q, k, k, q, lse, AttentionRules(0.1), causal=False)
+        found = block.backward(q, q, k, k, q, lse, lse)
         assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
 
 
 def test_large_blocks_are_computed_in_tiles(monkeypatch):
-    monkeypatch.setattr(block, "_SCORES", 64)
+    monkeypatch.setattr(_block_attention, "_SCORES", 64)
     for window in (None, 3):
         compare(2, 8, AttentionRules(0.4, window), False, (1, 2, 1, 4, 4), torch.float64, 1e-12)
 
 
 def test_a_row_that_sees_nothing_gives_nothing():
     q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2, 4)
-    out, lse = block.forward(
-        q, k, k, (10, 12), (0, 2), AttentionRules(1.0, window=10), all_seen=False
-    )
+    block = AttentionBlock((10, 12), (0, 2), AttentionRules(1.0, window=10), False)
+    out, lse = block.forward(q, k, k)
     assert torch.equal(out[0, 0, 1], torch.zeros(4))
     assert lse[0, 0, 1] == -torch.inf
     assert torch.isfinite(lse[0, 0, 0])

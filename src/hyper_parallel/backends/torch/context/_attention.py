@@ -25,9 +25,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch._collectives import gather_rows, reduce_rows, send_receive
-from hyper_parallel.backends.torch.context import _block_attention as block
-from hyper_parallel.backends.torch.context import _flash_attention as flash
-from hyper_parallel.backends.torch.context._block_attention import AttentionRules
+from hyper_parallel.backends.torch.context._block_attention import (
+    AttentionBlock,
+    AttentionRules,
+    merge,
+    wide,
+)
 from hyper_parallel.backends.torch.context._collectives import (
     trade_heads_for_tokens,
     trade_tokens_for_heads,
@@ -144,8 +147,8 @@ class _Blocks:
     rules: AttentionRules
     place: int
 
-    def pairs(self, other: int) -> Iterator[tuple[slice, slice, Interval, Interval, bool]]:
-        """Visible pairs with the keys of another place: slices of the local tensors, positions, all is seen.
+    def pairs(self, other: int) -> Iterator[tuple[slice, slice, AttentionBlock]]:
+        """Visible blocks with the keys of another place, and the slices of the local queries and keys they are about.
 
         For each queries the diagonal comes first, so that every row has seen a key after it.
         """
@@ -153,7 +156,8 @@ class _Blocks:
         for at, queries in _slices(mine):
             visible = [(s, keys) for s, keys in _slices(theirs) if self._visible(queries, keys)]
             for there, keys in sorted(visible, key=lambda pair: pair[1] != queries):
-                yield at, there, queries, keys, self._whole(queries, keys)
+                seen = self._whole(queries, keys)
+                yield at, there, AttentionBlock(queries, keys, self.rules, seen)
 
     def _visible(self, queries: Interval, keys: Interval) -> bool:
         bounds = self.view.bounds
@@ -176,17 +180,12 @@ class _Blocks:
         self, q: Tensor, k: Tensor, v: Tensor, other: int, out: Tensor, lse: Tensor
     ) -> None:
         """Join the attention over the keys of a place into `out` and `lse`."""
-        for at, there, queries, keys, seen in self.pairs(other):
-            part = (q[:, :, at], k[:, :, there], v[:, :, there])
-            fast = flash.usable(*part, queries, keys, self.rules, seen)
-            if fast:
-                more = flash.forward(*part, self.rules, causal=not seen)
-            else:
-                more = block.forward(*part, queries, keys, self.rules, seen)
-            if queries == keys:
+        for at, there, block in self.pairs(other):
+            more = block.forward(q[:, :, at], k[:, :, there], v[:, :, there])
+            if block.queries == block.keys:
                 out[:, :, at], lse[:, :, at] = more
             else:
-                block.merge(out[:, :, at], lse[:, :, at], *more)
+                merge(out[:, :, at], lse[:, :, at], *more)
 
     def backward(
         self,
@@ -198,20 +197,13 @@ class _Blocks:
         other: int,
         dq: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Add to `dq` what the keys of a place give, and return their gradients."""
-        out, lse, delta = saved
+        """Add to `dq` what the keys of a place give, and return their gradients; `saved` is (out, lse, delta)."""
         dk, dv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
-        for at, there, queries, keys, seen in self.pairs(other):
-            part = (q[:, :, at], k[:, :, there], v[:, :, there])
-            if flash.usable(*part, queries, keys, self.rules, seen):
-                grads = flash.backward(
-                    grad[:, :, at], *part, out[:, :, at], lse[:, :, at], self.rules, not seen
-                )
-            else:
-                grads = block.backward(
-                    grad[:, :, at], *part, lse[:, :, at], delta[:, :, at], queries, keys,
-                    self.rules, seen,
-                )  # fmt: skip
+        for at, there, block in self.pairs(other):
+            rows = (x[:, :, at] for x in saved)
+            grads = block.backward(
+                grad[:, :, at], q[:, :, at], k[:, :, there], v[:, :, there], *rows
+            )
             dq[:, :, at] += grads[0]
             dk[:, :, there] += grads[1]
             dv[:, :, there] += grads[2]
@@ -241,7 +233,7 @@ class _Attention(torch.autograd.Function):
         rules: AttentionRules,
     ) -> Tensor:
         blocks = _Blocks(view, rules, context.group.rank() // context.ulysses)
-        exact = block.wide(q.dtype)
+        exact = wide(q.dtype)
         out = q.new_empty(*q.shape[:3], v.shape[3], dtype=exact)
         lse = q.new_empty(q.shape[:3], dtype=exact)
         for other, keys, values in _arriving(context, blocks, k, v):

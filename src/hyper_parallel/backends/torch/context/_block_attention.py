@@ -4,7 +4,13 @@ A block returns its output and the logarithm of its softmax denominator ("lse") 
 key blocks are joined with `merge`. The backward of a block takes the lse of the whole row, so that every block's
 probabilities are those of the whole softmax and no block needs another.
 
-Sources: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, FlashAttention, algorithms 1 and 4.
+Where it fits, a block runs on torch's own flash attention, on CPU and CUDA; else on plain matrix products.
+
+Shapes: B batch, H query heads, G key heads (a divisor of H; head h uses key head h // (H / G)), Q queries of the block,
+N keys of it, K head dim, V head dim of the values.
+
+Sources: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, FlashAttention, algorithms 1 and 4; Dao 2023,
+FlashAttention-2; Liu et al. 2023, Ring Attention, section 3.
 """
 
 from __future__ import annotations
@@ -19,6 +25,12 @@ from hyper_parallel.ir import Interval
 
 _SCORES = 1 << 24
 """Scores computed at a time, which bounds the temporaries of the plain kernel."""
+_FORMATS = {
+    "cuda": (torch.bfloat16, torch.float16),
+    "cpu": (torch.bfloat16, torch.float16, torch.float32),
+}
+"""Formats that the fused kernel of a device takes."""
+_LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,7 @@ class AttentionRules:
     documents: Tensor | None = None
 
     def hidden(self, queries: Interval, keys: Interval, device: torch.device) -> Tensor:
-        """[B or 1, queries, keys]: True where a query does not see a key."""
+        """[B or 1, Q, N]: True where a query does not see a key."""
         q = torch.arange(*queries, device=device).unsqueeze(1)
         k = torch.arange(*keys, device=device)
         mask = k > q
@@ -56,88 +68,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    queries: Interval,
-    keys: Interval,
-    rules: AttentionRules,
-    all_seen: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attention of one block by plain matrix products.
-
-    Args:
-        q: [B, H, queries, D].
-        k: [B, G, keys, D] with G a divisor of H; head h uses key head h // (H / G).
-        v: [B, G, keys, Dv].
-        queries: Positions of the queries.
-        keys: Positions of the keys.
-        rules: Masks and scores.
-        all_seen: Every query sees every key, so no mask is made.
-
-    Returns:
-        Output [B, H, queries, Dv] and lse [B, H, queries], both in `wide` format; a query that sees none of the keys
-        has zeros and minus infinity.
-    """
-    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide(q.dtype))
-    lse = q.new_empty(q.shape[:3], dtype=out.dtype)
-    for rows, cols in _tiles(q, queries, keys, rules, all_seen):
-        scores, _ = _scores(q, k, queries, keys, rows, cols, rules, all_seen)
-        part = torch.logsumexp(scores, dim=-1, keepdim=True)
-        # A row that sees nothing would be exp(-inf + inf).
-        p = scores.sub_(part.masked_fill(part == -torch.inf, 0.0)).exp_()
-        out[:, :, rows] = _ungroup(p @ v[:, :, cols].to(p.dtype), q.shape[1])
-        lse[:, :, rows] = _ungroup(part, q.shape[1]).squeeze(-1)
-    return out, lse
-
-
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    queries: Interval,
-    keys: Interval,
-    rules: AttentionRules,
-    all_seen: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one block.
-
-    Args:
-        grad: Gradient of the output, [B, H, queries, Dv].
-        q: As in `forward`.
-        k: As in `forward`.
-        v: As in `forward`.
-        lse: Of the whole row, all key blocks joined, [B, H, queries].
-        delta: Sum over Dv of grad times the whole output, [B, H, queries].
-        queries: As in `forward`.
-        keys: As in `forward`.
-        rules: As in `forward`.
-        all_seen: As in `forward`.
-
-    Returns:
-        Gradients of q, k and v in `wide` format.
-    """
-    heads, groups, exact = q.shape[1], k.shape[1], wide(q.dtype)
-    dq = torch.zeros_like(q, dtype=exact)
-    dk, dv = torch.zeros_like(k, dtype=exact), torch.zeros_like(v, dtype=exact)
-    for rows, cols in _tiles(q, queries, keys, rules, all_seen):
-        scores, slope = _scores(q, k, queries, keys, rows, cols, rules, all_seen)
-        p = scores.sub_(_group(lse[:, :, rows].unsqueeze(-1), groups)).exp_()
-        g = _group(grad[:, :, rows], groups).to(exact)
-        dv[:, :, cols] += p.transpose(-1, -2) @ g
-        ds = g @ v[:, :, cols].to(exact).transpose(-1, -2)
-        ds.sub_(_group(delta[:, :, rows].unsqueeze(-1), groups)).mul_(p).mul_(rules.scale)
-        if slope is not None:
-            ds.mul_(slope)
-        dq[:, :, rows] = _ungroup(ds @ k[:, :, cols].to(exact), heads)
-        dk[:, :, cols] += ds.transpose(-1, -2) @ _group(q[:, :, rows], groups).to(exact)
-    return dq, dk, dv
-
-
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Join another block's output into `out` and `lse`, in place; every row of `lse` is finite."""
     total = torch.logaddexp(lse, more_lse)
@@ -146,63 +76,176 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _tiles(
-    q: Tensor, queries: Interval, keys: Interval, rules: AttentionRules, all_seen: bool
-) -> Iterator[tuple[slice, slice]]:
-    """Rows of queries with the keys that some of them may see, as slices of the block."""
-    count = queries[1] - queries[0]
-    per_row = q.shape[0] * q.shape[1] * (keys[1] - keys[0])
-    # A masked block is worth cutting also where it is small: half of a causal one is never computed.
-    rows = max(1, min(count, _SCORES // per_row))
-    if not all_seen:
-        rows = min(rows, max(128, -(-count // 8)))
-    for start in range(0, count, rows):
-        stop = min(start + rows, count)
-        first, last = keys
-        if not all_seen:
-            last = min(last, queries[0] + stop)
-            if rules.window is not None:
-                first = max(first, queries[0] + start - rules.window + 1)
-        if first < last:
-            yield slice(start, stop), slice(first - keys[0], last - keys[0])
-        else:
-            yield slice(start, stop), slice(0, 0)
+@dataclass(frozen=True, slots=True)
+class AttentionBlock:
+    """A span of queries and a span of keys.
 
+    Attributes:
+        queries: Positions of the queries.
+        keys: Positions of the keys.
+        rules: Masks and scores.
+        all_seen: Every query sees every key, so no mask is made.
+    """
 
-def _scores(
-    q: Tensor,
-    k: Tensor,
-    queries: Interval,
-    keys: Interval,
-    rows: slice,
-    cols: slice,
-    rules: AttentionRules,
-    all_seen: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Scores [B, G, (H / G) rows, cols], minus infinity where masked; and the slope of the cap, if there is one."""
-    exact, slope = wide(q.dtype), None
-    grouped = _group(q[:, :, rows], k.shape[1]).to(exact)
-    scores = (grouped @ k[:, :, cols].to(exact).transpose(-1, -2)).mul_(rules.scale)
-    if rules.softcap is not None:
-        capped = scores.div_(rules.softcap).tanh_()
-        slope = 1.0 - capped.square()
-        scores = capped.mul_(rules.softcap)
-    if not all_seen:
-        hidden = rules.hidden(
-            (queries[0] + rows.start, queries[0] + rows.stop),
-            (keys[0] + cols.start, keys[0] + cols.stop),
-            q.device,
+    queries: Interval
+    keys: Interval
+    rules: AttentionRules
+    all_seen: bool
+
+    def fused(self, q: Tensor, v: Tensor) -> bool:
+        """Whether the fused kernel computes this block."""
+        rules, width = self.rules, q.shape[3]
+        plain = rules.window is None and rules.documents is None
+        return (
+            q.dtype in _FORMATS.get(q.device.type, ())
+            and (self.all_seen or (self.queries == self.keys and plain))
+            and rules.softcap is None
+            and width == v.shape[3]
+            and width <= _LARGEST_HEAD
+            and width % 8 == 0
         )
-        by_head = scores.unflatten(2, (-1, rows.stop - rows.start))
-        by_head.masked_fill_(hidden[:, None, None], -torch.inf)
-    return scores, slope
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of the block.
+
+        Args:
+            q: [B, H, Q, K].
+            k: [B, G, N, K].
+            v: [B, G, N, V].
+
+        Returns:
+            Output [B, H, Q, V] and lse [B, H, Q], both in `wide` format; a query that sees none of the keys has zeros
+            and minus infinity.
+        """
+        if self.fused(q, v):
+            return self._fused_forward(q, k, v)
+        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide(q.dtype))
+        lse = q.new_empty(q.shape[:3], dtype=out.dtype)
+        for rows, cols in self._tiles(q):
+            scores, _ = self._scores(q, k, rows, cols)
+            part = torch.logsumexp(scores, dim=-1, keepdim=True)
+            # A row that sees nothing would be exp(-inf + inf).
+            p = scores.sub_(part.masked_fill(part == -torch.inf, 0.0)).exp_()
+            out[:, :, rows] = _ungroup(p @ v[:, :, cols].to(p.dtype), q.shape[1])
+            lse[:, :, rows] = _ungroup(part, q.shape[1]).squeeze(-1)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the block's q, k and v, in `wide` format.
+
+        Args:
+            grad: Gradient of the output, [B, H, Q, V].
+            q: As in `forward`.
+            k: As in `forward`.
+            v: As in `forward`.
+            out: Output of the whole row, all key blocks joined, [B, H, Q, V].
+            lse: Of the whole row, [B, H, Q].
+            delta: Sum over V of grad times out, [B, H, Q].
+        """
+        if self.fused(q, v):
+            return self._fused_backward(grad, q, k, v, out, lse)
+        heads, groups, exact = q.shape[1], k.shape[1], wide(q.dtype)
+        dq = torch.zeros_like(q, dtype=exact)
+        dk, dv = torch.zeros_like(k, dtype=exact), torch.zeros_like(v, dtype=exact)
+        for rows, cols in self._tiles(q):
+            scores, slope = self._scores(q, k, rows, cols)
+            p = scores.sub_(_group(lse[:, :, rows].unsqueeze(-1), groups)).exp_()
+            g = _group(grad[:, :, rows], groups).to(exact)
+            dv[:, :, cols] += p.transpose(-1, -2) @ g
+            ds = g @ v[:, :, cols].to(exact).transpose(-1, -2)
+            ds.sub_(_group(delta[:, :, rows].unsqueeze(-1), groups)).mul_(p).mul_(self.rules.scale)
+            if slope is not None:
+                ds.mul_(slope)
+            dq[:, :, rows] = _ungroup(ds @ k[:, :, cols].to(exact), heads)
+            dk[:, :, cols] += ds.transpose(-1, -2) @ _group(q[:, :, rows], groups).to(exact)
+        return dq, dk, dv
+
+    def _tiles(self, q: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Rows of queries with the keys that some of them may see, as slices of the block."""
+        (first_query, last_query), (first_key, last_key) = self.queries, self.keys
+        count = last_query - first_query
+        per_row = q.shape[0] * q.shape[1] * (last_key - first_key)
+        # A masked block is worth cutting also where it is small: half of a causal one is never computed.
+        rows = max(1, min(count, _SCORES // per_row))
+        if not self.all_seen:
+            rows = min(rows, max(128, -(-count // 8)))
+        for start in range(0, count, rows):
+            stop = min(start + rows, count)
+            first, last = self.keys
+            if not self.all_seen:
+                last = min(last, first_query + stop)
+                if self.rules.window is not None:
+                    first = max(first, first_query + start - self.rules.window + 1)
+            if first < last:
+                yield slice(start, stop), slice(first - first_key, last - first_key)
+            else:
+                yield slice(start, stop), slice(0, 0)
+
+    def _scores(
+        self, q: Tensor, k: Tensor, rows: slice, cols: slice
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores [B, G, (H / G) rows, cols], minus infinity where masked; and the slope of the cap, if there is one."""
+        exact, slope, softcap = wide(q.dtype), None, self.rules.softcap
+        grouped = _group(q[:, :, rows], k.shape[1]).to(exact)
+        scores = (grouped @ k[:, :, cols].to(exact).transpose(-1, -2)).mul_(self.rules.scale)
+        if softcap is not None:
+            capped = scores.div_(softcap).tanh_()
+            slope = 1.0 - capped.square()
+            scores = capped.mul_(softcap)
+        if not self.all_seen:
+            queries = (self.queries[0] + rows.start, self.queries[0] + rows.stop)
+            keys = (self.keys[0] + cols.start, self.keys[0] + cols.stop)
+            hidden = self.rules.hidden(queries, keys, q.device)
+            by_head = scores.unflatten(2, (-1, rows.stop - rows.start))
+            by_head.masked_fill_(hidden[:, None, None], -torch.inf)
+        return scores, slope
+
+    def _fused_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        ops, scale, causal = torch.ops.aten, self.rules.scale, not self.all_seen
+        if q.device.type == "cpu":
+            k, v = _same_heads(q, k, v)
+            out, lse = ops._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, scale=scale
+            )
+        else:
+            out, lse, *_ = ops._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, causal, False, scale=scale
+            )
+        return out.to(wide(q.dtype)), lse
+
+    def _fused_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ops, scale, causal = torch.ops.aten, self.rules.scale, not self.all_seen
+        groups, exact = k.shape[1], wide(q.dtype)
+        lse = lse.contiguous()  # kernels read it without its strides
+        if q.device.type == "cpu":
+            dq, dk, dv = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, *_same_heads(q, k, v), out, lse, 0.0, causal, scale=scale
+            )
+            if dk.shape[1] != groups:
+                dk, dv = (x.unflatten(1, (groups, -1)).to(exact).sum(2) for x in (dk, dv))
+        else:
+            none = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
+            dq, dk, dv = ops._scaled_dot_product_flash_attention_backward(
+                grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none,
+                scale=scale,
+            )  # fmt: skip
+        return dq.to(exact), dk.to(exact), dv.to(exact)
 
 
 def _group(x: Tensor, groups: int) -> Tensor:
-    """[B, H, S, D] as [B, G, (H / G) S, D]: the queries of one key head are the rows of one matrix."""
+    """[B, H, Q, K] as [B, G, (H / G) Q, K]: the queries of one key head are the rows of one matrix."""
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
 def _ungroup(x: Tensor, heads: int) -> Tensor:
     """The inverse of `_group`."""
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
+
+
+def _same_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    times = q.shape[1] // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
