@@ -49,7 +49,7 @@ def audit(model: nn.Module) -> None:
                 "a parameter does not lie as planned",
                 where=name,
                 got=f"shape {tuple(param.shape)}, local {got_shape}, split by {got_axes}",
-                allowed=f"shape {shape}, local {wanted}, {_shown(layout)}",
+                allowed=f"shape {shape}, local {wanted}, layout {layout}",
             )
         if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
             ranges = layout.ranges(shape, mesh, where)
@@ -92,7 +92,3 @@ def _splitting_axes(param: Tensor) -> dict[str, int]:
         for i, (name, placement) in enumerate(zip(names, param.placements, strict=True))
         if mesh.size(i) > 1 and hasattr(placement, "dim")
     }
-
-
-def _shown(layout: Layout) -> str:
-    return f"layout {layout}"

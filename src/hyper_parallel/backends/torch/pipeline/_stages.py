@@ -16,7 +16,7 @@ A weight that embedding and head share stays on both stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +46,10 @@ class RunningStage:
     received: Tensor | None = None
     output: Tensor | None = None
     enter: Callable[[], None] | None = None
+
+
+_End = tuple[str, int, Callable[[Tensor], Tensor]]
+"""Name of an end of the model, the stage that runs it, and what stands for it on the others."""
 
 
 class StageLayers(nn.ModuleList):
@@ -112,7 +116,6 @@ class StageModules:
 
     Attributes:
         running: The stage that runs.
-        ranges: Decoder layers of every stage of the pipeline.
         own: Stages of this rank, in order of the model.
         holders: Name in the whole model's state dict to the pipeline ranks that hold it.
         shared: Names of the parameters that this rank and another one both hold.
@@ -122,14 +125,13 @@ class StageModules:
     """
 
     running: RunningStage
-    ranges: tuple[range, ...]
     own: tuple[int, ...]
     holders: dict[str, tuple[int, ...]]
     shared: tuple[str, ...]
     layers: dict[int, list[nn.Module]]
     width: int
     dtype: torch.dtype
-    _ends: list[tuple[str, int, Callable[..., Any]]] = field(default_factory=list)
+    _ends: list[_End]
 
     @property
     def own_layers(self) -> list[nn.Module]:
@@ -166,8 +168,14 @@ class StageModules:
 def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageModules | None:
     """Cut a model at the layers that the plan says, or by cost; None when the plan has no pipeline.
 
+    Args:
+        model: A Hugging Face model whose layers take and return [B, S, D] activations; changed in place.
+        plan: Stages, where they lie, and the format of activations.
+        mesh: Device mesh; None on one rank.
+
     Raises:
-        UnsupportedSharding: HP205, NotDivisible: HP203, BatchMismatch: HP308 as in `mpmd.check_pipeline`.
+        UnsupportedSharding: HP205 for another kind of module, and for parameters that no stage is known to need;
+            HP205, NotDivisible: HP203, BatchMismatch: HP308 as in `mpmd.check_pipeline`.
     """
     strategy, workload = plan.strategy, plan.workload
     if mesh is None or strategy.pp == 1:
@@ -181,29 +189,6 @@ def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageMod
         spec = spec_from_config(decoder[0].config.to_dict(), name=type(model).__name__)
         layers = stage_layers(spec, strategy, workload.seq_len)
     dtype = getattr(torch, workload.compute_dtype)
-    return cut_stages(model, strategy, layers, mesh.get_local_rank("pp"), dtype)
-
-
-def cut_stages(
-    model: nn.Module,
-    strategy: Strategy,
-    num_layers: Sequence[int],
-    pp_rank: int,
-    dtype: torch.dtype,
-) -> StageModules:
-    """Remove from a model what other pipeline ranks hold.
-
-    Args:
-        model: A Hugging Face model whose layers take and return [B, S, D] activations; changed in place.
-        strategy: Stages and where they lie.
-        num_layers: Decoder layers of each stage.
-        pp_rank: This pipeline rank.
-        dtype: Number format of the activations.
-
-    Raises:
-        UnsupportedSharding: HP205 for another kind of module, and for parameters that no stage is known to need.
-    """
-    decoder = decoder_of(model)
     if decoder is None:
         raise UnsupportedSharding(
             "pipeline stages are cut from Hugging Face models with a list of decoder layers",
@@ -212,17 +197,33 @@ def cut_stages(
             allowed="pp=1",
             hint=f"parallel.pp=1 parallel.dp_shard={strategy.dp_shard * strategy.pp}",
         )
-    base, layers = decoder
+    return _cut(model, *decoder, strategy, layers, mesh.get_local_rank("pp"), dtype)
+
+
+def _cut(
+    model: nn.Module,
+    base: nn.Module,
+    layers: nn.ModuleList,
+    strategy: Strategy,
+    num_layers: Sequence[int],
+    pp_rank: int,
+    dtype: torch.dtype,
+) -> StageModules:
+    """Remove from a model, with so many decoder layers in each stage, what other pipeline ranks hold."""
     names = {id(module): name for name, module in model.named_modules()}
     starts = [sum(num_layers[:stage]) for stage in range(len(num_layers))]
     ranges = tuple(range(a, a + n) for a, n in zip(starts, num_layers, strict=True))
     last = strategy.stages - 1
     embedding, head = base.get_input_embeddings(), model.get_output_embeddings()
     width = embedding.weight.shape[1]
-    norm = final_norm(base)
-    ends = [(names[id(embedding)], 0, _zeros(width, dtype)), (names[id(norm)], last, _same)]
+
+    def embedded(ids: Tensor) -> Tensor:
+        return torch.zeros((), dtype=dtype, device=ids.device).expand(*ids.shape, width)
+
+    ends: list[_End] = [(names[id(embedding)], 0, embedded)]
+    ends.append((names[id(final_norm(base))], last, lambda hidden: hidden))
     if head is not None:
-        ends.append((names[id(head)], last, _one_zero))
+        ends.append((names[id(head)], last, lambda x: x.new_zeros(*x.shape[:-1], 1)))
     stages_of = {name: [stage] for name, stage, _ in ends}
     for stage, indices in enumerate(ranges):
         for index in indices:
@@ -249,7 +250,6 @@ def cut_stages(
     own = strategy.stages_of(pp_rank)
     return StageModules(
         running,
-        ranges,
         own,
         holders,
         tuple(n for n in params if len(holders[n]) > 1 and pp_rank in holders[n]),
@@ -287,18 +287,3 @@ def _gate(
         return (inner if running.stage == stage else otherwise)(*args, **kwargs)
 
     module.forward = forward
-
-
-def _zeros(width: int, dtype: torch.dtype) -> Callable[..., Tensor]:
-    def embedded(ids: Tensor) -> Tensor:
-        return torch.zeros((), dtype=dtype, device=ids.device).expand(*ids.shape, width)
-
-    return embedded
-
-
-def _same(hidden: Tensor) -> Tensor:
-    return hidden
-
-
-def _one_zero(hidden: Tensor) -> Tensor:
-    return hidden.new_zeros(*hidden.shape[:-1], 1)
