@@ -30,10 +30,10 @@ from hyper_parallel.backends.torch.experts._routing import (
     ExpertState,
     LayerRouting,
     Routing,
+    Tokens,
     counts_now,
     watch_routers,
 )
-from hyper_parallel.backends.torch.experts._tokens import Tokens
 from hyper_parallel.backends.torch.tensor._gradients import local_parameters
 from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.errors import UnsupportedSharding
@@ -184,6 +184,7 @@ class _Forward:
         self.is_list = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """[N, D] of hidden [N, D], index [N, k] and weights [N, k]."""
         rows = hidden.shape[0]
         kept = self.tokens.among(rows, hidden.device)
         if kept is not None:

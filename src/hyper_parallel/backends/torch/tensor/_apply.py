@@ -185,10 +185,10 @@ class TensorParallel:
             if style == "colwise":
                 projections.colwise(module, name)
             elif style == "kv_replicate" and isinstance(module, nn.Linear):
-                projections.colwise(module, name, projections.key_value_rows(module, name))
+                projections.colwise(module, name, projections.key_value_rows(module))
             elif style in ("norm_heads", "kv_replicate"):
                 split = style == "norm_heads"
-                rows = None if split else projections.key_value_rows(module, name)
+                rows = None if split else projections.key_value_rows(module)
                 norm_heads(module, name, rows, self.state)
             elif style in ("qkv", "gate_up"):
                 projections.colwise(module, name)

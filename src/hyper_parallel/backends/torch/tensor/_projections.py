@@ -106,12 +106,11 @@ class Projections:
         part = to_local(param, self.state.gradients)
         return part if rows is None else part[rows]
 
-    def key_value_rows(self, module: nn.Module, name: str) -> slice:
+    def key_value_rows(self, module: nn.Module) -> slice:
         """Rows of the key and value head that this rank's queries use, of several ranks' common one."""
-        group = self.state.group if self._region(name).shape == "1d" else self._grid.x
         heads = self.config.num_key_value_heads
         width = module.weight.shape[0] // heads
-        row = group.rank() // (group.size() // heads) * width
+        row = self.state.rank // (self.state.degree // heads) * width
         return slice(row, row + width)
 
     def colwise(self, module: nn.Module, name: str, rows: slice | None = None) -> None:
