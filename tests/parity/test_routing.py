@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyper_parallel.backends.torch import count_routing
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import (
@@ -191,3 +193,23 @@ def test_choices_a_model_has_nothing_for_are_refused() -> None:
             with pytest.raises(UnsupportedSharding) as caught:
                 parallelize(setup.build(), setup.plan(S()), world, routing=routing)
             assert caught.value.hint == hint
+
+
+class _NoReads(TorchDispatchMode):
+    """No value of a tensor is read by the host: on an accelerator that would wait for all that was issued."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_load_of_a_step_is_counted_without_reading_it() -> None:
+    model = DEEPSEEK.build()
+    ids = DEEPSEEK.batch()["input_ids"]
+    with World.join("cpu") as world:
+        parallelize(model, DEEPSEEK.plan(S()), world, routing=Routing(bias_update_rate=0.1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        with _NoReads():
+            counted = count_routing(model)
+    assert counted is not None
+    assert counted[0][:, :-1].sum() == counted[0][:, -1].sum() == 2 * ids.numel()
