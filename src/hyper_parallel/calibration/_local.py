@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,17 +97,16 @@ def fastest_rates(turns: Sequence[LocalRates]) -> LocalRates:
 
 
 def _combined(all_rates: Sequence[LocalRates], one: Callable[[list[float]], float]) -> LocalRates:
-    def rows(of: Sequence[tuple[tuple[float, ...], ...]]) -> tuple[tuple[float, ...], ...]:
-        return tuple((*same[0][:-1], one([r[-1] for r in same])) for same in zip(*of, strict=True))
+    def combine(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):
+            return {key: combine([v[key] for v in values]) for key in first}
+        if not first or isinstance(first[0], tuple):
+            return tuple(combine(same) for same in zip(*values, strict=True))
+        return (*first[:-1], one([v[-1] for v in values]))
 
-    first = all_rates[0]
     return LocalRates(
-        {d: rows([r.matmul[d] for r in all_rates]) for d in first.matmul},  # type: ignore[misc]
-        {d: rows([r.attention[d] for r in all_rates]) for d in first.attention},  # type: ignore[misc]
-        rows([r.passing for r in all_rates]),  # type: ignore[arg-type]
-        (first.stream[0], one([r.stream[1] for r in all_rates])),
-        rows([r.rings for r in all_rates]),  # type: ignore[arg-type]
-        rows([r.layers for r in all_rates]),  # type: ignore[arg-type]
+        *(combine([getattr(r, f.name) for r in all_rates]) for f in fields(LocalRates))
     )
 
 
@@ -145,7 +144,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
         "latency": latency,
     }  # fmt: skip
     pace = _fit_pace(rates)
-    told = [
+    measured = [
         *(f"pace.{share}" for share in pace),
         *numbers,
         *(f"matmul.{d}" for d in matmul),
@@ -160,7 +159,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
         attention_len=_TINY,
         portable=1.0,
         pace=pace,
-        sources={**base.sources, **dict.fromkeys(told, source)},
+        sources={**base.sources, **dict.fromkeys(measured, source)},
         priors={},
         **numbers,
     )
@@ -239,13 +238,13 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
 
 def _fit_pace(rates: LocalRates) -> dict[str, float]:
     """Speed of a rank by the share of all ranks at work; fewer are never slower."""
-    found: dict[str, float] = {}
+    pace: dict[str, float] = {}
     least = 1.0
     for ranks, seconds in rates.layers[1:]:
         most, whole = rates.layers[0]
         least = max(least, whole / seconds)
-        found[f"{ranks / most:g}"] = least
-    return found
+        pace[f"{ranks / most:g}"] = least
+    return pace
 
 
 def _base_stack(supernode: Supernode) -> StackCard:

@@ -1,4 +1,4 @@
-"""Writing cards: every number with its source and what was believed before it was fitted."""
+"""Writing cards as files that `cost` reads: every number with its source and what was believed before it was fitted."""
 
 from __future__ import annotations
 
@@ -10,37 +10,30 @@ from typing import Any
 from hyper_parallel.cost import DeviceCard, StackCard
 
 
-def write_own(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
-    """Write the cards of this machine: those of the most ranks, and what differs with fewer."""
-    most = max(by_ranks)
-    device, stack = by_ranks[most]
-    full = _numbers_of(device), _numbers_of(stack)
-    fewer = {}
-    for ranks, cards in sorted(by_ranks.items()):
-        if ranks < most:
-            fewer[ranks] = {
-                "device": _different(_numbers_of(cards[0]), full[0]),
-                "stack": _different(_numbers_of(cards[1]), full[1]),
-            }
-    _dump(path, _contents(device, stack, device.name) | {"ranks": most, "fewer": fewer})
-
-
-def _different(own: dict[str, Any], of: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in own.items() if of.get(k) != v}
-
-
 def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, name: str) -> None:
-    """Write cards as a file that `read_card` reads; every number with its source and what was believed before."""
-    _dump(path, _contents(device, stack, name))
-
-
-def _contents(device: DeviceCard | None, stack: StackCard | None, name: str) -> dict[str, Any]:
+    """Write a device card, a stack card or both."""
     data: dict[str, Any] = {"name": name}
     if device is not None:
         data |= {"devices": list(device.devices), "device": _numbers_of(device)}
     if stack is not None:
         data["stack"] = _numbers_of(stack)
-    return data
+    _dump(path, data)
+
+
+def write_own(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
+    """Write the cards of this machine: those of the most ranks, and what differs with fewer."""
+    numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
+    most, (device, stack) = numbers.popitem()
+    fewer = {
+        ranks: {
+            kind: {key: number for key, number in own.items() if full.get(key) != number}
+            for kind, own, full in zip(("device", "stack"), some, (device, stack), strict=True)
+        }
+        for ranks, some in numbers.items()
+    }
+    card = by_ranks[most][0]
+    head = {"name": card.name, "devices": list(card.devices)}
+    _dump(path, {**head, "device": device, "stack": stack, "ranks": most, "fewer": fewer})
 
 
 def _dump(path: Path, data: dict[str, Any]) -> None:
@@ -54,25 +47,20 @@ def _dump(path: Path, data: dict[str, Any]) -> None:
 def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
     """The numbers of a card that have a source; the others are defaults of the code."""
 
-    def number(key: str, value: float) -> dict[str, Any]:
-        told: dict[str, Any] = {"value": float(f"{value:.4g}")}
-        if key in card.priors:
-            told["prior"] = card.priors[key]
-        return {**told, "source": card.sources[key]}
+    def number(path: str, value: float) -> dict[str, Any]:
+        prior = {"prior": card.priors[path]} if path in card.priors else {}
+        return {"value": float(f"{value:.4g}"), **prior, "source": card.sources[path]}
 
-    found: dict[str, Any] = {}
-    for f in fields(card):
-        value = getattr(card, f.name)
-        if f.name in ("sources", "priors", "name", "devices"):
-            continue
-        if isinstance(value, Mapping):
-            told = {
-                k: number(f"{f.name}.{k}", v)
+    numbers: dict[str, Any] = {}
+    for name in (f.name for f in fields(card)):
+        value = getattr(card, name)
+        if name in card.sources:
+            numbers[name] = number(name, value)
+        elif isinstance(value, Mapping) and name not in ("sources", "priors"):
+            table = {
+                k: number(f"{name}.{k}", v)
                 for k, v in value.items()
-                if f"{f.name}.{k}" in card.sources
+                if f"{name}.{k}" in card.sources
             }
-            if told:
-                found[f.name] = told
-        elif f.name in card.sources:
-            found[f.name] = number(f.name, value)
-    return found
+            numbers |= {name: table} if table else {}
+    return numbers

@@ -23,6 +23,7 @@ DEFAULT_CPU_RANKS: Final = 4
 
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CACHE_VERSION: Final = 1
+_PACKAGE: Final = "hyper-parallel"
 _MEASURE_TIMEOUT_S: Final = 60
 _LOOPBACK_BYTES_S: Final = 1.1e9
 _LOOPBACK_STEP_S: Final = 0.4e-3
@@ -48,9 +49,12 @@ class Cpu:
 
 
 def cache_dir() -> Path:
-    """The user's cache directory of this package: `$XDG_CACHE_HOME/hyper-parallel` or `~/.cache/hyper-parallel`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hyper-parallel"
+    """The user's cache directory of this package; on every system `XDG_CACHE_HOME` names another place for it."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / _PACKAGE
+    from platformdirs import user_cache_path
+
+    return user_cache_path(_PACKAGE, appauthor=False)
 
 
 def read_cpu() -> Cpu:

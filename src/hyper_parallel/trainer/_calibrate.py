@@ -33,8 +33,8 @@ from hyper_parallel.cost import (
     at_ranks,
     device_card,
     own_path,
-    score,
     stack_card,
+    step_seconds,
 )
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ModelSpec, load_model
@@ -68,8 +68,8 @@ def calibrate_local(
     kind = supernode.device.kind
     if len(by_ranks) > 1:
         yield f"  the numbers are for {', '.join(map(str, by_ranks))} ranks at work"
-    measured = [_told(*cards) for cards in by_ranks.values()]
-    for name, before in _told(*_shipped(supernode)).items():
+    measured = [_printed(*cards) for cards in by_ranks.values()]
+    for name, before in _printed(*_shipped(supernode)).items():
         yield f"  {name}: {before:.4g} -> {'  '.join(f'{m[name]:.4g}' for m in measured)}"
     used = "" if output else f"; `plan` and `train` on this {kind} use it from now on"
     yield f"card written to {path}{used}"
@@ -77,7 +77,7 @@ def calibrate_local(
         yield from _check(check, steps, by_ranks)
 
 
-def _told(device: DeviceCard, stack: StackCard) -> dict[str, float]:
+def _printed(device: DeviceCard, stack: StackCard) -> dict[str, float]:
     """The numbers that are printed."""
     numbers = ("saturation", "elementwise", "stream", "link", "latency", "kernel_s")
     tables = ("matmul", "attention")
@@ -112,8 +112,8 @@ def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     threads = rank_threads(ranks)
-    found: list[LocalRates] = launch(lambda rank: _rates_of(wanted), ranks, threads=threads)
-    rates = mean_rates(found)
+    by_rank: list[LocalRates] = launch(lambda rank: _rates_of(wanted), ranks, threads=threads)
+    rates = mean_rates(by_rank)
     seconds: list[float] = []
     for first in range(0, len(probes), AT_ONCE):
         some = probes[first : first + AT_ONCE]
@@ -125,10 +125,10 @@ def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
         MeasuredStep(p.plan_model, p.plan.strategy, p.plan.workload, s)
         for p, s in zip(probes, seconds, strict=True)
     ]
-    told = f"{len(probes)} small training steps on {ranks} ranks"
+    source = f"{len(probes)} small training steps on {ranks} ranks"
     if kind == "cpu":
-        return fit_probes(measured, card, supernode, told)
-    return fit_stack(measured[:2], card, supernode, told)
+        return fit_probes(measured, card, supernode, source)
+    return fit_stack(measured[:2], card, supernode, source)
 
 
 def _rates_of(dtypes: tuple[str, ...]) -> LocalRates:
@@ -167,7 +167,6 @@ def _check(
 def _predicted(
     spec: ModelSpec, plan: Plan, supernode: Supernode, device: DeviceCard, stack: StackCard
 ) -> float:
-    dtype = plan.workload.compute_dtype
-    machine = Machine.of(supernode, dtype, card=device, stack=stack)
-    c = Candidates.of(plan.strategy, plan.workload)
-    return float(score(ModelNumbers.of(spec), machine, plan.workload, c).step_s[0])
+    machine = Machine.of(supernode, plan.workload.compute_dtype, card=device, stack=stack)
+    candidate = Candidates.of(plan.strategy, plan.workload)
+    return float(step_seconds(ModelNumbers.of(spec), machine, plan.workload, candidate)[0])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel.errors import OutputNotWritable
+from hyper_parallel.topology import cache_dir
 from hyper_parallel.units import MiB
 
 logger = logging.getLogger(__name__)
@@ -25,14 +26,13 @@ META = "meta.json"
 _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
-def cache_root(cache_dir: str | None) -> Path:
-    """Directory of the cache: `cache_dir`, else `hyper_parallel` in the user's cache directory.
+def cache_root(directory: str | None) -> Path:
+    """Directory of the cache: `directory`, else `data` in the user's cache directory of this package.
 
     Raises:
         OutputNotWritable: HP105 when it cannot be created or written.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = (Path(cache_dir) if cache_dir else Path(base) / "hyper_parallel").expanduser().absolute()
+    root = (Path(directory) if directory else cache_dir() / "data").expanduser().absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
         problem = None if os.access(root, os.W_OK) else "permission denied"
