@@ -24,7 +24,7 @@ from hyper_parallel.calibration import (
     read_run,
     write_card,
 )
-from hyper_parallel.calibration._fit import coverage, half_width
+from hyper_parallel.calibration._fit_runs import coverage, half_width
 from hyper_parallel.cli import application
 from hyper_parallel.cost import card_names, load_card, read_card
 from hyper_parallel.errors import CardUnreadable, RunsUnreadable
@@ -336,3 +336,58 @@ def test_expert_layers_of_a_young_generation_get_faster_by_release():
         return old / new - 1.0
 
     assert growth("B200", 2250) > 2.0 * growth("H100", 989) > 0.0
+
+
+def test_an_unknown_stack_widens_the_interval():
+    known, unknown = predicted({"stack": "NeMo 25.01"}), predicted({"stack": "Homegrown 1.0"})
+    assert unknown.half_width > known.half_width
+    assert any("`Homegrown 1.0` is not known" in a for a in unknown.assumptions)
+    low, high = (float(unknown.columns()[f"interval_{end}_s"]) for end in ("low", "high"))
+    assert math.log(high / low) == pytest.approx(2.0 * unknown.half_width, rel=1e-4)
+
+
+GPT_OSS = {"model": "GPT-OSS-120B", "layers": 36, "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64,
+           "ffn": 2880, "vocab": 201088, "seq": 4096, "experts": 128, "topk": 4, "moe_ffn": 2880, "tp": 1, "ep": 8,
+           "n_dev": 64, "gbs": 1280, "mbs": 4, "stack": "Megatron-Bridge 26.06"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "dense", "other_experts"),
+    [("bias_passes", False, False), ("expert_rows", False, True)],
+)
+def test_biases_and_ragged_experts_take_time_where_a_model_has_them(number, dense, other_experts):
+    stack = read_cards().stack["megatron-bridge"]
+    none = Cards({}, {stack.name: dataclasses.replace(stack, **{number: 0.0})})
+    qwen = GPT_OSS | {"model": "Qwen3-120B"}
+    llama = {"stack": "Megatron-Bridge 26.06"}
+    for changes, grows in ((GPT_OSS, True), (qwen, other_experts), (llama, dense)):
+        run = read_run(row(**changes))
+        assert (predict(run).step_s > predict(run, none).step_s) == grows
+
+
+def test_only_older_releases_pay_for_every_copy_of_a_token():
+    stack = read_cards().stack["megatron-bridge"]
+    none = Cards({}, {stack.name: dataclasses.replace(stack, moe_copy_s=0.0)})
+    for release, grows in (("26.06", False), ("26.02", True)):
+        run = read_run(row(**GPT_OSS | {"stack": f"Megatron-Bridge {release}"}))
+        assert (predict(run).step_s > predict(run, none).step_s) == grows
+
+
+def test_a_fit_leaves_out_models_with_experts_and_predicts_no_memory_too_low():
+    """A dense run of a stack that publishes memory and two models with experts, one of them twice as slow."""
+    cards = read_cards()
+    dense = read_run(
+        row(stack="torchtitan", zero=3, recompute="selective", tp=1, step_s=9.0, group="a")
+    )
+    needed = predict(dense, cards).memory_gib * 1.02
+    slow, fast = (
+        read_run(row(**GPT_OSS | {"model": name, "step_s": seconds, "group": name}))
+        for name, seconds in (("GPT-OSS-120B", 6.0), ("Qwen3-120B", 3.0))
+    )
+    dense = read_run({**row(stack="torchtitan", zero=3, recompute="selective", tp=1, step_s=9.0, group="a"),
+                      "mem_gib": f"{needed}"})  # fmt: skip
+    fit = fit_runs([dense, slow, fast], cards, leave_out="moe_model")
+    assert fit.left_out[0] == fit.after[0]
+    assert np.all(np.abs(fit.left_out[1:]) > np.abs(fit.after[1:]))
+    assert needed <= predict(dense, fit.cards).memory_gib < 1.02 * needed
+    assert fit.cards.stack["torchtitan"].priors["reserve_bytes"] == 0.0

@@ -1,7 +1,7 @@
 """Calibration: published runs read, predicted and scored, cards fitted to them or to this machine, and written."""
 
 from hyper_parallel.calibration._constants import CONSTANTS, Constant
-from hyper_parallel.calibration._fit import (
+from hyper_parallel.calibration._fit_runs import (
     FOLDS,
     Fit,
     fit_runs,
@@ -17,9 +17,15 @@ from hyper_parallel.calibration._local import (
     fit_stack,
     mean_rates,
 )
-from hyper_parallel.calibration._predict import Cards, Prediction, predict, predict_file, read_cards
+from hyper_parallel.calibration._prediction import (
+    Cards,
+    Prediction,
+    predict,
+    predict_file,
+    read_cards,
+)
+from hyper_parallel.calibration._published_run import PublishedRun, read_run
 from hyper_parallel.calibration._row import RowError
-from hyper_parallel.calibration._run import PublishedRun, read_run
 from hyper_parallel.calibration._write import write_card, write_own
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.calibration._predict import Cards
+from hyper_parallel.calibration._prediction import Cards
 from hyper_parallel.cost import DeviceCard, StackCard
 
 Array = NDArray[np.float64]
@@ -81,6 +81,9 @@ CONSTANTS: Final = (
     Constant("expert host work", 0.40, _STACKS, ("moe_host_s",)),
     Constant("expert releases", 0.40, _STACKS, ("moe_month",)),
     Constant("expert releases hopper", 1.00, _HOPPER, ("maturing",)),
+    Constant("expert copies", 0.50, _STACKS, ("moe_copy_s",)),
+    Constant("expert rows", 0.40, _STACKS, ("expert_rows",)),
+    Constant("bias passes", 0.40, _STACKS, ("bias_passes",)),
     Constant("expert overlap", 0.30, _MODERN, ("overlap_ep",), rest=True),
 )  # fmt: skip
 """What `calibrate --runs` may change."""

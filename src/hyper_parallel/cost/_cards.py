@@ -118,8 +118,14 @@ class StackCard:
         ep_dedup: 1 where a token is sent once to a rank, and once to a domain, that holds several of its experts.
         moe: Time of the experts' element-wise work (permutation, activation) against the formula.
         moe_host_s: Host seconds per expert layer, forward and backward together, that no kernel hides.
+        moe_copy_s: Seconds that routing, sorting and permuting one copy of a token take longer in a release that is
+            one square root of a month older, where `moe_month` is 1.
         moe_month: Growth of the two before with the square root of the months a release is older than `moe_release`.
         moe_release: Release from which they hold, in months since 2020.
+        expert_rows: Rows at which an expert's matmul takes twice as long as that of many rows: ragged tiles and the
+            ramp of many small matmuls; beside the device's saturation.
+        bias_passes: How often an element of a bias is moved per token by kernels that add it, clamp and reduce its
+            gradient apart from the matmul, forward and backward.
         imbalance: Tokens of the busiest expert rank against the mean.
         kernels_forward: Operators of a layer's forward.
         kernels_backward: Operators of a layer's backward.
@@ -130,11 +136,13 @@ class StackCard:
         straggle: Slowdown per doubling of the devices.
         logit_bytes: Bytes per logit at the peak of the loss.
         kept: Activations kept for backward against the formula.
+        reserve_bytes: Memory of workspaces and of the allocator's reserve, beside the context of the device.
         eager: 1 where operators are not fused, so that norms, gates and attention keep copies for backward.
         phased: 1 where sharded training holds the terms of its fullest phase; 0 where all of them are added.
         gradient_copy_bytes: Bytes per parameter of a second copy of the gradients.
         vocabulary_groups: 2 where embedding and head are gathered apart from each other, 1 where together.
-        interval: Half width of the interval of a prediction in log ratio, by kind of model (dense, moe).
+        interval: Half width of the interval of a prediction in log ratio, by kind of model (dense, moe); with
+            `_unknown_stack` behind it where the card stands in for a stack that has none.
         sources: Where each number comes from, by attribute.
         priors: What was believed before a number was fitted to runs, by attribute.
     """
@@ -163,8 +171,11 @@ class StackCard:
     ep_dedup: float = 0.0
     moe: float = 1.0
     moe_host_s: float = 0.0
+    moe_copy_s: float = 0.0
     moe_month: float = 0.0
     moe_release: float = 0.0
+    expert_rows: float = 0.0
+    bias_passes: float = 0.0
     imbalance: float = 1.0
     kernels_forward: float = 30.0
     kernels_backward: float = 55.0
@@ -174,6 +185,7 @@ class StackCard:
     straggle: float = 0.0
     logit_bytes: float = 10.0
     kept: float = 1.0
+    reserve_bytes: float = 0.0
     eager: float = 0.0
     phased: float = 0.0
     gradient_copy_bytes: float = 0.0

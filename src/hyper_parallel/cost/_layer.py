@@ -99,9 +99,10 @@ def layer_compute(n: ModelNumbers, machine: Machine, workload: Workload, c: Cand
     dense, expert = saved_elements(n), n.expert_saved_width
     whole = 0.0 if stack.sequence_parallel else 5.0 * n.hidden
     moved = (dense - whole + expert * stack.moe * stack.imbalance) / c.tp + whole
-    passing = tokens * moved * machine.width / machine.passing_bytes_s
-    elementwise = 0.4 * stack.passes * passing
-    elementwise_backward = 0.6 * stack.passes * passing
+    passes = stack.passes * moved + stack.bias_passes * n.bias_width / c.tp
+    passing = tokens * passes * machine.width / machine.passing_bytes_s
+    elementwise = 0.4 * passing
+    elementwise_backward = 0.6 * passing
 
     cast = stack.quantize_bytes.get(machine.matmul_dtype, 0.0) / machine.passing_bytes_s
     inputs = sum(m.inputs * m.count for m in n.matmuls)
@@ -125,7 +126,8 @@ def layer_compute(n: ModelNumbers, machine: Machine, workload: Workload, c: Cand
     norms = n.head_norms * stack.kernels_norm
     launch = waiting(forward, stack.kernels_forward + 0.25 * norms) * np.where(full, 2.0, 1.0)
     launch = launch + waiting(backward, stack.kernels_backward + 0.75 * norms)
-    launch = launch + n.moe_share * stack.moe_host_s
+    copies = tokens / c.tp * n.experts_per_token
+    launch = launch + n.moe_share * stack.moe_host_s + copies * stack.moe_copy_s
     return Compute(
         matmul,
         attention,
@@ -154,7 +156,8 @@ def _matmuls(n: ModelNumbers, machine: Machine, tokens: Array, c: Candidates) ->
             seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
             # One matmul per expert of the rank; `count` counts those of a token.
             share = n.experts / c.ep * m.count / (n.experts_per_token / max(n.moe_share, 1e-9))
-            total = total + seconds * share * machine.stack.imbalance
+            stretch = machine.stack.imbalance * (1.0 + machine.stack.expert_rows / rows)
+            total = total + seconds * share * stretch
             continue
         shape = x[m.part]
         one, two = flat | (shape == SHAPES.index("1d")), shape == SHAPES.index("2d")

@@ -71,6 +71,7 @@ class ModelNumbers:
         expert_weights: Matrix elements of all routed experts per layer.
         active_expert_weights: Matrix elements of the routed experts that one token visits, per layer.
         vector_weights: Elements of norms and biases per layer.
+        bias_width: Elements of biases that one token meets in a mean layer.
         embedding_weights: Elements of the embedding block.
         head_weights: Elements of the output projection as a matmul, V h, tied or not.
         head_params: Elements the head stores: 0 when tied.
@@ -100,6 +101,7 @@ class ModelNumbers:
     expert_weights: float
     active_expert_weights: float
     vector_weights: float
+    bias_width: float
     embedding_weights: int
     head_weights: int
     head_params: int
@@ -171,6 +173,7 @@ class ModelNumbers:
             expert_weights=weights("expert"),
             active_expert_weights=mean(active),
             vector_weights=weights("vector"),
+            bias_width=mean([float(b.count * _bias_width(b)) for b in decoders]),
             embedding_weights=sum(b.num_params for b in outside) - head_params,
             head_weights=model.vocab_size * model.hidden_size,
             head_params=head_params,
@@ -197,6 +200,16 @@ def _head_norms(block: Block) -> list[int]:
         return []
     widths = {"q_norm": a.num_heads * a.qk_head_dim, "k_norm": a.num_kv_heads * a.qk_head_dim}
     return [w for norm, w in widths.items() if any(f".{norm}." in name for name in names)]
+
+
+def _bias_width(block: Block) -> int:
+    """Elements of biases that one token meets: of experts those it visits."""
+    visited = block.mlp.experts_per_token if block.mlp else 0
+    return sum(
+        p.shape[-1] * (visited if p.is_expert else 1)
+        for p in block.params
+        if p.name.endswith("bias")
+    )
 
 
 def _dense_width(block: Block) -> int:

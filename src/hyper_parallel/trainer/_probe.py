@@ -114,7 +114,7 @@ def _probe(
 
 def time_probes(probes: Sequence[Probe], world: World) -> list[float]:
     """Seconds per step of every probe on this rank, of the fastest round; the first, which warms up, does not count."""
-    runs = [_Run(probe, world) for probe in probes]
+    runs = [_TimedProbe(probe, world) for probe in probes]
     # A real run has one model: collections must not go through the objects of all.
     gc.collect()
     gc.freeze()
@@ -150,7 +150,7 @@ def short_step(
     return loss
 
 
-class _Run:
+class _TimedProbe:
     """One probe on this rank."""
 
     def __init__(self, probe: Probe, world: World) -> None:

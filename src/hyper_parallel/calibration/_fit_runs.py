@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.calibration._constants import CONSTANTS, C, Constant, apply, believed
-from hyper_parallel.calibration._predict import Cards, machine_of, predict, work_of
+from hyper_parallel.calibration._prediction import Cards, machine_of, predict, work_of
+from hyper_parallel.calibration._published_run import PublishedRun, read_run
 from hyper_parallel.calibration._row import RowError, read_rows
-from hyper_parallel.calibration._run import PublishedRun, read_run
 from hyper_parallel.calibration._write import write_card
 from hyper_parallel.cost import ModelNumbers, step_seconds
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.units import GiB
 
 Array = NDArray[np.float64]
 Names = NDArray[np.str_]
@@ -37,6 +38,8 @@ _STEP: Final = 1e-3
 _ROUNDS: Final = 6
 _SETTLED: Final = 0.02
 """Gauss-Newton steps at most, and the move of every factor, in widths of its prior, at which they end."""
+_RESERVE_STEP: Final = 1e7
+"""Bytes that a reserve is a multiple of: what published memory is rounded to, 0.01 GiB."""
 _FITTED: Final = "fitted to published runs; believed: "
 
 FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
@@ -234,7 +237,8 @@ def fit_runs(
         )
         if leave_out and len(set(folds[mine])) > 1:
             covered[kind] = coverage(left_out[mine], votes[mine], folds[mine])
-    cards = _described(start, apply(start, factors, constants), constants, interval)
+    fitted = _memory_not_too_low(apply(start, factors, constants), runs)
+    cards = _described(start, fitted, constants, interval)
     named = {c.name: float(f) for c, f in zip(constants, factors, strict=True)}
     return Fit(cards, named, runs, before, now, left_out, interval, covered)
 
@@ -276,6 +280,18 @@ def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Arra
         x_scale=widths,
     )
     return np.asarray(result.x)
+
+
+def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
+    """Cards with the least reserve, per stack, with which no published memory is predicted too low."""
+    for run in runs:
+        short = (run.row.mem_gib or 0.0) * GiB - float(predict(run, cards).scores.memory_bytes[0])
+        if short > 0.0:
+            stack = cards.stack_for(run.stack)
+            more = math.ceil((stack.reserve_bytes + short) / _RESERVE_STEP) * _RESERVE_STEP
+            stacks = {**cards.stack, run.stack: replace(stack, reserve_bytes=more)}
+            cards = Cards(cards.device, stacks)
+    return cards
 
 
 def half_width(residual: Array, votes: Array, folds: Names, share: float = 0.8) -> float:

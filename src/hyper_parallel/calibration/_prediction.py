@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from hyper_parallel.calibration._published_run import PublishedRun, read_run
 from hyper_parallel.calibration._row import MEASURED, SURPLUS, RowError, read_rows, stated
-from hyper_parallel.calibration._run import PublishedRun, read_run
 from hyper_parallel.cost import (
     RECOMPUTE,
     Candidates,
@@ -137,10 +137,13 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
     card = cards.device_for(device.name, device.kind)
     formats = {"float16": "float16", "float32": "float32"}
     release = run.release_month
-    if stack.moe_month and release is not None:
-        older = math.sqrt(max(0.0, stack.moe_release - release))
-        factor = 1.0 + stack.moe_month * card.maturing * older
-        stack = replace(stack, moe=stack.moe * factor, moe_host_s=stack.moe_host_s * factor)
+    # Older releases route and permute slower; what the newest take is in `moe`.
+    months = max(0.0, stack.moe_release - release) if release is not None else 0.0
+    older = stack.moe_month * card.maturing * math.sqrt(months)
+    card = replace(card, context_bytes=card.context_bytes + stack.reserve_bytes)
+    stack = replace(
+        stack, moe_copy_s=stack.moe_copy_s * older, moe_host_s=stack.moe_host_s * (1.0 + older)
+    )
     if "sp" in re.split(r"\W", run.row.recompute.lower()):
         stack = replace(stack, sequence_parallel=1.0)
     elif "no sequence parallel" in run.row.notes.lower():
