@@ -21,7 +21,7 @@ from hyper_parallel.runtime import (
 )
 from tests.parity.planned import ByGroup, by_group, make_plan, whole
 
-STEPS = 5
+STEPS = 3
 COUNTED_STEP = 1
 _CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 

@@ -80,9 +80,7 @@ CASES: dict[int, list[tuple[Setup, Strategy]]] = {
     ],
     8: [
         (QWEN, Strategy(dp_shard=2, cp=2, tp_x=2, recompute="full")),
-        (PACKED, Strategy(dp_replicate=2, cp=4)),
         (LLAMA, Strategy(cp=8, cp_kind="hybrid", cp_ulysses=4)),
-        (LLAMA, Strategy(dp_replicate=2, dp_shard=2, cp=2, cp_kind="ulysses")),
         (QWEN, Strategy(cp=2, tp_x=2, tp_y=2)),
     ],
 }

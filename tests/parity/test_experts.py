@@ -58,7 +58,6 @@ EIGHT = {
     FEW: (
         S(dp_shard=8, ep=4),
         S(tp_x=2, dp_shard=2, dp_replicate=2, ep=4, recompute="full"),
-        S(tp_x=2, dp_shard=4, ep=2),
     ),
     replace(QWEN, accumulation=2, tied=True): (S(pp=2, tp_x=4, ep=2),),
 }

@@ -1,4 +1,4 @@
-"""A fixed subset of the fuzz on 8 ranks, and 16 for 2-D tensor parallelism; `make fuzz N=...` runs more.
+"""A fixed subset of the fuzz on 4 and 8 ranks, and 16 for 2-D tensor parallelism; `make fuzz N=...` runs more.
 
 The seed and the number of cases come from the environment, so that a nightly run explores and this one repeats.
 """
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from tests.parity.fuzz import Case, Tally, cases, run_case
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(0)]
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "24"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "8"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 BYTES_TOO = os.environ.get("FUZZ_BYTES", "1") == "1"
 
@@ -35,6 +35,13 @@ TALLY = Tally()
 @_rules(NUM_CASES)
 @given(case=cases())
 def test_any_strategy_repeats_one_device_or_is_refused(case: Case) -> None:
+    run_case(case, TALLY, BYTES_TOO)
+
+
+@seed(SEED)
+@_rules(NUM_CASES)
+@given(case=cases(twos=2))
+def test_two_axes_on_four_ranks(case: Case) -> None:
     run_case(case, TALLY, BYTES_TOO)
 
 

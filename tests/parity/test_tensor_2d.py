@@ -84,12 +84,9 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
         (UNEVEN, two(4, 2)),
         (UNEVEN, two(2, 4)),
         (LLAMA, two(4, 2, **TOKEN, **AGAIN)),
-        (LLAMA, two(2, 2, dp_shard=2, reshard_after_forward=False, **FULL)),
         (LLAMA, two(2, 2, "weight", "weight", dp_shard=2, zero=1, recompute_layers=1, **FULL)),
-        (LLAMA, two(2, 2, "2d", "1d", dp_replicate=2)),
         (LLAMA, two(2, 2, cp=2)),
         (LLAMA, two(2, 2, "weight", "2d", pp=2)),
-        (PACKED, two(2, 2, "2d", "1d", dp_shard=2)),
     ]),
     "sixteen ranks": (16, [
         (SIXTEEN, two(4, 4)),
