@@ -10,7 +10,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from tests.parity.fuzz import Case, Tally, cases, run_case
+from tests.parity.fuzz import AXES, Case, Tally, cases, run_case
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(0)]
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "8"))
@@ -55,3 +55,5 @@ def test_two_tensor_axes_on_sixteen_ranks(case: Case) -> None:
 def test_the_fuzz_ran_every_axis() -> None:
     print(TALLY)  # noqa: T201 what ran and what was refused is the result, shown with -s
     assert TALLY.ran, "the fuzz ran nothing"
+    if "FUZZ_CASES" not in os.environ and "FUZZ_SEED" not in os.environ:
+        assert TALLY.ran.keys() == set(AXES)

@@ -29,7 +29,7 @@ CASES = {
 
 
 STEPS_ON_EIGHT = 2
-"""Two updates, with the trainer's optimizer against the plain one of one device: eight processes on few cores are slow."""
+"""Two updates, with the optimizer of the trainer against the plain one of one device: eight processes are slow."""
 ON_EIGHT = (
     Strategy(dp_shard=8),
     Strategy(tp_x=8),
@@ -46,7 +46,9 @@ def _matrix() -> list[tuple[str, int, Strategy]]:
         for case in CASES:
             every = size < 4 or case in ON_FOUR
             cells += [
-                (case, size, s) for s in strategies(size) if every or s.tp == 4 or s.dp_shard == s.tp
+                (case, size, s)
+                for s in strategies(size)
+                if every or s.tp == 4 or s.dp_shard == s.tp
             ]
     cells += [
         ("qwen3-tied-accumulated", 4, s)
