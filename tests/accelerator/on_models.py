@@ -7,7 +7,7 @@ from transformers import StaticCache
 from hyper_parallel.backends.torch.memory import (
     LruSpillMode,
     PlannedDevice,
-    Recorder,
+    StepCapture,
     capture_inference,
     capture_training,
     model_state,
@@ -204,7 +204,7 @@ def on_room_for_a_step_without_a_plan(knobs, folder):
     inputs = batch(1)
     named |= {name: (tensor, "input") for name, tensor in inputs.items()}
     recorder, room = (
-        Recorder(named, training=True, alignment_bytes=512),
+        StepCapture(named, training=True, alignment_bytes=512),
         LruSpillMode(all_of_it.peak_bytes // 2, EMU),
     )
     with recorder, room:

@@ -9,6 +9,7 @@ everything; of several steps those are kept, and the least of them, because a re
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +27,14 @@ from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer import build_optimizer
 from hyper_parallel.trainer._loop import Loop
 
+Change = tuple[int, int, int]
+"""When the allocated bytes changed, by how much, at which address."""
+Span = tuple[int, int, str]
+"""Begin, end and name of what ran."""
 _OPERATOR = "operator "
-_ROUNDS = 8
+_OF_LIBRARIES = ("mm", "attention")
+"""Parts of the names of operators whose kernels pack operands as the instruction set wants them."""
+_ROUNDS = 16
 """Times the steps are repeated when on some rank none of them counted everything, as on a busy machine."""
 
 
@@ -55,7 +62,7 @@ def measure(
     plan: Plan,
     training: Training,
     batch: Callable[[], dict[str, Tensor]],
-    steps: int = 6,
+    steps: int = 3,
 ) -> Measured:
     """Train some steps on this rank and count; call it in every rank."""
     with World.join("cpu") as world:
@@ -68,10 +75,13 @@ def measure(
         peaks: list[int] = []
         for _ in range(_ROUNDS):
             for _ in range(steps):
-                with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+                with (
+                    _Marked(),
+                    profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+                ):
                     step()
                 live = most = 0
-                for _, change in _events(profiled)[0]:
+                for _, change, _ in of_tensors(*_events(profiled)):
                     live += change
                     most = max(most, live)
                 if live == 0:
@@ -112,11 +122,12 @@ def inside_operators(
             step()
     changes, spans = _events(profiled)
     found: dict[str, int] = {}
+    changes = of_tensors(changes, spans)
     for begin, end, name in spans:
         if not name.startswith(_OPERATOR):
             continue
         live = most = 0
-        for when, change in changes:
+        for when, change, _ in changes:
             if begin <= when <= end:
                 live += change
                 most = max(most, live)
@@ -157,15 +168,38 @@ def _prepare(
     return step, state_bytes
 
 
-def _events(profiled: profile) -> tuple[list[tuple[int, int]], list[tuple[int, int, str]]]:
-    """Changes of the allocated bytes (time, bytes) in order of time, and spans (begin, end, name)."""
+def of_tensors(changes: list[Change], spans: list[Span]) -> list[Change]:
+    """The changes without blocks that a library's operator takes and gives back inside itself."""
+    inside = [
+        (begin, end)
+        for begin, end, name in spans
+        if name.startswith(_OPERATOR) and any(part in name for part in _OF_LIBRARIES)
+    ]
+    begins = [begin for begin, _ in sorted(inside)]
+    ends = [end for _, end in sorted(inside)]
+    kept: dict[int, Change] = dict(enumerate(changes))
+    taken: dict[tuple[int, int], int] = {}  # (span, address) -> number of the change
+    for number, (when, change, address) in enumerate(changes):
+        at = bisect_right(begins, when) - 1
+        if at < 0 or when > ends[at]:
+            continue
+        if change > 0:
+            taken[at, address] = number
+        elif (at, address) in taken:
+            del kept[taken.pop((at, address))], kept[number]
+    return list(kept.values())
+
+
+def _events(profiled: profile) -> tuple[list[Change], list[Span]]:
+    """Changes of the allocated bytes in order of time, and spans."""
     changes, spans = [], []
     waiting = list(profiled.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting.extend(event.children)
         if event.typed[0].name == "Allocation":
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+            fields = event.extra_fields
+            changes.append((event.start_time_ns, fields.alloc_size, fields.ptr))
         else:
             spans.append((event.start_time_ns, event.end_time_ns, event.name))
     return sorted(changes), spans

@@ -58,7 +58,7 @@ class Late(dist.Work):
 
 
 def late(action):
-    if isinstance(action, Prepared) and action.talks:
+    if isinstance(action, Prepared) and action.communicates:
         return replace(action, run=lambda: Late(action.run))
     return action
 
@@ -92,7 +92,7 @@ def rank_body(_):
         with PlannedDevice(captured, plan, MACHINE) as device:
             for i in (2, 3, 4):
                 if i == 4:  # at the last moment: what was changed or dropped too early would show
-                    device._actions = [late(action) for action in device._actions]
+                    device.state.actions = [late(a) for a in device.state.actions]
                 loss, measured = device.step({"x": inputs(i)})
                 assert torch.equal(loss, expected[i])
                 assert measured.peak_bytes == plan.peak_bytes

@@ -6,7 +6,7 @@ import torch
 from hyper_parallel.backends.torch.memory import (
     PlannedDevice,
     Recorder,
-    ResizeWatch,
+    StepCapture,
     capture_training,
     record,
     training_step,
@@ -52,11 +52,11 @@ def test_a_refilled_storage_is_a_fresh_allocation_each_time():
     room = Holder(torch.empty(1000))
     room.tensor.untyped_storage().resize_(0)
     x = torch.arange(1000.0)
-    with ResizeWatch() as watch:
+    with Recorder(follow_inputs=True) as watch:
         refilling_step(x, room)
     inputs = {"x": x.clone()}
-    recorder = Recorder(
-        {"x": (inputs["x"], "input")}, training=False, alignment_bytes=1, empty=watch.empty
+    recorder = StepCapture(
+        {"x": (inputs["x"], "input")}, training=False, alignment_bytes=1, empty=watch.emptied
     )
     with recorder:
         result = refilling_step(inputs["x"], room)

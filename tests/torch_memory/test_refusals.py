@@ -202,7 +202,7 @@ def test_a_dead_copy_thread_stops_the_step(tmp_path):
     def die(*_):
         raise RuntimeError("the lane died")
 
-    device._files.read = die
+    device.state.files.read = die
     with pytest.raises(TransferFailed, match="the lane died"):
         device.step(data)
 

@@ -9,7 +9,7 @@ import torch
 
 from hyper_parallel.backends.torch.memory import (
     LruSpillMode,
-    Recorder,
+    StepCapture,
     model_state,
     optimizer_state,
     training_step,
@@ -37,7 +37,7 @@ def recorded(model, optimizer, room):
     inputs = batch(1)
     named = {**model_state(model), **optimizer_state(model, optimizer)}
     named |= {name: (tensor, "input") for name, tensor in inputs.items()}
-    recorder = Recorder(named, training=True, alignment_bytes=512)
+    recorder = StepCapture(named, training=True, alignment_bytes=512)
     with recorder, room:
         loss = training_step(model, optimizer, inputs, clip_norm=0.5)
     return recorder.captured(loss, inputs, "step")

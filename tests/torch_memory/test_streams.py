@@ -143,19 +143,19 @@ def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None, hos
         order.access(source, False, "file write")
         write(self, storage, source)
 
-    in_dram, enter, leave = Hardware.in_dram, HeldState._enter, HeldState._leave
+    in_dram, enter, leave = Hardware.in_dram, HeldState.enter, HeldState.leave
 
     def entering(self, storage, base):
         enter(self, storage, order.allocated(base))
 
     def leaving(self, storage):
-        order.given_back(self._on["device"][storage])
+        order.given_back(self.on["device"][storage])
         leave(self, storage)
 
     with monkeypatch.context() as patch:
         if anywhere:
-            patch.setattr(HeldState, "_enter", entering)
-            patch.setattr(HeldState, "_leave", leaving)
+            patch.setattr(HeldState, "enter", entering)
+            patch.setattr(HeldState, "leave", leaving)
         if plan is not None:
             patch.setattr(held_state, "wrong_address", lambda _: None)
         patch.setattr(Hardware, "in_dram", lambda *a: order.allocated(in_dram(*a)))

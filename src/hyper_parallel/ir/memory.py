@@ -92,6 +92,7 @@ class Operator:
         group: Process group it communicates with; empty: it works alone. With a group it is only begun by `run`, goes
             on beside the compute lane, and is done after its `join`.
         comm_s: Time on the communication lane.
+        purpose: What it communicates for, a `Purpose`; empty: FSDP's, or it works alone.
         message: It goes to or comes from single ranks, which may not be there yet: it is joined where its operands are
             needed and nowhere before. Without a group: the end of such messages.
     """
@@ -110,6 +111,7 @@ class Operator:
     group: str = ""
     comm_s: float = 0.0
     message: bool = False
+    purpose: str = ""
 
     @property
     def touched(self) -> tuple[int, ...]:

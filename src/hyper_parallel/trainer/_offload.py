@@ -25,7 +25,7 @@ from hyper_parallel.backends.torch.memory import (
     Measured,
     PlannedDevice,
     Recorder,
-    ResizeWatch,
+    StepCapture,
     as_graph,
     model_state,
     optimizer_state,
@@ -147,16 +147,17 @@ class PlannedSteps:
     def _rehearsed(self, first: StepInputs) -> tuple[dict[str, Any], list[Any]]:
         """What a plain step gives, and the storages that it leaves empty; everything is undone."""
         with self._undone():
-            watch = ResizeWatch()
+            watch = Recorder(follow_inputs=True)
             with watch, self._room():
                 loss, norm, counted = self._step(
                     None, first.microbatches, first.valid_tokens, first.lr
                 )
+            empty = watch.emptied
             found = {"loss": loss.clone(), "grad_norm": norm.clone(), **digests(self._state())}
             self._expected_samples = self._samples()
             if counted is not None:
                 found["routing"] = counted[0].clone()
-        return found, watch.empty
+        return found, empty
 
     def _room(self) -> AbstractContextManager[Any]:
         """A rehearsed step has no plan yet: on an accelerator it runs within what the device has."""
@@ -212,7 +213,7 @@ class PlannedSteps:
             **model_state(self._model),
             **optimizer_state(self._model, self._optimizer),
         }
-        recorder = Recorder(named, training=True, alignment_bytes=512, empty=empty)
+        recorder = StepCapture(named, training=True, alignment_bytes=512, empty=empty)
         parts = [
             {name: tensors[f"{name}.{i}"] for name in part}
             for i, part in enumerate(inputs.microbatches)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import local
-from hyper_parallel.backends.torch.memory import Captured, Recorder
+from hyper_parallel.backends.torch.memory import Captured, StepCapture
 from hyper_parallel.errors import CaptureUnsupported
 
 _ACTION = re.compile(r"\d+([FBIW])\d+")
@@ -27,7 +27,7 @@ ULPS = 4
 class Phases:
     """Spans of the loop, told to the recorder as phases of the program."""
 
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+    def __init__(self, recorder: StepCapture, model: nn.Module) -> None:
         self._recorder, self._model = recorder, model
 
     @contextmanager

@@ -2,14 +2,13 @@
 
 Everything is the program that trains: the model's own code, `parallelize`, the loop's forward, backward, clipping, loss
 exchange and optimizer step. Only the ranks and the values are not there: collectives return at once, tensors have
-sizes but no bytes. Two counters watch: every collective, and every storage.
+sizes but no bytes. A `Recorder` writes the step down; its peak and its collectives are views of what was recorded.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,15 +17,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from hyper_parallel.backends.torch import (
-    CommCounter,
-    Ledger,
-    MemoryCounter,
+from hyper_parallel.backends.torch import allocate, local
+from hyper_parallel.backends.torch.memory import (
+    FakeKernels,
     Peak,
+    Recorder,
     Workspace,
-    allocate,
-    current_purpose,
-    local,
+    collectives_of,
+    peak_of,
 )
 from hyper_parallel.config import Training
 from hyper_parallel.ir import Collective, Plan, Purpose
@@ -80,56 +78,21 @@ def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
     )
 
 
-class CommTrace(CommCounter):
-    """A `CommCounter` that also asks what each collective is for.
+class _Spans:
+    """Stands where the loop expects its span recorder: tells the recorder which piece of the step runs."""
 
-    Args:
-        plan: The plan, which names the groups.
-        rank: Rank of this process.
-    """
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        super().__init__(plan.mesh, rank, plan.strategy.expert_mesh())
-        self._fsdp_axes = plan.strategy.fsdp_axes
-        self._calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
-        self._bytes: Counter[tuple[str, tuple[str, ...], str]] = Counter()
-
-    def add(self, kind: str, axes: tuple[str, ...], sent_bytes: int) -> None:
-        """Count one collective."""
-        super().add(kind, axes, sent_bytes)
-        purpose = current_purpose() or self._of_fsdp(kind, axes)
-        self._calls[kind, axes, purpose] += 1
-        self._bytes[kind, axes, purpose] += sent_bytes
-
-    def _of_fsdp(self, kind: str, axes: tuple[str, ...]) -> Purpose:
-        """What FSDP communicates for, which states no purpose: of its kinds each has one."""
-        if kind == "all_reduce":
-            return Purpose.REPLICA_GRADIENTS
-        if axes == self._fsdp_axes:
-            return Purpose.FSDP_PARAMETERS if kind == "all_gather" else Purpose.FSDP_GRADIENTS
-        return Purpose.EXPERT_PARAMETERS if kind == "all_gather" else Purpose.EXPERT_GRADIENTS
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """What was counted, in the order in which it first happened."""
-        return tuple(Collective(*key, n, self._bytes[key]) for key, n in self._calls.items())
-
-
-class _Recorder:
-    """Stands where the loop expects its span recorder: tells the memory counter which piece runs."""
-
-    def __init__(self, counter: MemoryCounter, model: nn.Module) -> None:
-        self._counter = counter
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        self._recorder = recorder
         self._model = model
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
         action = _ACTION.fullmatch(name)
-        self._counter.enter(_DIRECTION[action[1]] if action else name)
+        self._recorder.enter(_DIRECTION[action[1]] if action else name)
         if name == "gradient norm":  # backward is over: what it left are the gradients
             for parameter_name, parameter in self._model.named_parameters():
                 if parameter.grad is not None:
-                    self._counter.register(local(parameter.grad), parameter_name, "gradients")
+                    self._recorder.name(local(parameter.grad), parameter_name, "gradient")
         yield
 
 
@@ -160,31 +123,30 @@ def trace_rank(
         workspace: Bytes that operators take inside themselves; None: not counted.
     """
     start = time.perf_counter()
-    ledger = Ledger(alignment_bytes)
-    counter = MemoryCounter(ledger, workspace)
-    collectives = CommTrace(plan, rank)
-    with World.fake(rank, plan.strategy.world_size) as world:
+    strategy = plan.strategy
+    recorder = Recorder(alignment_bytes, FakeKernels(workspace))
+    with World.fake(rank, strategy.world_size) as world:
         # Meshes and FSDP's groups are made before fake tensors: they read values of index tensors.
         model = parallelize(build(), plan, world)
-        with FakeTensorMode(allow_non_fake_inputs=True), counter:
+        with FakeTensorMode(allow_non_fake_inputs=True), recorder:
             allocate(model, device=world.device)
             optimizer = build_optimizer(model, training)
             _make_state(optimizer)
-            _mark_state(counter, model, optimizer)
-            loop = Loop(model, optimizer, plan, world, _Recorder(counter, model), _NoGauge())
-            begin, operators = ledger.position, counter.operators
-            with collectives:
-                _step(loop, counter, plan, training)
-            counter.enter("after the step")
-            operators = counter.operators - operators
+            _name_state(recorder, model, optimizer)
+            loop = Loop(model, optimizer, plan, world, _Spans(recorder, model), _NoGauge())
+            recorder.restart("setup")
+            _step(loop, recorder, plan, training)
+            recorder.enter("after the step")
             # FSDP pads what does not divide when it first runs: those are the parameters' bytes now.
-            _mark_state(counter, model, optimizer)
+            _name_state(recorder, model, optimizer)
+            recording = recorder.recording(f"{plan.model.name} rank {rank}")
+    meshes = plan.mesh, strategy.expert_mesh()
     return TracedRank(
         rank,
         plan.mesh.coordinate(rank),
-        {"hbm": ledger.peak(begin)},
-        collectives.collectives,
-        operators,
+        {"hbm": peak_of(recording)},
+        collectives_of(recording, rank, *meshes, fsdp_axes=strategy.fsdp_axes),
+        recording.num_operators,
         time.perf_counter() - start,
     )
 
@@ -198,7 +160,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _step(loop: Loop, counter: MemoryCounter, plan: Plan, training: Training) -> None:
+def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> None:
     """One step of the loop without reading a value."""
     work = plan.workload
     shape = (work.microbatch or 1, work.seq_len)
@@ -209,19 +171,19 @@ def _step(loop: Loop, counter: MemoryCounter, plan: Plan, training: Training) ->
                 n: torch.zeros(shape, dtype=torch.int64) for n in ("input_ids", "shift_labels")
             }
         for name, tensor in batch.items():
-            counter.register(tensor, name, "inputs")
+            recorder.name(tensor, name, "input")
         inputs.append(batch)
     loss, _ = loop.gradients(inputs, work.tokens_per_step or 1, training.max_grad_norm)
-    counter.enter("loss")
+    recorder.enter("loss")
     loop.share(loss, 0)
     loop.update(training.lr)
 
 
-def _mark_state(counter: MemoryCounter, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _name_state(recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        counter.register(local(tensor), name, "parameters")
+        recorder.name(local(tensor), name, "weight")
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                counter.register(local(value), f"{names[parameter]} {key}", "optimizer state")
+                recorder.name(local(value), f"{names[parameter]} {key}", "optimizer")

@@ -1,13 +1,10 @@
 """The PyTorch back end: plans applied to modules, collectives on local tensors, exact global reductions."""
 
 from hyper_parallel.backends.torch._audit import audit
-from hyper_parallel.backends.torch._counter import CommCounter
 from hyper_parallel.backends.torch._handle import Handle, Ranks, handle
-from hyper_parallel.backends.torch._ledger import Ledger, LiveTensor, Peak
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
-from hyper_parallel.backends.torch._memory_counter import MemoryCounter, Workspace
 from hyper_parallel.backends.torch._parallelize import apply_plan
-from hyper_parallel.backends.torch._purpose import current_purpose, purpose
+from hyper_parallel.backends.torch._purpose import purpose
 from hyper_parallel.backends.torch._rates import measure_rates
 from hyper_parallel.backends.torch._resolve import resolve_layouts
 from hyper_parallel.backends.torch._step import (
@@ -25,7 +22,7 @@ from hyper_parallel.backends.torch.experts._routing import (
     check_routing,
     routing_statistics,
 )
-from hyper_parallel.backends.torch.memory._workspace import cpu_workspace, device_workspace
+from hyper_parallel.backends.torch.memory import CommCounter, cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.weights._initialise import allocate, materialize
 from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
 from hyper_parallel.backends.torch.weights._ranges import local
@@ -34,14 +31,9 @@ __all__ = [
     "FLAT",
     "CommCounter",
     "Handle",
-    "Ledger",
-    "LiveTensor",
-    "MemoryCounter",
-    "Peak",
     "Ranks",
     "Routing",
     "RoutingStatistics",
-    "Workspace",
     "accumulate",
     "allocate",
     "apply_plan",
@@ -51,7 +43,6 @@ __all__ = [
     "count_routing",
     "cpu_workspace",
     "cross_entropy_sum",
-    "current_purpose",
     "device_workspace",
     "end_step",
     "forward_backward",

@@ -3,14 +3,15 @@
 `memory.generation` has the steps of generation; it is not imported here because it needs transformers.
 """
 
+from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
+from hyper_parallel.backends.torch.memory._fake_values import FakeKernels, Workspace
 from hyper_parallel.backends.torch.memory._graph import as_graph
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._operators import Call, View
-from hyper_parallel.backends.torch.memory._record import Recorder
-from hyper_parallel.backends.torch.memory._resized import ResizeWatch
+from hyper_parallel.backends.torch.memory._recorder import Recorder, Recording
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
 from hyper_parallel.backends.torch.memory._steps import (
     cache_state,
@@ -22,29 +23,45 @@ from hyper_parallel.backends.torch.memory._steps import (
     training_step,
 )
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
-from hyper_parallel.backends.torch.memory._successor import SuccessorDevice
 from hyper_parallel.backends.torch.memory._tiers import FileTier, Meter
+from hyper_parallel.backends.torch.memory._views import (
+    CommCounter,
+    LiveTensor,
+    Peak,
+    collectives_of,
+    peak_of,
+)
+from hyper_parallel.backends.torch.memory._workspace import cpu_workspace, device_workspace
 
 __all__ = [
     "Call",
     "Captured",
+    "CommCounter",
     "DeviceApi",
+    "FakeKernels",
     "FileTier",
+    "LiveTensor",
     "LruSpillMode",
     "Measured",
     "Meter",
+    "Peak",
     "PlannedDevice",
     "Recorder",
-    "ResizeWatch",
-    "SuccessorDevice",
+    "Recording",
+    "StepCapture",
     "View",
+    "Workspace",
     "as_graph",
     "cache_state",
     "capture_inference",
     "capture_training",
     "chunked_loss",
+    "collectives_of",
+    "cpu_workspace",
+    "device_workspace",
     "model_state",
     "optimizer_state",
+    "peak_of",
     "record",
     "run_folder",
     "training_step",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory._operators import Call, View
 from hyper_parallel.backends.torch.memory._source import CaptureSource
+from hyper_parallel.backends.torch.memory._storages import Entry
 from hyper_parallel.errors import CaptureUnsupported
-from hyper_parallel.ir import MemoryProgram, Operator, StorageKind
+from hyper_parallel.ir import MemoryProgram, StorageKind
 
 _CPU = torch.device("cpu")
 Named = Mapping[str, tuple[torch.Tensor, StorageKind]]
@@ -52,28 +53,6 @@ class Captured:
     def given(self) -> set[int]:
         """Storages of the step's inputs, which stay with the caller."""
         return {view.storage for view in self.inputs.values()}
-
-
-@dataclass
-class Entry:
-    """What is known of a storage while a step is recorded."""
-
-    name: str
-    num_bytes: int
-    kind: StorageKind
-    at_start: bool = False
-    at_end: bool = False
-    device: torch.device = _CPU
-
-
-@dataclass
-class Tables:
-    """A program as it is recorded."""
-
-    entries: list[Entry] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    state: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def as_view(tensor: torch.Tensor, storage: int) -> View:
@@ -139,16 +118,16 @@ def where_it_runs(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
     Raises:
         CaptureUnsupported: HP511 for a step on several accelerators.
     """
-    found = {entry.device for entry in entries} - {_CPU}
-    if len(found) > 1:
+    devices = {entry.device for entry in entries} - {_CPU}
+    if len(devices) > 1:
         raise CaptureUnsupported(
             "the step runs on several devices; a memory plan is for one",
-            got=", ".join(sorted(map(str, found))),
+            got=", ".join(sorted(map(str, devices))),
             hint="put the model on one device per rank",
         )
-    if not found:
+    if not devices:
         return _CPU, frozenset()
     on_host = frozenset(s for s, entry in enumerate(entries) if entry.device.type == "cpu")
     for s in on_host:
         entries[s].kind = "input" if entries[s].at_start else "output"
-    return found.pop(), on_host
+    return devices.pop(), on_host

@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._copies import Copies
+from hyper_parallel.backends.torch.memory._handover import hand_over
 from hyper_parallel.backends.torch.memory._held_state import HeldState
 from hyper_parallel.backends.torch.memory._operators import View, finished
 from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_memory
@@ -61,7 +63,7 @@ class Measured:
     timeline: Timeline | None = None
 
 
-class PlannedDevice(HeldState):
+class PlannedDevice:
     """Runs the steps of one plan; owns the state's bytes until it is closed.
 
     Args:
@@ -73,6 +75,12 @@ class PlannedDevice(HeldState):
         flash: Folder of the file tier; needed when the plan uses it.
         queues: Streams and events to run on. None: those of the device that the step was captured on; a CPU has none.
         arena_bytes: Size of the arena when it must be larger than the plan's own, for the plan of a successor.
+        before: An open device between two steps that this one takes over and closes, see `hand_over`: the same state
+            under another captured step and plan, in the same arena.
+
+    Attributes:
+        state: The bytes of the state, and where they are.
+        hardware: Meters, buffers and copy lanes.
     """
 
     def __init__(
@@ -85,12 +93,43 @@ class PlannedDevice(HeldState):
         flash: Path | None = None,
         queues: DeviceApi | None = None,
         arena_bytes: int | None = None,
+        before: PlannedDevice | None = None,
     ) -> None:
-        super().__init__(captured, plan, machine, copies, flash, queues, arena_bytes)
-        self._talking: dict[int, Any] = {}  # what was begun with other ranks, by operator
+        self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
+        take = None if before is None else partial(hand_over, before.state)
+        self.state = HeldState(
+            captured, plan, machine, copies, flash, queues, arena_bytes,
+            None if before is None else before.state, take,
+        )  # fmt: skip
+        self.hardware = self.state.hardware
+        self._in_flight: dict[int, Any] = {}  # what was begun with other ranks, by operator
         self._clock = ProgramClock(plan.program, machine)
         if self.hardware.timed is None:
             self._clock = clocked(plan.program, machine, plan.actions)
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """See `HeldState.lent`."""
+        with self.state.lent():
+            yield
+
+    def read_state(self, name: str) -> torch.Tensor:
+        """A copy of a named persistent tensor, wherever it lives between steps."""
+        return self.state.read(name)
+
+    def write_state(self, name: str, value: torch.Tensor) -> None:
+        """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
+        self.state.write(name, value)
+
+    def close(self) -> None:
+        """See `HeldState.close`."""
+        self.state.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
 
     def step(
         self, inputs: Mapping[str, torch.Tensor], *, trace: bool = False
@@ -110,8 +149,8 @@ class PlannedDevice(HeldState):
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """
-        self._check_usable()
-        self._owners.check()
+        self.state.check_usable()
+        self.state.owners.check()
         self._write_inputs(inputs)
         hardware, timed = self.hardware, self.hardware.timed
         clock = self._clock
@@ -129,11 +168,11 @@ class PlannedDevice(HeldState):
                 )
             times = clock if timed is None else timed.times()
         except BaseException:
-            self._failed = True
+            self.state.failed = True
             raise
         for s, storage in enumerate(self.plan.program.storages):
             if storage.at_end and not storage.at_start:
-                self._leave(s)
+                self.state.leave(s)
         timeline = None
         if trace:
             counters = [
@@ -184,11 +223,11 @@ class PlannedDevice(HeldState):
                     hint="capture and plan a step of this shape, or pad to the captured one",
                 )
             view.on(self._base(view.storage)).copy_(value)
-        for storage, tensor in self._owners.changes():
+        for storage, tensor in self.state.owners.changes():
             self._base(storage).copy_(tensor.untyped_storage())
 
     def _base(self, storage: int) -> torch.UntypedStorage:
-        return self._on["device"][storage]
+        return self.state.on["device"][storage]
 
     def _apply_all(
         self, clock: ProgramClock, trace: bool
@@ -196,7 +235,7 @@ class PlannedDevice(HeldState):
         """Apply the actions of the plan; with `trace` (time or event, bytes per tier) before and after each of them."""
         timed = self.hardware.timed
         samples = [(clock.now_s if timed is None else timed.now(), self.hardware.live)] * trace
-        for action, ready in zip(self.plan.actions, self._actions, strict=True):
+        for action, ready in zip(self.plan.actions, self.state.actions, strict=True):
             marked = timed is not None and (trace or action.kind == "join")
             begin = timed.now() if timed is not None and marked else None
             self._apply(action, ready)
@@ -216,7 +255,7 @@ class PlannedDevice(HeldState):
         if isinstance(ready, Prepared):
             self._run(ready, s)
         elif kind == "update":
-            run = in_host_memory(self.captured.calls[s], self._on["dram"])
+            run = in_host_memory(self.captured.calls[s], self.state.on["dram"])
             self.hardware.lanes.update(s, self.plan.program.operators[s], run)
         elif kind == "join":
             self._join(s)
@@ -227,35 +266,35 @@ class PlannedDevice(HeldState):
         elif kind == "detach":
             self._drop(s, action.tier)
         else:
-            if s in self._on["device"]:
-                self._leave(s)
-            self._on["dram"].pop(s, None)
-            if s in self._files:
-                self._files.drop(s)
+            if s in self.state.on["device"]:
+                self.state.leave(s)
+            self.state.on["dram"].pop(s, None)
+            if s in self.state.files:
+                self.state.files.drop(s)
 
     def _join(self, index: int) -> None:
         """Wait for what was begun beside the device's own operators."""
-        if index in self._talking:
-            finished(self._talking.pop(index))
+        if index in self._in_flight:
+            finished(self._in_flight.pop(index))
         else:
             self.hardware.lanes.join(index, self.plan.program.operators[index])
 
     def _drop(self, s: int, tier: str) -> None:
         if tier == "device":
-            self._leave(s)
+            self.state.leave(s)
         elif tier == "dram":
-            del self._on[tier][s]
+            del self.state.on[tier][s]
         else:
-            self._files.drop(s)
+            self.state.files.drop(s)
 
     def _run(self, ready: Prepared, index: int) -> None:
         for s, base in ready.results:
-            self._enter(s, base)
+            self.state.enter(s, base)
         out = ready.run()
         if ready.plain:
             return
-        if ready.talks:
-            self._talking[index] = out
+        if ready.communicates:
+            self._in_flight[index] = out
             return
         flat = tree_flatten(out)[0]
         if ready.staged:
@@ -288,28 +327,28 @@ class PlannedDevice(HeldState):
         size = self.plan.program.storages[s].num_bytes
         move: Callable[[], None]
         if dst == "flash":
-            self._files.take(s, size)
-            source = self._on["dram"][s]
+            self.state.files.take(s, size)
+            source = self.state.on["dram"][s]
 
             def move() -> None:
-                self._files.write(s, source)
+                self.state.files.write(s, source)
 
         else:
-            into = self._on[dst].get(s)
+            into = self.state.on[dst].get(s)
             if into is None and dst == "device":
                 assert place is not None
-                self._enter(s, place)
+                self.state.enter(s, place)
                 into = place
             elif into is None:
-                into = self._on[dst][s] = self.hardware.in_dram(size)
+                into = self.state.on[dst][s] = self.hardware.in_dram(size)
             target = into
             if src == "flash":
 
                 def move() -> None:
-                    self._files.read(s, target)
+                    self.state.files.read(s, target)
 
             else:
-                source = self._on[src][s]
+                source = self.state.on[src][s]
 
                 def move() -> None:
                     target.copy_(source, non_blocking=True)

@@ -10,6 +10,7 @@ go to which expert. The answers decide what runs, so they must be right, and thr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
+Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
+"""Bytes that a kernel takes inside itself: operator, arguments, keyword arguments."""
 _KNOWN_BYTES = 1 << 27
 """Largest tensor that is computed for real."""
 
@@ -32,15 +35,25 @@ def fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
-def run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator, keeping what is known.
+class FakeKernels:
+    """Runs operators on fake tensors, keeping what is known; real ones as they are.
 
     Args:
-        func: The operator.
-        tensors: All tensors among the arguments.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        workspace: Bytes that operators take inside themselves; None: not counted.
     """
+
+    def __init__(self, workspace: Workspace | None = None) -> None:
+        self._workspace = workspace
+
+    def __call__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> tuple[Any, int]:
+        """The outputs of an operator, and the bytes that its kernel takes for itself."""
+        taken = 0 if self._workspace is None else self._workspace(func, args, kwargs)
+        return _run(func, tensors, args, kwargs), taken
+
+
+def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if fake_mode() is None:
         return func(*args, **kwargs)
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -32,7 +30,27 @@ from hyper_parallel.offload import MemoryMachine, wrong_address
 class HeldState:
     """Owns the bytes of a step's state, each storage in the tier where the plan has its home.
 
-    Args: as those of `PlannedDevice`.
+    Args:
+        captured: See `PlannedDevice`; the others too.
+        plan: See there.
+        machine: See there.
+        copies: See there.
+        flash: See there.
+        queues: See there.
+        arena_bytes: See there.
+        before: An open state that this one takes over, with its hardware; None: the state is taken from
+            the tensors that own it.
+        take: Moves the state here from `before`.
+
+    Attributes:
+        hardware: Where the plan runs.
+        files: The file tier.
+        on: Bytes on the device and in DRAM, by storage.
+        actions: The plan's actions, ready to run.
+        arena: The buffer on the device, of `arena_bytes`.
+        owners: The tensors that own the state.
+        failed: A step failed, or the state was moved in part: it can only be closed.
+        closed: The bytes are back where they came from.
     """
 
     def __init__(
@@ -43,7 +61,9 @@ class HeldState:
         copies: Copies,
         flash: Path | None,
         queues: DeviceApi | None,
-        arena_bytes: int | None,
+        arena_bytes: int | None = None,
+        before: HeldState | None = None,
+        take: Callable[[HeldState], None] | None = None,
     ) -> None:
         if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
             captured.calls
@@ -54,7 +74,7 @@ class HeldState:
                 allowed=captured.program.name,
                 hint="plan the captured program again",
             )
-        self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
+        self.captured, self.plan, self.machine = captured, plan, machine
         if wrong := wrong_address(plan):  # replays it: HP404 for an illegal action
             raise MemoryPlanInvalid(
                 f"the plan cannot run at its addresses: {wrong}",
@@ -68,65 +88,60 @@ class HeldState:
             )
         if queues is None and captured.device.type != "cpu":
             queues = DeviceApi.of(captured.device)
-        self.hardware = self._find_hardware(queues)
-        self.hardware.reserve(plan)
-        self._files = FileTier(flash or Path(), self.hardware.flash)
-        self._on: dict[str, Held] = {"device": {}, "dram": {}}
-        self._actions: list[Prepared | torch.UntypedStorage | None] = []
-        self._arena_bytes = plan.arena_bytes if arena_bytes is None else arena_bytes
-        self._arena: torch.UntypedStorage | None = None
-        self._failed = False
-        self._closed = False
-        self._owners = Owners(captured)
-        self._begin_to_hold()
-
-    def _find_hardware(self, queues: DeviceApi | None) -> Hardware:
-        return Hardware(
-            self.captured.device,
-            self.machine,
-            self.plan.program.alignment_bytes,
-            self.copies,
-            queues,
+        self.hardware = (
+            Hardware(captured.device, machine, plan.program.alignment_bytes, copies, queues)
+            if before is None
+            else before.hardware  # its meters go on counting
         )
+        self.hardware.reserve(plan)
+        self.files = FileTier(flash or Path(), self.hardware.flash)
+        self.on: dict[str, Held] = {"device": {}, "dram": {}}
+        self.actions: list[Prepared | torch.UntypedStorage | None] = []
+        self.arena_bytes = plan.arena_bytes if arena_bytes is None else arena_bytes
+        self.arena: torch.UntypedStorage | None = None
+        self.failed = False
+        self.closed = False
+        self.owners = Owners(captured)
+        self._begin_to_hold(take or HeldState._take_state)
 
     def _is_input(self, storage: int) -> bool:
         return self.plan.program.storages[storage].kind == "input"
 
-    def _enter(self, s: int, base: torch.UntypedStorage) -> None:
+    def enter(self, s: int, base: torch.UntypedStorage) -> None:
         """A storage comes to its range on the device."""
-        self._on["device"][s] = base
+        self.on["device"][s] = base
         self.hardware.inside.add(self.plan.program.sizes[s])
 
-    def _leave(self, s: int) -> None:
+    def leave(self, s: int) -> None:
         """A storage's range on the device is given up."""
-        del self._on["device"][s]
+        del self.on["device"][s]
         self.hardware.inside.add(-self.plan.program.sizes[s])
 
     def _give_up(self) -> None:
         """Let go of everything on the device, and of the arena itself."""
-        for s in list(self._on["device"]):
-            self._leave(s)
-        self._actions, self._arena = [], None
+        for s in list(self.on["device"]):
+            self.leave(s)
+        self.actions, self.arena = [], None
 
-    def _take_arena(self) -> Addresses:
-        if self._arena is None:
-            self._arena = self.hardware.arena(self._arena_bytes)
+    def take_arena(self) -> Addresses:
+        if self.arena is None:
+            self.arena = self.hardware.arena(self.arena_bytes)
         gauge = self.hardware.gauge
         addresses = Addresses(
-            self.captured, self.plan, self._arena, lambda t: gauge.adopt(t.untyped_storage())
+            self.captured, self.plan, self.arena, lambda t: gauge.adopt(t.untyped_storage())
         )
-        self._actions = addresses.actions
+        self.actions = addresses.actions
         return addresses
 
-    def _begin_to_hold(self) -> None:
+    def _begin_to_hold(self, take: Callable[[HeldState], None]) -> None:
         """Take the state from the tensors that own it, and see to it that nobody else uses them meanwhile."""
         try:
-            self._owners.check()
+            self.owners.check()
         except StepChanged:
             self._end()  # nobody would see what the recorded tensors hold
             raise
-        self._take_state()
-        self._owners.hold()
+        take(self)
+        self.owners.hold()
 
     def _take_state(self) -> None:
         """Move the state's bytes into buffers of the device, and empty the tensors that owned them.
@@ -136,7 +151,7 @@ class HeldState:
         """
         waiting: Held = {}
         try:
-            self._owners.check_bytes()
+            self.owners.check_bytes()
         except StepChanged:
             self._end()
             raise
@@ -145,11 +160,11 @@ class HeldState:
                 home = self.plan.homes[s]
                 base = tensor.untyped_storage()
                 if home == "flash":
-                    self._files.take(s, base.nbytes())
-                    self._files.write(s, _host_copy(base))
+                    self.files.take(s, base.nbytes())
+                    self.files.write(s, _host_copy(base))
                 elif home == "dram":
-                    self._on[home][s] = self.hardware.in_dram(base.nbytes())
-                    self._on[home][s].copy_(base)
+                    self.on[home][s] = self.hardware.in_dram(base.nbytes())
+                    self.on[home][s].copy_(base)
                 else:
                     # The device may not have room for the arena beside what is there now.
                     waiting[s] = _host_copy(base)
@@ -157,9 +172,9 @@ class HeldState:
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs stay with the caller, who may pass the very same tensors again.
                     base.resize_(0)
-            for s, target in self._take_arena().at_start.items():
+            for s, target in self.take_arena().at_start.items():
                 target.copy_(waiting[s])
-                self._enter(s, target)
+                self.enter(s, target)
                 del waiting[s]
         except BaseException as error:
             with self._moving():
@@ -182,29 +197,29 @@ class HeldState:
 
     def _give_state(self) -> None:
         """Give the state's bytes back to the tensors that owned them."""
-        self._owners.release()
-        mine = {s: t for s, t in self.captured.state.items() if not self._owners.keep(s)}
+        self.owners.release()
+        mine = {s: t for s, t in self.captured.state.items() if not self.owners.keep(s)}
         kept: Held = {}
-        if not self._failed:
+        if not self.failed:
             kept = {s: _host_copy(self._bytes(s)) for s in mine if self.plan.homes[s] == "device"}
         self._give_up()
         for s, tensor in mine.items():
             base = tensor.untyped_storage()
             base.resize_(self._num_bytes(s))
-            if self._failed:
+            if self.failed:
                 base.fill_(0xFF)
             else:
                 base.copy_(kept.pop(s) if s in kept else self._bytes(s))
-        self._files.clear()
-        self._on["dram"].clear()
+        self.files.clear()
+        self.on["dram"].clear()
 
     def _end(self) -> None:
         """The state is where it came from, and stays there."""
-        self._closed = True
+        self.closed = True
         self.hardware.lanes.close()
         self._give_up()
-        self._files.clear()
-        self._on["dram"].clear()
+        self.files.clear()
+        self.on["dram"].clear()
 
     def _no_room(self, error: BaseException) -> TierFull:
         module = torch.get_device_module(self.hardware.device)
@@ -212,7 +227,7 @@ class HeldState:
         return TierFull(
             "the device has no room for the arena of the plan",
             where=str(self.hardware.device),
-            got=f"{self._arena_bytes} bytes wanted, {free} of {total} free: {error}",
+            got=f"{self.arena_bytes} bytes wanted, {free} of {total} free: {error}",
             hint="plan with a smaller budget, or end what else is on the device",
         )
 
@@ -228,13 +243,13 @@ class HeldState:
                 as they were when the step was recorded. All of it stays as it is, and the device is closed.
             TransferFailed: HP513 when the state could not be moved; what cannot go to its tier stays with the model.
         """
-        self._check_usable()
+        self.check_usable()
         with self._moving():
             self._give_state()
         try:
             yield
         finally:
-            self._begin_to_hold()
+            self._begin_to_hold(HeldState._take_state)
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -242,7 +257,7 @@ class HeldState:
         try:
             yield
         except BaseException as error:
-            self._failed = not self._closed
+            self.failed = not self.closed
             if isinstance(error, HyperParallelError) or not isinstance(error, Exception):
                 raise
             raise TransferFailed(
@@ -256,50 +271,39 @@ class HeldState:
         After a failed step they are filled with ones in every bit (NaN as floating point): a half-updated state must
         not pass for a good one.
         """
-        if self._closed:
+        if self.closed:
             return
         with self._moving():
             self.hardware.lanes.close()
             self._give_state()
-            self._closed = True
+            self.closed = True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _check_usable(self) -> None:
-        if self._closed or self._failed:
+    def check_usable(self) -> None:
+        if self.closed or self.failed:
             raise StepChanged(
                 "the device was closed or a step on it failed; capture and plan again"
             )
 
-    def read_state(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         """A copy of a named persistent tensor, wherever it lives between steps."""
         storage, view = self._state(name)
         return view.on(self._bytes(storage)).clone()
 
-    def write_state(self, name: str, value: torch.Tensor) -> None:
+    def write(self, name: str, value: torch.Tensor) -> None:
         """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
         storage, view = self._state(name)
         base = self._bytes(storage)
         view.on(base).copy_(value)
         if self.plan.homes[storage] == "flash":
-            self._files.write(storage, base)
+            self.files.write(storage, base)
 
     def _bytes(self, storage: int) -> torch.UntypedStorage:
         """Bytes of a persistent storage between steps; of a file, a copy."""
         home = self.plan.homes[storage]
         if home != "flash":
-            return self._on[home][storage]
+            return self.on[home][storage]
         base = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
-        self._files.read(storage, base)
+        self.files.read(storage, base)
         return base
 
     def _state(self, name: str) -> tuple[int, View]:

@@ -41,8 +41,8 @@ class HostPool:
         missing = Counter(most) - self.made
         self._refuse_above(slab_bytes(missing))
         self.made |= Counter(most)
-        for room, parts in slabs(missing):
-            slab, at = self._slab(room), 0
+        for slab_size, parts in slabs(missing):
+            slab, at = self._slab(slab_size), 0
             for size, count in parts.items():
                 ends = range(at, at + size * count, size)
                 self._free.setdefault(size, []).extend((slab, begin) for begin in ends)

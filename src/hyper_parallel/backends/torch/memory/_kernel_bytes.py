@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hyper_parallel.backends.torch.memory._captured import Entry
 from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, Call, View
 from hyper_parallel.backends.torch.memory._out_variants import into
+from hyper_parallel.backends.torch.memory._storages import Entry
 from hyper_parallel.backends.torch.memory._workspace import device_workspace
 from hyper_parallel.ir import GRADIENT_PIECES
 from hyper_parallel.units import KiB
@@ -57,8 +57,8 @@ def run(
     if device is None or func.namespace in COMMUNICATION:
         return func(*args, **kwargs), ()
     module: Any = torch.get_device_module(device)
-    told = hasattr(module, "max_memory_allocated")
-    if not told or any(isinstance(t, FakeTensor) for t in tensors):
+    measurable = hasattr(module, "max_memory_allocated")
+    if not measurable or any(isinstance(t, FakeTensor) for t in tensors):
         taken = device_workspace(func, args, kwargs)
         return func(*args, **kwargs), (taken,) if taken else ()
     with _no_collection():

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import COMMUNICATION
 
 _STAYS: Final = (*COMMUNICATION, "fsdp")
@@ -43,7 +42,7 @@ class _Known:
     stays: bool = False
 
 
-class LruSpillMode(TorchDispatchMode):
+class LruSpillMode:
     """Keeps the storages that operators touch within a number of bytes, as far as single operators allow.
 
     Args:
@@ -56,7 +55,7 @@ class LruSpillMode(TorchDispatchMode):
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        super().__init__()
+        self._mode = OperatorMode(self._operator)
         self._most, self._device = num_bytes, device
         self._known: dict[int, _Known] = {}
         self._live = self._clock = 0
@@ -65,19 +64,11 @@ class LruSpillMode(TorchDispatchMode):
         self._stream = lambda: module.current_stream(device)
         self._compute = self._stream()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come here next
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._clock += 1
         for tensor in tree_leaves((args, kwargs)):
             self._touch(tensor)
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         both = [self._touch(t) for t in tree_leaves((args, kwargs, out))]
         if func.namespace in _STAYS or self._stream() != self._compute:
             for known in both:
@@ -148,14 +139,13 @@ class LruSpillMode(TorchDispatchMode):
             self._live -= known.num_bytes
             self.moved_bytes += known.num_bytes
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __enter__(self) -> Self:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
         """Bring everything back that still exists."""
-        super().__exit__(kind, error, trace)
+        self._mode.__exit__(*error)
         for known in list(self._known.values()):
             base = known.ref()
             if base is not None and known.away is not None and base.nbytes() == 0:

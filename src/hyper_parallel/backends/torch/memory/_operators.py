@@ -157,13 +157,13 @@ def finished(out: Any) -> list[Any]:
 
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors behind arguments that the operator writes."""
-    found: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if not _is_written(func, argument):
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        found += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
-    return found
+        written += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
+    return written
 
 
 def _is_written(func: Any, argument: Any) -> bool:
@@ -199,10 +199,10 @@ def is_repeatable(func: Any, writes: bool, draws: bool) -> bool:
     """Running it again on equal inputs gives equal bits and changes nothing else."""
     tags = {torch.Tag.nondeterministic_bitwise, torch.Tag.data_dependent_output}
     uninitialised = "empty" in func._opname
-    talks = func.namespace in COMMUNICATION
+    communicates = func.namespace in COMMUNICATION
     # Gradients of attention are added up in any order by some kernels of accelerators, and no tag says so.
     any_order = func._opname.endswith("_backward") and _has(func, "dropout_p")
-    free = not (writes or draws or uninitialised or talks or any_order)
+    free = not (writes or draws or uninitialised or communicates or any_order)
     return free and tags.isdisjoint(func.tags)
 
 

@@ -31,7 +31,7 @@ class Prepared:
         run: Runs it; the results are at their addresses, or when `staged` what it returns.
         results: (storage, its range) of every fresh result.
         staged: (flat output index, view, range) of every result that must be copied to its address.
-        talks: Other ranks take part in it: it is only begun, and what it returns is what to wait for.
+        communicates: Other ranks take part in it: it is only begun, and what it returns is what to wait for.
         guards: (flat output index, value) of outputs that were seen as plain numbers.
         plain: What it returns is of no interest.
     """
@@ -40,7 +40,7 @@ class Prepared:
     run: Bound
     results: tuple[tuple[int, torch.UntypedStorage], ...]
     staged: tuple[tuple[int, View, torch.UntypedStorage], ...]
-    talks: bool
+    communicates: bool
     guards: tuple[tuple[int, Any], ...]
     plain: bool
 

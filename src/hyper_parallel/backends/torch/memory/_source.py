@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_AGAIN = "undo the change, or close the device, capture and plan again"
+_RECAPTURE = "undo the change, or close the device, capture and plan again"
 _TENSOR = (
     "make it a tensor before the capture, as in `lr=torch.tensor(1e-3)`: every step reads its value"
 )
@@ -55,7 +55,7 @@ class CaptureSource:
         if changed is None:
             raise StepChanged(
                 "the model or the optimizer has got or lost a part since the step was recorded",
-                hint=_AGAIN,
+                hint=_RECAPTURE,
             )
         (owner, what, then), (other, also, value) = changed
         known = (owner, what) == (other, also)
@@ -63,7 +63,9 @@ class CaptureSource:
             f"{what} of {'.'.join(filter(None, owner)) or 'the model'} is not what it was when the step was recorded",
             got=value if known else None,
             allowed=then if known else None,
-            hint=_TENSOR if owner[0].startswith("parameter group") and what != "params" else _AGAIN,
+            hint=_TENSOR
+            if owner[0].startswith("parameter group") and what != "params"
+            else _RECAPTURE,
         )
 
     def _facts(self) -> Iterator[_Fact]:

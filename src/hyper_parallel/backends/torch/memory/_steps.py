@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._graph import as_graph
-from hyper_parallel.backends.torch.memory._record import Recorder
 from hyper_parallel.backends.torch.memory._source import CaptureSource
 from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.errors import CaptureUnsupported
@@ -192,7 +192,7 @@ def record(
         inputs: Tensors that differ from call to call.
         named: Parameters, buffers, optimizer state, KV cache.
         name: Name of the program.
-        training: See `Recorder`.
+        training: See `StepCapture`.
         alignment_bytes: See `MemoryProgram`.
 
     Raises:
@@ -210,7 +210,7 @@ def record(
         **{k: (t, "input") for k, t in inputs.items()},
         **named,
     }
-    recorder = Recorder(everything, training=training, alignment_bytes=alignment_bytes)
+    recorder = StepCapture(everything, training=training, alignment_bytes=alignment_bytes)
     hooks = []
     for tensor, _ in named.values():
         if tensor.is_leaf and tensor.requires_grad:

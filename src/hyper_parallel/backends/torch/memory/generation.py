@@ -30,9 +30,9 @@ from hyper_parallel.backends.torch._static_cache import (
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_model import fake_copy
+from hyper_parallel.backends.torch.memory._handover import spare_buffers
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
 from hyper_parallel.backends.torch.memory._steps import Named, model_state, record
-from hyper_parallel.backends.torch.memory._successor import SuccessorDevice, spare_buffers
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
 from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory_cached
@@ -150,16 +150,17 @@ class PlannedGeneration:
             prompt_step(fake, cache, {k: v[:, :1] for k, v in first.items()})  # makes the cache
             shapes = cache_tensors(cache)
             named: Named = {**model_state(fake), **{k: (t, "kv") for k, t in shapes.items()}}
-            found = [_record(prompt_step, fake, cache, first, named, "prompt")]
+            recorded = [_record(prompt_step, fake, cache, first, named, "prompt")]
             if length > prompt_tokens:
                 inputs = decode_inputs(fake, 0, prompt_tokens, length)
-                found.append(_record(decode_step, fake, cache, inputs, named, "decode"))
+                recorded.append(_record(decode_step, fake, cache, inputs, named, "decode"))
         self.cache = new_cache(model, length)
         tensors = {k: torch.zeros(t.shape, dtype=t.dtype) for k, t in shapes.items()}
         bind_cache(self.cache, tensors)
         real = {**{k: t for k, (t, _) in model_state(model).items()}, **tensors}
         return [
-            _bind(captured, real, self._inputs(at, captured)) for at, captured in enumerate(found)
+            _bind(captured, real, self._inputs(at, captured))
+            for at, captured in enumerate(recorded)
         ]
 
     def _inputs(self, at: int, captured: Captured) -> Mapping[str, Tensor]:
@@ -253,12 +254,13 @@ class PlannedGeneration:
         assert self._device is not None
         if len(self._plans) > 1 and self._device.plan is self._plans[0]:
             self._device.hardware.reset_peaks()
-            self._device = SuccessorDevice(
-                self._device,
+            self._device = PlannedDevice(
                 self._captured[1],
                 self._plans[1],
                 self.limits.machine,
+                copies=self._device.copies,
                 flash=self._files,
+                before=self._device,
             )
             self._count({"device": self._device.hardware.gauge.peak_bytes})
         inputs = decode_inputs(self.model, token, self.position, self.length)

@@ -1,0 +1,57 @@
+"""The one dispatch mode: hands every operator on plain local tensors to a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_parallel.backends.torch.memory._fake_values import fake_mode
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs an operator: function, arguments, keyword arguments."""
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class OperatorMode(TorchDispatchMode):
+    """Context below autograd: what forward, backward, FSDP, clipping and the optimizer run goes through a function.
+
+    Of a DTensor the operators on its local part do. Views and operators without tensors do as well.
+
+    Args:
+        handler: Runs the operators; it is not called for what it runs itself.
+
+    Attributes:
+        fake: The `FakeTensorMode` that runs around it, or None.
+    """
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__()
+        self._handler = handler
+        self.fake: Any = None
+
+    def __enter__(self) -> OperatorMode:
+        self.fake = fake_mode()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in _PLAIN for kind in types):
+            if self.fake is not None:
+                # A DTensor asks for the shape of its result on fake tensors of the whole, once per shape in a process.
+                # It does so here, unseen: a run takes no bytes for it.
+                func(*args, **kwargs)
+            return NotImplemented  # its local operators come here next
+        if fake_mode() is not self.fake:  # the same question in a step on real tensors
+            return func(*args, **kwargs)
+        return self._handler(func, args, kwargs)

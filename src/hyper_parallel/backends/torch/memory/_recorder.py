@@ -1,0 +1,248 @@
+"""The recorder of a rank's program: every operator of a step at storage level, as a `MemoryProgram`.
+
+It sits below autograd and sees what forward, backward, FSDP, clipping and the optimizer run, with plain local tensors,
+real or fake. A view is an address; only operators that make or change bytes, or communicate, become part of the
+program. How operators run is the business of a `Kernels` function: as they are, or with what is known of fake values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.backends.torch._purpose import current_purpose
+from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
+from hyper_parallel.backends.torch.memory._operators import (
+    COMMUNICATION,
+    count_flops,
+    written_leaves,
+)
+from hyper_parallel.backends.torch.memory._storages import Entry, Storages
+from hyper_parallel.backends.torch.memory._traffic import group_of, sent_bytes
+from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator, StorageKind
+
+Kernels = Callable[[Any, tuple[Any, ...], dict[str, Any], list[Tensor]], tuple[Any, int]]
+"""Runs an operator on (function, arguments, keyword arguments, the tensors among them): its outputs, and the bytes that
+its kernel takes for itself and gives back before it returns."""
+_EMPTY = torch.ops.aten.empty.memory_format
+
+
+def as_they_are(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> tuple[Any, int]:
+    """The plain `Kernels`."""
+    return func(*args, **kwargs), 0
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a rank did.
+
+    Attributes:
+        program: Its storages and operators.
+        actions: Operators, and the ends of storages, in the order in which they happened.
+        entries: What is known of each storage beyond the program.
+        segments: (first action, name) of every piece of the program (forward, backward, ...).
+        groups: Name of every process group to its ranks.
+        num_operators: Operators that ran, views included.
+    """
+
+    program: MemoryProgram
+    actions: tuple[MemoryAction, ...]
+    entries: tuple[Entry, ...]
+    segments: tuple[tuple[int, str], ...]
+    groups: dict[str, tuple[int, ...]]
+    num_operators: int
+
+
+class Recorder:
+    """Records operators inside its context.
+
+    Args:
+        alignment_bytes: See `Storages`.
+        kernels: How operators run.
+        follow_inputs: Also follow storages that are first met as inputs; else those that operators make, that are sent,
+            and that `name` announces.
+    """
+
+    def __init__(
+        self,
+        alignment_bytes: int = 1,
+        kernels: Kernels = as_they_are,
+        *,
+        follow_inputs: bool = False,
+    ) -> None:
+        self.storages = Storages(alignment_bytes, self._ended)
+        self._mode = OperatorMode(self._operator)
+        self._alignment, self._kernels = alignment_bytes, kernels
+        self._follow_inputs = follow_inputs
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self._begin("setup")
+
+    def _begin(self, segment: str) -> None:
+        self._operators: list[Operator] = []
+        self._actions: list[MemoryAction] = []
+        self._segments = [(0, segment)]
+        self._count = 0
+
+    def restart(self, segment: str) -> None:
+        """Record from here on: what lives now was there at the start."""
+        self._follow_resized(everywhere=True)
+        self.storages.restart()
+        self._begin(segment)
+
+    def enter(self, segment: str) -> None:
+        """Another piece of the program begins."""
+        self._follow_resized(everywhere=True)
+        if segment != self._segments[-1][1]:
+            self._segments.append((len(self._actions), segment))
+
+    def name(self, tensor: Tensor, name: str, kind: StorageKind) -> None:
+        """Say what a tensor's storage holds; one that is not known yet was there at the start."""
+        number = self.storages.find(tensor)
+        if number is None:
+            number = self._appear(tensor, name)
+        entry = self.storages.entries[number]
+        if entry.kind == kind and entry.name != name:  # several tensors on one storage
+            entry.name = _common(entry.name, name)
+            entry.shape = (entry.num_bytes // tensor.element_size(),)
+            return
+        entry.name, entry.kind, entry.shape, entry.dtype = name, kind, *_format(tensor)
+
+    def recording(self, name: str) -> Recording:
+        """What was recorded."""
+        self._follow_resized(everywhere=True)
+        entries = [replace(entry) for entry in self.storages.entries]
+        for number in self.storages.living:
+            entries[number].at_end = True
+        program = MemoryProgram(
+            name,
+            tuple(entry.storage for entry in entries),
+            tuple(self._operators),
+            self._alignment,
+        )
+        return Recording(
+            program, tuple(self._actions), tuple(entries), tuple(self._segments), dict(self._groups),
+            self._count,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+    @property
+    def emptied(self) -> list[weakref.ref[Any]]:
+        """Storages that still exist and that their owner has filled, or that were found filled, and left empty."""
+        self._follow_resized(everywhere=True)
+        return self.storages.emptied
+
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._count += 1
+        self._follow_resized()
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        out, workspace = self._kernels(func, args, kwargs, tensors)
+        self._record(func, args, kwargs, tensors, out, workspace)
+        return out
+
+    def _record(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        out: Any,
+        workspace: int,
+    ) -> None:
+        group = group_of(func, args)
+        # Of FSDP's own operators the first tensor is the one that all ranks share.
+        shared = tensors[:1] if func.namespace == "fsdp" else tensors
+        shared = shared if func.namespace in (*COMMUNICATION, "fsdp") else []
+        for tensor in tensors if self._follow_inputs else shared:
+            if self.storages.find(tensor) is None:
+                self._appear(tensor, _name(func))
+        for number in self._known(shared):
+            self.storages.entries[number].sent = True
+        reads, writes = self._known(tensors), self._known(written_leaves(func, args, kwargs))
+        allocs = [
+            self._add(tensor, func)
+            for tensor in tree_leaves(out)
+            if isinstance(tensor, Tensor) and self.storages.find(tensor) is None
+        ]
+        if not (allocs or writes or workspace or group is not None):
+            return  # a view, or an alias: an address, not work
+        sent = 0
+        if group is not None:
+            sent = sent_bytes(func, args, group)
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._groups.setdefault(group.group_name, ranks)
+        self._run(
+            Operator(
+                _name(func), reads, writes, tuple(allocs),
+                flops=count_flops(func, args, kwargs, out),
+                access_bytes=sent,
+                beside=(workspace,) if workspace else (),
+                group="" if group is None else group.group_name,
+                purpose="" if group is None else current_purpose() or "",
+            )
+        )  # fmt: skip
+
+    def _run(self, operator: Operator) -> None:
+        self._actions.append(MemoryAction("run", len(self._operators)))
+        self._operators.append(operator)
+        if operator.group:  # the counts are those of a rank whose collectives end at once
+            self._actions.append(MemoryAction("join", len(self._operators) - 1))
+
+    def _known(self, tensors: list[Tensor]) -> tuple[int, ...]:
+        numbers = (self.storages.find(tensor) for tensor in tensors)
+        return tuple(dict.fromkeys(number for number in numbers if number is not None))
+
+    def _add(self, tensor: Tensor, func: Any) -> int:
+        # Only uninitialised buffers are emptied and refilled in place by their owners.
+        return self.storages.add(tensor, self._entry(tensor, _name(func)), watch=func is _EMPTY)
+
+    def _appear(self, tensor: Tensor, name: str) -> int:
+        """A storage that no operator has made."""
+        number = self.storages.add(tensor, self._entry(tensor, name))
+        self._run(Operator(name, allocs=(number,)))
+        return number
+
+    @staticmethod
+    def _entry(tensor: Tensor, name: str) -> Entry:
+        recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        shape, dtype = _format(tensor)
+        return Entry(name, 0, "activation", shape=shape, dtype=dtype, recomputed=recomputed)
+
+    def _follow_resized(self, *, everywhere: bool = False) -> None:
+        """FSDP frees and refills gathered parameters by resizing their storages, which no operator shows."""
+        for key, entry in self.storages.end_resized(everywhere=everywhere):
+            number = self.storages.begin(key, replace(entry, at_start=False))
+            self._run(Operator("resize", allocs=(number,)))
+
+    def _ended(self, number: int) -> None:
+        self._actions.append(MemoryAction("free", number))
+
+
+def _name(func: Any) -> str:
+    return str(func).removeprefix("aten.").removesuffix(".default")
+
+
+def _format(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _common(first: str, second: str) -> str:
+    """The leading parts that two dotted names share, and a star."""
+    pairs = zip(first.split("."), second.split("."), strict=False)
+    same = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return ".".join([*same, "*"])

@@ -1,0 +1,92 @@
+"""Traffic of collectives: their kinds and groups, the bytes a rank sends in ring algorithms, and what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.backends.torch.memory._operators import COMMUNICATION
+from hyper_parallel.ir import Mesh
+from hyper_parallel.shard import ring_bytes
+
+_KINDS = (
+    ("allgather", "all_gather"),
+    ("all_gather", "all_gather"),
+    ("reduce_scatter", "reduce_scatter"),
+    ("allreduce", "all_reduce"),
+    ("all_reduce", "all_reduce"),
+    ("alltoall", "all_to_all"),
+    ("all_to_all", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("send", "send_recv"),
+)
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of a collective by the name of its operator; a message between two ranks counts where it is sent."""
+    return next((kind for part, kind in _KINDS if part in name), None)
+
+
+def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """The process group of a collective that is counted: an object in c10d, a name in functional ones."""
+    if func.namespace not in COMMUNICATION or kind_of(func.__name__) is None:
+        return None
+    for arg in reversed(args):
+        if isinstance(arg, str):
+            return dist.distributed_c10d._resolve_process_group(arg)
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+    raise AssertionError("a collective without a process group")
+
+
+def sent_bytes(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
+    """Bytes this rank sends in ring algorithms; for an all-to-all with splits, what it really sends to other ranks."""
+    name, kind = func.__name__, kind_of(func.__name__)
+    assert kind is not None
+    if kind == "all_to_all":
+        return _sent_to_others(args, group)
+    tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    if name.startswith(("_allgather_base_", "_reduce_scatter_base_")):
+        whole = max(sizes)  # output and input are both listed; the larger one is the whole
+    elif kind == "all_gather" and len(tensors) == 1:
+        whole = sizes[0] * group.size()
+    else:
+        whole = sum(sizes)
+    return ring_bytes(kind, whole, group.size())
+
+
+def _sent_to_others(args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
+    """Bytes of the input of an all-to-all that leave this rank; splits count rows of the first dim."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not tensors:  # one tensor per rank: outputs, inputs
+        inputs = next(a for a in args[1:] if isinstance(a, (list, tuple)))
+        return sum(t.nbytes for i, t in enumerate(inputs) if i != group.rank())
+    sent = tensors[-1]
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    splits = lists[1] if len(lists) > 1 else []
+    if not splits:
+        return ring_bytes("all_to_all", sent.nbytes, group.size())
+    row = sent.nbytes // max(1, sent.shape[0])
+    return (sum(splits) - splits[group.rank()]) * row
+
+
+def group_axes(rank: int, *meshes: Mesh) -> dict[frozenset[int], tuple[str, ...]]:
+    """Ranks of each group the rank is in, to the axes of degree above one that span it; the first mesh counts."""
+    axes: dict[frozenset[int], tuple[str, ...]] = {}
+    for mesh in meshes:
+        for ranks, names in _named_groups(mesh, rank):
+            axes.setdefault(ranks, names)
+    return axes
+
+
+def _named_groups(mesh: Mesh, rank: int) -> Iterator[tuple[frozenset[int], tuple[str, ...]]]:
+    names = [name for name, degree in mesh.axes if degree > 1]
+    for mask in range(1, 1 << len(names)):
+        axes = tuple(name for i, name in enumerate(names) if mask >> i & 1)
+        yield frozenset(mesh.group(rank, axes)), axes
