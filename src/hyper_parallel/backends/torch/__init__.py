@@ -1,4 +1,14 @@
-"""The PyTorch back end: plans applied to modules, collectives on local tensors, exact global reductions."""
+"""The PyTorch back end: plans applied to modules, collectives on local tensors, exact global reductions.
+
+    _parallelize   the steps from a model and a plan to the `Handle`, each a function of one of these rooms:
+    tensor         tensor and sequence parallelism on one or two axes      context    sequences cut over ranks
+    experts        dispatch, routing, balance of the load                  pipeline   stages, and their schedule
+    data           FSDP                                                    weights    initial values, and files
+    memory         steps recorded, planned and run within a budget
+
+A room imports only rooms before it in the order weights, tensor, context, experts, data, pipeline, and none imports the
+handle: what changes during a forward pass is the state of one room.
+"""
 
 from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._handle import Handle, Ranks, handle

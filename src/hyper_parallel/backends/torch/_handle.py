@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch.context._apply import ContextState
+from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.backends.torch.experts._routing import ExpertState
 from hyper_parallel.backends.torch.pipeline._apply import Pipeline
 from hyper_parallel.backends.torch.tensor._state import TpState

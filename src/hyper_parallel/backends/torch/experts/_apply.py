@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch.context._apply import ContextState
+from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.backends.torch.experts._dispatch import CapacityDispatch, Dispatch, place, touch
 from hyper_parallel.backends.torch.experts._list import ExpertList, ListBlock, is_list
 from hyper_parallel.backends.torch.experts._routing import (

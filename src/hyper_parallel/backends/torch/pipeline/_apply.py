@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hyper_parallel.backends.torch._collectives import send_receive
 from hyper_parallel.backends.torch._purpose import purpose
-from hyper_parallel.backends.torch.context._apply import ContextState
+from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.backends.torch.data._fsdp import end_backward, hold_reductions, reduce_now
 from hyper_parallel.backends.torch.experts._balance_loss import StageBalance
 from hyper_parallel.backends.torch.pipeline._split_backward import WeightGradients, input_gradient
