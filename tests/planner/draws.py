@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from hyper_parallel.cost import ORDERS, SCHEDULES
-from hyper_parallel.ir import AXES, Plan, Workload
+from hyper_parallel.ir import Plan, Workload
 from hyper_parallel.model import ModelSpec, spec_from_config
 from hyper_parallel.topology import MemoryPool, Supernode
 from tests.cost.machines import machine, quantity, small_model
@@ -28,7 +28,7 @@ VALUES = {
     "attention_shape": ("1d", "2d", "weight"),
     "mlp_shape": ("1d", "2d", "weight"),
     "cp_kind": ("ring", "ulysses", "all_gather"),
-    "order": (">".join(AXES), ">".join(ORDERS[1])),
+    "order": tuple(">".join(order) for order in ORDERS),
 }
 
 

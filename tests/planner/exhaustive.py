@@ -10,9 +10,9 @@ import numpy as np
 
 from hyper_parallel.cost import SHAPES, Candidates, memory_terms, score
 from hyper_parallel.ir import AXES
-from hyper_parallel.planner._legal import space_of
-from hyper_parallel.planner._priced import price
-from hyper_parallel.planner._space import Rules, Space
+from hyper_parallel.planner._price import price
+from hyper_parallel.planner._refine import space_of
+from hyper_parallel.planner._space import ModelLimits, Space
 
 COLUMNS = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp",
@@ -22,11 +22,11 @@ COLUMNS = (
 TWO = SHAPES.index("2d")
 
 
-def every_strategy(context, limits):
+def every_strategy(request, limits):
     """Rows of COLUMNS, each a legal strategy without a choice of recomputation."""
-    space = space_of(context, limits)
+    space = space_of(request, limits)
     offload = space.rules.offload
-    tiers = context.machine.tiers
+    tiers = request.machine.tiers
     sizes = tuple(
         t.size for t, outer in itertools.pairwise(tiers) if t.size and not outer.shares_links
     )
@@ -45,7 +45,9 @@ def every_strategy(context, limits):
                     continue
                 for schedule, vpp in space.schedules(pp, steps):
                     named = dict(zip(AXES, (pp, replicate, shard, cp, x, y), strict=True))
-                    for (order,) in space.orders(tuple(named[a] for a in AXES), sizes):
+                    degrees = tuple(named[a] for a in AXES)
+                    others = space.orders(degrees, sizes, inner=False)
+                    for (order,) in (*space.orders(degrees, sizes), *others):
                         for moved, again in itertools.product(
                             (0, 1) if offload else (off,), regathers(limits, x * y)
                         ):
@@ -74,24 +76,24 @@ def every_block(space, x, y, cp, dp):
             yield (*block, u, way, kind)
 
 
-def closed_forms(context, limits):
+def closed_forms(request, limits):
     """(rows, seconds per token, recompute kind, layers) of every strategy with every number of recomputed layers."""
-    rows = np.array(list(every_strategy(context, limits)), dtype=float)
+    rows = np.array(list(every_strategy(request, limits)), dtype=float)
     if not len(rows):
         return rows, []
     columns = dict(zip(COLUMNS, rows.T, strict=True))
-    space = Space(Rules.of(context.model, context.workload), context.workload, limits)
+    space = Space(ModelLimits.of(request.model, request.workload), request.workload, limits)
     kinds = space.recomputes()
     scores = {
         k: score(
-            context.numbers, context.machine, context.workload,
+            request.numbers, request.machine, request.workload,
             Candidates.of_columns(**columns, recompute=float(k)),
         )
         for k in {0, *kinds}
     }  # fmt: skip
     dp = columns["dp_replicate"] * columns["dp_shard"]
-    tokens = columns["microbatch"] * columns["accumulation"] * dp * context.workload.seq_len
-    layers = np.ceil(context.numbers.layers / columns["pp"])
+    tokens = columns["microbatch"] * columns["accumulation"] * dp * request.workload.seq_len
+    layers = np.ceil(request.numbers.layers / columns["pp"])
     found = []
     for kind in kinds:
         most = int(layers.max())
@@ -107,33 +109,33 @@ def closed_forms(context, limits):
             memory = (1 - share) * scores[0].memory_bytes + share * scores[kind].memory_bytes
             if j > 0:
                 c = Candidates.of_columns(**columns, recompute=float(kind))
-                terms = memory_terms(context.numbers, context.machine, context.workload, c, j)
+                terms = memory_terms(request.numbers, request.machine, request.workload, c, j)
                 mixed = sum(t.bytes for t in terms)
                 memory = np.where((columns["offload"] == 0) & (j < layers), mixed, memory)
-            legal &= memory <= context.machine.memory_bytes * (1 + 1e-9)
+            legal &= memory <= request.machine.memory_bytes * (1 + 1e-9)
             value = np.where(legal, step / tokens, np.inf)
             found += [(value, kind, np.where(whole, -1, j))]
     return rows, found
 
 
-def least(context, limits):
+def least(request, limits):
     """Least seconds per token of the closed form; infinite when nothing fits."""
-    rows, found = closed_forms(context, limits)
+    rows, found = closed_forms(request, limits)
     return min((float(v.min()) for v, _, _ in found), default=math.inf) if len(rows) else math.inf
 
 
-def least_refined(context, limits):
+def least_refined(request, limits):
     """Least seconds per token with real stages and simulated schedules, every strategy refined."""
-    rows, found = closed_forms(context, limits)
+    rows, found = closed_forms(request, limits)
     best = math.inf
     for value, kind, layers in found:
         for i in np.flatnonzero(np.isfinite(value)):
             columns = dict(zip(COLUMNS, rows[i : i + 1].T, strict=True))
             candidate = Candidates.of_columns(**columns, recompute=float(kind))
-            strategy, workload = candidate.at(0, _plain(), context.workload)
+            strategy, workload = candidate.at(0, _plain(), request.workload)
             if kind and layers[i] >= 0:
                 strategy = replace(strategy, recompute_layers=int(layers[i]))
-            best = min(best, price(context, strategy, workload).per_token_s)
+            best = min(best, price(request, strategy, workload).per_token_s)
     return best
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hyper_parallel.errors import DoesNotFit, HyperParallelError
-from hyper_parallel.ir import Workload
+from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import plan
+from hyper_parallel.planner._pins import SearchLimits
+from hyper_parallel.planner._price import pipeline_s, price
+from hyper_parallel.planner._refine import find, strategy_at
+from hyper_parallel.planner._request import resolve
 from tests.planner.draws import draw_case, draw_pins
 
 pytestmark = pytest.mark.unit
@@ -46,3 +50,18 @@ def test_no_pinned_part_of_the_space_beats_the_whole(seed):
         except HyperParallelError:
             continue  # nothing in that part
         assert whole.step_s <= part.step_s * (1 + 1e-9), pins
+
+
+@pytest.mark.parametrize("seed", [1, 3, 6])
+def test_no_full_price_is_below_the_closed_form_that_bounds_it(seed):
+    """Whatever is not simulated cannot be better than its closed form: the bound of the certificate."""
+    model, supernode, _, _ = draw_case(seed)
+    request = resolve(model, supernode, Workload(512, 512 * 32), 4)
+    limits = SearchLimits(4, {"pp": 2}, (), executable=False)
+    rows = find(request, limits, keep=20).result.rows
+    assert len(rows) > 10
+    for position in range(0, len(rows), max(1, len(rows) // 12)):
+        full = price(request, *strategy_at(rows, position, Strategy(), request.workload))
+        assert full.per_token_s >= rows.per_token_s[position] * (1 - 1e-9)
+        simulated = pipeline_s(full, request.machine.paces(2))
+        assert full.step_s >= simulated

@@ -17,9 +17,10 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Workload
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import plan_recipe
-from hyper_parallel.planner._context import resolve
-from hyper_parallel.planner._limits import Limits, check_pins
-from hyper_parallel.planner._plan import find, search
+from hyper_parallel.planner._pins import SearchLimits, check_pins
+from hyper_parallel.planner._plan import search
+from hyper_parallel.planner._refine import find
+from hyper_parallel.planner._request import resolve
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import moe_model
 from tests.planner.exhaustive import every_strategy, least
@@ -46,39 +47,38 @@ MODELS = {
 
 
 def limits(devices, **pins):
-    return Limits(devices, check_pins(pins), (), executable=True)
+    return SearchLimits(devices, check_pins(pins), (), executable=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pins", [{}, {"tp_y": 2, "zero": 3}, {"cp": 2, "tp": 4}])
 def test_what_is_chosen_has_layouts_and_is_the_best_that_has(name, pins):
-    context = resolve(MODELS[name](), machine(cluster_bytes_s=5e9), Workload(512, 512 * 16), 8)
+    request = resolve(MODELS[name](), machine(cluster_bytes_s=5e9), Workload(512, 512 * 16), 8)
     within = limits(8, **pins)
-    best = least(context, within)
-    outcome = find(context, within, keep=3)
+    best = least(request, within)
+    outcome = find(request, within, keep=3)
     assert outcome.fits
     assert np.isfinite(best)
-    found = outcome.found
-    assert found.leaves.per_token_s[found.best[0]] == pytest.approx(best, rel=1e-9)
+    assert outcome.result.rows.per_token_s.min() == pytest.approx(best, rel=1e-9)
     for one in outcome.ranked:
-        context.shard(one.strategy)
+        request.shard(one.strategy)
         assert one.strategy.etp is None
 
 
 def test_both_axes_and_every_kind_of_context_parallelism_may_be_chosen():
-    context = resolve(MODELS["dense"](), machine(), Workload(512, 512 * 16), 8)
-    rows = np.array(list(every_strategy(context, limits(8))))
+    request = resolve(MODELS["dense"](), machine(), Workload(512, 512 * 16), 8)
+    rows = np.array(list(every_strategy(request, limits(8))))
     assert {*rows[:, 5]} == {1, 2, 4}
     kinds = {(cp, u) for cp, u in rows[:, [3, 10]].tolist()}
     assert {(4, 1), (4, 2), (4, 4), (2, 2)} <= kinds
 
 
 def test_latent_attention_on_two_axes_keeps_the_one_shape_it_has():
-    context = resolve(MODELS["latent"](), machine(), Workload(512, 512 * 16), 8)
-    plan = search(context, limits(8, tp_y=2))
+    request = resolve(MODELS["latent"](), machine(), Workload(512, 512 * 16), 8)
+    plan = search(request, limits(8, tp_y=2))
     assert (plan.strategy.tp_y, plan.strategy.attention_shape) == (2, "1d")
     with pytest.raises(NoLegalStrategy, match="latent attention"):
-        search(context, limits(8, tp_y=2, attention_shape="2d"))
+        search(request, limits(8, tp_y=2, attention_shape="2d"))
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit, NoLegalStrategy
 from hyper_parallel.ir import Strategy, Workload, simulate
-from hyper_parallel.planner import _solve, plan, plan_tasks, simulate_plan
-from hyper_parallel.planner._context import HostMemory, resolve
-from hyper_parallel.planner._limits import Limits, check_pins
-from hyper_parallel.planner._plan import find
-from hyper_parallel.planner._priced import price
+from hyper_parallel.planner import _search, _space, plan, plan_tasks, simulate_plan
+from hyper_parallel.planner._pins import SearchLimits, check_pins
+from hyper_parallel.planner._price import price
+from hyper_parallel.planner._refine import find
+from hyper_parallel.planner._request import HostMemory, resolve
 from hyper_parallel.planner._stages import partition
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import draw_case
@@ -26,47 +26,64 @@ from tests.planner.exhaustive import closed_forms, least, least_refined
 pytestmark = pytest.mark.unit
 
 
+@pytest.fixture
+def few_orders(monkeypatch):
+    """Only orders with tensor parallelism innermost: all of them are many for brute force."""
+    monkeypatch.setattr(_space, "_OTHERS", ())
+
+
 @pytest.mark.parametrize("seed", range(18))
-def test_search_equals_brute_force(seed, monkeypatch):
+def test_search_equals_brute_force(seed, monkeypatch, few_orders):
     model, supernode, workload, devices = draw_case(seed)
-    context = resolve(model, supernode, workload, devices)
-    limits = Limits(devices, {}, (), executable=False)
-    best = least(context, limits)
-    for hard_rows in (_solve.HARD_ROWS, 0):  # also with the bounds of large searches
-        monkeypatch.setattr(_solve, "HARD_ROWS", hard_rows)
-        outcome = find(context, limits)
+    request = resolve(model, supernode, workload, devices)
+    limits = SearchLimits(devices, {}, (), executable=False)
+    best = least(request, limits)
+    for hard_rows in (_search.HARD_ROWS, 0):  # also with the bounds of large searches
+        monkeypatch.setattr(_search, "HARD_ROWS", hard_rows)
+        outcome = find(request, limits)
         if not np.isfinite(best):
             assert not outcome.fits
             continue
-        found = outcome.found
-        assert found.leaves.per_token_s[found.best[0]] == pytest.approx(best, rel=1e-9)
-        assert outcome.ranked[0].memory_bytes <= context.machine.memory_bytes * (1 + 1e-6)
+        assert outcome.result.rows.per_token_s.min() == pytest.approx(best, rel=1e-9)
+        assert outcome.ranked[0].memory_bytes <= request.machine.memory_bytes * (1 + 1e-6)
         # Nothing was left open.
-        assert found.bound >= best * (1 - 1e-9)
+        assert outcome.result.bound >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", [1, 8])
+def test_search_of_all_orders_equals_brute_force(seed):
+    model, supernode, _, _ = draw_case(seed)
+    inner = dataclasses.replace(supernode.tiers[0], size=2)
+    supernode = dataclasses.replace(supernode, tiers=(inner, supernode.tiers[1]))
+    request = resolve(model, supernode, Workload(512, 512 * 4), 4)
+    limits = SearchLimits(4, check_pins({"microbatch": 1, "zero": 3}), (), executable=False)
+    best, outcome = least(request, limits), find(request, limits)
+    assert outcome.result.rows.per_token_s.min() == pytest.approx(best, rel=1e-9)
+    assert len({*outcome.result.rows.columns["order"].tolist()}) > 1
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_search_with_offload_equals_brute_force(seed):
+def test_search_with_offload_equals_brute_force(seed, few_orders):
     model, supernode, workload, devices = draw_case(seed)
     draw = random.Random(seed + 1000)
     host = HostMemory(
         draw.choice([2e8, 1e12]), draw.choice([1e10, 5e10, 4e11]), draw.random() < 0.6
     )
     budget = draw.choice([1.03, 1.04, 1.06, 1.08]) * 2**30
-    context = resolve(model, supernode, workload, devices)
-    context = dataclasses.replace(context, offload=host, capacity_bytes=budget)
-    limits = Limits(devices, {}, (), executable=bool(seed % 2))
-    outcome = find(context, limits)
-    best = outcome.found.leaves.per_token_s[outcome.found.best[0]]
-    assert best == pytest.approx(least(context, limits), rel=1e-9)
-    assert outcome.found.bound >= best * (1 - 1e-9)
+    request = resolve(model, supernode, workload, devices)
+    request = dataclasses.replace(request, offload=host, capacity_bytes=budget)
+    limits = SearchLimits(devices, {}, (), executable=bool(seed % 2))
+    outcome = find(request, limits)
+    best = outcome.result.rows.per_token_s.min()
+    assert best == pytest.approx(least(request, limits), rel=1e-9)
+    assert outcome.result.bound >= best * (1 - 1e-9)
     chosen = outcome.ranked[0]
-    assert chosen.memory_bytes <= context.machine.memory_bytes * (1 + 1e-6)
+    assert chosen.memory_bytes <= request.machine.memory_bytes * (1 + 1e-6)
     # What is away, or dropped, is what the device lacks.
-    whole = price(context, dataclasses.replace(chosen.strategy, offload=False), chosen.workload)
-    if whole.memory_bytes > context.machine.memory_bytes:
+    whole = price(request, dataclasses.replace(chosen.strategy, offload=False), chosen.workload)
+    if whole.memory_bytes > request.machine.memory_bytes:
         assert chosen.strategy.offload
-        assert chosen.memory_bytes == pytest.approx(context.machine.memory_bytes, rel=1e-3)
+        assert chosen.memory_bytes == pytest.approx(request.machine.memory_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -78,39 +95,43 @@ def test_search_with_offload_equals_brute_force(seed):
         (4, {"pp": 2, "zero": 2, "cp": 1}),
     ],
 )
-def test_refined_search_equals_refined_brute_force(seed, pins):
+def test_refined_search_equals_refined_brute_force(seed, pins, few_orders):
     model, supernode, workload, devices = draw_case(seed)
     supernode = dataclasses.replace(supernode, pools=())
     devices = 4
     workload = Workload(512, 512 * 16)
-    context = resolve(model, supernode, workload, devices)
-    limits = Limits(devices, check_pins(pins), (), executable=False)
-    best = least_refined(context, limits)
-    outcome = find(context, limits)
+    request = resolve(model, supernode, workload, devices)
+    limits = SearchLimits(devices, check_pins(pins), (), executable=False)
+    best = least_refined(request, limits)
+    outcome = find(request, limits)
     assert outcome.fits == np.isfinite(best)
     if outcome.fits:
         assert outcome.ranked[0].per_token_s == pytest.approx(best, rel=1e-9)
 
 
 def test_executable_search_equals_brute_force():
-    context = resolve(small_model(), machine(memory_gib=1.35), Workload(512, 512 * 16), 8)
-    limits = Limits(8, {}, (), executable=True)
-    outcome = find(context, limits)
-    best = outcome.found.leaves.per_token_s[outcome.found.best[0]]
-    assert best == pytest.approx(least(context, limits), rel=1e-9)
+    request = resolve(small_model(), machine(memory_gib=1.35), Workload(512, 512 * 16), 8)
+    limits = SearchLimits(8, {}, (), executable=True)
+    outcome = find(request, limits)
+    best = outcome.result.rows.per_token_s.min()
+    assert best == pytest.approx(least(request, limits), rel=1e-9)
 
 
-def test_runners_up_are_the_next_best_degrees():
-    context = resolve(small_model(), machine(), Workload(512, 512 * 8), 4)
-    limits = Limits(4, {}, (), executable=False)
-    rows, found = closed_forms(context, limits)
+def test_runners_up_are_the_next_best_degrees(few_orders):
+    request = resolve(small_model(), machine(), Workload(512, 512 * 8), 4)
+    limits = SearchLimits(4, {}, (), executable=False)
+    rows, found = closed_forms(request, limits)
     values = np.min([v for v, _, _ in found], axis=0)
     best: dict[tuple[int, ...], float] = {}
     for row, value in zip(rows[:, [0, 1, 2, 3, 4, 5, 8]].astype(int).tolist(), values, strict=True):
         best[tuple(row)] = min(value, best.get(tuple(row), np.inf))
     wanted = sorted(best.values())[:6]
-    outcome = find(context, limits, keep=6)
-    got = [outcome.found.leaves.per_token_s[i] for i in outcome.found.best]
+    outcome = find(request, limits, keep=6)
+    rows = outcome.result.rows
+    closest: dict[tuple[int, ...], float] = {}
+    for mesh, value in zip(rows.meshes(), rows.per_token_s, strict=True):
+        closest[mesh] = min(value, closest.get(mesh, np.inf))
+    got = sorted(closest.values())[:6]
     assert got == pytest.approx(wanted, rel=1e-9)
 
 
@@ -243,10 +264,10 @@ def test_pins_that_nothing_can_have_are_named_first(pins, why):
 )  # fmt: skip
 def test_choices_that_a_search_starts_with_have_their_own_price(base, pins):
     """What the search sorts by is what the strategy costs, and that differs from the price of the usual choice."""
-    context = resolve("llama-3-8b", "dgx-h100", Workload(8192, 2**20), 16)
-    outcome = find(context, Limits(16, pins, (), executable=False, base=base), 1)
-    best, found = outcome.ranked[0], outcome.found
-    assert best.per_token_s == pytest.approx(found.leaves.per_token_s[found.best[0]])
+    request = resolve("llama-3-8b", "dgx-h100", Workload(8192, 2**20), 16)
+    outcome = find(request, SearchLimits(16, pins, (), executable=False, base=base), 1)
+    best = outcome.ranked[0]
+    assert best.per_token_s == pytest.approx(outcome.result.rows.per_token_s.min())
     workload = Workload(8192, 2**20, best.workload.microbatch)
     again = plan("llama-3-8b", "dgx-h100", workload, strategy=best.strategy)
     assert again.step_s == pytest.approx(best.step_s)
@@ -266,19 +287,19 @@ def test_choices_that_a_search_starts_with_have_their_own_price(base, pins):
     ],
 )
 def test_inputs_gathered_again_and_scattered_tokens_equal_brute_force(
-    heads, kv_heads, pins, scatter
+    heads, kv_heads, pins, scatter, few_orders
 ):
     """Devices from ones on which next to nothing fits to ones on which all inputs can be kept."""
     model, workload = small_model(3, 32 * heads, heads, kv_heads), Workload(4096, 4096 * 8)
     chosen = []
     for gib in np.linspace(1.05, 1.3, 6):
-        context = resolve(model, machine(memory_gib=float(gib)), workload, 8)
+        request = resolve(model, machine(memory_gib=float(gib)), workload, 8)
         for executable in (False, True):
-            limits = Limits(8, check_pins(pins), (), executable=executable)
-            best, outcome = least(context, limits), find(context, limits)
+            limits = SearchLimits(8, check_pins(pins), (), executable=executable)
+            best, outcome = least(request, limits), find(request, limits)
             assert outcome.fits == np.isfinite(best)
             if outcome.fits:
-                first = outcome.found.leaves.per_token_s[outcome.found.best[0]]
+                first = outcome.result.rows.per_token_s.min()
                 assert first == pytest.approx(best, rel=1e-9)
                 chosen.append(outcome.ranked[0].strategy)
     assert {s.gathered_inputs for s in chosen} == {"keep", "re-gather"}

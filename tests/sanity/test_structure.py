@@ -23,14 +23,10 @@ ONE_SHAPE = (PACKAGE / "backends" / "torch", PACKAGE / "trainer")
 """Folders whose sub-rooms have the same files: there a file name says which part of its room it is."""
 
 # Known, to go.
-KNOWN_CIRCLES: set[str] = {
-    "hyper_parallel.planner._objective",
-}  # fmt: skip
-KNOWN_LONG: set[str] = {
-    "planner/_plan.py", "planner/_solve.py", "planner/_space.py",
-}  # fmt: skip
+KNOWN_CIRCLES: set[str] = set()
+KNOWN_LONG: set[str] = set()
 KNOWN_CLASSES: set[str] = {
-    "BlockWidths", "Schedule", "Stage", "Task",
+    "BlockWidths", "Schedule", "Task",
 }  # fmt: skip
 KNOWN_FILE_NAMES: set[str] = {
     "_calibrate.py", "_checkpoint.py", "_checks.py", "_collectives.py", "_config.py", "_copies.py", "_fit.py",

@@ -16,7 +16,7 @@ from hyper_parallel.cost._candidates import SOME, Candidates, shape_of
 from hyper_parallel.cost._layer import saved_elements, tokens_of
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._phases import Parts, SpaceTerm, Stage, Weights, phases
+from hyper_parallel.cost._phases import Parts, SpaceTerm, StageMemory, Weights, phases
 from hyper_parallel.cost._pipeline import in_flight, lay_out
 from hyper_parallel.cost._states import stage_elements, state_bytes, widths
 from hyper_parallel.ir import Workload
@@ -309,7 +309,7 @@ def _stages(
     freed: Array,
     worked: Array,
     exchange: Array,
-) -> tuple[Stage, Stage]:
+) -> tuple[StageMemory, StageMemory]:
     """The first stage, which has the embedding and most in flight, and the last one, which has the head."""
     one = c.pp <= 1
     layer = 6.0 * (n.attention_weights + n.mlp_weights + n.active_expert_weights)
@@ -331,8 +331,8 @@ def _stages(
     first = np.where(one, every, n.embedding_weights) * 1.0
     last = np.where(one, every, n.head_weights) * 1.0
     return (
-        Stage(most, first, in_flight(c), np.where(one, logits, 0.0), *shared),
-        Stage(last_layers, last, np.where(one, 1.0, in_flight_last(c)), logits, *shared),
+        StageMemory(most, first, in_flight(c), np.where(one, logits, 0.0), *shared),
+        StageMemory(last_layers, last, np.where(one, 1.0, in_flight_last(c)), logits, *shared),
     )
 
 

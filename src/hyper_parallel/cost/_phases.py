@@ -134,7 +134,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageMemory:
     """One stage of every candidate, and what its activations are made of.
 
     Attributes:
@@ -158,7 +158,9 @@ class Stage:
     exchange: Array
 
 
-def phases(n: ModelNumbers, workload: Workload, c: Candidates, stage: Stage) -> tuple[Parts, ...]:
+def phases(
+    n: ModelNumbers, workload: Workload, c: Candidates, stage: StageMemory
+) -> tuple[Parts, ...]:
     """The four phases of a stage."""
     width, wide = widths(workload)[1], float(DTYPE_BYTES[workload.reduce_dtype])
     layers, tokens, none = stage.layers, tokens_of(workload, c), np.zeros(1)

@@ -26,7 +26,7 @@ Speed = Callable[[Array], Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class StageSplit:
     """How layers lie on pipeline stages, and which stage sets the pace.
 
     Attributes:
@@ -53,7 +53,7 @@ def lay_out(
     head_s: Array,
     even: bool,
     pace: Speed | None = None,
-) -> Stages:
+) -> StageSplit:
     """Equal layers on stages, evenly or so that the slowest stage is as fast as it can be.
 
     Args:
@@ -70,7 +70,7 @@ def lay_out(
     total = layers * layer_s + head_s
     if one.all():
         whole, nothing = np.full(1, float(layers)), np.zeros(1)
-        return Stages(whole, whole, whole, np.ones(1), nothing, total)
+        return StageSplit(whole, whole, whole, np.ones(1), nothing, total)
 
     def slowest_of(last: Array) -> tuple[Array, Array]:
         # The other p - 1 stages share the rest; the fullest of them or the last stage decides.
@@ -93,7 +93,7 @@ def lay_out(
         alone = _by_stages(p, lambda k: 1.0 / pace(k)[0])
         most_work = _by_stages(p, lambda k: np.max(k * pace(k)))
         share = np.maximum(alone, total / p / slowest / most_work)
-    return Stages(
+    return StageSplit(
         most,
         last,
         np.where(with_head, last, most) * share,

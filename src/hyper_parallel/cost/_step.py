@@ -25,7 +25,7 @@ from hyper_parallel.cost._communication import (
 from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds, tokens_of
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._pipeline import Stages, bubble_seconds, lay_out
+from hyper_parallel.cost._pipeline import StageSplit, bubble_seconds, lay_out
 from hyper_parallel.cost._place import Places, neighbours
 from hyper_parallel.cost._states import outside_elements, stage_elements, state_bytes
 from hyper_parallel.ir import Workload
@@ -134,7 +134,7 @@ class Pace:
 
     ep: Array
     ep_hidden: Array
-    stages: Stages
+    stages: StageSplit
     bubble: Array
     hop: Array
     sends: Array

@@ -1,13 +1,11 @@
 """Planner: legal strategies of a model on a machine, their cost, and the best Plan."""
 
-from hyper_parallel.planner._context import default_workload
-from hyper_parallel.planner._gantt import gantt
 from hyper_parallel.planner._launch import STACKS, launch_settings
-from hyper_parallel.planner._objective import OBJECTIVES
-from hyper_parallel.planner._plan import plan
-from hyper_parallel.planner._recheck import diff, recheck
+from hyper_parallel.planner._objective import OBJECTIVES, plan
+from hyper_parallel.planner._plan import diff, recheck
 from hyper_parallel.planner._recipe import plan_recipe
-from hyper_parallel.planner._simulate import plan_tasks, simulate_plan
+from hyper_parallel.planner._request import default_workload
+from hyper_parallel.planner._simulate import gantt, plan_tasks, simulate_plan
 
 __all__ = [
     "OBJECTIVES",

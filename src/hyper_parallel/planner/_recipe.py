@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Final
 
-from hyper_parallel.config import Offload, Recipe
-from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES
+from hyper_parallel.config import Offload, Parallel, Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch
 from hyper_parallel.ir import Plan, Rule, Strategy, Workload
 from hyper_parallel.mpmd import check_virtual
-from hyper_parallel.planner._check import check_degrees
-from hyper_parallel.planner._context import Context, HostMemory, resolve
-from hyper_parallel.planner._limits import CP_KINDS, DEGREES, Limits, check_pins
+from hyper_parallel.planner._pins import PINNABLE, SearchLimits, check_pins
 from hyper_parallel.planner._plan import evaluate, search
+from hyper_parallel.planner._refusals import check_degrees
+from hyper_parallel.planner._request import HostMemory, PlanRequest, resolve
 
-PIPELINE: Final = ("schedule", "schedule_file", "virtual_stages", "stage_layers")
-KEPT: Final = ("attention_scatter", "gathered_inputs")
-CHOICES: Final = (
-    "attention_shape", "mlp_shape", *KEPT, "cp_kind", "cp_ulysses", *PIPELINE, "reshard_after_forward", "zero",
+_SHARED: Final = tuple(
+    f.name for f in fields(Strategy) if f.name in Parallel.model_fields and f.name != "rules"
+)
+"""Keys of a recipe's `parallel:` section that a strategy has under the same name."""
+_ASKED_APART: Final = ("zero", "cp_ulysses")
+"""Keys whose value may also mean that nothing was asked."""
+_KEPT: Final = (
+    "schedule", "schedule_file", "virtual_stages", "stage_layers", "attention_scatter", "gathered_inputs",
 )  # fmt: skip
-"""Keys of a recipe's `parallel:` section, besides the degrees, that a strategy has under the same name."""
-
-
-HYBRID: Final = CP_KINDS.index("hybrid")
+"""Choices of a recipe that hold wherever the search does not choose them."""
 ONE_STAGE: Final = ("gpipe", "1f1b", "zb-h1")
 """Schedules whose ranks hold one stage each."""
 
@@ -54,12 +54,12 @@ def plan_recipe(
         culprit = where(_culprit(strategy))
         check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
         check_degrees(strategy, world_size, culprit)
-        context = resolve(
+        request = resolve(
             recipe.model.path, recipe.topology, _workload(recipe), strategy.world_size
         )
         ranks = world_size or parallel.world_size
-        context = _beside(_keep_batch(context, recipe, None), recipe.offload)
-        return evaluate(context, strategy, culprit, ranks)
+        request = _beside(_keep_batch(request, recipe, None), recipe.offload)
+        return evaluate(request, strategy, culprit, ranks)
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(
             f"the recipe plans for {parallel.world_size} ranks, but {world_size} were started",
@@ -68,31 +68,31 @@ def plan_recipe(
             allowed=world_size,
             changes={"parallel.world_size": world_size},
         )
-    context = resolve(
+    request = resolve(
         recipe.model.path, recipe.topology, _workload(recipe), world_size or parallel.world_size
     )
-    context = _beside(_keep_batch(context, recipe, context.num_devices), recipe.offload)
-    context = replace(context, from_recipe=True)
+    request = _beside(_keep_batch(request, recipe, request.num_devices), recipe.offload)
+    request = replace(request, from_recipe=True)
     pins = _pins(recipe, strategy, where)
-    kept = {name: getattr(strategy, name) for name in (*PIPELINE, *KEPT)}
+    kept = {name: getattr(strategy, name) for name in _KEPT}
     base = Strategy(rules=strategy.rules, **kept)
-    limits = Limits(context.num_devices, pins, (), executable=True, base=base)
-    return search(context, limits)
+    limits = SearchLimits(request.num_devices, pins, (), executable=True, base=base)
+    return search(request, limits)
 
 
-def _beside(context: Context, offload: Offload) -> Context:
+def _beside(request: PlanRequest, offload: Offload) -> PlanRequest:
     """With a goal of `offload` the budget is what a device may hold, and host memory holds the rest."""
     if not offload.on:
-        return context
+        return request
     budget = offload.budget if isinstance(offload.budget, int) else None
     if budget is not None:
-        budget = min(budget, context.machine.memory_bytes)
+        budget = min(budget, request.machine.memory_bytes)
     host = HostMemory(
         None if offload.dram is None else float(offload.dram),
         None if offload.bandwidth is None else float(offload.bandwidth),
         offload.recompute,
     )
-    return replace(context, offload=host, capacity_bytes=budget)
+    return replace(request, offload=host, capacity_bytes=budget)
 
 
 def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> dict[str, int]:
@@ -106,22 +106,17 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
         UnsupportedSharding: HP205 for virtual stages that the schedule does not have.
     """
     p, given = recipe.parallel, recipe.parallel.model_fields_set
-    pins: dict[str, int] = {str(name): getattr(p, name) for name in DEGREES if name in given}
+    named = {n: getattr(p, n) for n in given if n in PINNABLE and n not in _ASKED_APART}
     if "recompute" in recipe.training.model_fields_set:
-        pins["recompute"] = RECOMPUTE.index(recipe.training.recompute)
+        named["recompute"] = recipe.training.recompute
+    # Every pipeline has the schedule of the recipe, 1F1B where it names none.
+    pins = check_pins({**named, "schedule": strategy.schedule})
     if p.zero is not None:
         pins |= {"zero": p.zero, "pp": 1}  # pipelines reduce once per step in any case
     elif "reshard_after_forward" in given:
         pins["zero"] = 3 if p.reshard_after_forward else 2
-    for name in ("attention_shape", "mlp_shape"):
-        if name in given:
-            pins[name] = SHAPES.index(getattr(p, name))
-    # Named as it usually is counts, too.
-    pins |= check_pins({name: getattr(p, name) for name in KEPT if name in given})
-    if "cp_kind" in given:
-        pins["cp_kind"] = CP_KINDS.index(p.cp_kind)
     if p.cp_ulysses > 1:
-        if pins.get("cp_kind", HYBRID) != HYBRID:
+        if "cp_kind" in given and p.cp_kind != "hybrid":
             raise Contradiction(
                 "`cp_ulysses` is a choice of cp_kind=hybrid",
                 where=where("parallel.cp_ulysses"),
@@ -129,10 +124,7 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
                 changes={"parallel.cp_kind": "hybrid"},
             )
         pins["cp_ulysses"] = p.cp_ulysses
-    # Every pipeline has the schedule of the recipe, 1F1B where it names none.
-    pins["schedule"] = SCHEDULES.index(strategy.schedule)
     if "virtual_stages" in given:
-        pins["vpp"] = strategy.virtual_stages
         check_virtual(strategy, where("parallel.virtual_stages"))
     key = "stage_layers" if p.stage_layers else "schedule_file"
     if getattr(p, key):
@@ -165,7 +157,7 @@ def _culprit(strategy: Strategy) -> str:
 def _strategy(recipe: Recipe) -> Strategy:
     p = recipe.parallel
     return Strategy(
-        **{name: getattr(p, name) for name in (*DEGREES, *CHOICES)},
+        **{name: getattr(p, name) for name in _SHARED},
         rules=tuple(Rule(pattern, style) for pattern, style in p.rules.items()),
         recompute=recipe.training.recompute,
         recompute_layers=recipe.training.recompute_layers,
@@ -187,14 +179,14 @@ def _workload(recipe: Recipe) -> Workload:
     )
 
 
-def _keep_batch(context: Context, recipe: Recipe, ranks: int | None) -> Context:
+def _keep_batch(request: PlanRequest, recipe: Recipe, ranks: int | None) -> PlanRequest:
     """The recipe's own batch numbers: one sequence per rank when it names none, never the planner's assumption."""
     workload = _workload(recipe)
     none_given = (workload.tokens_per_step, workload.microbatch, workload.accumulation_steps) == (
         None,
     ) * 3
-    notes = context.model.notes
+    notes = request.model.notes
     if none_given and ranks is not None:
         workload = replace(workload, tokens_per_step=workload.seq_len * ranks)
         notes += (f"tokens per step assumed: one sequence per rank, {workload.tokens_per_step}",)
-    return replace(context, workload=workload, notes=notes)
+    return replace(request, workload=workload, notes=notes)

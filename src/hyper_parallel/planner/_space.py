@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.ir import AXES, Strategy, Workload
 from hyper_parallel.model import ModelSpec
-from hyper_parallel.planner._limits import CP_KINDS, Limits
+from hyper_parallel.planner._pins import PINNABLE, SearchLimits
 
 MICROBATCHES: Final = (1, 2, 4, 8, 16)
 MOST_CP: Final = 64
@@ -35,13 +35,14 @@ MOST_TP: Final = 64
 _TENSOR_INNERMOST: Final = tuple(
     i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
 )
+_OTHERS: Final = tuple(i for i in range(len(ORDERS)) if i not in _TENSOR_INNERMOST)
 
 Columns: TypeAlias = dict[str, NDArray[np.float64]]
 """Rows of a level as columns of equal length, named as in `cost.Candidates`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ModelLimits:
     """What a model and a workload allow.
 
     Attributes:
@@ -65,7 +66,7 @@ class Rules:
     offload: bool
 
     @classmethod
-    def of(cls, model: ModelSpec, workload: Workload, offload: bool = False) -> Rules:
+    def of(cls, model: ModelSpec, workload: Workload, offload: bool = False) -> ModelLimits:
         """Read the rules off a model."""
         experts = max((b.mlp.num_experts for b in model.blocks if b.mlp), default=0)
         return cls(
@@ -126,25 +127,22 @@ class Space:
         ruled_out: How many combinations were ruled out, by reason; grows as levels are made.
     """
 
-    rules: Rules
+    rules: ModelLimits
     workload: Workload
-    limits: Limits
+    limits: SearchLimits
     refusal: Callable[[Strategy], str | None] | None = None
     ruled_out: Counter[str] = field(default_factory=Counter)
 
     def meshes(self) -> Columns:
         """Level one: (pp, tp_x, tp_y, cp, dp, microbatch, accumulation), one row each."""
         table = np.array(list(self._meshes()), dtype=np.float64).reshape(-1, 5)
-        parts = [self._batched(table, microbatch) for microbatch in self._microbatches()]
+        parts = [self._batched(table, microbatch) for microbatch in self.microbatches()]
         rows = np.concatenate(parts) if parts else np.empty((0, 7))
         names = ("pp", "tp_x", "tp_y", "cp", "dp", "microbatch", "accumulation")
         return dict(zip(names, rows.T, strict=True))
 
     def _choices(self, axis: str, number: int) -> list[int]:
-        pinned = self.limits.pins.get(axis)
-        if pinned is not None:
-            return [pinned] if number % pinned == 0 else []
-        return divisors(number)
+        return [d for d in divisors(number) if self.limits.allows(axis, d)]
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
         r, limits, out = self.rules, self.limits, self.ruled_out
@@ -190,7 +188,8 @@ class Space:
             return shard * replicas == dp
         return all(d is None or dp % d == 0 for d in (shard, replicas))
 
-    def _microbatches(self) -> tuple[int | None, ...]:
+    def microbatches(self) -> tuple[int | None, ...]:
+        """Sequences per microbatch; None where they follow from the other batch numbers."""
         if "microbatch" in self.limits.pins:
             return (self.limits.pins["microbatch"],)
         if self.workload.microbatch is not None:
@@ -247,7 +246,7 @@ class Space:
         else:
             shapes = [(pins.get(names[0], plain), pins.get(names[1], plain))]
         on_tokens = self._tokens(x, y, cp) or 0
-        gathered = int(pins.get("cp_kind") == CP_KINDS.index("all_gather"))
+        gathered = int(pins.get("cp_kind") == PINNABLE["cp_kind"].values.index("all_gather"))
         local, local_kv = r.heads // tp, max(1, r.kv_heads // tp)
         ulysses = [
             u
@@ -365,38 +364,36 @@ class Space:
 
     def recomputes(self) -> list[int]:
         """Kinds of recomputation that may be chosen, as indices into `cost.RECOMPUTE`."""
-        wanted = ["none", "full"] if self.limits.executable else list(RECOMPUTE)
-        return [
-            i
-            for i, kind in enumerate(RECOMPUTE)
-            if kind in wanted and self.limits.allows("recompute", i)
-        ]
+        wanted = ("none", "full") if self.limits.executable else RECOMPUTE
+        kinds = [RECOMPUTE.index(kind) for kind in wanted]
+        return [kind for kind in kinds if self.limits.allows("recompute", kind)]
 
     def regathers(self) -> list[int]:
         """Whether gathered inputs may be gathered again in backward instead of kept; kept first, which is faster."""
         return [again for again in (0, 1) if self.limits.allows("gathered_inputs", again)]
 
-    def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[tuple[int]]:
+    def orders(
+        self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool = True
+    ) -> list[tuple[int]]:
         """Level five: orders of the axes, as indices into `cost.ORDERS`, those that differ on the machine.
 
-        Tensor-parallel axes stay innermost: they talk most. Two orders are the same when every axis has the same share
-        of its ranks in every domain of links.
+        Two orders are the same when every axis has the same share of its ranks in every domain of links.
 
         Args:
             degrees: Degree of every axis of `ir.AXES`.
             tiers: Devices in the domains beyond which other links are used, inner to outer.
+            inner: Orders with tensor parallelism innermost, which communicates most, else all the others.
         """
-        if "order" in self.limits.pins:
-            return [(self.limits.pins["order"],)]
-        if self.limits.executable:
-            return [(0,)]
+        pinned = 0 if self.limits.executable else None
+        pinned = self.limits.pins.get("order", pinned)
+        if pinned is not None:
+            return [(pinned,)] if inner else []
         named = dict(zip(AXES, degrees, strict=True))
-        found: dict[tuple[tuple[int, ...], ...], tuple[int]] = {}
-        for index in _TENSOR_INNERMOST:
-            order = ORDERS[index]
+        first: dict[tuple[tuple[int, ...], ...], int] = {}
+        for index in (*_TENSOR_INNERMOST, *_OTHERS):
             stride, shares = 1, {}
-            for axis in reversed(order):
+            for axis in reversed(ORDERS[index]):
                 shares[axis] = tuple(min(named[axis], max(1, n // stride)) for n in tiers)
                 stride *= named[axis]
-            found.setdefault(tuple(shares[a] for a in AXES if named[a] > 1), (index,))
-        return list(found.values())
+            first.setdefault(tuple(shares[a] for a in AXES if named[a] > 1), index)
+        return [(i,) for i in first.values() if (i in _TENSOR_INNERMOST) == inner]

@@ -12,9 +12,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from hyper_parallel.cost import Candidates, Machine, ModelNumbers, layer_prices
+from hyper_parallel.cost import Candidates, layer_prices
 from hyper_parallel.ir import Stage, StageCost, Strategy, Workload
-from hyper_parallel.model import ModelSpec
+from hyper_parallel.planner._request import PlanRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,7 @@ class _LayerCost:
 
 
 def make_stages(
-    model: ModelSpec,
-    machine: Machine,
+    request: PlanRequest,
     workload: Workload,
     strategy: Strategy,
     *,
@@ -53,8 +52,7 @@ def make_stages(
     """The stages of a strategy, cut so that the slowest is as fast as it can be.
 
     Args:
-        model: The model.
-        machine: The machine.
+        request: Model and machine.
         workload: Resolved batch numbers.
         strategy: Degrees and choices; its `stage_layers`, when given, are kept.
         accumulate_s: Seconds of adding the gradients of one microbatch to the sum on a rank, and of host work.
@@ -64,7 +62,7 @@ def make_stages(
         activation_bytes: What one microbatch keeps on a rank, all its layers.
     """
     count = strategy.pp * strategy.virtual_stages
-    costs, head, outside = _layer_costs(model, machine, workload, strategy)
+    costs, head, outside = _layer_costs(request, workload, strategy)
     totals = [c.total for c in costs]
     cut = strategy.stage_layers or partition(totals, count, last=head)
     per_layer = activation_bytes / max(1.0, len(costs) / strategy.pp)
@@ -105,24 +103,20 @@ def _recomputed(strategy: Strategy, cut: Sequence[int]) -> list[int]:
 
 
 def _layer_costs(
-    model: ModelSpec, machine: Machine, workload: Workload, strategy: Strategy
+    request: PlanRequest, workload: Workload, strategy: Strategy
 ) -> tuple[list[_LayerCost], float, float]:
     """Cost of every decoder layer in order; seconds of the head; exposed traffic of what lies outside the layers."""
     share = 1.0
     if strategy.recompute != "none" and strategy.recompute_layers is not None:
-        share = strategy.recompute_layers / -(-model.num_layers // strategy.pp)
+        share = strategy.recompute_layers / -(-request.model.num_layers // strategy.pp)
     plain = replace(strategy, recompute="none", recompute_layers=None)
     known: dict[int, _LayerCost] = {}
     head = outside = 0.0
-    decoders = [b for b in model.blocks if b.layers]
-    others = tuple(b for b in model.blocks if not b.layers)
-    for block in decoders:
-        # The numbers of a model whose layers are all of this kind are those of this layer.
-        alone = ModelNumbers.of(replace(model, blocks=(*others, block)))
+    for layers, numbers in request.layer_kinds:
         parts = []
         for chosen in dict.fromkeys((plain, replace(strategy, recompute_layers=None))):
             candidate = Candidates.of(chosen, workload)
-            prices = layer_prices(alone, machine, workload, candidate)
+            prices = layer_prices(numbers, request.machine, workload, candidate)
             w, c = prices.work, prices.comm
             head, outside = (float(np.ravel(v)[0]) for v in (prices.head, c.outside))
             values = (
@@ -135,7 +129,7 @@ def _layer_costs(
         mixed = parts[0] if len(parts) == 1 else (1.0 - share) * parts[0] + share * parts[1]
         forward, inputs, weights, exposed = mixed.tolist()
         cost = _LayerCost(forward, inputs, weights, exposed, exposed)
-        known.update(dict.fromkeys(block.layers, cost))
+        known.update(dict.fromkeys(layers, cost))
     return [known[layer] for layer in sorted(known)], head, outside
 
 

@@ -16,7 +16,7 @@ Axis = tuple[Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Relaxed(Machine):
+class RelaxedMachine(Machine):
     """The same devices on one tier.
 
     A ring sends at the least rate of the tiers it crosses, so the fastest tier bounds it. An all-to-all uses the links
@@ -63,7 +63,7 @@ class Relaxed(Machine):
         return local_bytes * inside + self.latency(*axes)
 
     @classmethod
-    def around(cls, machine: Machine) -> Relaxed:
+    def around(cls, machine: Machine) -> RelaxedMachine:
         """All ranks as if on the fastest links, with the least latency."""
         sets: list[float] = []
         for tier in machine.tiers:
@@ -85,14 +85,14 @@ class Relaxed(Machine):
         return replace(relaxed, joined_size=float(joined[0]), outside_bytes_s=sum(sets[1:]))
 
     @classmethod
-    def without_communication(cls, machine: Machine) -> Relaxed:
+    def without_communication(cls, machine: Machine) -> RelaxedMachine:
         """Communication takes no time."""
         return cls._on(machine, 1e30, 0.0, 1.0, 1)
 
     @classmethod
     def _on(
         cls, machine: Machine, reached: float, latency_s: float, gain: float, first: int
-    ) -> Relaxed:
+    ) -> RelaxedMachine:
         tier = machine.tiers[0]
         one = Tier(
             "relaxed",

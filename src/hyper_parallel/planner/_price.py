@@ -19,7 +19,7 @@ from hyper_parallel.cost import (
 )
 from hyper_parallel.ir import CostTerm, MemoryTerm, Stage, Strategy, Workload
 from hyper_parallel.mpmd import makespan_s, schedule_name
-from hyper_parallel.planner._context import Context
+from hyper_parallel.planner._request import PlanRequest
 from hyper_parallel.planner._stages import make_stages
 
 ONCE: Final = frozenset(
@@ -33,7 +33,7 @@ WORTH: Final = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class PricedStrategy:
     """A strategy and what it costs.
 
     Attributes:
@@ -66,35 +66,33 @@ class Priced:
         return self.step_s / (self.workload.tokens_per_step or 1)
 
 
-def price(
-    context: Context, strategy: Strategy, workload: Workload, simulated: bool = True
-) -> Priced:
-    """Terms, stages and schedule of one strategy.
+def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> PricedStrategy:
+    """Terms, stages and simulated schedule of one strategy.
 
     With recomputation of some layers, time and memory lie between those of none and all. What the simulated schedule
     takes longer than the closed form (uneven layers, full links) is a term of its own; where it takes less, the closed
     form stands, so that the search, which knows only the closed form, never misses a better strategy.
 
     Args:
-        context: Model and machine.
+        request: Model and machine.
         strategy: Legal degrees and choices.
         workload: Resolved batch numbers.
-        simulated: Simulate the schedule; without, the closed form stands.
     """
+    machine = request.machine
     whole = replace(strategy, recompute_layers=None)
-    scores = _score(context, whole, workload)
+    scores = _score(request, whole, workload)
     cost, memory = scores.cost_at(0), scores.memory_at(0)
-    layers = -(-context.model.num_layers // strategy.pp)
-    kept = _kept(context, whole, workload)
+    layers = -(-request.model.num_layers // strategy.pp)
+    kept = _kept(request, whole, workload)
     if strategy.recompute != "none" and strategy.recompute_layers is not None:
         share = strategy.recompute_layers / layers
         without = replace(whole, recompute="none")
-        plain = _score(context, without, workload)
-        kept = (1.0 - share) * _kept(context, without, workload) + share * kept
+        plain = _score(request, without, workload)
+        kept = (1.0 - share) * _kept(request, without, workload) + share * kept
         cost = _mixed_time(plain, scores, share)
         held = memory_terms(
-            context.numbers,
-            context.machine,
+            request.numbers,
+            machine,
             workload,
             Candidates.of(whole, workload),
             strategy.recompute_layers,
@@ -104,8 +102,7 @@ def price(
     sends = next((t for t in scores.time if t.name == "pipeline sends"), None)
     send_s = float(np.ravel(sends.inputs.get("send_s", 0.0))[0]) if sends is not None else 0.0
     stages = make_stages(
-        context.model,
-        context.machine,
+        request,
         workload,
         strategy,
         accumulate_s=sum(terms.get(n, 0.0) for n in ("gradient accumulation", "host work of axes"))
@@ -117,8 +114,8 @@ def price(
         send_s=send_s if strategy.pp > 1 else 0.0,
         activation_bytes=layers * kept,
     )
-    priced = Priced(strategy, workload, cost, memory, stages)
-    longer = _longer(priced, context.machine.paces(strategy.pp)) if simulated else 0.0
+    priced = PricedStrategy(strategy, workload, cost, memory, stages)
+    longer = _longer(priced, machine.paces(strategy.pp))
     if longer > WORTH * priced.step_s:
         cost = (
             *cost,
@@ -134,15 +131,15 @@ def price(
     return priced
 
 
-def _score(context: Context, strategy: Strategy, workload: Workload) -> Scores:
+def _score(request: PlanRequest, strategy: Strategy, workload: Workload) -> Scores:
     candidate = Candidates.of(strategy, workload)
-    return score(context.numbers, context.machine, workload, candidate)
+    return score(request.numbers, request.machine, workload, candidate)
 
 
-def _kept(context: Context, strategy: Strategy, workload: Workload) -> float:
+def _kept(request: PlanRequest, strategy: Strategy, workload: Workload) -> float:
     """Bytes that a layer and microbatch keeps for backward."""
     candidate = Candidates.of(strategy, workload)
-    return float(np.ravel(kept_bytes(context.numbers, context.machine, workload, candidate))[0])
+    return float(np.ravel(kept_bytes(request.numbers, request.machine, workload, candidate))[0])
 
 
 def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ...]:
@@ -159,7 +156,7 @@ def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ..
     return tuple(mixed)
 
 
-def _longer(priced: Priced, pace: tuple[float, ...]) -> float:
+def _longer(priced: PricedStrategy, pace: tuple[float, ...]) -> float:
     """Seconds that the simulated pipeline takes beyond the closed form; 0 without a pipeline."""
     s = priced.strategy
     if s.pp == 1:
@@ -168,7 +165,7 @@ def _longer(priced: Priced, pace: tuple[float, ...]) -> float:
     return max(0.0, pipeline_s(priced, pace) - closed)
 
 
-def pipeline_s(priced: Priced, pace: tuple[float, ...] = ()) -> float:
+def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
     """Seconds of the simulated schedule, from the first forward to the last backward.
 
     A step of very many microbatches is simulated for one and two rounds of one per rank, and continued in a straight

@@ -36,7 +36,7 @@ class HostMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class PlanRequest:
     """Everything a planning call has read.
 
     Attributes:
@@ -49,6 +49,7 @@ class Context:
         offload: What may lie in host memory; None: nothing.
         capacity_bytes: Memory of a device that may be used; None: all of it.
         numbers: The numbers of the model that the cost formulas need.
+        layer_kinds: Layers of every kind, and the numbers of a model whose layers are all of that kind.
     """
 
     model: ModelSpec
@@ -60,10 +61,21 @@ class Context:
     offload: HostMemory | None = None
     capacity_bytes: float | None = None
     numbers: ModelNumbers = field(init=False, compare=False, repr=False)
+    layer_kinds: tuple[tuple[tuple[int, ...], ModelNumbers], ...] = field(
+        init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         # Every price reads them: made once.
-        object.__setattr__(self, "numbers", ModelNumbers.of(self.model))
+        model = self.model
+        object.__setattr__(self, "numbers", ModelNumbers.of(model))
+        others = tuple(b for b in model.blocks if not b.layers)
+        kinds = tuple(
+            (tuple(b.layers), ModelNumbers.of(replace(model, blocks=(*others, b))))
+            for b in model.blocks
+            if b.layers
+        )
+        object.__setattr__(self, "layer_kinds", kinds)
 
     def hint(self, option: str, key: str, value: object) -> str:
         """A change that can be pasted: an option of `plan`, or an override of the recipe."""
@@ -145,7 +157,7 @@ def resolve(
     topology: str | Supernode,
     workload: Workload | None,
     num_devices: int | None,
-) -> Context:
+) -> PlanRequest:
     """Read the model and the machine and fill in the workload.
 
     Raises:
@@ -171,7 +183,7 @@ def resolve(
         tokens = default_tokens(supernode, devices, workload.seq_len)
         workload = replace(workload, tokens_per_step=tokens)
         notes.append(f"workload assumed: {tokens} tokens per step")
-    return Context(spec, supernode, workload, devices, tuple(notes))
+    return PlanRequest(spec, supernode, workload, devices, tuple(notes))
 
 
 def default_workload(

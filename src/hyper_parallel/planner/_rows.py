@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,23 +24,8 @@ BLOCKS: Final = (
 """Columns of a row of `Space.blocks`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What is searched for: least seconds per token under limits.
-
-    Attributes:
-        capacity_bytes: Memory of a device.
-        at_most_s_per_token: Upper limit of the seconds per token, or None.
-        keep: How many strategies to keep, of distinct degrees.
-    """
-
-    capacity_bytes: float
-    at_most_s_per_token: float | None = None
-    keep: int = 1
-
-
 @dataclass(slots=True)
-class Leaves:
+class PricedRows:
     """Complete strategies with their prices.
 
     Attributes:
@@ -60,14 +45,14 @@ class Leaves:
     def __len__(self) -> int:
         return len(self.per_token_s)
 
-    def take(self, which: NDArray[np.intp] | NDArray[np.bool_]) -> Leaves:
+    def take(self, which: NDArray[np.intp] | NDArray[np.bool_]) -> PricedRows:
         """Some of them."""
         columns = {name: column[which] for name, column in self.columns.items()}
         values = (self.per_token_s, self.memory_bytes, self.layers, self.least_s)
-        return Leaves(columns, *(v[which] for v in values))
+        return PricedRows(columns, *(v[which] for v in values))
 
     @classmethod
-    def join(cls, parts: Sequence[Leaves]) -> Leaves:
+    def join(cls, parts: Sequence[PricedRows]) -> PricedRows:
         """All of several."""
         names = parts[0].columns
         return cls(
@@ -99,13 +84,35 @@ class Leaves:
         return [tuple(row) for row in table.tolist()]
 
 
+def closed_form_s(rows: PricedRows, position: int) -> float:
+    """Seconds per token of one row as the search prices it."""
+    return float(rows.per_token_s[position])
+
+
+@dataclass(frozen=True, slots=True)
+class SearchGoal:
+    """What is searched for: least seconds per token under limits.
+
+    Attributes:
+        capacity_bytes: Memory of a device.
+        at_most_s_per_token: Upper limit of the seconds per token, or None.
+        keep: How many strategies to keep, of distinct degrees.
+        full_s: Full price of a row, seconds per token, never less than the closed form of the search; its closed form
+            where nothing is simulated.
+    """
+
+    capacity_bytes: float
+    at_most_s_per_token: float | None = None
+    keep: int = 1
+    full_s: Callable[[PricedRows, int], float] = closed_form_s
+
+
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """The outcome of a search.
 
     Attributes:
-        leaves: The strategies that were completed within the limits, unsorted.
-        best: Positions in `leaves` of the best of distinct degrees, best first.
+        rows: The complete strategies within the limits, unsorted: all of them whose price is at most `bound`.
         priced: Complete strategies that were priced.
         cut: Partial strategies that were cut, by reason.
         too_big: Of those cut for memory, the ones that would be fastest, as lean as they get.
@@ -113,10 +120,9 @@ class Found:
         meshes: Legal combinations of degrees and microbatch; 0: nothing is legal.
     """
 
-    leaves: Leaves
-    best: list[int]
+    rows: PricedRows
     priced: int
     cut: Counter[str]
-    too_big: Leaves
+    too_big: PricedRows
     bound: float
     meshes: int

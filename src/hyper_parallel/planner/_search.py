@@ -22,34 +22,26 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import (
-    SCHEDULES,
-    SHAPES,
-    Candidates,
-    Machine,
-    ModelNumbers,
-    distinct,
-    step_seconds,
-)
+from hyper_parallel.cost import SCHEDULES, SHAPES, Candidates, Machine, ModelNumbers, distinct
 from hyper_parallel.ir import AXES, Workload
-from hyper_parallel.planner._completion import FULL, Choice
-from hyper_parallel.planner._leaves import BLOCKS, TIE, Found, Goal, Leaves
-from hyper_parallel.planner._offloading import Offloading
-from hyper_parallel.planner._relax import Relaxed, link_domains
+from hyper_parallel.planner._complete import Completer, LevelPrices, select
+from hyper_parallel.planner._pricer import FULL, RowPricer
+from hyper_parallel.planner._relaxed import link_domains
+from hyper_parallel.planner._rows import BLOCKS, TIE, PricedRows, SearchGoal, SearchResult
 from hyper_parallel.planner._space import Columns, Space
 
 Array = NDArray[np.float64]
 
 TOO_BIG_KEPT: Final = 2
 TOO_BIG_PRICED: Final = 64
-SLICES: Final = (192, 768, 1024, 1024)
+SLICES: Final = (192, 768, 1024, 1024, 1024)
 """Partial strategies of each level that are completed at once: many, since a price has a fixed part."""
 
 HARD_ROWS: Final = 400_000
@@ -71,8 +63,8 @@ def solve(
     machine: Machine,
     workload: Workload,
     space: Space,
-    goal: Goal,
-) -> Found:
+    goal: SearchGoal,
+) -> SearchResult:
     """The best strategies of a space, proved.
 
     Args:
@@ -85,7 +77,7 @@ def solve(
     return _Search(numbers, machine, workload, space, goal).run()
 
 
-class _Search(Offloading):
+class _Search:
     """The state of one search: what is still open, the best so far, and counts."""
 
     def __init__(
@@ -94,14 +86,16 @@ class _Search(Offloading):
         machine: Machine,
         workload: Workload,
         space: Space,
-        goal: Goal,
+        goal: SearchGoal,
     ) -> None:
-        super().__init__(numbers, machine, workload, space, goal)
-        self.relaxed = Relaxed.around(machine)
-        self.free = Relaxed.without_communication(machine)
-        self.leaves: list[Leaves] = []
+        self.space, self.goal = space, goal
+        self.pricer = RowPricer(numbers, machine, workload, space, goal)
+        self.completer = Completer(self.pricer)
+        self.bare = LevelPrices.bare(self.pricer)
+        self.rows: list[PricedRows] = []
         self.lost: list[Columns] = []
         self.best: dict[tuple[int, ...], float] = {}
+        self.incumbent = np.inf
         self.priced = 0
         self.known: dict[tuple[Any, ...], Any] = {}
         self.meshes = space.meshes()
@@ -109,14 +103,16 @@ class _Search(Offloading):
         for row, key in enumerate(zip(*(self.meshes[n] for n in _TUPLE), strict=True)):
             self.rows_of.setdefault(key, []).append(row)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Complete partial strategies, the deepest and most promising first, until none is left."""
         levels: tuple[Callable[[Columns, Array], tuple[Columns, Array]], ...] = (
             self._blocks,
             self._pipelines,
             self._states,
-            self._orders,
+            self._inner_orders,
+            self._other_orders,
         )
+        last = len(levels) - 1
         open_: list[list[tuple[float, int, Columns, Array]]] = [[] for _ in levels]
         serial = itertools.count()
 
@@ -124,28 +120,29 @@ class _Search(Offloading):
             order = np.argsort(bound, kind="stable")
             for start in range(0, len(order), SLICES[level]):
                 which = order[start : start + SLICES[level]]
-                part = {n: c[which] for n, c in columns.items()}
+                part = select(columns, which)
                 heapq.heappush(
                     open_[level], (float(bound[which[0]]), next(serial), part, bound[which])
                 )
 
         push(0, *self._tuples())
-        while any(open_) and self.rows < MOST_ROWS:
-            level = max(i for i, waiting in enumerate(open_) if waiting)
+        while any(open_) and self.pricer.rows < MOST_ROWS:
+            # Orders that are seldom of use come when the best is known.
+            level = max((i for i in range(last) if open_[i]), default=last)
             _, _, columns, bound = heapq.heappop(open_[level])
             columns, bound = self._within(columns, bound)
             if not len(bound):
                 continue
             columns, bound = levels[level](columns, bound)
-            if level + 1 < len(levels):
+            if level < last:
                 push(level + 1, *self._within(columns, bound))
         if open_[0]:
-            # What was never begun is bounded by its computation alone: its communication is told before the gap is.
+            # What was never begun is bounded by its computation alone: for the gap its communication counts, too.
             for _, _, columns, bound in open_[0]:
                 push(1, *self._within(*self._blocks(*self._within(columns, bound))))
             open_[0].clear()
         left = [waiting[0][0] for waiting in open_ if waiting]
-        return self._found(min([self.threshold, *left]))
+        return self._result(min([self.completer.threshold, *left]))
 
     def _remembered(self, options: Callable[..., Any], *key: Any) -> Any:
         """Options of a level; many partial strategies share them."""
@@ -156,11 +153,11 @@ class _Search(Offloading):
 
     def _within(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
         """Those that can still be among the best."""
-        keep = bound <= self.threshold * (1 + TIE)
+        keep = bound <= self.completer.threshold * (1 + TIE)
         if keep.all():
             return columns, bound
-        self.cut["slower by its bound"] += int((~keep).sum())
-        return {n: c[keep] for n, c in columns.items()}, bound[keep]
+        self.completer.cut["slower by its bound"] += int((~keep).sum())
+        return select(columns, keep), bound[keep]
 
     def _tuples(self) -> tuple[Columns, Array]:
         """Distinct tuples, bounded by their computation with the best blocks."""
@@ -188,8 +185,8 @@ class _Search(Offloading):
             "ep": kinds[:, 2],
             "etp": np.where(kinds[:, 3] > 0, tp, 1.0),
         }
-        seconds = self.microbatch_s(asked, self.free).reshape(len(tuples), len(options))
-        return columns, seconds.min(axis=1)[which] * self.share(columns)
+        per_token = self.pricer.microbatch_s(asked, self.pricer.free)
+        return columns, per_token.reshape(len(tuples), len(options)).min(axis=1)[which]
 
     def _block_kinds(self) -> list[tuple[int, ...]]:
         """Shapes of both blocks, ep and whether tp cuts experts: what computation alone depends on."""
@@ -207,7 +204,7 @@ class _Search(Offloading):
         grown.update(zip(BLOCKS, np.concatenate(parts).T, strict=True))
         if not len(source):
             return grown, np.empty(0)
-        return grown, self.microbatch_s(grown, self.relaxed) * self.share(grown)
+        return grown, self.pricer.microbatch_s(grown, self.pricer.relaxed)
 
     def _blocks_of(self, x: int, y: int, cp: int) -> Array:
         ranks = self.space.limits.num_devices // (x * y * cp)
@@ -225,7 +222,7 @@ class _Search(Offloading):
         grown = {n: c[source] for n, c in columns.items()}
         ranks = table[:, 1] * grown["tp_x"] * grown["tp_y"] * grown["cp"]
         folds = ranks % (grown["ep"] * grown["etp"]) == 0
-        grown = {n: c[folds] for n, c in grown.items()}
+        grown = select(grown, folds)
         choice = table[folds]
         for index, name in enumerate(("pp", "dp", "accumulation", "schedule", "vpp")):
             grown[name] = choice[:, index]
@@ -236,53 +233,13 @@ class _Search(Offloading):
         if not len(grown["pp"]):
             return grown, np.empty(0)
         grown["dp_replicate"], grown["dp_shard"] = np.ones(len(grown["pp"])), grown["dp"]
-        leaves, lost = self.complete(grown, self._bare_s, self._lean_bytes, self._lean_layers)
+        rows, lost = self.completer.complete(grown, self.bare)
         self.lost.append({n: c[:TOO_BIG_PRICED] for n, c in lost.items()})
-        columns = {n: c for n, c in leaves.columns.items() if n not in FREED}
-        least = leaves.per_token_s
-        if self.rows > HARD_ROWS:
-            least = least + self.sharding_s(columns, self.relaxed) / self.tokens(columns)
+        columns = {n: c for n, c in rows.columns.items() if n not in FREED}
+        least = rows.per_token_s
+        if self.pricer.rows > HARD_ROWS:
+            least = least + self.pricer.sharding_s(columns) / self.pricer.tokens(columns)
         return columns, least * (1 - TIE)
-
-    def _bare_s(self, rows: Columns, choice: Choice) -> Array:
-        """Seconds per step without what data parallelism decides."""
-        fixed = {"dp_shard": 1.0, "zero": 0.0}
-        fixed |= {"regather": float(choice[0]), "recompute": float(choice[1])}
-        c = self.candidates(rows, **fixed)
-        return step_seconds(self.numbers, self.relaxed, self.workload, c, "pace")
-
-    def _lean_bytes(self, rows: Columns, choices: Sequence[Choice]) -> Array:
-        """Least peak bytes, with everything sharded and offloaded that may be."""
-        offload = float(self.space.rules.offload)
-        least: Array = np.full(1, np.inf)
-        for zero, may in self._leanest(rows):
-            held = self.peak(rows, self.relaxed, choices, zero=zero, offload=offload)
-            least = np.minimum(least, np.where(may, held, np.inf))
-        return least
-
-    def _leanest(self, rows: Columns) -> Iterator[tuple[float, NDArray[np.bool_]]]:
-        """Kinds of sharding of which one holds least, and the rows that may have them or what holds more."""
-        wanted = self.space.zeros()
-        for zero in wanted:
-            # Parameters and gradients sharded hold less than gradients alone, optimizer states less than nothing.
-            if (zero == 2 and 3 in wanted) or (zero == 0 and 1 in wanted):
-                continue
-            may = self.space.shards(zero, rows)
-            yield (
-                float(zero),
-                may | self.space.shards(0, rows) if zero == 1 and 0 in wanted else may,
-            )
-
-    def _lean_layers(self, rows: Columns, choice: Choice) -> tuple[Array, Array]:
-        """Fewest layers to recompute with everything sharded that may be; one where offload leaves it open."""
-        least, used = np.full(len(rows["pp"]), np.inf), np.zeros(len(rows["pp"]))
-        if self.space.rules.offload:
-            return np.ones(len(least)), used
-        for zero, may in self._leanest(rows):
-            few, held = self.few(rows, choice, zero=zero)
-            better = may & (few < least)
-            least, used = np.where(better, few, least), np.where(better, held, used)
-        return least, used
 
     def _pipelines_of(self, *key: float) -> Array:
         """Rows (pp, dp, accumulation, schedule, vpp) of a tuple."""
@@ -293,21 +250,21 @@ class _Search(Offloading):
             rows += [(pp, dp, steps, *option) for option in options]
         return np.array(rows, dtype=np.float64).reshape(-1, 5)
 
-    def _too_big(self) -> Leaves | None:
+    def _too_big(self) -> PricedRows | None:
         """A few of each batch of what does not fit in any way: the most promising come first."""
         lost = [part for part in self.lost if len(part["pp"])]
         if not lost:
             return None
         columns = {n: np.concatenate([part[n] for part in lost]) for n in lost[0]}
-        usual = self.regathers[0]
-        per_token = self._bare_s(columns, (usual, 0)) / self.tokens(columns)
+        pricer, usual = self.pricer, self.pricer.regathers[0]
+        per_token = pricer.bare_s(columns, (usual, 0)) / pricer.tokens(columns)
         batch = np.repeat(np.arange(len(lost)), [len(part["pp"]) for part in lost])
         order = np.lexsort((per_token, batch))
         place = np.arange(len(order)) - np.searchsorted(batch, batch)
         which = order[place < TOO_BIG_KEPT]
-        columns = {n: c[which] for n, c in columns.items()}
-        lean = (self.regathers[-1], max(self.kinds))
-        memory = self._lean_bytes(columns, [lean])[0]
+        columns = select(columns, which)
+        lean = (pricer.regathers[-1], max(pricer.kinds))
+        memory = pricer.lean_bytes(columns, [lean])[0]
         ones, per_token = np.ones(len(which)), per_token[which]
         columns.update(
             zero=3.0 * ones,
@@ -317,7 +274,7 @@ class _Search(Offloading):
             # What is made again gathers its inputs anyway.
             regather=(lean[0] if lean[1] != FULL else usual) * ones,
         )
-        return Leaves(columns, per_token, memory, -ones, per_token)
+        return PricedRows(columns, per_token, memory, -ones, per_token)
 
     def _states(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
         """Pipelines with data parallelism and recomputation, complete but for the order of the axes."""
@@ -326,41 +283,48 @@ class _Search(Offloading):
         options = [self._remembered(self.space.states, *key) for key in keys.tolist()]
         grown = _grow(columns, options, _STATES)
         kept = self.space.shards(grown["zero"], grown)
-        grown = {n: c[kept] for n, c in grown.items()}
+        grown = select(grown, kept)
         if not len(grown["pp"]):
             return grown, np.empty(0)
-        pricers = self.pricers(self.relaxed)
-        leaves, lost = self.complete(grown, *pricers)
+        prices = LevelPrices.of(self.pricer, self.pricer.relaxed)
+        rows, lost = self.completer.complete(grown, prices)
         if self.space.rules.offload and "offload" not in self.space.limits.pins:
             # Offload takes time and frees memory: it is of use only where something would have to be recomputed.
-            again = leaves.columns["recompute"] + leaves.columns["regather"] > self.regathers[0]
-            some = {
-                n: np.concatenate([c[again], lost[n]])
-                for n, c in leaves.columns.items()
-                if n in lost
-            }
+            what = rows.columns["recompute"] + rows.columns["regather"]
+            freed = what > self.pricer.regathers[0]
+            some = {n: np.concatenate([rows.columns[n][freed], c]) for n, c in lost.items()}
             some["offload"] = np.ones(len(some["pp"]))
-            leaves = Leaves.join([leaves, self.complete(some, *pricers)[0]])
-        columns = {n: c for n, c in leaves.columns.items() if n not in (*FREED, "order")}
-        return columns, leaves.per_token_s * (1 - TIE)
+            rows = PricedRows.join([rows, self.completer.complete(some, prices)[0]])
+        columns = {n: c for n, c in rows.columns.items() if n not in (*FREED, "order")}
+        return columns, rows.per_token_s * (1 - TIE)
 
-    def _orders(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
-        """Complete strategies: every order of the axes that makes a difference."""
-        sizes = link_domains(self.machine)
+    def _inner_orders(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
+        """Complete strategies with tensor parallelism innermost; the rows go on, for the other orders."""
+        self._ordered(columns, inner=True)
+        return columns, bound
+
+    def _other_orders(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
+        """Complete strategies with any other order of the axes."""
+        self._ordered(columns, inner=False)
+        return columns, bound
+
+    def _ordered(self, columns: Columns, inner: bool) -> None:
+        """Price rows under every order of the axes that makes a difference."""
+        sizes = link_domains(self.pricer.machine)
         keys = np.column_stack([columns[n] for n in AXES]).astype(int).tolist()
-        options = [self._remembered(self.space.orders, tuple(key), sizes) for key in keys]
+        options = [self._remembered(self.space.orders, tuple(key), sizes, inner) for key in keys]
         grown = _grow(columns, options, ("order",))
-        leaves = self.complete(grown, *self.pricers(self.machine), every=True)[0]
-        self.priced += len(leaves)
-        leaves = leaves.take(leaves.per_token_s <= self.threshold * (1 + TIE))
+        if not len(grown["pp"]):
+            return
+        prices = LevelPrices.of(self.pricer, self.pricer.machine, every=True)
+        rows = self.completer.complete(grown, prices)[0]
+        self.priced += len(rows)
+        rows = rows.take(rows.per_token_s <= self.completer.threshold * (1 + TIE))
         if self.space.refusal is not None:
-            leaves = leaves.take(
-                np.array([self._runs(row) for row in leaves.laid_out()], dtype=bool)
-            )
-        if len(leaves):
-            self.leaves.append(leaves)
-            self._lower_threshold(leaves)
-        return grown, np.empty(0)
+            rows = rows.take(np.array([self._runs(row) for row in rows.laid_out()], dtype=bool))
+        if len(rows):
+            self.rows.append(rows)
+            self._lower_threshold(rows)
 
     def _runs(self, row: tuple[int, ...]) -> bool:
         """Whether this version can run a strategy; counted when it cannot."""
@@ -369,29 +333,29 @@ class _Search(Offloading):
             self.space.ruled_out[reason] += 1
         return reason is None
 
-    def _lower_threshold(self, leaves: Leaves) -> None:
-        """The value that a strategy of yet other degrees must beat."""
-        for key, value in zip(leaves.meshes(), leaves.per_token_s.tolist(), strict=True):
+    def _lower_threshold(self, rows: PricedRows) -> None:
+        """What a strategy must beat: the best full price, and the closed forms of as many degrees as are kept."""
+        first: dict[float, int] = {}
+        for position in np.argsort(rows.per_token_s, kind="stable").tolist():
+            # Schedules differ most in what their simulation adds: the best row of each is tried.
+            first.setdefault(float(rows.columns["schedule"][position]), position)
+        for position in first.values():
+            if rows.per_token_s[position] < self.incumbent * (1 - TIE):
+                self.incumbent = min(self.incumbent, self.goal.full_s(rows, position))
+        for key, value in zip(rows.meshes(), rows.per_token_s.tolist(), strict=True):
             if value < self.best.get(key, np.inf):
                 self.best[key] = value
         if len(self.best) >= self.goal.keep:
-            kept = heapq.nsmallest(self.goal.keep, self.best.values())
-            self.threshold = min(self.threshold, kept[-1])
+            kept = heapq.nsmallest(self.goal.keep, self.best.values())[-1]
+            most = max(kept, self.incumbent)
+            self.completer.threshold = min(self.completer.threshold, most)
 
-    def _found(self, bound: float) -> Found:
-        empty = Leaves({n: np.empty(0) for n in _ALL}, *(np.empty(0) for _ in range(4)))
-        leaves = Leaves.join(self.leaves) if self.leaves else empty
-        best: dict[tuple[int, ...], int] = {}
-        meshes = leaves.meshes() if len(leaves) else []
-        for position in leaves.ranked().tolist():
-            best.setdefault(meshes[position], position)
-            if len(best) == self.goal.keep:
-                break
-        return Found(
-            leaves,
-            list(best.values()),
+    def _result(self, bound: float) -> SearchResult:
+        empty = PricedRows({n: np.empty(0) for n in _ALL}, *(np.empty(0) for _ in range(4)))
+        return SearchResult(
+            PricedRows.join(self.rows) if self.rows else empty,
             self.priced,
-            self.cut,
+            self.completer.cut,
             self._too_big() or empty,
             bound,
             len(self.meshes["pp"]),

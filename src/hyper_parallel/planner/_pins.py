@@ -1,0 +1,182 @@
+"""What a search may choose from: the table of keys that can be pinned, pins as columns, and limits.
+
+The table is read off the recipe's sections: a key of `parallel:` or `training:` that is a column of `cost.Candidates`
+can be pinned, to the values that its section allows. What only a search may choose is named beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final, Literal, get_args, get_origin
+
+from hyper_parallel.config import DEGREES, Parallel, Training
+from hyper_parallel.cost import ORDERS, RECOMPUTE, Candidates
+from hyper_parallel.errors import BadValue, UnknownKey
+from hyper_parallel.ir import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Pinnable:
+    """A key that can be pinned.
+
+    Attributes:
+        name: What limits call it: the column of `cost.Candidates` where there is one.
+        recipe_key: Where a recipe says it, dotted; "" for what only a search chooses.
+        values: Values it may have, pinned as their index; (): any positive number.
+    """
+
+    name: str
+    recipe_key: str
+    values: tuple[object, ...] = ()
+
+    def shown(self, pinned: int) -> object:
+        """The value behind a pin."""
+        return self.values[pinned] if self.values else pinned
+
+
+_COLUMNS: Final = {
+    "virtual_stages": "vpp",
+    "accumulation_steps": "accumulation",
+    "attention_scatter": "attention_tokens",
+    "gathered_inputs": "regather",
+    "cp_kind": "cp_gather",
+}
+"""Columns that stand for a key of another name."""
+_WIDER: Final = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
+"""Choices that a search knows more values of than a recipe can run."""
+_SEARCHED: Final = (
+    Pinnable("tp", ""),
+    Pinnable("etp", ""),
+    Pinnable("order", "", tuple(">".join(order) for order in ORDERS)),
+)
+_RENAMED: Final = ("virtual_stages", "accumulation_steps")
+
+
+def _literals(annotation: Any) -> tuple[object, ...]:
+    """Values of a literal type, or of those in a union; none of other types."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(value for part in get_args(annotation) for value in _literals(part))
+
+
+def _table() -> Mapping[str, Pinnable]:
+    """Every name that a pin may have."""
+    table = {key.name: key for key in _SEARCHED}
+    for section, fields in (
+        ("parallel", Parallel.model_fields),
+        ("training", Training.model_fields),
+    ):
+        for name, info in fields.items():
+            column = _COLUMNS.get(name, name)
+            if column not in Candidates.__slots__:
+                continue
+            own = column if name in _RENAMED else name
+            values = _WIDER.get(name, _literals(info.annotation))
+            table[name] = table[own] = Pinnable(own, f"{section}.{name}", values)
+    return MappingProxyType(table)
+
+
+PINNABLE: Final = _table()
+"""Keys that can be pinned, by every name they have."""
+
+EXCLUDABLE: Final = ("attention_scatter", "gathered_inputs", "recompute", "offload")
+"""Choices that can be excluded like an axis: the first of their values is taken."""
+
+
+def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
+    """Pins by the name of `Pinnable`: numbers as they are, choices as their index.
+
+    Raises:
+        UnknownKey: HP101 for a name that is neither an axis nor a choice.
+        BadValue: HP102 for a value that it cannot have.
+    """
+    checked = {}
+    for name, value in (pins or {}).items():
+        key = PINNABLE.get(name)
+        if key is None:
+            raise UnknownKey("a pin names no axis", got=name, allowed=tuple(PINNABLE))
+        indices = {str(v): i for i, v in enumerate(key.values)}
+        if key.values and str(value) in indices:
+            checked[key.name] = indices[str(value)]
+        elif not key.values and str(value).isdigit() and int(value) >= 1:
+            checked[key.name] = int(value)
+        else:
+            shown = key.values if 0 < len(key.values) < 10 else "1 and more"
+            raise BadValue(
+                f"`{key.name}` cannot be pinned to that", got=f"{name}={value}", allowed=shown
+            )
+    return checked
+
+
+def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> dict[str, int]:
+    """Excluded axes as pins to 1, excluded choices as pins to the first of their values.
+
+    Raises:
+        BadValue: HP102 for what cannot be excluded, or is pinned to something else.
+    """
+    checked = {}
+    for axis in excluded:
+        if axis in EXCLUDABLE:
+            plain = str(PINNABLE[axis].values[0]) if axis in PINNABLE else None
+            if str(pins.get(axis, plain)) != str(plain):
+                raise BadValue("a choice is pinned and excluded", got=f"{axis}={pins[axis]}")
+            checked[axis] = 0
+            continue
+        if axis not in (*DEGREES, "tp", "dp"):
+            allowed = (*DEGREES, "tp", *EXCLUDABLE)
+            raise BadValue("there is no such axis to exclude", got=axis, allowed=allowed)
+        for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
+            if pins.get(name, 1) != 1:
+                raise BadValue("an axis is pinned and excluded", got=f"{name}={pins[name]}")
+            checked[name] = 1
+    return checked
+
+
+def shown_pin(name: str, pinned: int) -> str:
+    """A pin as it is written: `schedule=zbv`."""
+    return f"{name}={PINNABLE[name].shown(pinned) if name in PINNABLE else pinned}"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLimits:
+    """What the search may choose from.
+
+    Attributes:
+        num_devices: Devices; the degrees multiply to it.
+        pins: What is fixed, see `check_pins`; `tp` is the product of tp_x and tp_y.
+        tp: Tensor-parallel degrees that 1-D layouts can have.
+        executable: Only what this version can run.
+        ep: Expert-parallel degrees that layouts can have; None: any.
+        base: Strategy whose rules and choices that no column stands for are kept.
+    """
+
+    num_devices: int
+    pins: Mapping[str, int]
+    tp: tuple[int, ...]
+    executable: bool
+    ep: tuple[int, ...] | None = None
+    base: Strategy = field(default_factory=Strategy)
+
+    def without(self, name: str) -> SearchLimits:
+        """The same limits without one pin."""
+        return replace(self, pins={k: v for k, v in self.pins.items() if k != name})
+
+    def pinned(self, name: str, value: int) -> SearchLimits:
+        """The same limits with one pin changed."""
+        return replace(self, pins={**self.pins, name: value})
+
+    def allows(self, name: str, value: float) -> bool:
+        """Whether a column may have a value, as far as pins say."""
+        return self.pins.get(name, value) == value
+
+    def allows_ulysses(self, cp: int, ulysses: int) -> bool:
+        """Whether so many of the cp ranks may exchange heads; the kind has no effect without context parallelism."""
+        if not self.allows("cp_ulysses", ulysses):
+            return False
+        kind = self.pins.get("cp_kind")
+        if kind is None or cp == 1:
+            return True
+        allowed = {"ulysses": ulysses == cp, "hybrid": 1 < ulysses < cp}
+        return allowed.get(str(PINNABLE["cp_kind"].shown(kind)), ulysses == 1)

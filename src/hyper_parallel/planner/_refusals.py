@@ -1,0 +1,272 @@
+"""Refusals with a remedy: whether a strategy is legal, what to change when it is not, and when nothing is or fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from hyper_parallel.config import DEGREES
+from hyper_parallel.cost import ModelNumbers, check_stage_layers
+from hyper_parallel.errors import (
+    DegreesMismatch,
+    DoesNotFit,
+    HyperParallelError,
+    NoLegalStrategy,
+    NotDivisible,
+)
+from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.mpmd import check_pipeline
+from hyper_parallel.planner._pins import PINNABLE, SearchLimits, shown_pin
+from hyper_parallel.planner._refine import space_of
+from hyper_parallel.planner._request import LOCAL, PlanRequest
+from hyper_parallel.planner._rows import SearchGoal
+from hyper_parallel.planner._search import solve
+from hyper_parallel.planner._space import divisors
+from hyper_parallel.units import format_bytes
+
+MOST_DOUBLINGS: Final = 7
+MOST_REFUSALS: Final = 12
+
+
+def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None = None) -> None:
+    """Raise when the degrees do not multiply to the number of devices.
+
+    Raises:
+        DegreesMismatch: HP301 with the degree of dp_shard that would fit, or the number of devices.
+    """
+    size = strategy.world_size
+    if num_devices is None or size == num_devices:
+        return
+    others = size // strategy.dp_shard
+    shown = " * ".join(f"{k}={v}" for k, v in strategy.mesh().axes if v > 1) or "all 1"
+    raise DegreesMismatch(
+        f"the degrees multiply to {size}, but there are {num_devices} ranks",
+        where=where,
+        got=shown,
+        allowed=f"a product of {num_devices}",
+        changes=None if num_devices % others else {"parallel.dp_shard": num_devices // others},
+        hint=f"start {size} ranks, or lower the degrees to divisors of {num_devices}"
+        if num_devices % others
+        else None,
+    )
+
+
+def check_legal(
+    numbers: ModelNumbers, workload: Workload, strategy: Strategy, where: str | None = None
+) -> None:
+    """Raise when a strategy has no exact meaning for a model and a resolved workload.
+
+    Heads and widths are left to the layouts (`shard.plan_layouts`), which know the parameters.
+
+    Raises:
+        UnsupportedSharding: HP205 for expert parallelism without experts, and for virtual stages that the schedule
+            does not have.
+        NotDivisible: HP203 for layers and experts.
+        BatchMismatch: HP308 for microbatches that the schedule cannot run.
+    """
+    s = strategy
+    check_pipeline(s, numbers.layers, workload.accumulation_steps or 1, where)
+    check_stage_layers(s, numbers.layers)
+    if s.ep > 1:
+        inner = s.dp_shard * s.cp * s.tp
+        allowed = [e for e in divisors(max(1, numbers.experts)) if inner % e == 0]
+        if s.ep not in allowed:
+            raise NotDivisible(
+                "ep must divide the experts and the ranks it folds over (dp_shard * cp * tp)",
+                where=where,
+                got=f"ep={s.ep}, experts={numbers.experts}, ranks={inner}",
+                allowed=allowed,
+                changes={"parallel.ep": max(allowed)},
+            )
+
+
+def follow_changes(
+    error: HyperParallelError,
+    strategy: Strategy,
+    workload: Workload,
+    check: Callable[[Strategy, Workload], None],
+) -> dict[str, object]:
+    """Recipe keys and values that make a refused strategy legal; empty when the refusals do not lead there.
+
+    Args:
+        error: The refusal.
+        strategy: What was refused.
+        workload: Its workload.
+        check: Raises when a strategy with a workload is not legal.
+    """
+    changes: dict[str, object] = {}
+    for _ in range(MOST_REFUSALS):
+        if not error.changes:
+            return {}
+        strategy, workload = _changed(strategy, workload, error.changes)
+        changes |= error.changes
+        try:
+            check(strategy, workload)
+        except HyperParallelError as refused:
+            error = refused
+        else:
+            return changes
+    return {}
+
+
+def _changed(
+    strategy: Strategy, workload: Workload, changes: Mapping[str, Any]
+) -> tuple[Strategy, Workload]:
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if section == "training":
+            workload = replace(workload, **{name: value})
+        else:
+            strategy = replace(strategy, **{"tp_x" if name == "tp" else name: value})
+    return strategy, workload
+
+
+def nothing_legal(
+    request: PlanRequest, limits: SearchLimits, ruled_out: Mapping[str, int]
+) -> NoLegalStrategy:
+    """The error when no combination of degrees is legal, with the smallest change that makes one so."""
+    shown = ", ".join(shown_pin(*pin) for pin in limits.pins.items()) or "no pins"
+    counted = [f"{reason} ({n})" for reason, n in ruled_out.items()]
+    reasons = ", ".join(list(_impossible_pins(request, limits)) or counted)
+    hint = allowed = None
+    for name in limits.pins:
+        legal = _legal_values(request, limits, name)
+        if legal:
+            allowed = [shown_pin(name, v) for v in legal]
+            near = min(legal, key=lambda v: (abs(v - limits.pins[name]), v))
+            key = PINNABLE[name]
+            hint = request.hint(f"--pin {name}=", key.recipe_key, key.shown(near))
+            break
+    if hint is None:
+        tokens = request.workload.tokens_per_step or 0
+        unit = request.workload.seq_len * request.num_devices
+        workload = replace(request.workload, tokens_per_step=max(1, round(tokens / unit)) * unit)
+        if _any_legal(replace(request, workload=workload), limits):
+            hint = request.hint(
+                "--tokens-per-step ", "training.tokens_per_step", workload.tokens_per_step
+            )
+    if hint is None and request.supernode.name != LOCAL:
+        devices = _nearest_devices(request, limits)
+        if devices is not None:
+            hint = request.hint("--devices ", "parallel.world_size", devices)
+    return NoLegalStrategy(
+        f"no combination of degrees is legal for {request.model.name} on {request.num_devices} devices"
+        + (f": {reasons}" if reasons else ""),
+        got=f"{shown}; seq_len={request.workload.seq_len}, tokens_per_step={request.workload.tokens_per_step}",
+        allowed=allowed,
+        hint=hint,
+    )
+
+
+def _impossible_pins(request: PlanRequest, limits: SearchLimits) -> Iterator[str]:
+    """Pins that no combination can have, whatever else is chosen."""
+    experts = max((b.mlp.num_experts for b in request.model.blocks if b.mlp), default=0)
+    for name, value in limits.pins.items():
+        if name not in (*DEGREES, "tp"):
+            continue
+        if request.num_devices % value:
+            yield f"{name}={value} does not divide {request.num_devices} devices"
+        elif name == "ep" and value > 1 and (not experts or experts % value):
+            yield f"ep={value}, but the model has {experts or 'no'} experts"
+
+
+def _legal_values(request: PlanRequest, limits: SearchLimits, name: str) -> list[int]:
+    """Values of a pin that are legal together with the others."""
+    choices = PINNABLE[name].values
+    if choices:
+        values = list(range(len(choices)))
+    else:
+        most = max(request.num_devices, request.model.num_layers)
+        values = divisors(most) + divisors(request.num_devices)
+    others = [v for v in sorted({*values}) if v != limits.pins[name]]
+    return [v for v in others if _any_legal(request, limits.pinned(name, v))]
+
+
+def _any_legal(request: PlanRequest, limits: SearchLimits) -> bool:
+    space = space_of(request, limits)
+    meshes = space.meshes()
+    names = ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation")
+    for pp, x, y, cp, dp, steps in {
+        tuple(int(v) for v in row) for row in zip(*(meshes[n] for n in names), strict=True)
+    }:
+        if not space.schedules(pp, steps):
+            continue
+        for block in space.blocks(x, y, cp, dp):
+            for _, shard, *_ in space.states(dp, x * y * cp, block[2] * block[3]):
+                if space.refusal_of(shard, cp, x, y, *block) is None:
+                    return True
+    return False
+
+
+def _nearest_devices(request: PlanRequest, limits: SearchLimits) -> int | None:
+    """The nearest number of devices, fewer first, on which something is legal."""
+    for distance in range(1, request.num_devices):
+        for devices in (request.num_devices - distance, request.num_devices + distance):
+            if _any_legal(
+                replace(request, num_devices=devices), replace(limits, num_devices=devices)
+            ):
+                return devices
+    return None
+
+
+def nothing_fits(request: PlanRequest, limits: SearchLimits, least_bytes: int) -> DoesNotFit:
+    """The error when no legal strategy fits, with the nearest changes that do."""
+    hint = next(_changes(request, limits), None)
+    return DoesNotFit(
+        f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
+        got=f"{format_bytes(least_bytes)} on the fullest device at best",
+        allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
+        hint=hint
+        or "take a smaller model, or plan without pins and with a shorter sequence on more devices",
+    )
+
+
+def _changes(request: PlanRequest, limits: SearchLimits) -> Iterator[str]:
+    """Changes that make a plan fit, the smallest first."""
+    for name in sorted(limits.pins, key=lambda n: (n != "recompute", n != "microbatch")):
+        if not _fits(request, limits.without(name)):
+            continue
+        if name == "recompute":
+            yield request.hint("--pin recompute=", "training.recompute", "full")
+        elif name == "microbatch" and _fits(request, limits.pinned(name, 1)):
+            yield request.hint("--pin microbatch=", "training.microbatch", 1)
+        else:
+            value = limits.pins[name]
+            what = "pin or exclusion" if name in DEGREES and value == 1 else "pin"
+            yield f"leave out the {what} {shown_pin(name, value)}"
+    if request.workload.microbatch not in (None, 1):
+        smaller = replace(request, workload=replace(request.workload, microbatch=1))
+        if _fits(smaller, limits):
+            yield request.hint("--pin microbatch=", "training.microbatch", 1)
+    if request.supernode.name != LOCAL:
+        least = _least_devices(request, limits)
+        if least is not None:
+            yield request.hint("--devices ", "parallel.world_size", least)
+    workload = request.workload
+    while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
+        workload = replace(workload, seq_len=workload.seq_len // 2)
+        if _fits(replace(request, workload=workload), limits):
+            yield request.hint("--seq-len ", "data.seq_len", workload.seq_len)
+
+
+def _least_devices(request: PlanRequest, limits: SearchLimits) -> int | None:
+    """The least multiple of the devices, by doubling, that fits with as many tokens per device."""
+    for doubling in range(1, MOST_DOUBLINGS + 1):
+        factor = 1 << doubling
+        devices = request.num_devices * factor
+        tokens = request.workload.tokens_per_step
+        workload: Workload = replace(
+            request.workload, tokens_per_step=tokens * factor if tokens else None
+        )
+        wider = replace(request, num_devices=devices, workload=workload)
+        if _fits(wider, replace(limits, num_devices=devices)):
+            return devices
+    return None
+
+
+def _fits(request: PlanRequest, limits: SearchLimits) -> bool:
+    goal = SearchGoal(request.machine.memory_bytes)
+    space = space_of(request, limits)
+    result = solve(request.numbers, request.machine, request.workload, space, goal)
+    return len(result.rows) > 0
