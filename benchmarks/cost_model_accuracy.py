@@ -22,7 +22,7 @@ from hyper_parallel.calibration import FOLDS, Fit, fit_runs, predict, read_cards
 
 def rank_correlation(fit: Fit) -> dict[str, float]:
     """Spearman's correlation of predicted and measured tokens per second and device, per model with 4 runs or more."""
-    found = {}
+    correlations = {}
     key = lambda pair: pair[0].model.name  # noqa: E731
     pairs = sorted(zip(fit.runs, fit.left_out, strict=True), key=key)
     for name, rows in itertools.groupby(pairs, key=key):
@@ -32,8 +32,8 @@ def rank_correlation(fit: Fit) -> dict[str, float]:
         rate = [r.sequences * r.seq_len / r.step_s / r.devices for r, _ in runs]
         predicted = [x / np.exp(e) for x, (_, e) in zip(rate, runs, strict=True)]
         ranks = [np.argsort(np.argsort(v)) for v in (rate, predicted)]
-        found[name] = float(np.corrcoef(*ranks)[0, 1])
-    return found
+        correlations[name] = float(np.corrcoef(*ranks)[0, 1])
+    return correlations
 
 
 def memory_errors(fit: Fit) -> list[dict[str, object]]:

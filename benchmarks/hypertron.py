@@ -46,13 +46,13 @@ def best(
     model: str, pins: tuple[Mapping[str, int | str], ...], topology: str, devices: int
 ) -> Plan | None:
     """The fastest plan of a union of spaces."""
-    found = []
+    plans = []
     for some in pins:
         try:
-            found.append(plan(model, topology, WORKLOAD, num_devices=devices, pins=some, top=1))
+            plans.append(plan(model, topology, WORKLOAD, num_devices=devices, pins=some, top=1))
         except HyperParallelError:
             continue
-    return min(found, key=lambda p: p.step_s, default=None)
+    return min(plans, key=lambda p: p.step_s, default=None)
 
 
 def study(topology: str, devices: int) -> list[dict[str, object]]:

@@ -23,13 +23,13 @@ LAYOUT = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero", "mbs", "recompute"
 
 def groups(runs: list[PublishedRun]) -> dict[tuple[str, ...], list[PublishedRun]]:
     """Runs that are one decision: at least two layouts, all measured."""
-    found: dict[tuple[str, ...], list[PublishedRun]] = defaultdict(list)
+    decisions: dict[tuple[str, ...], list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.row.step_s:
-            found[tuple(getattr(run.row, name) for name in DECISION)].append(run)
+            decisions[tuple(getattr(run.row, name) for name in DECISION)].append(run)
     return {
         key: some
-        for key, some in found.items()
+        for key, some in decisions.items()
         if len({tuple(getattr(r.row, name) for name in LAYOUT) for r in some}) > 1
     }
 

@@ -271,14 +271,14 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
             where=str(path),
             hint="hyper-parallel calibrate",
         )
-    found = {}
+    cards = {}
     for ranks, fewer in sorted({**file.fewer, file.ranks: _Fewer()}.items()):
         on_device = _device(file, _over(device, fewer.device), path)
         on_stack = _stack(file.name, _over(stack, fewer.stack), path)
         assert on_device is not None, "the file has a device"
         assert on_stack is not None, "the file has a stack"
-        found[ranks] = (on_device, on_stack)
-    return found
+        cards[ranks] = (on_device, on_stack)
+    return cards
 
 
 @cache
