@@ -40,7 +40,6 @@ from hyper_parallel.cost._score import (
     step_seconds,
 )
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
-from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_elements
 
 __all__ = [
     "COPIES",
@@ -51,7 +50,6 @@ __all__ = [
     "SCHEDULES",
     "SHAPES",
     "Away",
-    "BlockWidths",
     "Candidates",
     "DeviceCard",
     "Load",
@@ -62,7 +60,6 @@ __all__ = [
     "Scores",
     "StackCard",
     "at_ranks",
-    "block_traffic",
     "card_names",
     "check_stage_layers",
     "cut_layers",
@@ -81,7 +78,6 @@ __all__ = [
     "peak_memory",
     "put_away",
     "read_card",
-    "relayout_elements",
     "score",
     "sharing_seconds",
     "stack_card",

@@ -1,20 +1,35 @@
-"""One decoder layer and one microbatch on one rank: seconds of communication that nothing hides, as arrays."""
+"""Seconds of communication over candidates: the boundary table of `shard`, on the links of a machine.
+
+One decoder layer and one microbatch on one rank, what of it nothing hides, and the data-parallel traffic of a step.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import Candidates
+from hyper_parallel.cost._candidates import SHAPES, Candidates
 from hyper_parallel.cost._layer import Compute, tokens_of
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._place import Axis, Places, split
-from hyper_parallel.cost._tensor import BlockWidths, block_traffic, relayout_elements
-from hyper_parallel.ir import Workload
-from hyper_parallel.units import DTYPE_BYTES
+from hyper_parallel.cost._sharing import PARAMETERS, Sharing
+from hyper_parallel.ir import Purpose, Workload
+from hyper_parallel.model import AttentionSpec
+from hyper_parallel.shard import (
+    BlockWidths,
+    Boundary,
+    Projection,
+    TokenCut,
+    block_boundaries,
+    context_boundaries,
+    expert_boundaries,
+    pipeline_boundaries,
+    ring_bytes,
+)
 
 Array = NDArray[np.float64]
 
@@ -68,22 +83,31 @@ def layer_communication(
     tp = _tensor(n, machine, workload, c, places)
     hidden = exposed(tp, 3.0 * work.matmul, machine.stack.overlap_tp)
     cp_whole, cp = _context(n, machine, workload, c, places, work)
-    exchange = _exchange(n, machine, workload, c, places)
-    times = 4.0 + 2.0 * (c.recompute > 1)
-    gather, scatter, outside = _sharded(n, machine, workload, c, places)
-    one = c.pp <= 1
-    gather = np.where(one | (c.zero > 2), gather, 0.0)
-    scatter, outside = np.where(one, scatter, 0.0), np.where(one, outside, 0.0)
+    ep, exchange = _experts(n, machine, workload, c, places)
+    sharing = Sharing(n, machine, workload, c, places)
+    gather = scatter = again = np.zeros(1)
+    for b in sharing.layers(1.0):
+        calls = b.forward + b.backward
+        if np.any(calls):
+            seconds = sharing.seconds(b)
+            if b.purpose in PARAMETERS:
+                gather, again = gather + b.forward * seconds, again + b.backward * seconds
+            else:
+                scatter = scatter + b.backward * seconds
     overlap = machine.stack.overlap_dp
-    forward = exposed(gather, work.forward, overlap)
-    again = np.where(c.zero > 2, gather, 0.0)
-    fsdp = forward + exposed(again + scatter, work.backward, overlap)
+    fsdp = exposed(gather, work.forward, overlap)
+    fsdp = fsdp + exposed(again + scatter, work.backward, overlap)
+    outside = np.zeros(1)
+    for b in sharing.outside(float(n.embedding_weights + n.head_params)):
+        calls = b.forward + b.backward
+        if np.any(calls):
+            outside = outside + calls * sharing.seconds(b)
     return Communication(
         tp=hidden,
         tp_whole=tp,
         cp=cp,
         cp_whole=cp_whole,
-        ep=times * exchange,
+        ep=ep,
         ep_exchange=exchange,
         fsdp=fsdp,
         fsdp_gather=gather,
@@ -92,47 +116,98 @@ def layer_communication(
     )
 
 
+def _token_cut(workload: Workload, c: Candidates) -> TokenCut:
+    """How candidates cut the tokens of a microbatch; padding is left out."""
+    tokens = tokens_of(workload, c)
+    ring = c.cp / c.cp_ulysses
+    return TokenCut(c.tp_x, c.tp_y, tokens, tokens / c.tp, tokens, ring, c.cp_ulysses)
+
+
+def _runs(
+    rows: Iterable[Boundary], full: Array, regather: Array | float = 0.0
+) -> Iterator[tuple[Boundary, Array]]:
+    """Collectives of a layer and microbatch, and how often each runs; those of one tensor and group are one."""
+    calls: dict[tuple[bool, tuple[str, ...], int], tuple[Boundary, Array, Array, Array]] = {}
+    for b in rows:
+        key = (b.kind == "all_reduce", b.axes, id(b.elements))
+        first, times, redone, gathered = calls.get(key, (b, 0, 0, 0))
+        times = times + b.forward + b.backward
+        calls[key] = first, times, redone + b.recomputed, gathered + b.regathered
+    again = bool(full.any())
+    kept = (1.0 - full) * regather if np.any(regather) else None
+    for b, times, redone, gathered in calls.values():
+        if again:
+            times = times + full * redone
+        if kept is not None:
+            times = times + kept * gathered
+        if np.any(times):
+            yield b, times
+
+
 def _tensor(
     n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates, places: Places
 ) -> Array:
     """Seconds of tensor-parallel collectives; layers whose experts are spread by ep have none in that block.
 
     Stacks that gather an input again do so behind the backward matmul, so only 8 count in 1-D; where a strategy asks
-    our own runtime for it, 10. Full recomputation repeats the forward instead.
-    Source: Korthikanti et al. 2022, section 4.2.2.
+    our own runtime for it, 10. Recomputation is priced to the end of the layer.
     """
-    tokens, width = tokens_of(workload, c), machine.width
-    x, y = places.tp_x, places.tp_y
-    rate_x, rate_y = machine.bandwidth(x), machine.bandwidth(y)
-    rate, delay = machine.bandwidth(x, y), machine.latency(x, y)
-    delay_x, delay_y = machine.latency(x), machine.latency(y)
+    cut, full = _token_cut(workload, c), np.where(c.recompute > 1, 1.0, 0.0)
+    axes = {
+        ("tp_x",): (places.tp_x,),
+        ("tp_y",): (places.tp_y,),
+        ("tp_x", "tp_y"): (places.tp_x, places.tp_y),
+    }
+    links: dict[tuple[str, ...], tuple[Array, Array]] = {}  # seconds per element and per collective
+    both = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
+    flat = c.tp_y <= 1
     total: Array = np.zeros(1)
-    full = c.recompute > 1
-    # Most tables hold neither choice: then it is one number, not a column.
-    keep = np.where(full, 1.0, 1.0 - c.regather) if c.regather.any() else 1.0
-    spans = c.attention_tokens if c.attention_tokens.any() else 0.0
-    for widths, shape, share in (
-        (BlockWidths.attention(n), c.attention_shape, 1.0),
-        (BlockWidths.mlp(n), c.mlp_shape, 1.0 - np.where(c.ep > 1, n.moe_share, 0.0)),
+    for block, column, layers in (
+        (_attention_widths(n), c.attention_shape, 1.0),
+        (_mlp_widths(n), c.mlp_shape, 1.0 - np.where(c.ep > 1, n.moe_share, 0.0)),
     ):
-        flat = (shape == 0) | (c.tp_y <= 1)
-        passes: list[tuple[bool, Array | float]] = [(True, 1.0)]
-        if full.any():
-            passes.append((False, np.where(full, 1.0, 0.0)))
-        for backward, times in passes:
-            t = block_traffic(
-                widths, shape, tokens, c.tp_x, c.tp_y,
-                keep=keep, keep_kv=1.0, spans=spans, backward=backward,
+        for index, shape in enumerate(SHAPES):
+            used = flat | (column == index) if shape == "1d" else ~flat & (column == index)
+            if not used.any():
+                continue
+            rows = block_boundaries(
+                block, shape, cut, token_scatter=c.attention_tokens,
+                # The stream is cut over y when all matrices of the layers belong to 2d blocks; experts do not.
+                hidden_cut=both & (not n.experts),
             )  # fmt: skip
-            line = t.x * width / rate + t.collectives_x * delay
-            plane = t.x * width / rate_x + t.collectives_x * delay_x
-            plane = plane + t.y * width / rate_y + t.collectives_y * delay_y
-            total = total + share * times * np.where(flat, line, plane)
-    moved = relayout_elements(n.hidden, c.attention_shape, c.mlp_shape, tokens, c.tp_x, c.tp_y)
-    turns = (4.0 + 2.0 * full) * (moved > 0)
-    relayout = turns * (moved * width / rate_y + delay_y)
+            sums: dict[tuple[str, ...], tuple[Array, Array]] = {}
+            for b, times in _runs(rows, full, c.regather):
+                elements, calls = sums.get(b.axes, (0.0, 0.0))
+                passes = 2.0 if b.kind == "all_reduce" else 1.0
+                sums[b.axes] = elements + passes * times * b.elements, calls + times
+                if b.axes not in links:
+                    rate = machine.bandwidth(*axes[b.axes])
+                    element = ring_bytes("all_gather", machine.width, b.ranks) / rate
+                    links[b.axes] = element, machine.latency(*axes[b.axes])
+            seconds: Array = np.zeros(1)
+            for group, (elements, calls) in sums.items():
+                seconds = seconds + elements * links[group][0] + calls * links[group][1]
+            total = total + layers * np.where(used, seconds, 0.0)
     # What only one layout needs: a group of one rank costs nothing.
-    return np.where(c.tp > 1, total + relayout, 0.0)
+    return np.where(c.tp > 1, total, 0.0)
+
+
+def _attention_widths(n: ModelNumbers) -> BlockWidths:
+    """The attention block of a mean layer."""
+    keys = Projection(2.0 * n.k_width, 2.0 * n.k_width * n.hidden, keys=True)
+    out = Projection(n.v_width, n.v_width * n.hidden)
+    query = Projection(n.q_width, n.attention_weights - keys.weights - out.weights)
+    return BlockWidths(n.hidden, (query, keys), (out,), n.num_kv_heads)
+
+
+def _mlp_widths(n: ModelNumbers) -> BlockWidths:
+    """The feed-forward block of a mean layer: dense part, shared and visited experts."""
+    wide = [m for m in n.matmuls if m.part != "attention"]
+    columns = sum(m.outputs * m.count for m in wide if not m.row)
+    inputs = sum(m.inputs * m.count for m in wide if m.row)
+    out = Projection(inputs, inputs * n.hidden)
+    weights = n.mlp_weights + n.expert_weights - out.weights
+    return BlockWidths(n.hidden, (Projection(columns, weights),), (out,))
 
 
 def _context(
@@ -143,172 +218,75 @@ def _context(
     places: Places,
     work: Compute,
 ) -> tuple[Array, Array]:
-    """All context-parallel traffic of a layer and what attention does not hide.
-
-    The ring sends keys and values once forward and twice backward; Ulysses exchanges queries, keys, values and output
-    for heads, and the same backward, which nothing hides. Instead of the ring all keys and values may be gathered
-    before attention, and again before its backward, and their gradients scattered in float32 at least, all in full.
-    Sources: Liu et al. 2023 (ring attention), section 3; Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.
-    """
-    tokens, width, again = (
-        tokens_of(workload, c),
-        machine.width,
-        np.where(c.recompute > 1, 1.0, 0.0),
-    )
+    """All context-parallel traffic of a layer and what attention does not hide: it hides the ring's."""
+    cut, full = _token_cut(workload, c), np.where(c.recompute > 1, 1.0, 0.0)
+    if (c.cp <= 1).all():
+        return np.zeros(1), np.zeros(1)
     inner, outer = split(places.cp, c.cp_ulysses)
-    pairs = 2.0 * n.k_width / c.tp * tokens * width
-    ring = machine.ring_seconds(pairs * outer[0], outer)
-    overlap = machine.stack.overlap_cp
-    hidden = (1.0 + again) * exposed(ring, work.attention, overlap)
-    hidden = hidden + exposed(2.0 * ring, work.attention_backward, overlap)
-    local = (n.q_width + n.v_width + 2.0 * n.k_width) / c.tp * tokens * width
-    heads = (2.0 + again) * machine.all_to_all_seconds(local, inner)
-    heads = np.where(c.cp_ulysses > 1, heads, 0.0)
-    whole = (3.0 + again) * ring
-    if c.cp_gather.any():
-        wide = machine.ring_seconds(pairs * outer[0] * max(4.0, width) / width, outer)
-        gathered = (2.0 + again) * ring + wide
-        whole = np.where(c.cp_gather > 0, gathered, whole)
-        hidden = np.where(c.cp_gather > 0, gathered, hidden)
-    used = outer[0] > 1
-    return np.where(used, whole, 0.0) + heads, np.where(used, hidden, 0.0) + heads
+    ahead = behind = bare = np.zeros(1)
+    kinds: dict[AttentionSpec, float] = {}
+    for count, attention in n.attentions:  # a window that leaves out rounds is priced as none
+        kind = replace(attention, window=None, kind="mla" if attention.kind == "mla" else "full")
+        kinds[kind] = kinds.get(kind, 0.0) + count / n.layers
+    for attention, share in kinds.items():
+        passed: Array | None = None
+        for b in context_boundaries(attention, cut, c.cp_gather):
+            forward, backward = share * (b.forward + full * b.recomputed), share * b.backward
+            if not (np.any(forward) or np.any(backward)):
+                continue
+            if b.kind == "send_recv":  # all rounds are one pass of a ring
+                if passed is None:
+                    whole = b.elements * cut.ring * machine.width
+                    passed = machine.ring_seconds(whole, outer) / np.maximum(cut.ring - 1.0, 1.0)
+                ahead, behind = ahead + forward * passed, behind + backward * passed
+                continue
+            width = max(4.0, machine.width) if b.format == "statistic" else machine.width
+            if b.kind == "all_to_all":
+                seconds = machine.all_to_all_seconds(b.elements * width, inner)
+            else:
+                seconds = machine.ring_seconds(b.elements * width, outer)
+            bare = bare + (forward + backward) * seconds
+    overlap, redone = machine.stack.overlap_cp, 1.0 + full
+    hidden = redone * exposed(ahead / redone, work.attention, overlap)
+    hidden = hidden + exposed(behind, work.attention_backward, overlap)
+    return ahead + behind + bare, hidden + bare
 
 
-def _exchange(
+def _experts(
     n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates, places: Places
-) -> Array:
-    """Seconds of one dispatch or combine of a mean layer: T / P tokens to their experts' ranks.
+) -> tuple[Array, Array]:
+    """Seconds of all dispatches and combines of a mean layer, and of one.
 
-    Source: Lepikhin et al. 2020 (GShard), section 3.
+    Ranks that cut one expert gather each other's rows; without ep that is tensor parallelism's own gather.
     """
     if not n.experts:
-        return np.zeros(1)
-    tokens, stack = tokens_of(workload, c), machine.stack
+        return np.zeros(1), np.zeros(1)
+    stack, full = machine.stack, np.where(c.recompute > 1, 1.0, 0.0)
     visited = n.experts_per_token / n.moe_share
-    local = tokens / c.tp * visited * n.hidden * machine.width * stack.imbalance
-    copies = visited if stack.ep_dedup else 1.0
-    token = n.hidden * machine.width
-    dispatch = machine.all_to_all_seconds(local, *places.ep, copies=copies, message=token)
-    dispatch = np.where(c.ep > 1, dispatch, 0.0)
-    # Ranks that cut one expert gather each other's tokens; without ep that is tensor parallelism's own gather.
-    cut = machine.ring_seconds(local * c.etp, *places.etp)
-    return n.moe_share * (dispatch + np.where((c.ep > 1) & (c.etp > 1), cut, 0.0))
+    rows = tokens_of(workload, c) / c.tp * visited * stack.imbalance
+    copies, token = visited if stack.ep_dedup else 1.0, n.hidden * machine.width
+    total = one = np.zeros(1)
+    for b, times in _runs(
+        expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=c.etp), full
+    ):
+        if (
+            b.purpose == Purpose.EXPERT_ROW_COUNTS
+        ):  # a few bytes, while the router's host work is priced
+            continue
+        sent = b.elements * machine.width
+        if b.kind == "all_to_all":
+            seconds = machine.all_to_all_seconds(sent, *places.ep, copies=copies, message=token)
+        else:
+            seconds = np.where(c.etp > 1, machine.ring_seconds(sent, *places.etp), 0.0)
+        seconds = n.moe_share * np.where(c.ep > 1, seconds, 0.0)
+        total, one = total + times * seconds, one + seconds
+    return total, one
 
 
-def layer_weights(n: ModelNumbers, c: Candidates) -> tuple[Array, Array]:
-    """Elements of one mean layer on a tensor- and expert-parallel rank before data sharding: dense, experts."""
-    dense = (n.attention_weights + n.mlp_weights) / c.tp + n.vector_weights
-    return dense, n.expert_weights / (c.ep * c.etp)
-
-
-def group_seconds(machine: Machine, elements: Array, width: float, axes: tuple[Axis, ...]) -> Array:
-    """Seconds of gathering (or scattering) elements over a group; 0 for one rank."""
-    size: Array = np.ones(1)
-    for degree, _ in axes:
-        size = size * degree
-    return np.where(size > 1, machine.ring_seconds(elements * width, *axes), 0.0)
-
-
-def _sharded(
-    n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates, places: Places
-) -> tuple[Array, Array, Array]:
-    """FSDP per microbatch: gather and scatter of a layer, and both of what lies outside the layers.
-
-    Source: Rajbhandari et al. 2020 (ZeRO), section 7.
-    """
-    width, reduce_width = machine.width, float(DTYPE_BYTES[workload.reduce_dtype])
-    dense, expert = layer_weights(n, c)
-    group = (places.dp_shard, places.cp)
-    every = np.where(c.zero > 1, 1.0, 0.0)
-
-    def seconds(of: float) -> Array:
-        total = group_seconds(machine, dense, of, group)
-        if n.experts:
-            total = total + group_seconds(machine, expert, of, places.edp)
-        return every * total
-
-    vocabulary = (n.embedding_weights + n.head_params) / c.tp
-    outside = group_seconds(machine, vocabulary, width + reduce_width, group)
-    return seconds(width), seconds(reduce_width), every * outside
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """Data-parallel traffic once per step, in seconds.
-
-    Attributes:
-        scatter: Reduction of gradients that the last microbatch's backward may hide.
-        gather: Gather of updated parameters.
-        first: Gather of a pipeline's layers that are not freed after forward, which the first forward may hide.
-        late: What nothing hides: reduction of a pipeline's sharded gradients, and its embedding or head.
-    """
-
-    scatter: Array
-    gather: Array
-    first: Array
-    late: Array
-
-
-def step_tail(
-    n: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    places: Places,
-    layers: Array,
-    outside: Array,
-) -> Tail:
-    """Data-parallel traffic once per step: gradient reduction, and the gather of updated parameters.
-
-    ZeRO 0 all-reduces gradients, ZeRO 1 scatters them and gathers parameters. ZeRO 2 and 3 do so per microbatch, or in
-    a pipeline scatter at the end of the step what was added up whole, and gather once what is not freed after forward;
-    replicas all-reduce their shards.
-
-    Args:
-        n: The model.
-        machine: The machine.
-        workload: Number formats.
-        c: Candidates.
-        places: Where the axes lie.
-        layers: Layers of the fullest stage.
-        outside: Elements of embedding and head on that stage, before the cut by P.
-    """
-    width, reduce_width = machine.width, float(DTYPE_BYTES[workload.reduce_dtype])
-    dense, expert = layer_weights(n, c)
-    whole, expert = layers * dense + outside / c.tp, layers * expert
-    group = (places.dp_shard, places.cp)
-    share = np.where(c.zero > 0, c.dp_shard * c.cp, 1.0)
-    experts_share = np.where(c.zero > 0, c.dp_shard * c.cp * c.tp / (c.ep * c.etp), 1.0)
-
-    def seconds(elements: Array, experts: Array, of: float) -> Array:
-        total = group_seconds(machine, elements, of, group)
-        if n.experts:
-            total = total + group_seconds(machine, experts, of, places.edp)
-        return total
-
-    replicas = (places.dp_replicate,)
-    reduced = whole / share + expert / experts_share
-    all_reduce = 2.0 * group_seconds(machine, reduced, reduce_width, replicas)
-    piped, updated = (c.zero > 1) & (c.pp > 1), c.zero == 1
-    scatter = seconds(whole, expert, reduce_width)
-    gather = first = late = np.zeros(1)
-    if updated.any():
-        gather = np.where(updated, seconds(whole, expert, width), 0.0)
-    if piped.any():
-        first = seconds(layers * dense, expert, width)
-        first = np.where(piped & (c.zero == 2), first, 0.0)
-        late = scatter + group_seconds(machine, outside / c.tp, width, group)
-        late = np.where(piped, late, 0.0)
-    scatter = np.where(c.zero < 2, scatter, 0.0) * np.where(c.zero == 0, 2.0, 1.0)
-    return Tail(scatter + all_reduce, gather, first, late)
-
-
-def tensor_hops(machine: Machine, c: Candidates, places: Places, layers: Array) -> Array:
-    """Seconds that ZeRO 1 spends in ring steps of tensors that are reduced and gathered one by one.
-
-    A ring over g ranks takes g - 1 steps of the outermost tier's latency however small its tensor is; shards of one
-    tensor over hundreds of ranks are small.
-    """
-    steps = (c.dp_shard * c.cp - 1.0) * machine.tiers[-1].latency_s.value
-    many = layers * machine.stack.tail_tensors * steps
-    return np.where((c.zero == 1) & (c.dp_shard * c.cp > 1), many, 0.0)
+def hop_seconds(
+    n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates, places: Axis
+) -> Array:
+    """Seconds of sending one microbatch's activations to the next stage, or their gradients to the one before."""
+    message, _ = pipeline_boundaries(_token_cut(workload, c), n.hidden, 1, 1)
+    # Sending to one other rank is what a gather over two ranks sends of twice the tensor.
+    return machine.ring_seconds(2.0 * message.elements * machine.width, places)

@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 from hyper_parallel.cost._candidates import Candidates
 from hyper_parallel.cost._communication import (
     Communication,
-    Tail,
     exposed,
+    hop_seconds,
     layer_communication,
-    step_tail,
-    tensor_hops,
 )
 from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds, tokens_of
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._pipeline import StageSplit, bubble_seconds, lay_out
 from hyper_parallel.cost._place import Places, neighbours
+from hyper_parallel.cost._sharing import Tail, step_tail, tensor_hops
 from hyper_parallel.cost._states import outside_elements, stage_elements, state_bytes
 from hyper_parallel.ir import Workload
 
@@ -166,9 +165,7 @@ class Pace:
                 work.weight_gradient,
                 machine.pace,
             )
-            boundary_bytes = tokens_of(workload, c) * n.hidden * machine.width / c.tp
-            # Sending to the next stage is what a gather over two ranks sends of twice the tensor.
-            hop = machine.ring_seconds(2.0 * boundary_bytes, neighbours(c))
+            hop = hop_seconds(n, machine, workload, c, neighbours(c))
             sends = 2.0 * (c.accumulation * c.vpp + c.pp - 1.0) * hop * (1.0 - stack.overlap_pp)
         return cls(ep, hidden, stages, bubble, hop, sends)
 

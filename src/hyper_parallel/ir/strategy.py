@@ -11,7 +11,7 @@ from hyper_parallel.ir.layout import Layout
 from hyper_parallel.ir.mesh import AXES, Mesh
 
 BlockShape = Literal["1d", "2d", "weight"]
-BLOCK_SHAPES: Final = ("1d", "2d", "weight")
+BLOCK_SHAPES: Final[tuple[BlockShape, ...]] = ("1d", "2d", "weight")
 """How a block uses two tensor-parallel axes: tp_x * tp_y as one axis (Megatron with sequence parallelism), activations
 moved on y, or weights moved on y."""
 CpKind = Literal["ring", "ulysses", "hybrid", "all_gather"]

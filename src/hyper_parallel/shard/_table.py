@@ -261,14 +261,14 @@ def expert_boundaries(
         received: Rows for experts of this rank from others.
         cut_experts: Ranks that cut one expert, and gather each other's rows.
     """
-    group = ("all_to_all", ("ep",), ranks)
+    group, local = ("all_to_all", ("ep",), ranks), rows * hidden
     yield Boundary(*group, experts, Purpose.EXPERT_ROW_COUNTS, "count", forward=1, recomputed=1)
     for moved in (sent, received):  # dispatch; combine. Gradients go the other way.
         yield Boundary(
-            *group, rows * hidden, Purpose.EXPERT_ROWS, forward=1, backward=1, recomputed=1,
+            *group, local, Purpose.EXPERT_ROWS, forward=1, backward=1, recomputed=1,
             sent=None if moved is None else moved * hidden,
         )  # fmt: skip
-    cut = rows * hidden * cut_experts
+    cut = local * cut_experts
     yield from _mirrored("all_gather", ("etp",), cut_experts, cut, Purpose.SEQUENCE_GATHER)
     yield from _mirrored("reduce_scatter", ("etp",), cut_experts, cut, Purpose.SEQUENCE_SCATTER)
 

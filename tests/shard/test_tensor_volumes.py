@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hyper_parallel.cost import BlockWidths, block_traffic, relayout_elements
+from hyper_parallel.ir import Purpose
+from hyper_parallel.shard import BlockWidths, Projection, TokenCut, block_boundaries
 
 pytestmark = pytest.mark.unit
 
@@ -19,24 +20,37 @@ SHAPES = {
     "gpt3": (12288, 96, 96, 49152, False),
     "8x22b attention": (6144, 48, 8, 0, True),
 }
-LINE, PLANE, MOVED = 0, 1, 2
+LINE, PLANE, MOVED = "1d", "2d", "weight"
+MANY = 4096
+"""Key heads that every number of ranks here divides: none are doubled."""
+
+
+def attention_block(h, k, kv_heads=MANY):
+    query, keys = Projection(h, h * h), Projection(2 * k, 2 * k * h, keys=True)
+    return BlockWidths(h, (query, keys), (Projection(h, h * h),), kv_heads)
+
+
+def mlp_block(h, outputs, f):
+    return BlockWidths(h, (Projection(outputs, outputs * h),), (Projection(f, f * h),))
 
 
 def widths(name):
     """Attention and feed-forward block; key and value heads are never doubled here."""
     h, heads, kv_heads, f, gated = SHAPES[name]
-    k = h // heads * kv_heads
-    # kv_heads=0 leaves the doubling of head-scatter out; the exchange of weight-moving needs k.
-    attention = BlockWidths(h, h + 2 * k, h, h * (2 * h + 2 * k), k, 0)
-    if not f:
-        return (attention,)
-    outputs = 2 * f if gated else f
-    return attention, BlockWidths(h, outputs, f, h * (outputs + f))
+    attention = attention_block(h, h // heads * kv_heads)
+    return (attention, mlp_block(h, 2 * f if gated else f, f)) if f else (attention,)
 
 
-def volume(block, shape, tokens, x, y, **options):
-    arrays = [np.asarray([float(v)]) for v in (shape, tokens, x, y)]
-    return float(block_traffic(block, *arrays, **options).total[0])
+def volume(block, shape, tokens, x, y, *, keep=1.0, backward=True):
+    """Elements a device sends; what is not kept for backward is gathered again, keys and values too."""
+    sizes = (x, y, tokens, tokens / (x * y), tokens)
+    cut = TokenCut(*(np.asarray([float(v)]) for v in sizes))
+    total = 0.0
+    for b in block_boundaries(block, shape, cut):
+        keys = b.forward if b.purpose == Purpose.KEY_VALUE_GATHER else 0
+        again = b.backward + (1.0 - keep) * (b.regathered + keys)
+        total += ((b.forward + backward * again) * b.sent_bytes(1.0)).item()
+    return total
 
 
 def splits(ranks, least_x=2):
@@ -139,8 +153,7 @@ def test_joint_choice_per_block(name, table):
 def test_small_block_with_doubled_keys_and_values(x, y, attention, mlp, line):
     # h 64, 16 heads, 4 key and value heads, f 96: more ranks than key heads double their part of the scatter.
     h, k, f = 64, 16, 96
-    one = BlockWidths(h, h + 2 * k, h, h * (2 * h + 2 * k), k, 4)
-    two = BlockWidths(h, 2 * f, f, 3 * h * f)
+    one, two = attention_block(h, k, 4), mlp_block(h, 2 * f, f)
     assert volume(one, PLANE, 32, x, y, backward=False) == attention
     assert volume(two, PLANE, 32, x, y, backward=False) == mlp
     assert 2 * volume(two, LINE, 32, x, y, backward=False) == line
@@ -154,10 +167,15 @@ def test_moved_weights_cross_over_where_tokens_equal_the_hidden_width():
         assert (moved < plane) == cheaper
 
 
-def test_relayout_is_needed_only_between_unlike_boundaries():
-    def moved(a, b, y=2.0):
-        arrays = [np.asarray([float(v)]) for v in (a, b, 1024, 4, y)]
-        return float(relayout_elements(64.0, *arrays)[0])
+def test_a_stream_of_whole_hidden_is_turned_around_each_2d_block():
+    cut = TokenCut(4, 2, 1024, 128, 1024)
 
-    assert moved(PLANE, PLANE) == moved(LINE, MOVED) == moved(LINE, PLANE, y=1.0) == 0.0
-    assert moved(PLANE, LINE) == moved(MOVED, PLANE) == 1024 * 64 / 8 / 2
+    def turned(shape, hidden_cut):
+        rows = block_boundaries(mlp_block(64, 192, 96), shape, cut, hidden_cut=hidden_cut)
+        return [(b.forward, b.backward, b.sent_bytes(1)) for b in rows if b.purpose == "relayout"]
+
+    sent = 1024 * 64 // 8 // 2
+    assert turned(PLANE, False) == [(1, 0, sent), (0, 1, sent)] * 2
+    assert not any(forward or backward for forward, backward, _ in turned(PLANE, True))
+    assert turned(LINE, False) == []
+    assert not any(forward or backward for forward, backward, _ in turned(MOVED, False))
