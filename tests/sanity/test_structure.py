@@ -29,7 +29,7 @@ KNOWN_CLASSES: set[str] = {
     "BlockWidths", "Schedule", "Task",
 }  # fmt: skip
 KNOWN_FILE_NAMES: set[str] = {
-    "_calibrate.py", "_checkpoint.py", "_checks.py", "_collectives.py", "_config.py", "_copies.py", "_fit.py",
+    "_calibrate.py", "_checkpoint.py", "_checks.py", "_collectives.py", "_config.py", "_copies.py",
     "_generate.py", "_launch.py", "_load.py", "_memory.py", "_parallelize.py", "_plan.py", "_run.py",
     "_schedule.py", "_stages.py", "_step.py", "_types.py", "layout.py", "plan.py",
 }  # fmt: skip
