@@ -57,7 +57,7 @@ def test_wrong_computations_are_refused(old, new, what):
         ("1SEND_B2", [], "0RECV_B2 has no 1SEND_B2"),
         ("0F1", ["0SEND_F1", "0F1"], "0SEND_F1 happens twice"),
         ("1B1", ["1B1", "1SEND_F9"], "microbatch that does not exist"),
-        ("2F0", ["2F0", "2SEND_F0"], "no stage on another rank to talk to"),
+        ("2F0", ["2F0", "2SEND_F0"], "no stage on another rank as its peer"),
         ("1F0", ["1F0", "1UNSHARD"], "gathered twice"),
         ("1RESHARD", [], "holds gathered parameters at the end"),
         ("1UNSHARD", [], "parameters that are not gathered"),

@@ -3,7 +3,7 @@
 from hyper_parallel.ir import StageCost
 from hyper_parallel.mpmd._lower import lower, one_by_one
 from hyper_parallel.mpmd._makespan import makespan_s
-from hyper_parallel.mpmd._replay import replay, unit_starts
+from hyper_parallel.mpmd._replay import replay
 from hyper_parallel.mpmd._schedules import (
     SCHEDULES,
     in_flight_limit,
@@ -18,7 +18,7 @@ from hyper_parallel.mpmd._strategy import (
     schedule_name,
     step_schedule,
 )
-from hyper_parallel.mpmd._tasks import bubble_fraction, on_shared_cores, schedule_tasks
+from hyper_parallel.mpmd._tasks import bubble_fraction, on_shared_cores, schedule_tasks, unit_starts
 from hyper_parallel.mpmd._verify import in_flight, verify
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, ActionKind, Schedule
 from hyper_parallel.ir.schedule import COMPUTE, at
-from hyper_parallel.mpmd._replay import unit_starts
+from hyper_parallel.mpmd._tasks import unit_starts
 
 
 def lower(

@@ -148,30 +148,3 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
             others=lines[1:],
         )
     return order
-
-
-def unit_starts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Slot in which every action of a compute-only schedule starts when F, I and W take one slot and B two.
-
-    Feeds `ir.grid(schedule, starts=...)`, which then shows the bubbles.
-
-    Raises:
-        ScheduleError: HP320 when the schedule deadlocks or has communication.
-    """
-    if schedule.has_communication:
-        raise ScheduleError(
-            "slots are counted for compute-only schedules", hint="schedule.compute_only()"
-        )
-    keys = _Keys(schedule, False)
-    ends = [0] * keys.size
-    free = [0] * len(schedule.ranks)
-    starts: list[list[int]] = [[] for _ in schedule.ranks]
-    for rank, position in replay(schedule):
-        leaves = schedule.ranks[rank][position].leaves
-        start = max([free[rank], *(ends[k] for leaf in leaves for k in keys.needs(leaf))])
-        starts[rank].append(start)
-        free[rank] = start + schedule.ranks[rank][position].slots
-        for leaf in leaves:
-            for key in keys.gives(leaf):
-                ends[key] = free[rank]
-    return tuple(tuple(row) for row in starts)

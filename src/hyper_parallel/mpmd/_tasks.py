@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, Cores, Schedule, StageCost, Task, TaskGraph, Timeline
+from hyper_parallel.ir import Action, Cores, Schedule, StageCost, Task, TaskGraph, Timeline, simulate
 from hyper_parallel.mpmd._replay import replay
 
 
@@ -46,6 +46,27 @@ def schedule_tasks(
         for leaf in leaves:
             builder.add(rank, (leaf,))
     return TaskGraph(tuple(builder.tasks), builder.policies)
+
+
+def unit_starts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Slot in which every action of a compute-only schedule starts when F, I and W take one slot and B two.
+
+    Feeds `ir.grid(schedule, starts=...)`, which then shows the bubbles.
+
+    Raises:
+        ScheduleError: HP320 when the schedule deadlocks or has communication.
+    """
+    if schedule.has_communication:
+        raise ScheduleError(
+            "slots are counted for compute-only schedules", hint="schedule.compute_only()"
+        )
+    costs = [StageCost(1e-9, 1e-9, 1e-9)] * schedule.stages  # a slot is a nanosecond
+    starts: list[list[int]] = [[] for _ in schedule.ranks]
+    for span in simulate(schedule_tasks(schedule, costs, overlap=1.0)).spans:
+        starts[int(span.lane.removeprefix("rank ").removesuffix("/compute"))].append(
+            round(span.start_s * 1e9)
+        )
+    return tuple(map(tuple, starts))
 
 
 class _Builder:

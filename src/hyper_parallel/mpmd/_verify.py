@@ -35,15 +35,17 @@ def verify(
     Raises:
         ScheduleError: HP320 for the first thing that is wrong, marked in the grid.
     """
-    found = _index(schedule)
-    _check_compute(schedule, found)
+    spots = _index(schedule)
+    _check_compute(schedule, spots)
     if schedule.has_communication:
-        _check_messages(schedule, found)
+        _check_messages(schedule, spots)
     _check_sharding(schedule)
-    _check_offload(schedule, found)
-    replay(schedule)
-    if rendezvous and schedule.has_communication:
-        replay(schedule, rendezvous=True)
+    _check_offload(schedule, spots)
+    try:
+        replay(schedule, rendezvous=rendezvous and schedule.has_communication)
+    except ScheduleError:
+        replay(schedule)  # what deadlocks with buffered sends as well is reported as that
+        raise
     if max_in_flight is not None:
         _check_in_flight(schedule, max_in_flight)
 
@@ -83,7 +85,7 @@ def _fail(schedule: Schedule, spot: _Spot, what: str, **facts: object) -> NoRetu
 
 def _index(schedule: Schedule) -> dict[Action, _Spot]:
     """Where every action with a microbatch stands; refuses numbers out of range and repetitions."""
-    found: dict[Action, _Spot] = {}
+    spots: dict[Action, _Spot] = {}
     for rank, position, leaf in schedule.leaves():
         spot = (rank, position)
         if not 0 <= leaf.stage < schedule.stages:
@@ -102,23 +104,23 @@ def _index(schedule: Schedule) -> dict[Action, _Spot]:
                 f"{leaf} is of a microbatch that does not exist",
                 allowed=f"0 to {schedule.microbatches - 1}",
             )
-        if leaf in found:
+        if leaf in spots:
             _fail(
                 schedule,
                 spot,
-                f"{leaf} happens twice, first as action {found[leaf][1]} of rank {found[leaf][0]}",
+                f"{leaf} happens twice, first as action {spots[leaf][1]} of rank {spots[leaf][0]}",
             )
-        found[leaf] = spot
-    return found
+        spots[leaf] = spot
+    return spots
 
 
-def _check_compute(schedule: Schedule, found: dict[Action, _Spot]) -> None:
+def _check_compute(schedule: Schedule, spots: dict[Action, _Spot]) -> None:
     schedule.placement()
     for s in range(schedule.stages):
         for i in range(schedule.microbatches):
-            f, b, gi, gw = (found.get(Action(s, kind, i)) for kind in ("F", "B", "I", "W"))
+            f, b, gi, gw = (spots.get(Action(s, kind, i)) for kind in ("F", "B", "I", "W"))
             if f is None:
-                last = max(spot for a, spot in found.items() if a.stage == s)
+                last = max(spot for a, spot in spots.items() if a.stage == s)
                 _fail(schedule, last, f"stage {s} has no forward of microbatch {i}")
             if b and (gi or gw):
                 _fail(schedule, b, f"the backward of {s}F{i} happens as a whole and in parts")
@@ -134,7 +136,7 @@ def _check_compute(schedule: Schedule, found: dict[Action, _Spot]) -> None:
                     _fail(schedule, later, f"a backward of {s}F{i} stands before what it needs")
 
 
-def _check_messages(schedule: Schedule, found: dict[Action, _Spot]) -> None:
+def _check_messages(schedule: Schedule, spots: dict[Action, _Spot]) -> None:
     """Every edge between ranks has its pair, and a pair of ranks agrees on the order of its messages."""
     place = schedule.placement()
     expected = set()
@@ -156,9 +158,9 @@ def _check_messages(schedule: Schedule, found: dict[Action, _Spot]) -> None:
                     (Action(s, "B", i), Action(s, "I", i)),
                 ),
             ):
-                maker = next(found[a] for a in makes if a in found)
-                user = next(found[a] for a in uses if a in found)
-                sent, received = found.get(send), found.get(recv)
+                maker = next(spots[a] for a in makes if a in spots)
+                user = next(spots[a] for a in uses if a in spots)
+                sent, received = spots.get(send), spots.get(recv)
                 if sent is None:
                     _fail(schedule, received or maker, f"{recv} has no {send}")
                 if received is None:
@@ -168,9 +170,9 @@ def _check_messages(schedule: Schedule, found: dict[Action, _Spot]) -> None:
                 if received[0] != user[0] or received > user:
                     _fail(schedule, received, f"{recv} is not before its use on rank {user[0]}")
                 expected |= {send, recv}
-    for action, spot in found.items():
+    for action, spot in spots.items():
         if action.kind.startswith(("SEND", "RECV")) and action not in expected:
-            _fail(schedule, spot, f"{action} has no stage on another rank to talk to")
+            _fail(schedule, spot, f"{action} has no stage on another rank as its peer")
     _check_message_order(schedule, place)
 
 
@@ -239,18 +241,18 @@ def _check_sharding(schedule: Schedule) -> None:
         _fail(schedule, (rank, last), f"stage {min(gathered)} holds gathered parameters at the end")
 
 
-def _check_offload(schedule: Schedule, found: dict[Action, _Spot]) -> None:
+def _check_offload(schedule: Schedule, spots: dict[Action, _Spot]) -> None:
     """An offloaded activation leaves after its forward and is back before its backward, on its own rank."""
-    for action, spot in found.items():
+    for action, spot in spots.items():
         if action.kind not in ("OFFLOAD", "RELOAD"):
             continue
         s, i = action.stage, action.microbatch
-        partner = found.get(Action(s, "RELOAD" if action.kind == "OFFLOAD" else "OFFLOAD", i))
+        partner = spots.get(Action(s, "RELOAD" if action.kind == "OFFLOAD" else "OFFLOAD", i))
         if partner is None:
             _fail(schedule, spot, f"{action} has no partner")
         if action.kind == "OFFLOAD":
-            forward = found[Action(s, "F", i)]
-            backward = found.get(Action(s, "B", i)) or found[Action(s, "I", i)]
+            forward = spots[Action(s, "F", i)]
+            backward = spots.get(Action(s, "B", i)) or spots[Action(s, "I", i)]
             same = forward[0] == spot[0] == partner[0]
             if not (same and forward < spot < partner < backward):
                 _fail(
