@@ -79,7 +79,7 @@ def test_what_is_dearer_to_make_than_to_copy_is_copied(density_s, again, more_s)
     )
     found = rules.relaxation(0.0).solve(130)
     assert found is not None
-    assert found.again[0] == again
+    assert found.recomputed[0] == again
     assert found.seconds == pytest.approx(program.seconds + more_s)
 
 

@@ -11,8 +11,8 @@ def four_reloads() -> ReloadQueue:
     )
 
 
-def tried(queue: ReloadQueue, position: int, room: int = 0) -> list[int]:
-    return [number for number, _, _ in queue.at(position, lambda: room)]
+def tried(queue: ReloadQueue, position: int, free_bytes: int = 0) -> list[int]:
+    return [number for number, _, _ in queue.at(position, lambda: free_bytes)]
 
 
 def test_each_is_tried_once_in_order_when_its_time_has_come():
@@ -37,7 +37,7 @@ def test_nobody_sleeps_longer_than_until_it_must_be_back():
 def test_room_wakes_the_first_that_fits_and_others_only_while_it_lasts():
     queue = four_reloads()
     for number, _, _ in queue.at(2, lambda: 0):
-        queue.for_room(number, 10)
+        queue.for_bytes(number, 10)
     assert tried(queue, 3, 9) == [2, 3]
     free, found = [15], []
     for number, _, _ in queue.at(4, lambda: free[0]):

@@ -123,10 +123,10 @@ def _stages(plan: Plan) -> Iterator[str]:
             stage.cost,
         ):
             continue
-        again = f", {stage.recomputed} recomputed" if stage.recomputed else ""
+        recomputed = f", {stage.recomputed} recomputed" if stage.recomputed else ""
         which = f"{first}" if first == index else f"{first} to {index}"
         yield (
-            f"  {which:<10} {stage.layers} layers{again}, {format_seconds(stage.cost.microbatch_s)} per microbatch"
+            f"  {which:<10} {stage.layers} layers{recomputed}, {format_seconds(stage.cost.microbatch_s)} per microbatch"
         )
         first = index + 1
 

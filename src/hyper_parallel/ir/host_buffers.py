@@ -51,22 +51,22 @@ def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:
         Bytes of every slab, a power of two, and how many buffers of every size are cut from it, one after the other.
     """
     left = {size: buffers[size] for size in sorted(buffers, reverse=True) if size}
-    found = []
+    result = []
     while any(left.values()):
         largest = next(size for size, count in left.items() if count)
         total = sum(size * count for size, count in left.items())
         # The largest power of two that the rest fills, so that little stays unused.
-        room = max(1 << (total.bit_length() - 1), 1 << (largest - 1).bit_length())
-        parts, free = dict[int, int](), room
+        slab = max(1 << (total.bit_length() - 1), 1 << (largest - 1).bit_length())
+        parts, free = dict[int, int](), slab
         for size in left:
             if count := min(left[size], free // size):
                 parts[size] = count
                 left[size] -= count
                 free -= size * count
-        found.append((room, parts))
-    return found
+        result.append((slab, parts))
+    return result
 
 
 def slab_bytes(buffers: Mapping[int, int]) -> int:
     """Bytes of the slabs for so many buffers of every size."""
-    return sum(room for room, _ in slabs(buffers))
+    return sum(slab for slab, _ in slabs(buffers))

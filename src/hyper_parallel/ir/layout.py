@@ -113,13 +113,13 @@ class Layout:
         Raises:
             LayoutError: HP202 for a dim whose parts are cut apart; `ranges` gives one range per part.
         """
-        found = self.ranges(shape, mesh, coordinate)
-        apart = [i for i, runs in enumerate(found) if len(runs) > 1]
+        result = self.ranges(shape, mesh, coordinate)
+        apart = [i for i, runs in enumerate(result) if len(runs) > 1]
         if apart:
             raise LayoutError(
                 "a rank holds several ranges of a dim", got=f"dim {apart[0]} of {self}"
             )
-        return tuple(runs[0] for runs in found)
+        return tuple(runs[0] for runs in result)
 
     def ranges(
         self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
@@ -140,22 +140,22 @@ class Layout:
         parts = self.parts_of(dim)
         if size % parts:
             raise LayoutError(f"dim {dim} does not divide into its parts", got=f"{size} / {parts}")
-        found = []
+        result = []
         for part in range(parts):
             start, stop = part * (size // parts), (part + 1) * (size // parts)
             for axis in self.axes[dim]:
                 chunk = -(-(stop - start) // mesh.degree(axis))
                 begin = min(start + coordinate.get(axis, 0) * chunk, stop)
                 start, stop = begin, min(begin + chunk, stop)
-            found.append((start, stop))
-        return tuple(found)
+            result.append((start, stop))
+        return tuple(result)
 
     def local_shape(
         self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
     ) -> tuple[int, ...]:
         """Shape of the part a rank holds."""
-        found = self.ranges(shape, mesh, coordinate)
-        return tuple(sum(stop - start for start, stop in runs) for runs in found)
+        result = self.ranges(shape, mesh, coordinate)
+        return tuple(sum(stop - start for start, stop in runs) for runs in result)
 
     def max_local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Shape of the largest part, the one at coordinate 0 of every axis."""

@@ -44,14 +44,14 @@ def equal_parts(parts: tuple[Part, ...], degree: int) -> bool:
 
 def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple[int, int], ...]:
     """Half-open row ranges, one per part, that a rank works on."""
-    found, first = [], 0
+    result, first = [], 0
     for part in parts:
         shared = max(1, degree // part.heads)  # ranks that work on the same rows
         size = part.rows * shared // degree
         start = first + rank // shared * size
-        found.append((start, start + size))
+        result.append((start, start + size))
         first += part.rows
-    return tuple(found)
+    return tuple(result)
 
 
 def exchanged(

@@ -129,13 +129,13 @@ def replay(
     seen: dict[int, tuple[int, ...]] = {}
     profile: list[int] = []
     copied = dict.fromkeys(COPIES, 0)
-    again_s = 0.0
+    recompute_s = 0.0
     best, best_at = walk.live["device"], 0
     for at, action in enumerate(actions):
         if action.kind in ("run", "recompute"):
             _step_operator(walk, action, at, seen)
             if action.kind == "recompute":
-                again_s += program.operators[action.target].seconds
+                recompute_s += program.operators[action.target].seconds
         elif action.kind == "update":
             _step_update(walk, action, at, seen)
         elif action.kind == "join":
@@ -160,7 +160,7 @@ def replay(
         tuple(profile),
         copied,
         tuple(walk.stays),
-        again_s,
+        recompute_s,
         dict(walk.buffers.most),
     )
 

@@ -141,17 +141,17 @@ class Schedule:
         Raises:
             ScheduleError: HP320 when a stage computes on two ranks, or on none.
         """
-        found: dict[int, int] = {}
+        place: dict[int, int] = {}
         for rank, position, leaf in self.leaves():
-            if leaf.kind in COMPUTE and found.setdefault(leaf.stage, rank) != rank:
+            if leaf.kind in COMPUTE and place.setdefault(leaf.stage, rank) != rank:
                 raise ScheduleError(
-                    f"stage {leaf.stage} computes on rank {found[leaf.stage]} and on rank {rank}",
+                    f"stage {leaf.stage} computes on rank {place[leaf.stage]} and on rank {rank}",
                     where=at(self, rank, position),
                 )
-        lost = sorted(set(range(self.stages)) - set(found))
+        lost = sorted(set(range(self.stages)) - set(place))
         if lost:
-            raise ScheduleError(f"stage {lost[0]} never computes", got=f"stages {sorted(found)}")
-        return found
+            raise ScheduleError(f"stage {lost[0]} never computes", got=f"stages {sorted(place)}")
+        return place
 
     def compute_only(self) -> Schedule:
         """The schedule without communication, sharding and offload actions."""

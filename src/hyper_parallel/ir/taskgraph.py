@@ -253,7 +253,7 @@ class _Memory:
 
 def peaks(timeline: Timeline) -> dict[str, float]:
     """Highest value of every counter lane."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for sample in timeline.counters:
-        found[sample.lane] = max(found.get(sample.lane, sample.value), sample.value)
-    return found
+        result[sample.lane] = max(result.get(sample.lane, sample.value), sample.value)
+    return result

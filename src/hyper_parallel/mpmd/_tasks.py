@@ -8,7 +8,16 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, Cores, Schedule, StageCost, Task, TaskGraph, Timeline, simulate
+from hyper_parallel.ir import (
+    Action,
+    Cores,
+    Schedule,
+    StageCost,
+    Task,
+    TaskGraph,
+    Timeline,
+    simulate,
+)
 from hyper_parallel.mpmd._replay import replay
 
 

@@ -21,14 +21,14 @@ _NODES = 400
 
 
 def assign_addresses(
-    stays: Sequence[Extent], sizes: Sequence[int], enough_bytes: int = 0
+    stays: Sequence[Extent], sizes: Sequence[int], wanted_bytes: int = 0
 ) -> tuple[tuple[Extent, ...], int]:
     """Offsets such that two stays that overlap in time never overlap in space.
 
     Args:
         stays: Intervals of actions, one per stay.
         sizes: Bytes in the arena by storage index.
-        enough_bytes: An arena of this size need not become smaller, and what is far from it is given up; 0: the
+        wanted_bytes: An arena of this size need not become smaller, and what is far from it is given up; 0: the
             smallest is wanted.
 
     Returns:
@@ -44,7 +44,7 @@ def assign_addresses(
     items = _items([stay for stay in stays if stay not in offset], end)
     arena = 0
     if items:
-        offsets, arena = _placed(items, sizes, bottom, enough_bytes)
+        offsets, arena = _placed(items, sizes, bottom, wanted_bytes)
         for item, at in zip(items, offsets, strict=True):
             offset.update(dict.fromkeys(item, bottom + int(at)))
     placed = tuple(Extent(e.storage, e.start, e.stop, offset[e]) for e in stays)
@@ -62,10 +62,10 @@ def can_fit(stays: Sequence[Extent], sizes: Sequence[int], limit_bytes: int) -> 
     items = _items(moving, end)
     if not items:
         return bottom <= limit_bytes
-    found = _searched(items, sizes, limit_bytes - bottom)
-    if found.offsets is not None:
+    result = _searched(items, sizes, limit_bytes - bottom)
+    if result.offsets is not None:
         return True
-    return False if found.ended else None
+    return False if result.ended else None
 
 
 def wrong_address(plan: MemoryPlan) -> str | None:
@@ -120,16 +120,16 @@ def _items(stays: Sequence[Extent], end: int) -> list[Item]:
 
 
 def _placed(
-    items: Sequence[Item], sizes: Sequence[int], bottom: int, enough: int
+    items: Sequence[Item], sizes: Sequence[int], bottom: int, wanted_bytes: int
 ) -> tuple[np.ndarray, int]:
     """An offset above the bottom for every item, and the end of the highest one."""
-    fitting = Fitting(items, sizes, bottom, enough)
+    fitting = Fitting(items, sizes, bottom, wanted_bytes)
     best = fitting.best
     if best[1] > fitting.good and len(items) <= SEARCHED:
-        found = _searched(items, sizes, int(fitting.good))
-        if found.offsets is not None:
+        result = _searched(items, sizes, int(fitting.good))
+        if result.offsets is not None:
             size = np.array([sizes[item[0].storage] for item in items])
-            return found.offsets, int((found.offsets + size).max())
+            return result.offsets, int((result.offsets + size).max())
     return best
 
 
@@ -137,9 +137,9 @@ def _searched(items: Sequence[Item], sizes: Sequence[int], limit: int) -> Packin
     """Search for offsets below a limit."""
     real = [i for i, item in enumerate(items) if sizes[item[0].storage]]
     times = [[(stay.start, stay.stop) for stay in items[i]] for i in real]
-    found = search(times, [sizes[items[i][0].storage] for i in real], limit, _NODES)
-    if found.offsets is None:
-        return found
+    result = search(times, [sizes[items[i][0].storage] for i in real], limit, _NODES)
+    if result.offsets is None:
+        return result
     offsets = np.zeros(len(items), np.int64)
-    offsets[real] = found.offsets
-    return Packing(offsets, found.ended)
+    offsets[real] = result.offsets
+    return Packing(offsets, result.ended)

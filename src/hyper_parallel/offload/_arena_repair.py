@@ -45,17 +45,17 @@ class Repair:
         self._price = self._base.copy()
         self._rank = (-size * np.maximum(time, 1) ** _OF_TIME).tolist()
         out = ((size > 0) & ~self._there).nonzero()[0].tolist()
-        self._waiting = [(self._rank[i], i) for i in out]
+        self._unplaced = [(self._rank[i], i) for i in out]
 
     def offsets(self, moves: int) -> np.ndarray | None:
         """Where every item lies, once all are below the limit; None after so many moves."""
         if self._size.max() > self._limit:
             return None
-        heapify(self._waiting)
-        while self._waiting and self.moves < moves:
+        heapify(self._unplaced)
+        while self._unplaced and self.moves < moves:
             self.moves += 1
-            self._place(heappop(self._waiting)[1])
-        return None if self._waiting else self._low
+            self._place(heappop(self._unplaced)[1])
+        return None if self._unplaced else self._low
 
     def _place(self, item: int) -> None:
         """Put an item where what it ejects has the lowest price, and raise that."""
@@ -68,7 +68,7 @@ class Repair:
         self._there[hit] = False
         self._price[hit] += self._base[hit]
         for other in hit.tolist():
-            heappush(self._waiting, (self._rank[other], other))
+            heappush(self._unplaced, (self._rank[other], other))
         self._low[item], self._high[item], self._there[item] = offset, offset + size, True
 
     def _cheapest(self, low: np.ndarray, high: np.ndarray, price: np.ndarray, size: int) -> int:

@@ -155,10 +155,10 @@ class _Model:
                 else storage.kind not in ("input", "output")
             ) and (storage.persistent or not storage.at_start)
             made = program.operators[chains.maker[s]] if chains.maker[s] >= 0 else None
-            again = recompute and made is not None and made.repeatable and not made.writes
-            if program.sizes[s] and (movable or again):
+            recomputable = recompute and made is not None and made.repeatable and not made.writes
+            if program.sizes[s] and (movable or recomputable):
                 self._storage(s, uses, writes, movable)
-                if again and made is not None:
+                if recomputable and made is not None:
                     for gap in self.gaps:
                         if gap.storage == s and gap.home is None:
                             gap.dropped = self.lp.variable(1.0)
@@ -233,7 +233,7 @@ class _Model:
             lp.at_least({versions[-1].stored[-1]: 1.0, home: -1.0}, 0.0)
         self.versions += versions
 
-    def _room(self, first: int, last: int) -> tuple[dict[int, float], float]:
+    def _seconds_between(self, first: int, last: int) -> tuple[dict[int, float], float]:
         """Seconds from the end of position `first` to the start of `last`: waits, and a number."""
         waits = {self.waits[i]: 1.0 for i in range(first + 1, last + 1)}
         return waits, sum(self.seconds[first + 1 : last])
@@ -241,7 +241,7 @@ class _Model:
     def _stores(self) -> None:
         for first in sorted({v.since for v in self.versions}):
             for last in range(first + 1, self.n + 1):
-                row, constant = self._room(first, last)
+                row, constant = self._seconds_between(first, last)
                 filled = False
                 for v in self.versions:
                     at = min(last, v.until) - v.since - 1
@@ -255,7 +255,7 @@ class _Model:
         ends = sorted({g.last for g in self.gaps if g.last < self.n})
         for last in ends:
             for first in range(-1, last):
-                row, constant = self._room(first, last)
+                row, constant = self._seconds_between(first, last)
                 filled = False
                 for g in self.gaps:
                     if g.last > last or g.last <= first:

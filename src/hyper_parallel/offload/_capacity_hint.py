@@ -37,12 +37,12 @@ def sufficient_capacity(
         return [replace(s, machine=changed, made={}) for s in searches]
 
     def first(changed: MemoryMachine) -> Emitted | None:
-        found = (search.first(aim, fits) for search in on(changed))
-        return next((e for e in found if e is not None), None)
+        result = (search.first(aim, fits) for search in on(changed))
+        return next((e for e in result if e is not None), None)
 
-    found = {}
+    result = {}
     if machine.dram_bytes is not None:
-        found["dram"] = _least(
+        result["dram"] = _least(
             machine.dram_bytes,
             lambda n: first(replace(machine, dram_bytes=n)),
             lambda e: e.dram_bytes,
@@ -50,14 +50,14 @@ def sufficient_capacity(
             same=machine.copy_out is None,
         )
     if machine.copy_out is not None and machine.flash_bytes is not None:
-        found["flash"] = _least(
+        result["flash"] = _least(
             machine.flash_bytes,
             lambda n: first(replace(machine, flash_bytes=n)),
             lambda e: e.peaks["flash"],
             lambda n: planned(on(replace(machine, flash_bytes=n))),
             same=True,
         )
-    return {tier: enough for tier, enough in found.items() if enough is not None}
+    return {tier: sufficient for tier, sufficient in result.items() if sufficient is not None}
 
 
 def _least(
@@ -95,13 +95,13 @@ def _least(
     return next((n for n in tried if same or planned(n) is not None), None)
 
 
-def tier_full(budget_bytes: int, machine: MemoryMachine, enough: Mapping[str, int]) -> TierFull:
+def tier_full(budget_bytes: int, machine: MemoryMachine, sufficient: Mapping[str, int]) -> TierFull:
     """The error that names every tier, and all that would be enough on its own.
 
     Args:
         budget_bytes: Device budget.
         machine: Capacities.
-        enough: Of `device`, `dram` and `flash`, bytes with which there is a plan.
+        sufficient: Of `device`, `dram` and `flash`, bytes with which there is a plan.
     """
     dram = "unlimited" if machine.dram_bytes is None else f"{machine.dram_bytes} bytes"
     flash = "unlimited" if machine.flash_bytes is None else f"{machine.flash_bytes} bytes"
@@ -111,13 +111,15 @@ def tier_full(budget_bytes: int, machine: MemoryMachine, enough: Mapping[str, in
         "the device budget needs more bytes in DRAM or flash than the machine allows",
         got=f"budget {budget_bytes} bytes, dram {dram}, flash {flash}",
     )
-    return with_capacity_hint(error, enough)
+    return with_capacity_hint(error, sufficient)
 
 
-def with_capacity_hint(error: TierFull, enough: Mapping[str, int]) -> TierFull:
+def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFull:
     """The error with a hint that names these bytes."""
     keys = {"dram": "dram", "flash": "flash", "device": "budget"}
-    ways = [f"`offload.{key}={enough[tier]}`" for tier, key in keys.items() if tier in enough]
-    error.enough_bytes = dict(enough)
+    ways = [
+        f"`offload.{key}={sufficient[tier]}`" for tier, key in keys.items() if tier in sufficient
+    ]
+    error.enough_bytes = dict(sufficient)
     error.hint = f"set {', or '.join(ways)}"
     return error

@@ -43,7 +43,7 @@ class CommsInFlight:
         self._running[index] = {}
 
     def before(
-        self, operator: Operator, more: Iterable[int] = (), again: Iterable[int] = ()
+        self, operator: Operator, also_read: Iterable[int] = (), recomputed: Iterable[int] = ()
     ) -> list[int]:
         """What must be joined before an operator runs, before more storages are read, and others are made again."""
         if not self._running:
@@ -51,17 +51,17 @@ class CommsInFlight:
         changed = (*operator.writes, *operator.allocs)
         if operator.message and not operator.group:
             changed = operator.reads  # the end of what was sent from them
-        return self._users({*operator.reads, *more}, {*changed, *again})
+        return self._users({*operator.reads, *also_read}, {*changed, *recomputed})
 
     def _users(self, reads: set[int], writes: set[int]) -> list[int]:
         """What is under way and makes one storage, or uses another one."""
-        found = []
+        result = []
         for index in self._running:
             operator = self._program.operators[index]
             made = (*operator.writes, *operator.allocs)
             if not writes.isdisjoint(operator.touched) or not reads.isdisjoint(made):
-                found.append(index)
-        return found
+                result.append(index)
+        return result
 
     def fills(self, storage: int) -> bool:
         """Other ranks are still writing a storage."""

@@ -48,7 +48,7 @@ def cut_program(program: MemoryProgram) -> Cut:
     Args:
         program: A recorded step, in program order. Without a backward part it stays as it is.
     """
-    rewritten = _Rewritten(program, _made_again(program))
+    rewritten = _Rewritten(program, _rerun_operators(program))
     for index, op in enumerate(program.operators):
         rewritten.follow(index, op)
     return Cut(
@@ -67,24 +67,24 @@ class _Rewritten:
     """The new program as it grows."""
 
     program: MemoryProgram
-    again: set[int]
+    rerun: set[int]
     operators: list[Operator] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     renamed: list[Mapping[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.storages: list[Storage] = list(self.program.storages)
-        self._maker = {s: i for i in self.again for s in self.program.operators[i].allocs}
+        self._maker = {s: i for i in self.rerun for s in self.program.operators[i].allocs}
         self._second: dict[int, int] = {}  # what stands for a storage in the backward part
 
     def follow(self, index: int, op: Operator) -> None:
         if op.phase == "forward":
             self._append(index, op, {})
             return
-        self._make_again(op.reads)
+        self._rerun(op.reads)
         self._append(index, op, self._second)
 
-    def _make_again(self, wanted: Sequence[int]) -> None:
+    def _rerun(self, wanted: Sequence[int]) -> None:
         """Run what gives these storages again, unless that has been done."""
         todo, operators = list(wanted), set[int]()
         while todo:
@@ -113,7 +113,7 @@ class _Rewritten:
         self.renamed.append(names)
 
 
-def _made_again(program: MemoryProgram) -> set[int]:
+def _rerun_operators(program: MemoryProgram) -> set[int]:
     """Forward operators that run again in the backward part of the least cut.
 
     A linear program whose vertices are whole: every storage that backward reads is kept, or made by an operator that
@@ -140,8 +140,8 @@ def _made_again(program: MemoryProgram) -> set[int]:
 
     def ways(s: int) -> dict[int, float]:
         """Variables whose sum is at least 1 when backward has the storage."""
-        again = runs.get(maker[s])
-        return {kept[s]: 1.0} if again is None else {kept[s]: 1.0, again: 1.0}
+        rerun = runs.get(maker[s])
+        return {kept[s]: 1.0} if rerun is None else {kept[s]: 1.0, rerun: 1.0}
 
     for index, op in enumerate(operators):
         mine = [s for s in op.allocs if s in concerned]

@@ -102,7 +102,7 @@ class Emitter:
             if self.ledger.clock.now_s + self.left_s[position] > limit_s:
                 return None
             self._retire(position)
-            for number, gap, kind in self.reloads.at(position, self._room):
+            for number, gap, kind in self.reloads.at(position, self._free_bytes):
                 self._reload(number, gap, kind, position)
             if index in self.recomputes.host.operators:
                 for running in self.comms.before(self.program.operators[index]):
@@ -155,7 +155,7 @@ class Emitter:
         if self.budget is not None:
             need = sum([sizes[s] for s in touched if "device" not in current[s]])
             if ledger.live["device"] + need > self.budget:
-                self._make_room(need, set(touched), position)
+                self._free_up(need, set(touched), position)
         for s in wanted:
             if copies.leaving or self.comms or "device" not in current[s]:
                 self._bring(s)
@@ -288,7 +288,7 @@ class Emitter:
                 self.reloads.until(number, position + 1)
                 return
             self.copies.copy_in(s)
-        elif early and not self._has_room(number, gap, position):
+        elif early and not self._may_come_early(number, gap, position):
             return
         elif early and any(
             self.ledger.clock.done_s(i) > self.ledger.clock.now_s
@@ -298,17 +298,17 @@ class Emitter:
         else:
             self._bring(s)
 
-    def _room(self) -> int:
+    def _free_bytes(self) -> int:
         """Bytes that may still be taken on the device."""
         return 0 if self.budget is None else self.budget - self.ledger.live["device"]
 
-    def _has_room(self, number: int, gap: Gap, position: int) -> bool:
+    def _may_come_early(self, number: int, gap: Gap, position: int) -> bool:
         """An early reload must not take bytes that an operator before its use needs; else it waits for them."""
         if self.budget is None:
             return True
         size = self.program.sizes[gap.storage]
         if self.ledger.live["device"] + size > self.budget:
-            self.reloads.for_room(number, size)
+            self.reloads.for_bytes(number, size)
             return False
         ahead = self.planned[position : self.back.get((gap.storage, gap.last), gap.last)]
         over = np.flatnonzero(ahead + size > self.budget)
@@ -358,7 +358,7 @@ class Emitter:
         if "flash" in self.ledger.current[s] and home != "flash" and not clean:
             self.ledger.detach(s, "flash")
 
-    def _make_room(self, need: int, keep: set[int], position: int) -> None:
+    def _free_up(self, need: int, keep: set[int], position: int) -> None:
         """Wait for running stores and other ranks until `need` more bytes fit under the budget."""
         if self.budget is None:
             return

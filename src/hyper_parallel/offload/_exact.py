@@ -44,9 +44,9 @@ def search(
     """
     tree = _Tree(intervals, np.asarray(sizes, np.int64), limit)
     for rank, lowest_first in tree.orders():
-        found = tree.descend(rank, lowest_first, nodes)
-        if found.offsets is not None or found.ended:
-            return found
+        result = tree.descend(rank, lowest_first, nodes)
+        if result.offsets is not None or result.ended:
+            return result
     if len(sizes) > _FEW:
         return Packing(None, False)
     return tree.descend(*tree.orders()[0], _PROOF * nodes)
@@ -72,13 +72,13 @@ class _Tree:
         """Which of the next items is tried first: rank by item, and whether the lowest place goes before."""
         length = self.crosses.sum(1)
         sees = np.where(self.crosses, self.load, 0).max(1)
-        found = (
+        result = (
             np.lexsort((-self.size, -length, -sees)),
             np.lexsort((-length, -self.size)),
             np.lexsort((-self.size, -length)),
             np.lexsort((-self.size * length,)),
         )
-        ranks = [np.argsort(order) for order in found]
+        ranks = [np.argsort(order) for order in result]
         return tuple((rank, lowest) for rank in ranks for lowest in (True, False))
 
     def descend(self, rank: np.ndarray, lowest_first: bool, nodes: int) -> Packing:

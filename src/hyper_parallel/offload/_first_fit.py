@@ -38,8 +38,8 @@ class Fitting:
         items: What is placed.
         sizes: Bytes in the arena by storage index.
         bottom: Bytes below, which stay there all the time.
-        enough: An arena of this size, the bottom included, need not become smaller, and what is far from it is given
-            up; 0: the smallest is wanted.
+        wanted_bytes: An arena of this size, the bottom included, need not become smaller, and what is far from it
+            is given up; 0: the smallest is wanted.
 
     Attributes:
         best: The fit with the smallest arena.
@@ -47,16 +47,16 @@ class Fitting:
     """
 
     def __init__(
-        self, items: Sequence[Item], sizes: Sequence[int], bottom: int, enough: int
+        self, items: Sequence[Item], sizes: Sequence[int], bottom: int, wanted_bytes: int
     ) -> None:
         self._size = np.array([sizes[item[0].storage] for item in items], np.int64)
         self._clashes = _clashes(items)
         self._live = _live(items, sizes)
         self._floor = int(self._live.max())
-        self._wanted = enough - bottom if enough else None
+        self._wanted = wanted_bytes - bottom if wanted_bytes else None
         live = bottom + self._floor
         self.good = live * GOOD - bottom
-        self._tight = max(live * _TIGHT - bottom, min(enough - bottom, self.good))
+        self._tight = max(live * _TIGHT - bottom, min(wanted_bytes - bottom, self.good))
         # What goes around is as long as both of its stays, from the later one on.
         stays = [
             Extent(e[0].storage, e[0].start, e[0].stop + sum(x.stop - x.start for x in e[1:]))
@@ -105,10 +105,10 @@ class Fitting:
             offsets, arena = self.best
             limit = max(int(aim), arena - (arena - self._floor) // parts)
             repair = Repair(self._clashes, self._size, self._time, offsets, limit)
-            found = repair.offsets(min(moves, _EACH))
+            result = repair.offsets(min(moves, _EACH))
             moves -= repair.moves
-            if found is not None:
-                self._keep(found)
+            if result is not None:
+                self._keep(result)
             elif parts == 2:
                 parts = 4
             else:
@@ -146,13 +146,13 @@ def _clashes(items: Sequence[Item]) -> list[np.ndarray]:
     owner = np.repeat(np.arange(len(items), dtype=np.int32), [len(item) for item in items])
     start = np.array([stay.start for stay in stays], np.int32)
     stop = np.array([stay.stop for stay in stays], np.int32)
-    found = []
+    result = []
     for item in items:
         clash = np.zeros(len(stays), bool)
         for stay in item:
             clash |= (start < stay.stop) & (stop > stay.start)
-        found.append(np.unique(owner[clash]) if len(stays) > len(items) else owner[clash])
-    return found
+        result.append(np.unique(owner[clash]) if len(stays) > len(items) else owner[clash])
+    return result
 
 
 def _first_fit(clashes: Sequence[np.ndarray], size: np.ndarray, order: Sequence[int]) -> np.ndarray:

@@ -102,11 +102,11 @@ class Flow:
         for at, held in zip(self._needs, self._profile.tolist(), strict=True):
             need = (held - target_bytes) / self._unit
             self.lp.rows[at] = self.lp.rows[at][0], need if need > 0 else -np.inf, np.inf
-        found = self.lp.solve()
-        if found is None:
+        result = self.lp.solve()
+        if result is None:
             return None
-        waited = float(found[self._waits].sum())
-        return Flowed(found[: self._parts], (1.0 + waited) * self.step_s)
+        waited = float(result[self._waits].sum())
+        return Flowed(result[: self._parts], (1.0 + waited) * self.step_s)
 
     def _join(self) -> None:
         """What the parts add up to at every sample, and what both channels have carried by then."""

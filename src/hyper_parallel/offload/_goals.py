@@ -21,17 +21,17 @@ _LARGE_PROGRAM = 300  # operators
 _OTHERS = 6  # programs whose addresses are tried when those of the best do not fit together
 _LARGE_ACTIONS = 6000  # beyond, two
 _TARGETS = 12  # by bisection, until they are so close
-_CLOSE = 100
+_TARGET_PARTS = 100
 _SQUEEZED = 3  # rules whose choice is emitted again in less room; one that needs so much more than the best is not
-_MUCH = 1.25
-_ROOMS = 5  # tried for each, by bisection
-_LEAST_ROOM = 0.7  # of the peak before
+_SQUEEZED_PEAK = 1.25
+_SQUEEZES = 5  # tried for each, by bisection
+_LEAST_SQUEEZE = 0.7  # of the peak before
 _AIMS = 5  # targets; from the third on lower by half of what addresses took too much
 # Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
 _GAPS = (256, 50)
 _ELSEWHERE = 20  # the same while it is asked what DRAM or flash would be enough
 # A program that is faster by less is not tried again with more room for gaps; at the first target, by much less.
-_NEAR, _AS_FAST = 0.97, 0.998
+_WORTH_MORE_GAPS, _WORTH_MORE_GAPS_AT_FIRST = 0.97, 0.998
 
 
 def least_time(
@@ -51,19 +51,19 @@ def least_time(
         finish: Makes the plan of a program; its arena need not be smaller than the bytes given.
         limit_s: A slower plan is of no use.
     """
-    found, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible]()
+    result, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible]()
     for search in searches:
         try:
-            found.append(_least_time(search, budget, finish, limit_s))
-            limit_s = min(limit_s, found[-1][0].seconds)
+            result.append(_least_time(search, budget, finish, limit_s))
+            limit_s = min(limit_s, result[-1][0].seconds)
         except BudgetImpossible as error:
             errors.append(error)
-    if not found:
+    if not result:
         nearest = min(errors, key=lambda e: e.least_bytes)
         if limit_s < float("inf"):
             raise nearest
         raise _more_elsewhere(searches, budget, finish, nearest) or nearest
-    return min(found, key=lambda one: (one[0].seconds, one[1].device_bytes))
+    return min(result, key=lambda one: (one[0].seconds, one[1].device_bytes))
 
 
 def _least_time(
@@ -72,23 +72,25 @@ def _least_time(
     finish: Callable[[Emitted, int], MemoryPlan],
     limit_s: float = float("inf"),
 ) -> tuple[Emitted, MemoryPlan]:
-    room = budget - search.program.staging_bytes
+    arena_budget = budget - search.program.staging_bytes
     floor = working_set_bytes(device_part(search.program, search.machine))
     best: tuple[Emitted, MemoryPlan] | None = None
     seen_s = float("inf")  # of the fastest program, whatever its addresses take
     tried = _TRIED if len(search.program.operators) > _LARGE_PROGRAM else 4 * _TRIED
-    aim = room - room // _GAPS[0]
-    for count in range(1, _AIMS + 1 if floor <= room else 1):
+    aim = arena_budget - arena_budget // _GAPS[0]
+    for count in range(1, _AIMS + 1 if floor <= arena_budget else 1):
         within_s = best[0].seconds if best else limit_s
-        again = replace(search, best_seen=search.best_seen)
-        found = [e for e in again.portfolio(aim, within_s, budget=room) if e.peak <= room]
+        fresh = replace(search, best_seen=search.best_seen)
+        result = [
+            e for e in fresh.portfolio(aim, within_s, budget=arena_budget) if e.peak <= arena_budget
+        ]
         arenas: list[int] = []
-        distinct = list({e.actions: e for e in found}.values())
+        distinct = list({e.actions: e for e in result}.values())
         for e in sorted(distinct, key=lambda e: (e.seconds, e.peak))[:tried]:
             if best and e.seconds > best[0].seconds:
                 break
             seen_s = min(seen_s, e.seconds)
-            plan = finish(e, room)
+            plan = finish(e, arena_budget)
             if plan.device_bytes > budget:
                 arenas.append(plan.arena_bytes)
                 continue
@@ -96,13 +98,19 @@ def _least_time(
             if plan.arena_bytes <= GOOD * e.peak:
                 break  # else one that takes as long may have better addresses
         # Where only its addresses spoil a faster program, a little more room for gaps may save it.
-        if best and seen_s > (_AS_FAST if count == 1 else _NEAR) * best[0].seconds:
+        if (
+            best
+            and seen_s
+            > (_WORTH_MORE_GAPS_AT_FIRST if count == 1 else _WORTH_MORE_GAPS) * best[0].seconds
+        ):
             break
         if count < len(_GAPS):
-            aim = room - room // _GAPS[count]
+            aim = arena_budget - arena_budget // _GAPS[count]
         else:
-            over = max(min(arenas, default=room) - room, 0)
-            aim -= max(aim * over // (2 * (room + over)), (count - 1) * room // _GAPS[-1])
+            over = max(min(arenas, default=arena_budget) - arena_budget, 0)
+            aim -= max(
+                aim * over // (2 * (arena_budget + over)), (count - 1) * arena_budget // _GAPS[-1]
+            )
     if best is not None:
         return best
     if limit_s < float("inf"):
@@ -111,15 +119,15 @@ def _least_time(
             got=f"{budget} bytes",
         )
     # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
-    again = replace(search, best_seen=search.best_seen)
-    lowest = again.portfolio(floor)
+    fresh = replace(search, best_seen=search.best_seen)
+    lowest = fresh.portfolio(floor)
     candidates = sorted(lowest, key=lambda e: (e.peak, e.seconds))[:3] or [search.best_seen]
     plans = {id(e): finish(e, 0) for e in candidates}
-    others = again.portfolio((floor + room) // 2, budget=room)
+    others = fresh.portfolio((floor + arena_budget) // 2, budget=arena_budget)
     for e in sorted((*lowest, *others), key=lambda e: (e.seconds, e.peak)):
-        if e.peak > room:
+        if e.peak > arena_budget:
             continue
-        plan = plans.get(id(e)) or finish(e, room)
+        plan = plans.get(id(e)) or finish(e, arena_budget)
         if plan.device_bytes <= budget:
             return e, plan
     least = min(plans[id(e)].device_bytes for e in candidates)
@@ -133,9 +141,9 @@ def _least_time(
     raise error
 
 
-def _quality(found: tuple[Emitted, MemoryPlan]) -> tuple[float, float]:
+def _quality(result: tuple[Emitted, MemoryPlan]) -> tuple[float, float]:
     """Time first, then what addresses waste."""
-    return found[0].seconds, found[1].arena_bytes / max(found[0].peak, 1)
+    return result[0].seconds, result[1].arena_bytes / max(result[0].peak, 1)
 
 
 def _more_elsewhere(
@@ -146,12 +154,12 @@ def _more_elsewhere(
 ) -> TierFull | None:
     """What stands in the way, when it is DRAM or flash."""
     program, machine = searches[0].program, searches[0].machine
-    room = budget - program.staging_bytes
-    if working_set_bytes(device_part(program, machine)) > room:
+    arena_budget = budget - program.staging_bytes
+    if working_set_bytes(device_part(program, machine)) > arena_budget:
         return None
 
     def fits(e: Emitted) -> bool:
-        return e.peak <= room and finish(e, room).device_bytes <= budget
+        return e.peak <= arena_budget and finish(e, arena_budget).device_bytes <= budget
 
     def planned(others: Sequence[Search]) -> Emitted | None:
         for search in others:
@@ -161,10 +169,12 @@ def _more_elsewhere(
                 continue
         return None
 
-    enough = sufficient_capacity(searches, room - room // _ELSEWHERE, fits, planned)
-    if not enough:
+    sufficient = sufficient_capacity(
+        searches, arena_budget - arena_budget // _ELSEWHERE, fits, planned
+    )
+    if not sufficient:
         return None
-    return tier_full(budget, machine, {**enough, "device": error.least_bytes})
+    return tier_full(budget, machine, {**sufficient, "device": error.least_bytes})
 
 
 def least_peak(
@@ -177,10 +187,10 @@ def least_peak(
 
     Where its addresses leave gaps, programs that leave more room for them are tried, and the smallest arena is taken.
     """
-    found = _in_turn([e for search in searches for e in _least_peak(search, identity, limit_s)])
-    best, plan = found[0], finish(found[0])
+    result = _in_turn([e for search in searches for e in _least_peak(search, identity, limit_s)])
+    best, plan = result[0], finish(result[0])
     large = len(best.actions) > _LARGE_ACTIONS
-    for e in found[1 : 4 if large else _OTHERS]:
+    for e in result[1 : 4 if large else _OTHERS]:
         if plan.arena_bytes <= GOOD * best.peak or e.peak >= plan.arena_bytes:
             break
         other = finish(e)
@@ -189,10 +199,10 @@ def least_peak(
     return best, plan
 
 
-def _in_turn(found: Sequence[Emitted]) -> list[Emitted]:
+def _in_turn(result: Sequence[Emitted]) -> list[Emitted]:
     """By peak; of equal peaks the fastest program, then the one that waits most: it leaves most gaps elsewhere."""
     turn = []
-    ranked = sorted(found, key=lambda e: (e.peak, e.seconds))
+    ranked = sorted(result, key=lambda e: (e.peak, e.seconds))
     for _, equal in groupby(ranked, key=lambda e: e.peak):
         first, *others = equal
         turn += [first, *(e for e in others[-1:] if e.seconds > first.seconds)]
@@ -207,11 +217,11 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitt
     """
     low, high = working_set_bytes(device_part(search.program, search.machine)), identity.peak
     best = identity
-    found = [identity]
+    result = [identity]
     met: int | None = None
     for _ in range(_TARGETS):
         target = (low + high) // 2
-        if high - low <= max(high // _CLOSE, search.program.alignment_bytes):
+        if high - low <= max(high // _TARGET_PARTS, search.program.alignment_bytes):
             break
         fine = [
             e
@@ -221,37 +231,37 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitt
         if fine:
             met = target
             best = min(fine, key=lambda e: (e.peak, e.seconds))
-            found += fine
+            result += fine
             high = min(best.peak, high)
             if best.peak > target:
                 low = target
         else:
             low = target
     if met is not None:
-        found += [e for e in search.portfolio(met, limit_s) if e.seconds <= limit_s]
-        best = min(found, key=lambda e: (e.peak, e.seconds))
+        result += [e for e in search.portfolio(met, limit_s) if e.seconds <= limit_s]
+        best = min(result, key=lambda e: (e.peak, e.seconds))
     if len(search.program.operators) <= LARGEST and best.recomputes is not None:
-        found.append(polish(search, best, limit_s))
-    return found + _squeezed(search, found, limit_s)
+        result.append(polish(search, best, limit_s))
+    return result + _squeezed(search, result, limit_s)
 
 
-def _squeezed(search: Search, found: Sequence[Emitted], limit_s: float) -> list[Emitted]:
+def _squeezed(search: Search, result: Sequence[Emitted], limit_s: float) -> list[Emitted]:
     """What the rules of lowest peak chose, emitted in less room.
 
     A selection ends where its target is reached or cannot be, but waiting may still lower the peak. Where it cannot, it
     lowers the rest of the step, so that the addresses of the peak fit together.
     """
     lowest: dict[int, Emitted] = {}  # of every rule
-    most = _MUCH * min(e.peak for e in found)
-    for e in sorted(found, key=lambda e: (e.peak, e.seconds)):
+    most = _SQUEEZED_PEAK * min(e.peak for e in result)
+    for e in sorted(result, key=lambda e: (e.peak, e.seconds)):
         if e.asked is not None and e.peak <= most:
             lowest.setdefault(id(e.asked.rule), e)
     squeezed = []
     for e in list(lowest.values())[:_SQUEEZED]:
-        low, high = _LEAST_ROOM, 1.0
-        for _ in range(_ROOMS):
+        low, high = _LEAST_SQUEEZE, 1.0
+        for _ in range(_SQUEEZES):
             share = (low + high) / 2
-            less = search.in_less_room(e, int(e.peak * share), limit_s)
+            less = search.within_fewer_bytes(e, int(e.peak * share), limit_s)
             if less is None:
                 low = share
             else:

@@ -17,7 +17,7 @@ from hyper_parallel.offload._channel_capacity import ChannelCapacity
 if TYPE_CHECKING:
     from hyper_parallel.offload._select import Candidate, Rank, Selector
 
-_CLOSE = 3.0  # a ring fetches nothing earlier than this many durations before its use
+_RING_LEAD = 3.0  # a ring fetches nothing earlier than this many durations before its use
 
 
 class Greedy:
@@ -45,8 +45,8 @@ class Greedy:
         self.high = np.ascontiguousarray(bounds[:, :, 1].T)
         self.free = np.ones(len(self.items), bool)
         self.later = np.zeros(len(self.items), bool)  # what a ring leaves until nothing is closer
-        self.lanes = None if selector.stretch is None else _Lanes(selector, selector.stretch)
-        self.close = rank == "ring" and self.lanes is not None
+        self.channels = None if selector.stretch is None else _Channels(selector, selector.stretch)
+        self.close = rank == "ring" and self.channels is not None
         self.chosen: list[Candidate] = []
         self.peaks = [int(self.profile.max(initial=0))]  # before each candidate, and after all
         self.stuck = False
@@ -78,8 +78,10 @@ class Greedy:
             for pick in np.flatnonzero(covers).tolist():
                 self.free[pick] = False
                 taken: Candidate | None = self.items[pick]
-                if self.lanes is not None:
-                    taken = self.lanes.take(self.items[pick], at, _CLOSE if self.close else None)
+                if self.channels is not None:
+                    taken = self.channels.take(
+                        self.items[pick], at, _RING_LEAD if self.close else None
+                    )
                 if taken is None:
                     self.later[pick] = self.close
                     continue
@@ -95,7 +97,7 @@ class Greedy:
             self.later = np.zeros(len(self.items), bool)
 
 
-class _Lanes:
+class _Channels:
     """Both channels during one selection, and which gaps are taken already."""
 
     def __init__(self, selector: Selector, stretch: float) -> None:

@@ -83,12 +83,12 @@ class HostUpdates:
 
     def device_writes(self, program: MemoryProgram, order: Sequence[int]) -> dict[int, list[int]]:
         """Positions at which every storage is changed on the device."""
-        found: dict[int, list[int]] = {}
+        result: dict[int, list[int]] = {}
         for position, index in enumerate(order):
             if index not in self.operators:
                 for s in program.operators[index].writes:
-                    found.setdefault(s, []).append(position)
-        return found
+                    result.setdefault(s, []).append(position)
+        return result
 
     def ready(self, gap: Gap) -> int:
         """Position from which on a gap's storage may come back: not before it has been changed in host memory."""

@@ -18,20 +18,20 @@ def host_sets(
     every = hostable(program) if machine.host is not None else frozenset()
     if not every:
         return [("", frozenset())]
-    found = {
+    result = {
         frozenset[int](): "",
         every: ", all updates on the host",
-        _ending_in_time(program, machine, order, every, slack_s, at_use=False): (
+        _ending_before(program, machine, order, every, slack_s, at_use=False): (
             ", updates that the link and the host carry"
         ),
-        _ending_in_time(program, machine, order, every, slack_s, at_use=True): (
+        _ending_before(program, machine, order, every, slack_s, at_use=True): (
             ", updates that nothing waits for"
         ),
     }
-    return sorted(((name, chosen) for chosen, name in found.items()), key=lambda x: len(x[1]))
+    return sorted(((name, chosen) for chosen, name in result.items()), key=lambda x: len(x[1]))
 
 
-def _ending_in_time(
+def _ending_before(
     program: MemoryProgram,
     machine: MemoryMachine,
     order: Sequence[int],
@@ -81,9 +81,11 @@ def _ending_in_time(
         results = [s for s in state_of(program, index) if s in due_s]
         sent = max(sent_s, now_s) + sum(_seconds(machine.store, storages[s]) for s in gradients)
         done = max(host_s, sent) + machine.host_seconds(op)
-        again = sum(_seconds(machine.prefetch, storages[s]) for s in results if s in later[index])
+        reload_s = sum(
+            _seconds(machine.prefetch, storages[s]) for s in results if s in later[index]
+        )
         back = [(due_s[s], _seconds(machine.prefetch, storages[s])) for s in results]
-        if done + again <= (computed_s if at_use else end_s) and _in_time(
+        if done + reload_s <= (computed_s if at_use else end_s) and _meets_deadlines(
             merged := sorted([*reloads, *back])
         ):
             sent_s, host_s, reloads = sent, done, merged
@@ -91,7 +93,7 @@ def _ending_in_time(
     return together(program, chosen)
 
 
-def _in_time(reloads: list[tuple[float, float]]) -> bool:
+def _meets_deadlines(reloads: list[tuple[float, float]]) -> bool:
     """A serial lane that begins with the step keeps all deadlines, given in ascending order."""
     return all(
         end_s <= due_s
@@ -99,7 +101,7 @@ def _in_time(reloads: list[tuple[float, float]]) -> bool:
     )
 
 
-def readers_late(
+def defer_host_readers(
     program: MemoryProgram,
     machine: MemoryMachine,
     order: tuple[int, ...],
@@ -116,21 +118,21 @@ def readers_late(
     operators, storages = program.operators, program.storages
     now_s = sent_s = host_s = back_s = 0.0
     done_s: dict[int, float] = {}  # updates
-    waiting: dict[int, float] = {}  # operators that are put off -> when their operands are there
-    found: list[int] = []
+    deferred: dict[int, float] = {}  # operators that are put off -> when their operands are there
+    result: list[int] = []
 
     def run(index: int) -> None:
         nonlocal now_s
-        for other in [w for w in waiting if w in before[index]]:
-            if other in waiting:
+        for other in [w for w in deferred if w in before[index]]:
+            if other in deferred:
                 run(other)
-        now_s = max(now_s, waiting.pop(index, 0.0)) + operators[index].seconds
-        found.append(index)
+        now_s = max(now_s, deferred.pop(index, 0.0)) + operators[index].seconds
+        result.append(index)
 
     for index in order:
         operator = operators[index]
-        for other in [w for w, ready_s in waiting.items() if ready_s <= now_s]:
-            if other in waiting and before[other].isdisjoint(waiting):
+        for other in [w for w, ready_s in deferred.items() if ready_s <= now_s]:
+            if other in deferred and before[other].isdisjoint(deferred):
                 run(other)
         if index in hosted:
             gradients = [s for s in operator.touched if not storages[s].persistent]
@@ -138,23 +140,23 @@ def readers_late(
                 _seconds(machine.store, storages[s]) for s in gradients
             )
             host_s = done_s[index] = max(host_s, sent_s) + machine.host_seconds(operator)
-            found.append(index)
+            result.append(index)
             continue
         updates = [i for i in before[index] if i in done_s]
         light = operator.phase == "optimizer" and not (operator.flops or operator.ordered)
-        if light and (updates or not before[index].isdisjoint(waiting)):
+        if light and (updates or not before[index].isdisjoint(deferred)):
             changed = {s for i in updates for s in state_of(program, i)}
             for s in changed.intersection(operator.reads):
                 back_s = max(back_s, *(done_s[i] for i in updates)) + _seconds(
                     machine.prefetch, storages[s]
                 )
-            waiting[index] = back_s
+            deferred[index] = back_s
             continue
         run(index)
-    for index in list(waiting):
-        if index in waiting:
+    for index in list(deferred):
+        if index in deferred:
             run(index)
-    return tuple(found)
+    return tuple(result)
 
 
 def _seconds(channel: Channel, storage: Storage) -> float:

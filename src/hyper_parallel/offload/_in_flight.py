@@ -59,7 +59,7 @@ class InFlightCopies:
             if not held.get("dram"):
                 for running in self.updates.using(s) if "dram" in held else ():
                     self.end_update(running)
-                self.make_dram_room(s)
+                self.free_dram(s)
                 self.store(s, leaves=False)
             if s in self._recomputes.host.at_home:
                 for item in [p for p in self.leaving if p.storage == s and p.into != "dram"]:
@@ -103,11 +103,11 @@ class InFlightCopies:
             s in self.ahead
             or s in self.updates
             or self.homes[s] == "dram"
-            or self._going(s, "flash")
+            or self._is_leaving(s, "flash")
         ):
             self._ledger.detach(s, "dram")
 
-    def _going(self, s: int, into: str) -> bool:
+    def _is_leaving(self, s: int, into: str) -> bool:
         return any(p.storage == s and p.into == into for p in self.leaving)
 
     def depart(self, gap: Gap) -> None:
@@ -130,7 +130,7 @@ class InFlightCopies:
         elif held.get("dram"):
             self._ledger.detach(s, "device")
         else:
-            self.make_dram_room(s)
+            self.free_dram(s)
             self.store(s, leaves=True)
         if gap.tier == "flash":
             if "flash" in going:
@@ -148,12 +148,12 @@ class InFlightCopies:
 
     def copy_in(self, s: int) -> None:
         """Begin the copy from flash to DRAM."""
-        self.make_dram_room(s)
+        self.free_dram(s)
         self._ledger.take(s, "dram")
         self._ledger.emit("copy_in", s)
         self.arriving[s, "dram"] = None
 
-    def make_dram_room(self, s: int) -> None:
+    def free_dram(self, s: int) -> None:
         """Wait for updates, then for bytes on their way to flash, until a storage fits into DRAM, if it does.
 
         Only what has its size makes room for it.

@@ -94,7 +94,7 @@ def early_stores(
     gaps: Sequence[Gap],
     program: MemoryProgram,
     num_positions: int,
-    again: Recomputes,
+    recomputes: Recomputes,
     writes: Sequence[Sequence[int]],
 ) -> list[list[Gap]]:
     """Per position, what has its content from there on and leaves later: its copy may run before it leaves.
@@ -103,13 +103,13 @@ def early_stores(
         gaps: What leaves.
         program: Storages.
         num_positions: Length of the order.
-        again: Accesses; what is dropped to be made again must not be under a copy then, so it is left out.
+        recomputes: Accesses; what is dropped to be made again must not be under a copy then, so it is left out.
         writes: Positions that change each storage after it was made, ascending.
     """
     early: list[list[Gap]] = [[] for _ in range(num_positions)]
-    dropped = {*again.gaps, *(h for helpers in again.helpers.values() for h in helpers)}
+    dropped = {*recomputes.gaps, *(h for helpers in recomputes.helpers.values() for h in helpers)}
     for g in gaps:
-        uses = again.uses[g.storage]
+        uses = recomputes.uses[g.storage]
         if g.first < 0 or not uses or g.tier != "dram" or g.storage in dropped:
             continue
         changed = writes[g.storage]

@@ -56,10 +56,10 @@ def _round(
             for group in draw.sample(groups, min(len(groups), draw.choice((1, 1, 2)))):
                 trial = trial - group if group <= trial else trial | group
         emitted, held = _emit(search, best, trial, target, at)
-        found = _score(emitted, held, target, limit_s)
-        if found > score or overfull(search.machine, emitted):
+        result = _score(emitted, held, target, limit_s)
+        if result > score or overfull(search.machine, emitted):
             continue
-        chosen, mode, score = trial, at, found
+        chosen, mode, score = trial, at, result
         if emitted.seconds <= limit_s and emitted.peak < best.peak:
             best = emitted
             target = int(best.peak * _STEP)

@@ -23,7 +23,7 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
     before = dependencies(program)
     order = tuple(range(len(program.operators)))
     peak, mean = _measure(program, order)
-    said: list[str] = []
+    statement: list[str] = []
     passes: tuple[tuple[str, Callable[..., tuple[int, ...]]], ...] = (
         ("optimizer updates inside the backward pass", _updates_early),
         ("weight gradients next to their consumer", _gradients_late),
@@ -35,16 +35,16 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
             continue
         new_peak, new_mean = _measure(program, proposal)
         if new_peak <= peak and new_mean < mean:
-            said.append(
+            statement.append(
                 f"order: {what}: peak {peak} -> {new_peak} bytes, mean {mean:.0f} -> {new_mean:.0f} bytes"
             )
             order, peak, mean = proposal, new_peak, new_mean
         else:
-            said.append(
+            statement.append(
                 f"order: {what}: not taken, the peak would be {new_peak} against {peak} bytes"
             )
     blocked = _blocked_updates(program, before)
-    return order, (*said, *([blocked] if blocked else []))
+    return order, (*statement, *([blocked] if blocked else []))
 
 
 def _measure(program: MemoryProgram, order: Sequence[int]) -> tuple[int, float]:

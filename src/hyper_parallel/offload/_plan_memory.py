@@ -27,7 +27,7 @@ from hyper_parallel.offload._address import assign_addresses
 from hyper_parallel.offload._clock import clocked
 from hyper_parallel.offload._goals import least_peak, least_time
 from hyper_parallel.offload._host import HostUpdates, hostable
-from hyper_parallel.offload._host_sets import host_sets, readers_late
+from hyper_parallel.offload._host_sets import defer_host_readers, host_sets
 from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._order import order_peak, order_seconds, refine_order
 from hyper_parallel.offload._overlap import DEPTHS, overlapped
@@ -85,10 +85,10 @@ def plan_memory(
         raise BadValue("bandwidth_margin is a share of at least 0", got=margin, allowed="0 or more")
     goal = _Goal(budget_bytes, max_slowdown, move, recompute, margin)
     with _no_search_for_cycles():
-        orders, said = _orders(program, reorder)
+        orders, statement = _orders(program, reorder)
         if not program.communicates:
-            return _in_order(program, machine, goal, orders[0], said)
-        return _best_order(program, machine, goal, orders, said)
+            return _in_order(program, machine, goal, orders[0], statement)
+        return _best_order(program, machine, goal, orders, statement)
 
 
 @contextmanager
@@ -114,10 +114,12 @@ def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]
     """Orders to plan in, the one that takes fewest bytes when nothing moves among them, and what was found."""
     if not reorder:
         return [tuple(range(len(program.operators)))], ()
-    order, said = refine_order(program)
+    order, statement = refine_order(program)
     if not program.communicates:
-        return [order], said
-    return list(dict.fromkeys(overlapped(program, order, depth) for depth in (*DEPTHS, 0))), said
+        return [order], statement
+    return list(
+        dict.fromkeys(overlapped(program, order, depth) for depth in (*DEPTHS, 0))
+    ), statement
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def _best_order(
     machine: MemoryMachine,
     goal: _Goal,
     orders: Sequence[tuple[int, ...]],
-    said: tuple[str, ...],
+    statement: tuple[str, ...],
 ) -> MemoryPlan:
     """The best plan over orders that begin what ranks do together more or less early.
 
@@ -146,7 +148,7 @@ def _best_order(
     fast = min(orders, key=lambda o: (alone[o].seconds, alone[o].peak))
     small = min(orders, key=lambda o: (alone[o].peak, alone[o].seconds))
     recorded_s = order_seconds(program, range(len(program.operators)))
-    told = (
+    comm_statement = (
         f"communication: recorded order {recorded_s:.6g} s, begun early {alone[fast].seconds:.6g} s, of "
         f"{program.seconds:.6g} s computation and {program.comm_seconds:.6g} s on the link; ranks keep one order"
     )
@@ -159,7 +161,11 @@ def _best_order(
             continue
         try:
             best_s = min((plan.seconds for plan in plans), default=float("inf"))
-            plans.append(_in_order(program, machine, goal, order, (*said, told), limit_s, best_s))
+            plans.append(
+                _in_order(
+                    program, machine, goal, order, (*statement, comm_statement), limit_s, best_s
+                )
+            )
         except (BudgetImpossible, TierFull) as error:
             errors.append(error)
     if not plans:
@@ -174,7 +180,7 @@ def _in_order(
     true_machine: MemoryMachine,
     goal: _Goal,
     order: tuple[int, ...],
-    said: tuple[str, ...],
+    statement: tuple[str, ...],
     limit_s: float | None = None,
     best_s: float = float("inf"),
 ) -> MemoryPlan:
@@ -190,7 +196,7 @@ def _in_order(
         reason = (
             f"identity: the step takes {identity.peak} bytes and fits the budget; nothing moves"
         )
-        whole = _finish(program, true_machine, identity, (*said, reason))
+        whole = _finish(program, true_machine, identity, (*statement, reason))
         if whole.device_bytes <= budget_bytes:
             return whole
     if limit_s is None and max_slowdown is not None:
@@ -198,7 +204,7 @@ def _in_order(
     slack_s = None if max_slowdown is None or limit_s is None else limit_s - identity.seconds
     searches = []
     for where in host_sets(program, machine, order, slack_s or 0.0):
-        late = readers_late(program, machine, order, where[1])
+        late = defer_host_readers(program, machine, order, where[1])
         rules = SelectionRules(
             program,
             machine,
@@ -214,29 +220,29 @@ def _in_order(
         best, plan = least_time(
             searches,
             budget_bytes,
-            lambda e, enough: _finish(program, true_machine, e, said, enough),
+            lambda e, wanted_bytes: _finish(program, true_machine, e, statement, wanted_bytes),
             best_s if machine == true_machine else float("inf"),
         )
     else:
         assert limit_s is not None
         best, plan = least_peak(
-            searches, identity, limit_s, lambda e: _finish(program, true_machine, e, said)
+            searches, identity, limit_s, lambda e: _finish(program, true_machine, e, statement)
         )
     if best is identity:
-        said = (
-            *said,
+        statement = (
+            *statement,
             f"identity: no plan lowers the peak of {identity.peak} bytes within {max_slowdown:.1%} more time; "
             "nothing moves",
         )
-        return replace(plan, statement=said)
+        return replace(plan, statement=statement)
     if best.recomputes is not None and best.recomputes.host.operators:
-        said = (*said, _on_host(program, true_machine, best.recomputes.host))
+        statement = (*statement, _on_host(program, true_machine, best.recomputes.host))
     reserve = f", with links {goal.margin:.0%} slower {best.seconds:.6g}" if goal.margin else ""
-    told = (
+    outcome = (
         f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {plan.seconds:.6g}{reserve} "
         f"({best.rule})"
     )
-    return replace(plan, statement=(*said, told))
+    return replace(plan, statement=(*statement, outcome))
 
 
 def _identity(program: MemoryProgram, order: tuple[int, ...]) -> Emitted:
@@ -252,15 +258,15 @@ def _finish(
     program: MemoryProgram,
     machine: MemoryMachine,
     emitted: Emitted,
-    said: tuple[str, ...],
-    enough: int = 0,
+    statement: tuple[str, ...],
+    wanted_bytes: int = 0,
 ) -> MemoryPlan:
     judged = replay(program, emitted.homes, emitted.actions)
     counted = judged.peak_bytes, slab_bytes(judged.host_buffers)
     assert counted == (emitted.peaks, emitted.dram_bytes), (
         "the emitter and the replay count differently"
     )
-    addresses, arena = assign_addresses(judged.residency, program.spans, enough)
+    addresses, arena = assign_addresses(judged.residency, program.spans, wanted_bytes)
     choices = [
         Choice(
             g.storage,
@@ -284,7 +290,7 @@ def _finish(
         emitted.actions,
         clocked(program, machine, emitted.actions).now_s,
         tuple(choices),
-        said,
+        statement,
         addresses,
         arena,
     )

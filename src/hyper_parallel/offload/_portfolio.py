@@ -14,7 +14,7 @@ from hyper_parallel.offload._recompute import Recomputes
 from hyper_parallel.offload._select import assign_tiers
 from hyper_parallel.offload._selection_rules import SelectionRule, SelectionRules
 
-_LITTLE = 1.2  # times the step in which nothing moves: no other rules are tried then
+_NEAR_UNMOVED_STEP = 1.2  # times the step in which nothing moves: no other rules are tried then
 _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
 
 
@@ -105,12 +105,12 @@ class Search:
             budget: Only the fastest program under it is wanted: what is found becomes the time limit.
             every: Ask every rule; else only until one meets the target.
         """
-        found: list[Emitted] = []
+        result: list[Emitted] = []
         met: list[SelectionRule] = []
         # Those that may give the fastest programs go first: what they give limits the others.
         left = self.left if budget is None else sorted(self.left, key=lambda r: r.selector.least_s)
         first = self.rules.first(target, lambda: limit_s) if budget is not None else ()
-        enough_s = _LITTLE * self.rules.step_s if budget is not None else 0.0
+        enough_s = _NEAR_UNMOVED_STEP * self.rules.step_s if budget is not None else 0.0
         asked = set[int]()
         for rule in chain(first, (r for r in left if limit_s > enough_s)):
             asked.add(id(rule))
@@ -124,7 +124,7 @@ class Search:
                     break
                 if not overfull(self.machine, emitted):
                     self.best_seen = min(self.best_seen, emitted, key=lambda e: e.peak)
-                    found.append(emitted)
+                    result.append(emitted)
                     if budget is not None and emitted.peak <= budget:
                         limit_s = min(limit_s, emitted.seconds)
                 aim -= emitted.peak - target
@@ -137,7 +137,7 @@ class Search:
                     met += [r for r in self.left if id(r) not in asked]
                     break
         self.left = met or self.left
-        return found
+        return result
 
     def first(self, target: int, fits: Callable[[Emitted], bool]) -> Emitted | None:
         """Any program for a target that respects the other tiers and fits."""
@@ -156,24 +156,26 @@ class Search:
         missed = rule.selector.stretch is not None and planned.max(initial=0) > target
         return self._emit(Asked(rule, aim), None if missed else target, limit_s)
 
-    def in_less_room(self, emitted: Emitted, room: int, limit_s: float) -> Emitted | None:
+    def within_fewer_bytes(
+        self, emitted: Emitted, limit_bytes: int, limit_s: float
+    ) -> Emitted | None:
         """The same choice, where copies wait for room as if there were less; None when that takes too long.
 
         What operators need at once is the peak then; at all other times bytes are left over for gaps between addresses.
         """
         if emitted.asked is None:
             return None
-        found = self._emit(emitted.asked, room, limit_s)
-        if found is None or found.seconds > limit_s or overfull(self.machine, found):
+        result = self._emit(emitted.asked, limit_bytes, limit_s)
+        if result is None or result.seconds > limit_s or overfull(self.machine, result):
             return None
-        return found
+        return result
 
-    def _emit(self, asked: Asked, room: int | None, limit_s: float) -> Emitted | None:
+    def _emit(self, asked: Asked, limit_bytes: int | None, limit_s: float) -> Emitted | None:
         """The program of what a rule chooses; with room, copies wait for it."""
         rule = asked.rule
         selector = rule.selector
         chosen, planned = selector.select(asked.aim, rule.rank)
-        key = (id(selector), rule.rank, rule.window, tuple(map(id, chosen)), room)
+        key = (id(selector), rule.rank, rule.window, tuple(map(id, chosen)), limit_bytes)
         if key in self.made:
             limited_s, known = self.made[key]
             if known is not None or limit_s <= limited_s:
@@ -196,7 +198,7 @@ class Search:
                 self.order,
                 gaps,
                 selector.recomputes,
-                room,
+                limit_bytes,
                 planned.copy(),
                 back,
                 window=rule.window,

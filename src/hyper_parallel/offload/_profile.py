@@ -17,12 +17,12 @@ from hyper_parallel.ir import (
 def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
     """Device bytes at the peak, by what they hold."""
     at = plan.replayed.peak_action
-    found: dict[StorageKind, int] = {}
+    result: dict[StorageKind, int] = {}
     for stay in plan.replayed.residency:
         if stay.start <= at < stay.stop:
             kind = plan.program.storages[stay.storage].kind
-            found[kind] = found.get(kind, 0) + plan.program.sizes[stay.storage]
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+            result[kind] = result.get(kind, 0) + plan.program.sizes[stay.storage]
+    return dict(sorted(result.items(), key=lambda item: -item[1]))
 
 
 def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:

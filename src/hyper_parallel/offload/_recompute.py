@@ -167,8 +167,8 @@ class Chains:
 def recompute_density(finder: Chains) -> dict[int, float]:
     """Seconds per freed byte of every storage that may be recomputed over its longest idle gap."""
     sizes = finder.program.sizes
-    found = ((s, finder.of_longest_gap(s)) for s in range(len(sizes)))
-    return {s: chain.seconds / sizes[s] for s, chain in found if chain is not None}
+    result = ((s, finder.of_longest_gap(s)) for s in range(len(sizes)))
+    return {s: chain.seconds / sizes[s] for s, chain in result if chain is not None}
 
 
 def cheapest_at_peak(
@@ -215,38 +215,38 @@ def choose_recomputes(finder: Chains, chosen: Collection[int]) -> Recomputes:
     there.
     """
     program, chains, place = finder.program, finder.chains, finder.place
-    found = Recomputes([list(u) for u in chains.uses])
+    result = Recomputes([list(u) for u in chains.uses])
     sent = {s for op in program.operators if op.message for s in op.touched}
     for s in sorted(chosen, key=lambda s: -place[chains.maker[s]]):
-        gap = None if s in found.gaps else longest_gap(found.uses[s])
+        gap = None if s in result.gaps else longest_gap(result.uses[s])
         if gap is None:
             continue
         chain = finder.find(s, gap[1])
         others = [x for x in program.operators[chains.maker[s]].allocs if x != s]
-        if chain is None or any(program.storages[x].at_end or x in found.gaps for x in others):
+        if chain is None or any(program.storages[x].at_end or x in result.gaps for x in others):
             continue
         if others and not sent.isdisjoint((s, *others)):
             continue  # it may not be waited for until its peer has begun too, and all of them are made together
-        found.gaps[s] = gap
-        rerun = found.rerun.setdefault(gap[1], [])
+        result.gaps[s] = gap
+        rerun = result.rerun.setdefault(gap[1], [])
         rerun += [op for op in chain.operators if op not in rerun]
         rerun.sort(key=place.__getitem__)
-        helpers = found.helpers.setdefault(gap[1], [])
+        helpers = result.helpers.setdefault(gap[1], [])
         helpers += [h for h in chain.helpers if h not in helpers]
         for x in others:
-            uses = found.uses[x]
+            uses = result.uses[x]
             if uses[-1] < gap[1]:
                 helpers.append(x)
                 continue
             if gap[1] not in uses:
                 insort(uses, gap[1])
-            found.gaps[x] = uses[uses.index(gap[1]) - 1], gap[1]
+            result.gaps[x] = uses[uses.index(gap[1]) - 1], gap[1]
         for x in chain.inputs:
-            if gap[1] not in found.uses[x]:
-                found.uses[x].append(gap[1])
-                found.uses[x].sort()
-        found.seconds += chain.seconds
-    return found
+            if gap[1] not in result.uses[x]:
+                result.uses[x].append(gap[1])
+                result.uses[x].sort()
+        result.seconds += chain.seconds
+    return result
 
 
 def _places(chains: UseDef) -> list[int]:

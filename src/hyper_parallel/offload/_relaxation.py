@@ -34,11 +34,11 @@ class RelaxedChoice:
 
     Attributes:
         seconds: Of the step in the relaxation.
-        again: Storages that are dropped and made again: by half at least, or by nearly all.
+        recomputed: Storages that are dropped and made again: by half at least, or by nearly all.
     """
 
     seconds: float
-    again: tuple[tuple[int, ...], ...]
+    recomputed: tuple[tuple[int, ...], ...]
 
 
 class Relaxation:
@@ -64,7 +64,7 @@ class Relaxation:
         self.candidates: dict[int, Candidate] = {}  # by part
         self.inside: dict[int, list[int]] = {}  # storage -> parts of its gaps inside the step
         self.kept_by: dict[int, int] = {}  # part of a gap -> part of what must be in DRAM for it
-        self.again: dict[int, int] = {}  # storage -> part
+        self.recomputed: dict[int, int] = {}  # storage -> part
         self._stored: dict[
             tuple[int, int], tuple[int, int]
         ] = {}  # content -> part, first position that it leaves
@@ -91,23 +91,25 @@ class Relaxation:
 
     def solve(self, target_bytes: int) -> RelaxedChoice | None:
         """The optimum for a target; None when it cannot be reached."""
-        found = self._flowed(target_bytes)
-        if found is None:
+        result = self._flowed(target_bytes)
+        if result is None:
             return None
-        parts = {s: found.parts[part] for s, part in self.again.items()}
-        again = [tuple(s for s, x in parts.items() if x >= least) for least in (_HALF, _NEARLY_ALL)]
-        return RelaxedChoice(found.seconds, tuple(dict.fromkeys(again)))
+        parts = {s: result.parts[part] for s, part in self.recomputed.items()}
+        recomputed = [
+            tuple(s for s, x in parts.items() if x >= least) for least in (_HALF, _NEARLY_ALL)
+        ]
+        return RelaxedChoice(result.seconds, tuple(dict.fromkeys(recomputed)))
 
     def until(self, target_bytes: int) -> tuple[list[Candidate], np.ndarray]:
         """As `Greedy.until`: the optimum in whole storages; nothing when there is none."""
-        found = self._flowed(target_bytes)
-        if found is None:
+        result = self._flowed(target_bytes)
+        if result is None:
             return [], self.selector.profile
         profile = self.selector.profile.copy()
         chosen: list[Candidate] = []
         rest: list[Candidate] = []
-        for part in sorted(self.candidates, key=lambda part: -found.parts[part]):
-            if found.parts[part] < _HALF:
+        for part in sorted(self.candidates, key=lambda part: -result.parts[part]):
+            if result.parts[part] < _HALF:
                 rest.append(self.candidates[part])
             else:
                 chosen.append(self.candidates[part])
@@ -189,7 +191,7 @@ def _recompute(model: Relaxation, finder: Chains) -> None:
         if chain is None or gap is None:
             continue
         low, until = gap
-        part = model.again[s] = flow.part()
+        part = model.recomputed[s] = flow.part()
         flow.gone(part, low + 1, until, model.sizes[s])
         same = [p for p in model.inside.get(s, ()) if model.candidates[p].gaps[0].first == low]
         if same:

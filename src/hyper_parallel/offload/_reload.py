@@ -75,18 +75,18 @@ def reload_bound(
     allowed_s = max(limit_s - program.seconds, 0.0)
     # Nothing live at a position is needed later than where the furthest next use begins.
     furthest = _furthest_next_use(program, chains, n)
-    room_s = np.maximum(ends_s[furthest] - np.take(seconds, furthest) - ends_s + allowed_s, 0.0)
-    carried = np.where(furthest > np.arange(n), room_s * machine.prefetch.bytes_s, 0.0)
+    carry_s = np.maximum(ends_s[furthest] - np.take(seconds, furthest) - ends_s + allowed_s, 0.0)
+    carried = np.where(furthest > np.arange(n), carry_s * machine.prefetch.bytes_s, 0.0)
     simple = held - np.minimum(np.ceil(carried), held)
     best = ReloadBound(0, 0, 0, 0, 0)
     dense = _dense(program, chains) if recompute else []
     for at in np.argsort(-simple, kind="stable").tolist():
         if simple[at] <= best.num_bytes:
             break
-        again = _knapsack(chains, dense, at, allowed_s)
-        found = int(simple[at]) - again
-        if found > best.num_bytes:
-            best = ReloadBound(found, at, int(held[at]), int(held[at] - simple[at]), again)
+        recomputed = _knapsack(chains, dense, at, allowed_s)
+        result = int(simple[at]) - recomputed
+        if result > best.num_bytes:
+            best = ReloadBound(result, at, int(held[at]), int(held[at] - simple[at]), recomputed)
     return best
 
 
@@ -108,14 +108,14 @@ def _furthest_next_use(program: MemoryProgram, chains: UseDef, n: int) -> np.nda
 
 def _dense(program: MemoryProgram, chains: UseDef) -> list[tuple[float, int, int]]:
     """(seconds per byte, bytes, storage) of what may be computed again, cheapest first."""
-    found = []
+    result = []
     for s, maker in enumerate(chains.maker):
         size = program.sizes[s]
         if maker >= 0 and size:
             op = program.operators[maker]
             if op.repeatable and not op.writes:
-                found.append((op.seconds / sum(program.sizes[x] for x in op.allocs), size, s))
-    return sorted(found)
+                result.append((op.seconds / sum(program.sizes[x] for x in op.allocs), size, s))
+    return sorted(result)
 
 
 def _knapsack(

@@ -26,35 +26,35 @@ class ReloadQueue:
         self._now: list[int] = []  # a heap: to be tried at this position
         self._current = -1
         self._alarms: dict[int, list[int]] = {}  # position -> what is tried there, if not before
-        self._short: dict[int, int] = {}  # waits for so many bytes
+        self._needs: dict[int, int] = {}  # waits for so many bytes
         self._behind: dict[int, list[int]] = {}  # storage -> what waits for a copy of it to end
         self._asleep: set[int] = set()
 
     def at(
-        self, position: int, room: Callable[[], int]
+        self, position: int, free_bytes: Callable[[], int]
     ) -> Iterator[tuple[int, Gap, MemoryActionKind]]:
         """What is to be tried at a position, as (number, what comes back, how).
 
         Args:
             position: Of the emission.
-            room: Bytes that are free now.
+            free_bytes: Bytes that are free now.
         """
         now = self._now
         for number in self._alarms.pop(position, ()):
             self._wake(number)
-        if self._short:
-            free = room()
-            for number in [n for n, size in self._short.items() if size <= free]:
+        if self._needs:
+            free = free_bytes()
+            for number in [n for n, size in self._needs.items() if size <= free]:
                 heappush(now, number)
         while self._begun < len(self._events) and self._events[self._begun][0] <= position:
             heappush(now, self._begun)
             self._begun += 1
         while now:
             self._current = number = heappop(now)
-            if self._short.get(number, 0) > room():
+            if self._needs.get(number, 0) > free_bytes():
                 continue  # others have taken the room
             self._asleep.discard(number)
-            self._short.pop(number, None)
+            self._needs.pop(number, None)
             _, gap, kind = self._events[number]
             yield number, gap, kind
         self._current = len(self._events)
@@ -65,10 +65,10 @@ class ReloadQueue:
         self._alarms.setdefault(at, []).append(number)
         self._asleep.add(number)
 
-    def for_room(self, number: int, num_bytes: int) -> None:
+    def for_bytes(self, number: int, num_bytes: int) -> None:
         """Try it again when so many bytes are free."""
         self.until(number, self._events[number][1].last)
-        self._short[number] = num_bytes
+        self._needs[number] = num_bytes
 
     def for_copy(self, number: int, storage: int) -> None:
         """Try it again when a copy of a storage that is leaving has ended."""
@@ -86,5 +86,5 @@ class ReloadQueue:
     def _wake(self, number: int) -> None:
         if number in self._asleep:
             self._asleep.discard(number)
-            self._short.pop(number, None)
+            self._needs.pop(number, None)
             heappush(self._now, number)

@@ -143,7 +143,7 @@ class Selector:
         uses = self.recomputes.uses[s]
         if not size:
             return []
-        found: list[Candidate] = []
+        result: list[Candidate] = []
         storage = self.program.storages[s]
         out = self.machine.store.seconds(storage.num_bytes)
         back = self.machine.prefetch.seconds(storage.num_bytes)
@@ -163,9 +163,9 @@ class Selector:
                 low = a + 1 if home else max(self._done(self.since(gap), out), a + 1)
                 high = self._begun(b, back)
                 if low < high:
-                    found.append(Candidate((gap,), ((low, high),), size, idle, moves))
+                    result.append(Candidate((gap,), ((low, high),), size, idle, moves))
         if home:
-            return found
+            return result
         if storage.persistent and uses:
             first, last = uses[0], uses[-1]
             high = self._begun(first, back)
@@ -187,11 +187,11 @@ class Selector:
                 else 0.0,
             )
             if any(a < b for a, b in spans):
-                found.append(ends)
+                result.append(ends)
             # With its home in DRAM a storage leaves between two uses without a copy until it is written.
-            clean = [c for c in found if c.gaps[0].first >= 0 and self.clean(c.gaps[0])]
+            clean = [c for c in result if c.gaps[0].first >= 0 and self.clean(c.gaps[0])]
             if clean:
-                found.append(
+                result.append(
                     Candidate(
                         tuple(g for c in (ends, *clean) for g in c.gaps),
                         tuple(x for c in (ends, *clean) for x in c.spans),
@@ -203,8 +203,8 @@ class Selector:
                 )
         elif storage.persistent:
             gaps = (Gap(s, -1, self.n, "dram"),)
-            found.append(Candidate(gaps, ((0, self.n),), size, float(self.ends_s[-1]), 1e-9))
-        return found
+            result.append(Candidate(gaps, ((0, self.n),), size, float(self.ends_s[-1]), 1e-9))
+        return result
 
     def _done(self, position: int, seconds: float) -> int:
         """First position that starts when a copy issued after `position` is done."""

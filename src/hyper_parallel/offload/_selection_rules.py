@@ -20,15 +20,20 @@ from hyper_parallel.offload._relaxation import Relaxation
 from hyper_parallel.offload._select import Rank, Selector
 from hyper_parallel.offload._usedef import UseDef, use_definitions
 
-_LARGE = 1500  # operators; up to here trying everything takes a few seconds
+_LARGE_PROGRAM = 1500  # operators; up to here trying everything takes a few seconds
 _SHARES = (0.25, 0.6, 0.95)  # of the allowed time, spent on recomputation
-_SHORT, _LONG = 1 / 256, 8.0  # more time that is counted on, as a share of the step
-_LOOSE = 4  # times the share that is of use: emission may take less than what was counted on
-_EXACT = 1 / 32  # of itself: how closely the least such share is looked for
+_SHORTEST_SHARE, _LONGEST_SHARE = (
+    1 / 256,
+    8.0,
+)  # more time that is counted on, as a share of the step
+_BEYOND_LIMIT = 4  # times the share that is of use: emission may take less than what was counted on
+_SHARE_PRECISION = 1 / 32  # of itself: how closely the least such share is looked for
 # Channels of the relaxation, which flows more smoothly than whole storages do, are slower by this.
-_SLOWER = (0.1, 0.25)
-_CLOSE = 1.5  # times the relaxation's extra time: near enough for what counts on copies in time
-_ENOUGH = 1.005  # times what no choice is expected to be below: not worth a linear program
+_CHANNEL_MARGINS = (0.1, 0.25)
+_NEAR_RELAXED_TIME = (
+    1.5  # times the relaxation's extra time: near enough for what counts on copies in time
+)
+_NEAR_LEAST_TIME = 1.005  # times what no choice is expected to be below: not worth a linear program
 _RANKS: tuple[Rank, ...] = ("idle_per_transfer", "longest_gap", "ring")
 _WINDOW = 4.0  # reloads at most four own durations early when waits are allowed
 _WINDOWS = (None, 64.0, 4.0)  # the same for what the relaxation chose, tried in turn
@@ -76,7 +81,7 @@ class SelectionRules:
     ) -> None:
         self._program, self._machine, self._order = program, machine, order
         self.step_s = max(step_s, 1e-30)
-        self._large = len(program.operators) > _LARGE
+        self._large = len(program.operators) > _LARGE_PROGRAM
         self._on_host, self._hosted = where
         self._chains = use_definitions(program, order, self._hosted)
         self._finder = Chains(program, self._chains)
@@ -92,8 +97,8 @@ class SelectionRules:
             and (storage.persistent or not storage.at_start)
         ]
         self._under_budget = slack_s is None
-        self._again = cache(self._recomputes)
-        self._cheapest = cache(self._cheapest_again)
+        self._recomputes_of = cache(self._recomputes)
+        self._cheapest = cache(self._cheapest_recomputed)
         self._selector = cache(self._make)
         self.relaxation = cache(self._relax)
         self.fixed = list(self._fixed(slack_s))
@@ -109,38 +114,47 @@ class SelectionRules:
         """
         if not self._under_budget:
             return
-        yield from self._shortest(self._cheapest, target, 0.0, (0.0, _SHORT))
-        if limit_s() <= _ENOUGH * self.step_s:
+        yield from self._shortest(self._cheapest, target, 0.0, (0.0, _SHORTEST_SHARE))
+        if limit_s() <= _NEAR_LEAST_TIME * self.step_s:
             return
         least_s = self.step_s
-        for slower in _SLOWER:
-            found = self.relaxation(slower).solve(target)
-            if found is None:
+        for slower in _CHANNEL_MARGINS:
+            result = self.relaxation(slower).solve(target)
+            if result is None:
                 break
-            least_s = max(least_s, found.seconds)
+            least_s = max(least_s, result.seconds)
             if least_s > limit_s():
                 break
             # What is made again in part as well may need more than that part of its inputs.
-            rules = (self._relaxed(again, least_s, target, limit_s()) for again in found.again)
+            rules = (
+                self._relaxed(recomputed, least_s, target, limit_s())
+                for recomputed in result.recomputed
+            )
             yield from next(filter(None, rules), ())
-            if limit_s() <= _ENOUGH * least_s:
+            if limit_s() <= _NEAR_LEAST_TIME * least_s:
                 break
         share, limit = (seconds / self.step_s - 1 for seconds in (least_s, limit_s()))
-        within = _SHORT, _LOOSE * limit
+        within = _SHORTEST_SHARE, _BEYOND_LIMIT * limit
         yield from self._shortest(self._cheapest, target, min(share, limit), within)
 
     def _make(
         self, chosen: tuple[int, ...], stall: bool, stretch: float | None, slower: float = 0.0
     ) -> Selector:
-        machine, again = self._machine.derated(slower), self._again(chosen)
+        machine, recomputed = self._machine.derated(slower), self._recomputes_of(chosen)
         return Selector(
-            self._program, machine, self._order, again, self._movable, stall=stall, stretch=stretch
+            self._program,
+            machine,
+            self._order,
+            recomputed,
+            self._movable,
+            stall=stall,
+            stretch=stretch,
         )
 
     def _recomputes(self, chosen: tuple[int, ...]) -> Recomputes:
-        again = choose_recomputes(self._finder, chosen)
-        again.host = HostUpdates.of(self._program, self._order, self._hosted, again.uses)
-        return again
+        recomputed = choose_recomputes(self._finder, chosen)
+        recomputed.host = HostUpdates.of(self._program, self._order, self._hosted, recomputed.uses)
+        return recomputed
 
     def _fixed(self, slack_s: float | None) -> Iterator[SelectionRule]:
         # Gaps shorter than their copies cost waits: for a budget they may be needed, for a time limit they rarely pay.
@@ -164,7 +178,7 @@ class SelectionRules:
                     window = _WINDOW if stall else None
                     yield SelectionRule(name + label + self._on_host, selector, rank, window)
 
-    def _cheapest_again(self, share: float) -> tuple[int, ...]:
+    def _cheapest_recomputed(self, share: float) -> tuple[int, ...]:
         """What is made again when a share of the step is spent on it."""
         return tuple(
             cheapest_at_peak(self._program, self._chains, self._density, share * self.step_s)
@@ -172,7 +186,7 @@ class SelectionRules:
 
     def _shortest(
         self,
-        again: Callable[[float], tuple[int, ...]],
+        recomputed: Callable[[float], tuple[int, ...]],
         target: int,
         first: float,
         within: tuple[float, float],
@@ -183,24 +197,24 @@ class SelectionRules:
         that takes too long; then waiting for copies is left.
 
         Args:
-            again: What is made again in a step that is longer by a share.
+            recomputed: What is made again in a step that is longer by a share.
             target: Device bytes.
             first: The first share that is tried; smaller ones follow where it reaches the target.
             within: The smallest and the largest one.
         """
-        least, most = within[0], min(within[1], _LONG)
+        least, most = within[0], min(within[1], _LONGEST_SHARE)
 
         ranks = _RANKS
 
         def reached(share: float) -> bool:
             nonlocal ranks
-            rule = next(self._reaching(again(share), share, target, ranks), None)
+            rule = next(self._reaching(recomputed(share), share, target, ranks), None)
             if rule and self._large:
                 ranks = (rule.rank,)  # that none of three does takes three times as long to find
             return rule is not None
 
         low = high = first
-        step = _SHORT
+        step = _SHORTEST_SHARE
         if reached(first):
             while low > least and reached(low := max(high - step, least)):
                 high = low
@@ -211,43 +225,43 @@ class SelectionRules:
                 step *= 2
             if low >= most:
                 return []
-        while high - low > _EXACT * max(high, _SHORT):
+        while high - low > _SHARE_PRECISION * max(high, _SHORTEST_SHARE):
             middle = (low + high) / 2
             low, high = (low, middle) if reached(middle) else (middle, high)
-        return list(self._reaching(again(high), high, target))
+        return list(self._reaching(recomputed(high), high, target))
 
     def _reaching(
         self,
-        again: tuple[int, ...],
+        recomputed: tuple[int, ...],
         share: float,
         target: int,
         ranks: tuple[Rank, ...] = _RANKS,
     ) -> Iterator[SelectionRule]:
         """The rules that reach a target in a step that is longer by a share; copies have that time as well."""
-        selector = self._selector(again, False, 1 + share)
+        selector = self._selector(recomputed, False, 1 + share)
         for rank in ranks:
             if selector.select(target, rank)[1].max(initial=0) <= target:
-                what = "copies and recompute" if again else "copies"
+                what = "copies and recompute" if recomputed else "copies"
                 name = f"{what} in {share:.1%} more time{self._on_host}"
                 yield SelectionRule(name, selector, rank)
 
     def _relaxed(
-        self, again: tuple[int, ...], seconds: float, target: int, limit_s: float
+        self, recomputed: tuple[int, ...], seconds: float, target: int, limit_s: float
     ) -> list[SelectionRule]:
         """What the linear program makes again, with what the channels carry in time, or with the least waits.
 
         Args:
-            again: What it makes again.
+            recomputed: What it makes again.
             seconds: Of its step.
             target: Device bytes; without rules it cannot be reached.
             limit_s: What is slower is of no use.
         """
         share = max(seconds / self.step_s - 1, 0.0)
-        within = share, _LOOSE * (limit_s / self.step_s - 1)
-        rules = self._shortest(lambda _: again, target, share, within)
-        if rules and (rules[0].selector.stretch or 1.0) <= 1 + _CLOSE * share:
+        within = share, _BEYOND_LIMIT * (limit_s / self.step_s - 1)
+        rules = self._shortest(lambda _: recomputed, target, share, within)
+        if rules and (rules[0].selector.stretch or 1.0) <= 1 + _NEAR_RELAXED_TIME * share:
             return rules  # hardly any waits are left
-        selector = self._selector(again, True, None)
+        selector = self._selector(recomputed, True, None)
         if selector.select(target, "least_waits")[1].max(initial=0) <= target:
             name = f"least waits{self._on_host}"
             rules += [SelectionRule(name, selector, "least_waits", window) for window in _WINDOWS]
