@@ -248,7 +248,8 @@ class _PipelinePass:
             received = received.detach().requires_grad_()
         running = self._pipeline.stages.running
         running.stage, running.received, running.output = stage, received, None
-        running.enter = lambda: self._pipeline.enter(batch)
+        pipeline = self._pipeline  # not this pass, which would live on with what it sent
+        running.enter = lambda: pipeline.enter(batch)
         try:
             if stage == last:
                 out = self._loss_of(batch)
@@ -260,6 +261,7 @@ class _PipelinePass:
                 out = running.output
         finally:
             running.stage, running.received, running.output = -1, None, None
+            running.enter = None
         roots, more = [out], ()
         if self._balance is not None:
             mine, total = self._balance.add(*routed or (None,))
