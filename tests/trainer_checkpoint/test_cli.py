@@ -5,7 +5,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hyper_parallel.cli._checkpoint import app
+from hyper_parallel.cli._checkpoint_command import app
 from hyper_parallel.errors import CheckpointCorrupt, ModelUnreadable, RunUnreadable
 from hyper_parallel.runtime import launch
 from hyper_parallel.trainer._checkpoint import Checkpointer

@@ -11,7 +11,7 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
-from hyper_parallel.cli._generate import generate as command
+from hyper_parallel.cli._generate_command import generate as command
 from hyper_parallel.config import Data
 from hyper_parallel.errors import (
     BadValue,
@@ -278,7 +278,7 @@ def test_the_command_with_a_device_smaller_than_the_model(run_dir, tmp_path, mon
 @pytest.mark.sanity
 def test_the_command_module_imports_no_framework():
     program = (
-        "import sys, hyper_parallel.cli._generate; "
+        "import sys, hyper_parallel.cli._generate_command; "
         "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,6 +1,6 @@
 """The recipe: one pydantic section per room, a docstring under every field, unknown keys refused.
 
-`None` means derived. Sections check themselves; checks across sections live in `_checks.py`.
+`None` means derived. Sections check themselves; checks across sections live in `_contradictions.py`.
 """
 
 from __future__ import annotations

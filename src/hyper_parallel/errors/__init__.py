@@ -5,65 +5,55 @@ mistakes raise one of these; `assert` guards our own invariants.
 """
 
 from hyper_parallel.errors._base import HyperParallelError, all_codes, overrides
-from hyper_parallel.errors.backend import (
-    CaptureUnsupported,
-    DeviceUnavailable,
-    MissingDependency,
-    StepChanged,
-    TransferFailed,
-)
-from hyper_parallel.errors.capacity import (
-    BudgetImpossible,
-    DoesNotFit,
-    MemoryPlanInvalid,
-    TierFull,
-)
-from hyper_parallel.errors.checkpoint import (
-    CheckpointCorrupt,
-    CheckpointMismatch,
-    WeightsUninitialised,
-    WeightsUnreadable,
-)
-from hyper_parallel.errors.config import (
-    BadValue,
-    Contradiction,
-    OutputNotWritable,
-    RecipeUnreadable,
-    UnknownKey,
-)
-from hyper_parallel.errors.layout import (
+from hyper_parallel.errors._planning import (
     AuditError,
-    LayoutError,
-    MeshError,
-    NotDivisible,
-    RuleError,
-    UnsupportedSharding,
-)
-from hyper_parallel.errors.plan import (
+    BadValue,
     BatchMismatch,
     CardUnreadable,
+    Contradiction,
     DeadlineMissed,
     DegreesMismatch,
+    LayoutError,
+    MeshError,
     ModelUnreadable,
     NoLegalStrategy,
+    NotDivisible,
+    OutputNotWritable,
     PlanMismatch,
     PlanUnreadable,
+    RecipeUnreadable,
+    RuleError,
     RunsUnreadable,
     ScheduleError,
     TaskGraphError,
     TopologyTooSmall,
     TopologyUnreadable,
     UnknownDevice,
+    UnknownKey,
     UnknownModel,
     UnknownPeak,
     UnknownTopology,
+    UnsupportedSharding,
 )
-from hyper_parallel.errors.run import (
+from hyper_parallel.errors._running import (
+    BudgetImpossible,
+    CaptureUnsupported,
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    DeviceUnavailable,
+    DoesNotFit,
     ForkUnsafe,
     LossNotFinite,
+    MemoryPlanInvalid,
+    MissingDependency,
     NoData,
     RankFailed,
     RunUnreadable,
+    StepChanged,
+    TierFull,
+    TransferFailed,
+    WeightsUninitialised,
+    WeightsUnreadable,
 )
 
 __all__ = [

@@ -1,8 +1,8 @@
 """ModelSpec: read from a config.json, a Hugging Face directory or a preset, without any framework."""
 
-from hyper_parallel.model._load import FAMILIES_READ, load_model, spec_from_config
+from hyper_parallel.model._load_model import FAMILIES_READ, load_model, spec_from_config
+from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 from hyper_parallel.model._presets import find_preset, preset_names, read_preset
-from hyper_parallel.model._types import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 
 __all__ = [
     "FAMILIES_READ",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from hyper_parallel.model._config import STANDARD_KEYS
+from hyper_parallel.model._config_json import STANDARD_KEYS
 
 Bias = bool | str
 """Always, never, or the config key that decides."""

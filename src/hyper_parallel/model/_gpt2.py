@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model import _parts
-from hyper_parallel.model._config import ConfigView
-from hyper_parallel.model._types import AttentionSpec, Block, MlpSpec, ParamSpec
+from hyper_parallel.model._config_json import ConfigView
+from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ParamSpec
 
 ALIASES = {
     "hidden_size": "n_embd",

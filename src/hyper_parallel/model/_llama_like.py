@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model import _parts
-from hyper_parallel.model._config import ConfigView
+from hyper_parallel.model._config_json import ConfigView
 from hyper_parallel.model._families import Bias, Experts, Family
-from hyper_parallel.model._types import AttentionSpec, Block, MlpSpec, ParamSpec
+from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ParamSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -5,7 +5,7 @@ Letters: D embed, H heads, G kv heads, K head width, F mlp width, E experts, V v
 
 from __future__ import annotations
 
-from hyper_parallel.model._types import AttentionSpec, MlpSpec, ParamSpec
+from hyper_parallel.model._model_spec import AttentionSpec, MlpSpec, ParamSpec
 
 LAYER = "model.layers.*"
 """Prefix of a layer's parameters in every Llama-like model."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.model._families import FAMILIES, Experts
-from hyper_parallel.model._types import ModelSpec, ParamSpec
+from hyper_parallel.model._model_spec import ModelSpec, ParamSpec
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
 

@@ -1,6 +1,6 @@
 """Planner: legal strategies of a model on a machine, their cost, and the best Plan."""
 
-from hyper_parallel.planner._launch import STACKS, launch_settings
+from hyper_parallel.planner._launch_settings import STACKS, launch_settings
 from hyper_parallel.planner._objective import OBJECTIVES, plan
 from hyper_parallel.planner._plan import diff, recheck
 from hyper_parallel.planner._recipe import plan_recipe

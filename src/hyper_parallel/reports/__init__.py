@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from hyper_parallel.reports._page import render
-from hyper_parallel.reports._run import RunRecord, load_run
+from hyper_parallel.reports._run_record import RunRecord, load_run
 from hyper_parallel.reports._timeline import chrome_trace, one_step, predicted_timeline
 
 __all__ = [

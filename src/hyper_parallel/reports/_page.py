@@ -21,7 +21,7 @@ from hyper_parallel.reports._charts import (
     mesh_chart,
     stacked_bars,
 )
-from hyper_parallel.reports._run import RunRecord
+from hyper_parallel.reports._run_record import RunRecord
 from hyper_parallel.reports._timeline import one_step, predicted_timeline
 from hyper_parallel.units import GiB, KiB, MiB, format_bytes, format_count, format_seconds
 

@@ -7,7 +7,7 @@ from hyper_parallel.topology._cpu import (
     forget_measurements,
     rank_threads,
 )
-from hyper_parallel.topology._load import (
+from hyper_parallel.topology._load_topology import (
     Accelerator,
     detect_local,
     find_accelerators,
@@ -15,7 +15,7 @@ from hyper_parallel.topology._load import (
     preset_names,
     read_topology,
 )
-from hyper_parallel.topology._types import (
+from hyper_parallel.topology._supernode import (
     Certainty,
     Device,
     MemoryPool,

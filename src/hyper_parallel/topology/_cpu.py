@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.topology._types import Device, Quantity, Supernode, Tier
+from hyper_parallel.topology._supernode import Device, Quantity, Supernode, Tier
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,7 +11,14 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from hyper_parallel.config import Section
-from hyper_parallel.topology._types import Certainty, Device, MemoryPool, Quantity, Supernode, Tier
+from hyper_parallel.topology._supernode import (
+    Certainty,
+    Device,
+    MemoryPool,
+    Quantity,
+    Supernode,
+    Tier,
+)
 from hyper_parallel.units import GB, TFLOP, GiB
 
 DeviceKind = Literal["cuda", "npu", "tpu", "cpu"]

@@ -68,7 +68,7 @@ def train(
                 where=tracing[0],
                 hint=f"hyper-parallel train {recipe} --dry-run --trace",
             )
-        from hyper_parallel.cli._dry_run import print_dry_run
+        from hyper_parallel.cli._dry_run_command import print_dry_run
 
         values = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
         print_dry_run(load_recipe(recipe, values), ranks, rank, as_json)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.cli._schedule import pipeline_text, write_schedule
+from hyper_parallel.cli._schedule_command import pipeline_text, write_schedule
 from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.topology._cpu import DEFAULT_CPU_RANKS, cpu_supernode
 from hyper_parallel.topology._file import TopologyFile
-from hyper_parallel.topology._types import Quantity, Supernode
+from hyper_parallel.topology._supernode import Quantity, Supernode
 from hyper_parallel.units import MiB
 
 _PRESETS: Final = Path(__file__).with_name("presets")

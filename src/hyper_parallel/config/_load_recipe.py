@@ -19,7 +19,7 @@ from typing import Any, Final
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from hyper_parallel.config._checks import cross_section
+from hyper_parallel.config._contradictions import cross_section
 from hyper_parallel.config._problems import (
     dotted,
     field_at,

@@ -11,10 +11,10 @@ from typing import Any
 
 from hyper_parallel.errors import ModelUnreadable, UnknownModel
 from hyper_parallel.model import _gpt2, _llama_like
-from hyper_parallel.model._config import STANDARD_KEYS, ConfigView
+from hyper_parallel.model._config_json import STANDARD_KEYS, ConfigView
 from hyper_parallel.model._families import FAMILIES, LLAMA, TEXT_PARTS, Family
+from hyper_parallel.model._model_spec import ModelSpec
 from hyper_parallel.model._presets import find_preset, nearest_presets, preset_names, read_preset
-from hyper_parallel.model._types import ModelSpec
 from hyper_parallel.model._weights import check_weights, read_headers
 from hyper_parallel.units import DTYPE_BYTES
 
