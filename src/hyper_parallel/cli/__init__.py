@@ -1,7 +1,7 @@
 """Command line: thin typer commands over the rooms; nothing heavy is imported before it is needed.
 
-Each command is a function in its own module `_<command>_command.py`, and a name in `_COMMANDS`; a command with commands of its
-own is a `typer.Typer` in `_GROUPS`. Their modules import only typer at the top; rooms are imported inside the function.
+Each command is a function in its own module `_<command>_command.py`, and a name in `_COMMANDS`; one with subcommands
+is a `typer.Typer` in `_GROUPS`. Their modules import only typer at the top; rooms are imported inside the function.
 Data goes to stdout, logs and errors to stderr. A `HyperParallelError` is printed without a traceback and ends with
 status 1, a usage error with 2, Ctrl-C with 130; anything else is a defect and keeps its traceback.
 """

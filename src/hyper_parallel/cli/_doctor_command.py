@@ -51,7 +51,7 @@ class Requirement:
 REQUIREMENTS: Final = (
     Requirement("highspy", "1.15", "core", "linear programs of memory planning", below="1.16"),
     Requirement("numpy", "1.25", "core", "planning"),
-    Requirement("pydantic", "2.10", "core", "recipes"),
+    Requirement("pydantic", "2.12", "core", "recipes"),
     Requirement("pyyaml", "6.0", "core", "recipes and topology files"),
     Requirement("rich", "13.7", "core", "progress and panels"),
     Requirement("typer", "0.15", "core", "this command"),
