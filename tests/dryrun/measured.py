@@ -25,7 +25,7 @@ from hyper_parallel.config import Training
 from hyper_parallel.ir import Plan
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer import build_optimizer
-from hyper_parallel.trainer._loop import Loop
+from hyper_parallel.trainer.engine._loop import Loop
 
 Change = tuple[int, int, int]
 """When the allocated bytes changed, by how much, at which address."""

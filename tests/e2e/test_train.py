@@ -32,7 +32,15 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.serde import decode
-from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train, write_functions
+from tests.e2e.runs import (
+    CONFIG,
+    assert_same_curve,
+    command,
+    curve,
+    rows,
+    train,
+    write_functions,
+)
 
 pytestmark = pytest.mark.e2e
 CURVE = ("checkpoint.export=false", "training.eval_tokens=100")
@@ -148,6 +156,12 @@ def test_bfloat16_computes_near_float64_with_float32_parameters(place, one_rank,
         assert norm == pytest.approx(norm_0, rel=0.1)
 
 
+def test_tokens_seen_goes_on_after_a_resume_with_another_batch(place, tmp_path):
+    train(place, tmp_path, "training.steps=2", *CURVE)
+    train(place, tmp_path, "training.tokens_per_step=128", "checkpoint.resume=must", *CURVE)
+    assert [r["tokens_seen"] for r in rows(tmp_path / "metrics.jsonl")] == [256, 512, 640, 768]
+
+
 def test_never_resuming_starts_over(place, one_rank):
     out = place / "again"
     for _ in range(2):
@@ -183,6 +197,25 @@ def test_ranks_with_different_numbers_of_labels_share_one_mean(place):
     assert counts[0] == counts[1]
     assert len(set(counts[0])) > 1
     assert all(0 < count < 256 for count in counts[0])
+
+
+def test_the_first_run_on_a_machine_measures_it_once(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = [
+        "train",
+        str(place / "recipe.yaml"),
+        "training.steps=2",
+        f"output_dir={tmp_path}/run",
+        *CURVE,
+    ]
+    assert "first run with 1 ranks" not in command(*arguments, "--no-calibrate").stderr
+    first, second = command(*arguments).stderr, command(*arguments).stderr
+    assert first.count("first run with 1 ranks on this machine: measured it in") == 1
+    assert "first run" not in second
+    card = (tmp_path / "cache" / "hyper-parallel" / "card.yaml").read_text()
+    assert "3 small training steps on 1 ranks" in card
+    terms = Plan.load(tmp_path / "run" / "plan.json").cost
+    assert any("device card local:" in term.source for term in terms)
 
 
 def test_dry_run_starts_nothing_and_writes_nothing(place):
@@ -244,10 +277,10 @@ def test_degrees_that_do_not_fit_torchrun_are_refused(place, monkeypatch):
 
 
 def _start(place, out, *overrides, launcher=("-m", "hyper_parallel")):
-    command = [sys.executable, *launcher, "train", str(place / "recipe.yaml"), f"output_dir={out}"]
+    words = [sys.executable, *launcher, "train", str(place / "recipe.yaml"), "--no-calibrate"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, *overrides], env=environment, text=True,
+        [*words, f"output_dir={out}", *overrides], env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 

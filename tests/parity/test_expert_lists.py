@@ -12,7 +12,7 @@ from hyper_parallel.backends.torch.weights._initialise import materialize
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import Routing, World, forward_backward, handle, launch, parallelize
-from hyper_parallel.trainer._checkpoint import Checkpointer
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from tests.parity.listed import EXPERTS, WIDTH, Listed, SparseBlock
 from tests.parity.universal import Reference, check
 

@@ -20,8 +20,8 @@ from hyper_parallel.runtime import (
     launch,
     parallelize,
 )
-from hyper_parallel.trainer._checkpoint import Checkpointer
-from hyper_parallel.trainer._export import export_hf
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints._export import export_hf
 from tests.parity.universal import Reference, Setup, check
 
 pytestmark = pytest.mark.parity

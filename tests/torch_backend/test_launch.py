@@ -32,6 +32,25 @@ def test_results_come_in_rank_order() -> None:
     assert launch(lambda rank: rank * rank, 3, timeout_s=30) == [0, 1, 4]
 
 
+def test_a_rank_that_cannot_be_started_leaves_no_other_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork, started = os.fork, []
+
+    def failing_fork() -> int:
+        if len(started) == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(fork())
+        return started[-1]
+
+    monkeypatch.setattr(os, "fork", failing_fork)
+    with pytest.raises(RankFailed, match="rank 2 of 4 could not be started"):
+        launch(_sleep_forever, 4)
+    for pid in started:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
 def _threads() -> list[str]:
     return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
 

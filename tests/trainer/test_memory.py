@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer._memory import MemoryGauge
+from hyper_parallel.trainer.engine._gauges import MemoryGauge
 from hyper_parallel.units import MiB
 
 pytestmark = pytest.mark.dist
@@ -14,15 +14,15 @@ def test_the_peak_counts_what_was_freed_again():
     def rank_body(rank):
         gauge = MemoryGauge(torch.device("cpu"))
         kept = torch.ones(16 * MiB // 4)
-        gauge.start()
-        before = gauge.peak_bytes()
-        # Pages of their own: those of a tensor freed into a hole of the heap stay with the C library.
-        with mmap.mmap(-1, 64 * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
-            for _ in range(64):
-                pages.write(bytes(MiB))
-        peak = gauge.peak_bytes()
-        gauge.start()
-        return kept.numel(), before, peak, gauge.peak_bytes()
+        with gauge.step():
+            before = gauge.peak_bytes()
+            # Pages of their own: those of a tensor freed into a hole of the heap stay with the C library.
+            with mmap.mmap(-1, 64 * MiB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+                for _ in range(64):
+                    pages.write(bytes(MiB))
+            peak = gauge.peak_bytes()
+        with gauge.step():
+            return kept.numel(), before, peak, gauge.peak_bytes()
 
     _, before, peak, after = launch(rank_body, 1)[0]
     # A page at either end of a tensor may be there already, and Linux adds up a thread's pages in batches of 64.
@@ -38,10 +38,31 @@ def test_memory_that_fits_into_holes_of_the_inherited_heap_counts():
 
     def rank_body(rank):
         gauge = MemoryGauge(torch.device("cpu"))
-        gauge.start()
-        kept = [torch.ones(20_000) for _ in range(200)]
-        return gauge.peak_bytes(), len(kept)
+        with gauge.step():
+            kept = [torch.ones(20_000) for _ in range(200)]
+            return gauge.peak_bytes(), len(kept)
 
     peak, _ = launch(rank_body, 1)[0]
     assert len(pins) == 400
     assert peak > 200 * 80_000 * 0.9
+
+
+def test_counted_tensors_are_exact_and_the_second_step_stands_for_all_later_ones():
+    gauge = MemoryGauge(torch.device("cpu"))
+    state = {"weight": torch.zeros(1000)}
+    gauge.state = lambda: state
+    peaks = []
+    for step in range(4):
+        with gauge.step():
+            first = torch.ones(500) * 2  # 2 x 2,000 bytes, one of them freed before the next
+            second = first + state["weight"][:500]
+            del first
+            third = second.repeat(2)
+            inside = gauge.peak_bytes()
+            if step == 0:
+                state["slot"] = torch.zeros(250)
+            del second, third
+        peaks.append((inside, gauge.peak_bytes()))
+    # State of 4,000 bytes; then first and second or second and third: 2,000 + 4,000.
+    # The slot comes at the end of the first step, and stays.
+    assert peaks == [(10_000, 11_000), (11_000, 11_000), (11_000, 11_000), (11_000, 11_000)]

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from hyper_parallel.trainer._metrics import EvalRecord, MetricsLog, StepRecord, log_line
+from hyper_parallel.trainer.loop import EvalRecord, MetricsLog, StepRecord, log_line
 
 pytestmark = pytest.mark.torch
 

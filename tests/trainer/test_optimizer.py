@@ -4,6 +4,7 @@ from torch import nn
 
 from hyper_parallel.config import Training
 from hyper_parallel.trainer import build_optimizer, parameter_groups
+from hyper_parallel.trainer.engine._model import step_unless
 
 pytestmark = pytest.mark.torch
 
@@ -46,3 +47,23 @@ def test_one_step_is_adamw_by_hand():
     # First step: the bias-corrected moments are the gradient and its square.
     expected = start * (1 - 0.1 * 0.5) - 0.1 * gradient / (gradient.abs() + 1e-8)
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_update_is_skipped_where_the_flag_says_so_and_bitwise_the_plain_one_elsewhere(dtype):
+    def run(*flags):
+        torch.manual_seed(0)
+        model = _model().to(dtype)
+        optimizer = build_optimizer(model, Training(lr=0.1))
+        for step, flag in enumerate(flags):
+            torch.manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            step_unless(optimizer, flag)
+        slots = [v for p in model.parameters() for v in optimizer.state[p].values()]
+        return [*model.parameters(), *slots]
+
+    no, yes = torch.tensor(False), torch.tensor(True)
+    plain = run(None, None)
+    for other in (run(no, no), run(no, no, yes)):
+        assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.config import load_recipe
-from hyper_parallel.trainer import Schedule
-from hyper_parallel.trainer._model import build_model
+from hyper_parallel.trainer import LrSchedule
+from hyper_parallel.trainer.engine._model import build_model
 
 pytestmark = pytest.mark.torch
 
@@ -14,7 +14,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_recipes_load(path):
     recipe = load_recipe(path).recipe
-    assert Schedule.of(recipe.training).lr(recipe.training.steps) > 0
+    assert LrSchedule.of(recipe.training).lr(recipe.training.steps) > 0
 
 
 def test_a_preset_is_built_on_the_meta_device():

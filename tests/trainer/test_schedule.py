@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.config import Training
-from hyper_parallel.trainer import Schedule
+from hyper_parallel.trainer import LrSchedule
 
 pytestmark = pytest.mark.unit
 
 KINDS = ("cosine", "wsd", "linear", "constant")
 schedules = st.builds(
-    Schedule,
+    LrSchedule,
     kind=st.sampled_from(KINDS),
     peak=st.floats(1e-6, 1.0),
     steps=st.integers(2, 500),
@@ -42,24 +42,26 @@ def test_the_last_step_has_the_least_rate(schedule):
 
 
 def test_cosine_is_halfway_at_half_time():
-    schedule = Schedule("cosine", peak=2.0, steps=110, warmup_steps=10, min_ratio=0.0)
+    schedule = LrSchedule("cosine", peak=2.0, steps=110, warmup_steps=10, min_ratio=0.0)
     assert schedule.lr(60) == pytest.approx(1.0)
     assert schedule.lr(5) == pytest.approx(1.0)
 
 
 def test_wsd_is_flat_until_its_decay():
-    schedule = Schedule("wsd", peak=1.0, steps=100, warmup_steps=10, decay_steps=20, min_ratio=0.1)
+    schedule = LrSchedule(
+        "wsd", peak=1.0, steps=100, warmup_steps=10, decay_steps=20, min_ratio=0.1
+    )
     assert {schedule.lr(step) for step in range(10, 81)} == {1.0}
     assert schedule.lr(90) == pytest.approx(0.55)
     assert schedule.lr(100) == pytest.approx(0.1)
 
 
 def test_wsd_decays_over_a_tenth_of_the_run_by_default():
-    schedule = Schedule.of(Training(steps=200, lr_schedule="wsd", warmup_steps=0, lr=1.0))
+    schedule = LrSchedule.of(Training(steps=200, lr_schedule="wsd", warmup_steps=0, lr=1.0))
     assert schedule.lr(180) == 1.0
     assert schedule.lr(181) < 1.0
 
 
 def test_the_rate_depends_on_the_step_alone():
-    schedule = Schedule("cosine", peak=1.0, steps=10, warmup_steps=2)
+    schedule = LrSchedule("cosine", peak=1.0, steps=10, warmup_steps=2)
     assert [schedule.lr(s) for s in (7, 3, 7)] == [schedule.lr(7), schedule.lr(3), schedule.lr(7)]

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from hyper_parallel.cli._checkpoint_command import app
 from hyper_parallel.errors import CheckpointCorrupt, ModelUnreadable, RunUnreadable
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer._checkpoint import Checkpointer
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from tests.trainer_checkpoint.test_checkpoint import PRINT, build, flip, saved_run
 from tests.trainer_checkpoint.test_export import logits, reload
 from tests.weights.models import join

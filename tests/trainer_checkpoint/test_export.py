@@ -8,7 +8,7 @@ from hyper_parallel.backends.torch.weights._initialise import materialize
 from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
 from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer._export import export_hf
+from hyper_parallel.trainer.checkpoints._export import export_hf
 from tests.weights.models import (
     assert_same,
     full_state,

@@ -10,8 +10,8 @@ from hyper_parallel.backends.torch.weights._initialise import materialize
 from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch, parallelize
-from hyper_parallel.trainer._checkpoint import Checkpointer
-from hyper_parallel.trainer._export import export_hf
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints._export import export_hf
 from tests.parity.universal import Setup
 from tests.weights.models import assert_same
 from tests.weights.test_with_parallelize import step, whole

@@ -13,7 +13,7 @@ import typer
 from hyper_parallel.errors import RunUnreadable
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer._manifest import Manifest
+    from hyper_parallel.trainer.checkpoints._manifest import Manifest
 
 app = typer.Typer(
     name="checkpoint", help="List, verify and export checkpoints.", no_args_is_help=True
@@ -63,7 +63,7 @@ def export(
     directory = _checkpoints(run_dir)
     source = model if model is not None else _recipe_model(run_dir)
     target = out if out is not None else directory.parent / "export"
-    from hyper_parallel.trainer._consolidate import export_checkpoint
+    from hyper_parallel.trainer.checkpoints._export import export_checkpoint
 
     found = export_checkpoint(directory, source, target, step, tokenizer, dtype)
     typer.echo(f"step {found}: {target}")
@@ -71,7 +71,7 @@ def export(
 
 def _print_steps(run_dir: Path, *, contents: bool) -> bool:
     """One line per checkpoint, newest last; whether all are intact."""
-    from hyper_parallel.trainer import _manifest as files
+    from hyper_parallel.trainer.checkpoints import _manifest as files
     from hyper_parallel.units import format_bytes
 
     directory = _checkpoints(run_dir)
@@ -100,7 +100,7 @@ def _checkpoints(run_dir: Path) -> Path:
     Raises:
         RunUnreadable: HP603 when the run has none.
     """
-    from hyper_parallel.trainer import _manifest as files
+    from hyper_parallel.trainer.checkpoints import _manifest as files
 
     for directory in (run_dir / "checkpoints", run_dir):
         if files.steps(directory):

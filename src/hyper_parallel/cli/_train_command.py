@@ -43,6 +43,10 @@ def train(
         int | None,
         typer.Option(min=0, help="With --trace: trace this rank. Default: one of each program."),
     ] = None,
+    no_calibrate: Annotated[
+        bool,
+        typer.Option("--no-calibrate", help="Do not measure this machine before its first run."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --trace: print the result as JSON.")
     ] = False,
@@ -75,6 +79,7 @@ def train(
         return
     loaded = load_recipe(recipe, overrides or [])
     from hyper_parallel.trainer import (
+        calibrate_first_run,
         prepare_job,
         rank_command,
         run_job,
@@ -83,8 +88,16 @@ def train(
     )
 
     main = os.environ.get("RANK", "0") == "0"
-    job = prepare_job(loaded, progress=main and sys.stderr.isatty(), write=main and not dry_run)
     console = Console(stderr=True, highlight=False)
+
+    def prepared() -> Job:
+        progress = main and sys.stderr.isatty()
+        return prepare_job(loaded, progress=progress, write=main and not dry_run)
+
+    job = prepared()
+    if not (dry_run or no_calibrate) and (line := calibrate_first_run(job)):
+        console.print(line, soft_wrap=True)
+        job = prepared()
     if main:
         data = f"{loaded.recipe.data.source}, {len(job.packed.train):,} training sequences"
         console.print(startup_panel(job.plan, data, str(job.output_dir)))

@@ -27,6 +27,7 @@ from hyper_parallel.cost._own_cards import (
     LOCAL_CARD,
     at_ranks,
     own_cards,
+    own_cards_by_ranks,
     own_path,
 )
 from hyper_parallel.cost._place import Places
@@ -74,6 +75,7 @@ __all__ = [
     "mixed_term",
     "offloaded_bytes",
     "own_cards",
+    "own_cards_by_ranks",
     "own_path",
     "peak_memory",
     "put_away",

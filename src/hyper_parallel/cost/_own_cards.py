@@ -40,13 +40,23 @@ def own_cards(device_name: str, ranks: int, path: Path | None = None) -> Cards |
     Raises:
         CardUnreadable: HP313 when the file is damaged.
     """
+    by_ranks = own_cards_by_ranks(device_name, path)
+    return at_ranks(by_ranks, ranks) if by_ranks else None
+
+
+def own_cards_by_ranks(device_name: str, path: Path | None = None) -> dict[int, Cards]:
+    """The cards of this device by the numbers of ranks that were measured; empty when it was not calibrated.
+
+    Raises:
+        CardUnreadable: HP313 when the file is damaged.
+    """
     path = path or own_path()
     if not path.is_file():
-        return None
-    by_ranks = read_cards_by_ranks(path)
+        return {}
+    by_ranks = dict(read_cards_by_ranks(path))
     device, _ = next(iter(by_ranks.values()))
     same = any(fnmatch.fnmatchcase(device_name, glob) for glob in device.devices)
-    return at_ranks(by_ranks, ranks) if same else None
+    return by_ranks if same else {}
 
 
 def at_ranks(by_ranks: Mapping[int, Cards], ranks: int) -> Cards:

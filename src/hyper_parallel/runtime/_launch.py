@@ -76,8 +76,8 @@ def launch(
 
     Raises:
         ForkUnsafe: HP605 when this process is a member of a process group.
-        RankFailed: HP601 with the first failure in full and one line for each other rank. A coded error raised in
-            a rank is raised again as it is.
+        RankFailed: HP601 when a rank cannot be started, or with the first failure in full and one line for each
+            other rank. A coded error raised in a rank is raised again as it is.
     """
     preload()
     _check_fork()
@@ -87,13 +87,24 @@ def launch(
         sys.stdout.flush()
         sys.stderr.flush()
         _end_openmp_threads()
-        pids = {}
-        with _serial_tokenizers():
-            for rank in range(world_size):
-                pid = os.fork()
-                if pid == 0:
-                    _child(fn, rank, world_size, Path(scratch), logs, threads, rank == echo_rank)
-                pids[pid] = rank
+        pids: dict[int, int] = {}
+        try:
+            with _serial_tokenizers():
+                for rank in range(world_size):
+                    pid = os.fork()
+                    if pid == 0:
+                        echo = rank == echo_rank
+                        _child(fn, rank, world_size, Path(scratch), logs, threads, echo)
+                    pids[pid] = rank
+        except BaseException as error:
+            _kill(pids)
+            if not isinstance(error, OSError):
+                raise
+            raise RankFailed(
+                f"rank {len(pids)} of {world_size} could not be started; the others were stopped",
+                got=error.strerror,
+                hint="fewer ranks, or a higher limit of processes and memory (ulimit -u, ulimit -v)",
+            ) from error
         failures = _wait(pids, timeout_s)
         if failures:
             _raise_first(failures, Path(scratch), logs)
@@ -254,11 +265,16 @@ def _wait(pids: dict[int, int], timeout_s: float | None) -> list[_Failure]:
             _ask_for_stacks(running)
         raise
     finally:
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-        for pid in running:
-            os.waitpid(pid, 0)
+        _kill(running)
     return failures
+
+
+def _kill(pids: Iterable[int]) -> None:
+    """End ranks at once and reap them."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
 def _ask_for_stacks(pids: Iterable[int]) -> None:

@@ -1,38 +1,28 @@
-"""Trainer: data, optimisation, checkpoints, metrics, generation."""
+"""Trainer: data, the loop that drives an engine, checkpoints, generation.
 
-from hyper_parallel.trainer._calibrate import calibrate_local
-from hyper_parallel.trainer._console import startup_panel
-from hyper_parallel.trainer._dryrun import DryRun, dry_run
-from hyper_parallel.trainer._job import Job, prepare_job, rank_command, under_torchrun
-from hyper_parallel.trainer._metrics import EvalRecord, StepRecord
-from hyper_parallel.trainer._optimizer import build_optimizer, parameter_groups
-from hyper_parallel.trainer._probe import short_step
-from hyper_parallel.trainer._rank import Summary, train_rank
-from hyper_parallel.trainer._run import run_job
-from hyper_parallel.trainer._sample import write_sample
-from hyper_parallel.trainer._schedule import Schedule
-from hyper_parallel.trainer._trace import TracedRank, differences, trace_rank
+Names are loaded when they are first used: recipes, data order, records and manifests need no framework.
+"""
 
-__all__ = [
-    "DryRun",
-    "EvalRecord",
-    "Job",
-    "Schedule",
-    "StepRecord",
-    "Summary",
-    "TracedRank",
-    "build_optimizer",
-    "calibrate_local",
-    "differences",
-    "dry_run",
-    "parameter_groups",
-    "prepare_job",
-    "rank_command",
-    "run_job",
-    "short_step",
-    "startup_panel",
-    "trace_rank",
-    "train_rank",
-    "under_torchrun",
-    "write_sample",
-]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "_calibrate": ("calibrate_first_run", "calibrate_local"),
+    "_dryrun": ("DryRun", "dry_run"),
+    "_job": ("Job", "prepare_job", "rank_command", "under_torchrun"),
+    "_probe": ("short_step",),
+    "_run": ("run_job", "write_sample"),
+    "_trace": ("TracedRank", "differences", "trace_rank"),
+    "engine._engine": ("train_rank",),
+    "engine._model": ("build_optimizer", "parameter_groups"),
+    "loop": ("LrSchedule", "Summary", "startup_panel"),
+}
+_HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from hyper_parallel.cost import (
     StackCard,
     at_ranks,
     device_card,
+    own_cards_by_ranks,
     own_path,
     stack_card,
     step_seconds,
@@ -40,13 +43,16 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.model import ModelSpec, load_model
 from hyper_parallel.runtime import World, launch
 from hyper_parallel.topology import Supernode, detect_local, rank_threads
-from hyper_parallel.trainer._job import prepare_job
+from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._probe import AT_ONCE, Probe, make_probes, time_probes
 from hyper_parallel.trainer._run import run_job
 
 _WARM: Final = 3
 _DTYPES: Final = ("float32", "bfloat16")
 _WINDOW_S: Final = 0.12
+_SHORT_WINDOW_S: Final = 0.06
+
+logger = logging.getLogger(__name__)
 
 
 def calibrate_local(
@@ -77,6 +83,35 @@ def calibrate_local(
         yield from _check(check, steps, by_ranks)
 
 
+def calibrate_first_run(job: Job) -> str | None:
+    """Measure this machine for some seconds before its first run, and keep the cards where `calibrate` keeps them.
+
+    Nothing is done for ranks of another launcher, for a topology that is not this machine, and for a number of ranks
+    whose cards are known.
+
+    Returns:
+        A line for people, None when nothing was measured; the run must then be planned again.
+    """
+    ranks = job.plan.strategy.world_size
+    if job.recipe.topology != "local" or under_torchrun():
+        return None
+    supernode = detect_local(ranks)
+    path, known = own_path(), own_cards_by_ranks(supernode.device.name)
+    if known and min(known) <= ranks <= max(known):
+        return None
+    start = time.perf_counter()
+    cards = _measure(supernode, short=True)
+    try:
+        write_own(path, {**known, ranks: cards})
+    except OSError as error:
+        logger.warning("the measured rates of this machine are not kept: %s", error)
+        return None
+    return (
+        f"first run with {ranks} ranks on this machine: measured it in {time.perf_counter() - start:.0f} s for the "
+        f"predictions, kept in {path} (--no-calibrate: not at all; `hyper-parallel calibrate`: at length)"
+    )
+
+
 def _printed(device: DeviceCard, stack: StackCard) -> dict[str, float]:
     """The numbers that are printed."""
     numbers = ("saturation", "elementwise", "stream", "link", "latency", "kernel_s")
@@ -102,22 +137,26 @@ def _shipped(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     return device_card(device.name, device.kind), stack
 
 
-def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
+def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, StackCard]:
+    """Cards of a number of ranks; a short measurement leaves what it has no probe for as shipped."""
     ranks, kind = supernode.num_devices, supernode.device.kind
     # Another name than `local`: what was measured before, or is damaged, must not matter.
     supernode = replace(supernode, name=LOCAL_CARD + " machine")
     wanted = tuple(d for d in _DTYPES if d in supernode.device.peak_flops)
-    probes = make_probes(supernode)
+    probes = make_probes(supernode, short=short)
+    window_s = _SHORT_WINDOW_S if short else _WINDOW_S
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     threads = rank_threads(ranks)
-    by_rank: list[LocalRates] = launch(lambda rank: _rates_of(wanted), ranks, threads=threads)
+    by_rank: list[LocalRates] = launch(
+        lambda rank: _rates_of(wanted, window_s), ranks, threads=threads
+    )
     rates = mean_rates(by_rank)
     seconds: list[float] = []
     for first in range(0, len(probes), AT_ONCE):
         some = probes[first : first + AT_ONCE]
-        each = launch(lambda rank, some=some: _seconds_of(some), ranks, threads=threads)
+        each = launch(lambda rank, some=some: _seconds_of(some, short), ranks, threads=threads)
         seconds += [max(per_rank) for per_rank in zip(*each, strict=True)]
     source = f"micro-benchmarks of this machine, {ranks} ranks at once, torch {torch.__version__}"
     card = fit_device(rates, supernode, source)
@@ -127,18 +166,33 @@ def _measure(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
     ]
     source = f"{len(probes)} small training steps on {ranks} ranks"
     if kind == "cpu":
-        return fit_probes(measured, card, supernode, source)
+        card, stack = fit_probes(measured, card, supernode, source)
+        return card, _with_shipped(stack, stack_card("cpu"), probes) if short else stack
     return fit_stack(measured[:2], card, supernode, source)
 
 
-def _rates_of(dtypes: tuple[str, ...]) -> LocalRates:
-    with World.join() as world:
-        return measure_rates(world.device, dtypes, _WINDOW_S)
+def _with_shipped(stack: StackCard, base: StackCard, probes: Sequence[Probe]) -> StackCard:
+    """A stack card of dense probes with the shipped numbers for experts and for axes that no probe has."""
+    strategies = [probe.plan.strategy for probe in probes]
+    unused = [a for a in stack.host_s if all(getattr(s, a, 1) == 1 for s in strategies)]
+    kept = ("moe", "moe_host_s", *(f"host_s.{axis}" for axis in unused))
+    return replace(
+        stack,
+        moe=base.moe,
+        moe_host_s=base.moe_host_s,
+        host_s={**stack.host_s, **{a: base.host_s.get(a, 0.0) for a in unused}},
+        sources={**stack.sources, **{name: base.sources.get(name, "assumed") for name in kept}},
+    )
 
 
-def _seconds_of(probes: Sequence[Probe]) -> list[float]:
+def _rates_of(dtypes: tuple[str, ...], window_s: float) -> LocalRates:
     with World.join() as world:
-        return time_probes(probes, world)
+        return measure_rates(world.device, dtypes, window_s)
+
+
+def _seconds_of(probes: Sequence[Probe], short: bool) -> list[float]:
+    with World.join() as world:
+        return time_probes(probes, world, statistics.median if short else min)
 
 
 def _check(

@@ -13,8 +13,8 @@ from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import Supernode, load_topology
-from hyper_parallel.trainer._model import build_model
 from hyper_parallel.trainer._trace import TracedRank, trace_rank
+from hyper_parallel.trainer.engine._model import build_model
 
 _ALLOCATOR_BLOCK = 512
 """Bytes to which the caching allocators of accelerators round every allocation."""

@@ -10,7 +10,7 @@ from hyper_parallel.errors import BadValue, UnknownPeak
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
 from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.trainer._files import check_writable
-from hyper_parallel.trainer._offload_machine import flash_channel, host_bytes_s
+from hyper_parallel.trainer.engine._offload_machine import flash_channel, host_bytes_s
 from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
 
 

@@ -13,7 +13,7 @@ from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml
 from hyper_parallel.errors import CheckpointCorrupt, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._files import check_writable, write_text, write_timeline
-from hyper_parallel.trainer._manifest import steps
+from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.data import Batches, PackedData
 
 MOST_SIMULATED: Final = 4096
@@ -98,14 +98,14 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     """
     from hyper_parallel.backends.torch import check_routing
     from hyper_parallel.planner import plan_recipe
-    from hyper_parallel.trainer._model import (
+    from hyper_parallel.trainer.data import prepare
+    from hyper_parallel.trainer.engine._model import (
         build_model,
         check_parameters,
         routing_of,
         weights_directory,
     )
-    from hyper_parallel.trainer._offload_machine import check_offload
-    from hyper_parallel.trainer.data import prepare
+    from hyper_parallel.trainer.engine._offload_machine import check_offload
 
     recipe = loaded.recipe
     output_dir = Path(recipe.output_dir)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,11 +53,15 @@ class Probe:
     plan: Plan
 
 
-def make_probes(supernode: Supernode) -> list[Probe]:
+def make_probes(supernode: Supernode, *, short: bool = False) -> list[Probe]:
     """Layouts that tell the constants of a machine apart; the first two differ in their layers only.
 
     Width tells work from operators, layers and microbatches tell what comes per layer and per step, and every axis
     that the ranks allow has its turn.
+
+    Args:
+        supernode: The machine.
+        short: On a CPU only dense models, and of the axes replicas, shards, tp_x, cp and pp.
     """
     ranks, kind = supernode.num_devices, supernode.device.kind
     if kind != "cpu":
@@ -70,6 +74,15 @@ def make_probes(supernode: Supernode) -> list[Probe]:
         (_WIDE, 2, {}, 1, 1, True),
     ]  # fmt: skip
     both = (_NARROW, _WIDE)
+    if short:
+        rows = [rows[0], rows[1], rows[3]]
+        if ranks > 1:
+            rows += [(w, few, {"dp_shard": ranks}, 2, 1, False) for w in both]
+        if ranks % 2 == 0:
+            rows += [(w, 2, {"pp": 2}, 2, 1, False) for w in both]
+            rows += [(w, few, {"tp_x": 2}, 2, 1, False) for w in both]
+            rows += [(_WIDE, few, {"cp": 2}, 2, 1, False)]
+        return [_probe(supernode, *row) for row in rows]
     if ranks > 1:
         rows += [(w, few, {"dp_shard": ranks}, 2, 1, False) for w in both]
     if ranks % 2 == 0:
@@ -112,8 +125,16 @@ def _probe(
     return Probe(config, spec, make_plan(spec, supernode, workload, strategy=strategy))
 
 
-def time_probes(probes: Sequence[Probe], world: World) -> list[float]:
-    """Seconds per step of every probe on this rank, of the fastest round; the first, which warms up, does not count."""
+def time_probes(
+    probes: Sequence[Probe], world: World, pick: Callable[[Sequence[float]], float] = min
+) -> list[float]:
+    """Seconds per step of every probe on this rank; the first round, which warms up, does not count.
+
+    Args:
+        probes: What to time.
+        world: The ranks.
+        pick: One number of all rounds: the fastest compares layouts, the median is what a run sees.
+    """
     runs = [_TimedProbe(probe, world) for probe in probes]
     # A real run has one model: collections must not go through the objects of all.
     gc.collect()
@@ -126,7 +147,7 @@ def time_probes(probes: Sequence[Probe], world: World) -> list[float]:
         spent.fill_(time.perf_counter() - start)
         if world.world_size > 1:
             dist.all_reduce(spent, dist.ReduceOp.MAX)  # all ranks stop at the same round
-    return [min(turns) for turns in zip(*rounds[1:], strict=True)]
+    return [pick(turns) for turns in zip(*rounds[1:], strict=True)]
 
 
 def short_step(

@@ -1,4 +1,4 @@
-"""Start a prepared run: fork local ranks, or be one rank of torchrun's."""
+"""Start a prepared run: fork local ranks, or be one rank of torchrun's; afterwards, what the trained model writes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
 from hyper_parallel.backends.torch.memory import run_folder
 from hyper_parallel.runtime import launch
 from hyper_parallel.topology import rank_threads
+from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer._job import Job, clear_run, under_torchrun
-from hyper_parallel.trainer._rank import Summary, train_rank
+from hyper_parallel.trainer.engine._engine import train_rank
+from hyper_parallel.trainer.loop import Summary
 
 logger = logging.getLogger(__name__)
+
+_NEW_TOKENS: Final = 160
+_TEMPERATURE: Final = 0.5
+"""Below 1: a model of a few million parameters is surest of itself where it has learnt something."""
 
 
 def run_job(job: Job) -> Summary | None:
@@ -50,3 +58,23 @@ def run_job(job: Job) -> Summary | None:
         )
     summary: Summary | None = results[0]
     return summary
+
+
+def write_sample(job: Job) -> str:
+    """Continue the recipe's `sample_prompt` with the exported model; written to sample.txt and returned.
+
+    Called once, after the ranks have ended: one device reads the export as anybody would.
+    """
+    prompt = job.recipe.sample_prompt or ""
+    generator = Generator(job.output_dir)
+    context = getattr(generator.model.config, "max_position_embeddings", None) or _NEW_TOKENS * 2
+    room = context - len(generator.encode(prompt))
+    sampling = Sampling(
+        max_new_tokens=max(1, min(_NEW_TOKENS, room)),
+        temperature=_TEMPERATURE,
+        seed=job.recipe.training.seed,
+    )
+    generation = generator.generate(prompt, sampling)
+    text = generation.prompt + generation.text
+    write_text(job.output_dir / "sample.txt", text + "\n")
+    return text

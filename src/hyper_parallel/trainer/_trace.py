@@ -29,8 +29,8 @@ from hyper_parallel.backends.torch.memory import (
 from hyper_parallel.config import Training
 from hyper_parallel.ir import Collective, Plan, Purpose
 from hyper_parallel.runtime import World, parallelize
-from hyper_parallel.trainer._loop import Loop
-from hyper_parallel.trainer._optimizer import build_optimizer
+from hyper_parallel.trainer.engine._loop import Loop
+from hyper_parallel.trainer.engine._model import build_optimizer
 
 _ACTION = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, what, microbatch."""

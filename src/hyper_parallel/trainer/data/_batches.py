@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
 from hyper_parallel.trainer.data._sequences import Int64, PackedSequences
@@ -33,8 +32,8 @@ class Batch:
         num_valid: Labels that are not -100.
     """
 
-    input_ids: torch.Tensor
-    shift_labels: torch.Tensor
+    input_ids: Int64
+    shift_labels: Int64
     num_valid: int
 
 
@@ -158,13 +157,17 @@ class Batches:
     def _batch(self, indices: Int64) -> Batch:
         inputs, labels = self.sequences.read(indices)
         num_valid = self.sequences.num_valid(indices)
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), num_valid)
+        return Batch(inputs, labels, num_valid)
+
+    def sequences_seen(self, step: int) -> int:
+        """Sequences read before a step, those of a resumed run's earlier batch sizes included."""
+        return self._origin + step * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The data position before a step, for a checkpoint: plain values, the same on every rank and layout."""
         return {
             "step": step,
-            "sequences_seen": self._origin + step * self.sequences_per_step,
+            "sequences_seen": self.sequences_seen(step),
             "sequences_per_step": self.sequences_per_step,
             "num_sequences": self.num_sequences,
             "fingerprint": self.fingerprint,

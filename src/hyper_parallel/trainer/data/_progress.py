@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Task:
+class ByteBar:
     """One bar; without a display, advancing it does nothing."""
 
     display: object | None = None
@@ -27,10 +27,10 @@ class Progress:
     enabled: bool = True
 
     @contextmanager
-    def task(self, name: str, total_bytes: int) -> Iterator[Task]:
+    def task(self, name: str, total_bytes: int) -> Iterator[ByteBar]:
         """A bar over `total_bytes`, an estimate; it ends full whatever was read."""
         if not self.enabled:
-            yield Task()
+            yield ByteBar()
             return
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
@@ -39,6 +39,6 @@ class Progress:
         columns = (TextColumn("{task.description:<16}"), BarColumn(), DownloadColumn())
         with Display(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as display:
             handle = display.add_task(name, total=total_bytes)
-            yield Task(display, handle)
+            yield ByteBar(display, handle)
             done = display.tasks[0].completed
             display.update(handle, total=done, completed=done)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LrSchedule:
     """Learning rate of every step.
 
     Linear warm-up from `1 / warmup_steps` to 1, then one of four shapes that reaches `min_ratio` exactly at the last
@@ -40,7 +40,7 @@ class Schedule:
     min_ratio: float = 0.0
 
     @classmethod
-    def of(cls, training: Training) -> Schedule:
+    def of(cls, training: Training) -> LrSchedule:
         """The schedule a recipe's `training:` section describes."""
         decay = training.decay_steps
         return cls(

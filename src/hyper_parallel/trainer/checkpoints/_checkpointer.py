@@ -42,9 +42,9 @@ from hyper_parallel.errors import (
     HyperParallelError,
     OutputNotWritable,
 )
-from hyper_parallel.trainer import _manifest as files
-from hyper_parallel.trainer._boxes import boxed
-from hyper_parallel.trainer._manifest import Damaged, Manifest
+from hyper_parallel.trainer.checkpoints import _manifest as files
+from hyper_parallel.trainer.checkpoints._boxes import boxed
+from hyper_parallel.trainer.checkpoints._manifest import Damaged, Manifest
 
 T = TypeVar("T")
 

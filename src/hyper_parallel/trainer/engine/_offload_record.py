@@ -20,7 +20,7 @@ from hyper_parallel.offload import (
     with_capacity_hint,
 )
 from hyper_parallel.trainer._files import write_timeline
-from hyper_parallel.trainer._offload_rehearsal import ULPS
+from hyper_parallel.trainer.engine._offload_rehearsal import ULPS
 from hyper_parallel.units import format_bytes, format_seconds
 
 

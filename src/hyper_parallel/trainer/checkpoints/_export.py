@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face directory that `AutoModelForCausalLM.from_pretrained` loads with no remote code.
+"""Write a model or a checkpoint as a Hugging Face directory that `from_pretrained` loads with no remote code.
 
 Parameters are gathered one at a time; rank 0 turns each into the names and shapes of the published format (experts one
 by one) and writes a file whenever `max_file_bytes` are collected. The directory appears by one rename.
@@ -20,8 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.backends.torch.weights._huggingface import original_class, twin
-from hyper_parallel.backends.torch.weights._initialise import canonical_name
-from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
+from hyper_parallel.backends.torch.weights._initialise import (
+    allocate_and_fill_buffers,
+    canonical_name,
+)
+from hyper_parallel.errors import BadValue, ModelUnreadable, OutputNotWritable
+from hyper_parallel.trainer.checkpoints import _manifest as files
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 MAX_FILE_BYTES = 5 * 1024**3
 """Size at which a file is closed. 5 GiB: loads on small hosts, and few files for large models."""
@@ -284,3 +291,53 @@ def _raise_everywhere(failure: OutputNotWritable | None) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def export_checkpoint(
+    directory: Path,
+    model_dir: Path,
+    out_dir: Path,
+    step: int | None = None,
+    tokenizer_dir: Path | None = None,
+    dtype: str | None = None,
+) -> int:
+    """Load the weights of a checkpoint and export them; holds the whole model in host memory.
+
+    Args:
+        directory: Directory of the checkpoints.
+        model_dir: Directory of `config.json`, or the file itself.
+        out_dir: Directory to write.
+        step: Step; None: the newest intact one.
+        tokenizer_dir: Directory of the tokenizer; None: that of the model.
+        dtype: Name of the stored dtype; None: as in the checkpoint.
+
+    Returns:
+        The step exported.
+
+    Raises:
+        BadValue: HP102 for an unknown dtype.
+        ModelUnreadable: HP305 when the config is missing or no causal language model of transformers.
+        CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: As in `Checkpointer.load` and `export_hf`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if dtype is not None and dtype not in _DTYPES:
+        raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
+    folder = model_dir if model_dir.is_dir() else model_dir.parent
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelUnreadable(
+            f"the model cannot be built ({str(error).splitlines()[0]})", where=str(model_dir)
+        ) from None
+    loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
+    found = loader.newest_intact(step)[0]
+    dtypes = stored_dtypes(directory / files.step_name(found))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+    allocate_and_fill_buffers(model)
+    loader.load(model, None, found)
+    export_hf(model, config, tokenizer_dir or folder, out_dir, _DTYPES[dtype] if dtype else None)
+    return found

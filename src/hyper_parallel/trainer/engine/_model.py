@@ -1,4 +1,4 @@
-"""Build the Hugging Face model of a recipe without touching its code: on the meta device, in one dtype."""
+"""Model and optimizer of a recipe: any Hugging Face model, its code untouched, on the meta device; AdamW."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import Routing, resolve_layouts
-from hyper_parallel.config import Recipe
+from hyper_parallel.config import Recipe, Training
 from hyper_parallel.errors import ModelUnreadable, PlanMismatch, WeightsUnreadable
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import FAMILIES_READ, find_preset, read_preset
@@ -118,3 +118,55 @@ def compile_layers(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ in names:
             module.compile()
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups by number of dims: matrices are decayed; vectors (norm weights, biases) are not.
+
+    The number of dims is the logical one, so the groups are the same on every layout.
+    """
+    matrices, vectors = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, training: Training) -> torch.optim.AdamW:
+    """AdamW with decoupled decay (Loshchilov and Hutter, arXiv:1711.05101)."""
+    return torch.optim.AdamW(
+        parameter_groups(model, training.weight_decay),
+        lr=training.lr,
+        betas=training.betas,
+        eps=training.eps,
+        fused=True,
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
+    """Give every group the learning rate of the coming step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
+    """Update the parameters; where `skip` is true nothing changes, decided on the device without a host read.
+
+    Fused optimizers of torch read the attribute `found_inf` (as `torch.amp.GradScaler` sets it) in their kernels.
+
+    Args:
+        optimizer: A fused optimizer.
+        skip: Scalar on the parameters' device; None: always update.
+    """
+    if skip is None:
+        optimizer.step()
+        return
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]

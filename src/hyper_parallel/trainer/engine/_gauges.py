@@ -1,15 +1,21 @@
-"""The measured Timeline: spans of a window of steps, one lane per rank."""
+"""What a step took on this rank: spans of a window of steps, and peak memory."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from hyper_parallel.backends.torch import local
+from hyper_parallel.backends.torch.memory import Recorder, peak_of
 from hyper_parallel.ir import Counter, Span, Timeline
 
 WINDOW = range(3, 13)
@@ -109,3 +115,79 @@ class SpanRecorder:
     def _samples(self) -> Iterator[Counter]:
         for mark, value in self._counters:
             yield Counter(f"rank {self._rank}/memory", self._seconds(mark), value)
+
+
+_STATUS: Final = Path("/proc/self/status")
+_RESET: Final = Path("/proc/self/clear_refs")
+_COUNTED_STEPS: Final = 2
+"""Steps whose tensors are counted, which slows them: the first makes the optimizer state, all others are equal."""
+
+
+class MemoryGauge:
+    """Peak memory of this rank during one step; create it before the model.
+
+    Accelerators: the allocator's own peak. CPU: the bytes of all tensors, which is what a plan predicts, counted in the
+    first two steps of a run; later steps repeat the second. Without `state` nothing is counted, and a CPU rank has the
+    peak of its resident anonymous memory above what the process had before the model was built: the kernel keeps the
+    peak of the whole resident set (`VmHWM`), which writing 5 to `/proc/self/clear_refs` resets (proc(5)), and the
+    file part is subtracted. Freed memory that the C library holds for the next allocation is resident and counts.
+
+    Args:
+        device: Device of this rank.
+
+    Attributes:
+        state: Gives the tensors that outlive a step, by name; None: tensors are not counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.state: Callable[[], Mapping[str, Tensor]] | None = None
+        self._steps = self._counted = 0
+        self._recorder: Recorder | None = None
+        if device.type == "cpu" and sys.platform == "linux":
+            # Free memory of the inherited heap would be used again unseen: give it back before counting.
+            with suppress(AttributeError):  # a C library other than glibc
+                ctypes.CDLL(None).malloc_trim(0)
+        self._baseline = _resident()["RssAnon"] if device.type == "cpu" else 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch the enclosed step; what was watched before is forgotten."""
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
+        elif self.state is None:
+            if _STATUS.exists():
+                _RESET.write_text("5")
+        elif self._steps < _COUNTED_STEPS:
+            self._steps += 1
+            recorder = self._recorder = Recorder()
+            for name, tensor in self.state().items():
+                recorder.name(local(tensor), name, "weight")
+            with recorder:
+                yield
+            self._counted, self._recorder = self.peak_bytes(), None
+            return
+        yield
+
+    def peak_bytes(self) -> int:
+        """Peak of the running or the last step; 0 on a system that tells none."""
+        if self._device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(self._device)
+        if self.state is not None:
+            if self._recorder is None:
+                return self._counted
+            return peak_of(self._recorder.recording("step")).num_bytes
+        now = _resident()
+        peak = now["VmHWM"] - now["RssFile"] - now["RssShmem"]
+        return max(0, peak - self._baseline)
+
+
+def _resident() -> dict[str, int]:
+    """Resident memory of this process in bytes by kind, as the kernel counts it."""
+    values = {"RssAnon": 0, "RssFile": 0, "RssShmem": 0, "VmHWM": 0}
+    if _STATUS.exists():
+        for line in _STATUS.read_text().splitlines():
+            key, _, rest = line.partition(":")
+            if key in values:
+                values[key] = int(rest.split()[0]) * 1024
+    return values

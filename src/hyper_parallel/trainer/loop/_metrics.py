@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from hyper_parallel.backends.torch import RoutingStatistics
 from hyper_parallel.trainer._files import write_text
-from hyper_parallel.trainer._offload_record import OffloadRecord
 from hyper_parallel.units import format_bytes
 
 
@@ -53,8 +53,8 @@ class StepRecord:
     mfu: float
     memory_bytes: int
     pred_step_s: float
-    routing: RoutingStatistics | None = None
-    offload: OffloadRecord | None = None
+    routing: dict[str, Any] | None = None
+    offload: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,6 @@ class MetricsLog:
     """
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         directory.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, TextIO] = {}
         for name in ("metrics", "eval"):
@@ -88,23 +86,20 @@ class MetricsLog:
         if resumed_step == 0 and board.exists():
             for old in board.glob("events.out.tfevents.*"):
                 old.unlink()
-        self._board = SummaryWriter(str(board), purge_step=resumed_step + 1)
+        self._board = _Board(board, resumed_step)
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""
         self._append("metrics", record)
-        for name in ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s"):
-            self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
-        for name, value in asdict(record.offload).items() if record.offload else ():
-            self._board.add_scalar(f"offload/{name}", value, record.step)
-        for name, value in asdict(record.routing).items() if record.routing else ():
-            if value is not None:
-                self._board.add_scalar(f"routing/{name}", value, record.step)
+        names = ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s")
+        self._board.add(record.step, "train", {name: getattr(record, name) for name in names})
+        self._board.add(record.step, "offload", record.offload or {})
+        self._board.add(record.step, "routing", record.routing or {})
 
     def evaluation(self, record: EvalRecord) -> None:
         """Append an evaluation."""
         self._append("eval", record)
-        self._board.add_scalar("eval/loss", record.loss, record.step)
+        self._board.add(record.step, "eval", {"loss": record.loss})
 
     def close(self) -> None:
         """Flush and close all files."""
@@ -116,6 +111,40 @@ class MetricsLog:
         line = {key: value for key, value in asdict(record).items() if value is not None}
         self._files[name].write(json.dumps(line) + "\n")
         self._files[name].flush()
+
+
+class _Board:
+    """Scalars as TensorBoard reads them.
+
+    Args:
+        directory: Where the event file goes.
+        resumed_step: Last step that stays; TensorBoard drops what an earlier run wrote after it.
+    """
+
+    def __init__(self, directory: Path, resumed_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = EventFileWriter(str(directory))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
+        )
+
+    def add(self, step: int, group: str, values: Mapping[str, float | None]) -> None:
+        """Append the values that are not None."""
+        scalars = [
+            self._summary.Value(tag=f"{group}/{name}", simple_value=float(value))
+            for name, value in values.items()
+            if value is not None
+        ]
+        summary = self._summary(value=scalars)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._writer.close()
 
 
 def _keep_until(path: Path, step: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import (
-    RoutingStatistics,
     clip_grad_norm_,
     count_routing,
     forward_backward,
@@ -28,38 +27,15 @@ from hyper_parallel.backends.torch import (
 )
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
-from hyper_parallel.trainer._memory import MemoryGauge
-from hyper_parallel.trainer._offload import PlannedSteps
-from hyper_parallel.trainer._offload_record import OffloadRecord, StepInputs, over_ranks
-from hyper_parallel.trainer._optimizer import set_lr
-from hyper_parallel.trainer._spans import SpanRecorder
+from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
+from hyper_parallel.trainer.engine._model import set_lr, step_unless
+from hyper_parallel.trainer.engine._offload import PlannedSteps
+from hyper_parallel.trainer.engine._offload_record import StepInputs, over_ranks
+from hyper_parallel.trainer.loop import StepResult
 
 if TYPE_CHECKING:
     from hyper_parallel.runtime import World
     from hyper_parallel.trainer.data import Batch, Batches
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step measured; equal on every rank.
-
-    Attributes:
-        loss: Mean over all valid tokens of the step.
-        grad_norm: Global gradient norm before clipping.
-        valid_tokens: Tokens the loss counts.
-        seconds: Time of the step on this rank.
-        memory_bytes: Peak memory of the step on the fullest rank.
-        routing: Routing of the experts; None for other models.
-        offload: What offload predicted and measured; None when it is off.
-    """
-
-    loss: float
-    grad_norm: float
-    valid_tokens: int
-    seconds: float
-    memory_bytes: int
-    routing: RoutingStatistics | None = None
-    offload: OffloadRecord | None = None
 
 
 class Loop:
@@ -107,10 +83,15 @@ class Loop:
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite; no parameter was changed,
                 except by a planned step, whose updates may run before the norm is known.
         """
+        with self._gauge.step():
+            return self._step(step, batches, lr, max_grad_norm)
+
+    def _step(
+        self, step: int, batches: Batches, lr: float, max_grad_norm: float | None
+    ) -> StepResult:
         start = time.perf_counter()
         span = self._recorder.span
         self._recorder.begin_step(step)
-        self._gauge.start()
         with span("data", "data"):
             inputs = self.inputs(batches, step, lr)
         measured = counted = None
@@ -123,8 +104,12 @@ class Loop:
                 (loss_sum, grad_norm, counted), measured = self.planned.step(inputs)
         memory = measured.device_bytes if measured else self._gauge.peak_bytes()
         with span("loss", "communication"):
-            mean, peaks = _read(self.share(loss_sum, memory))
-            norm = grad_norm.item()
+            shared = self.share(loss_sum, memory, grad_norm)
+        if measured is None:
+            # The device decides; the host reads once, while it is busy with the update.
+            self.update(lr, skip=~torch.isfinite(shared[-2:]).all())
+        with span("loss", "communication"):
+            mean, norm, peaks = _read(shared)
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise LossNotFinite(
                 "the loss or its gradient is not finite; "
@@ -134,13 +119,12 @@ class Loop:
                 hint="training.lr=<a smaller value> training.max_grad_norm=1.0",
             )
         if measured is None:
-            self.update(lr)
             counted = self.count_routing()
-        routing = None if counted is None else routing_statistics(*counted)
+        routing = None if counted is None else asdict(routing_statistics(*counted))
         self._recorder.memory(memory if measured else self._gauge.peak_bytes())
         offload = None
         if self.planned is not None and measured is not None:
-            offload = over_ranks(self.planned.record(measured))
+            offload = asdict(over_ranks(self.planned.record(measured)))
         seconds = time.perf_counter() - start
         return StepResult(mean, norm, inputs.valid_tokens, seconds, peaks, routing, offload)
 
@@ -166,11 +150,16 @@ class Loop:
         with self._recorder.span("gradient norm", "communication"):
             return loss_sum, clip_grad_norm_(self._model, max_grad_norm)
 
-    def update(self, lr: float | Tensor) -> None:
-        """The optimizer's step; gradients are gone afterwards."""
+    def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
+        """The optimizer's step; gradients are gone afterwards.
+
+        Args:
+            lr: Learning rate.
+            skip: Scalar on the device; where it is true, parameters and optimizer state stay as they are. None: never.
+        """
         with self._recorder.span("optimizer", "optimizer"):
             set_lr(self._optimizer, lr)
-            self._optimizer.step()
+            step_unless(self._optimizer, skip)
             self._optimizer.zero_grad(set_to_none=True)
 
     def count_routing(self) -> tuple[Tensor, Tensor | None] | None:
@@ -189,7 +178,7 @@ class Loop:
             valid_tokens = max(batches.num_valid(0), 1)
             inputs = [self._inputs(batch) for batch in self._fetch(batches, 0)]
             loss_sum = forward_loss(self._model, inputs, valid_tokens)
-            mean, _ = _read(self.share(loss_sum, self._gauge.peak_bytes()))
+            mean, _, _ = _read(self.share(loss_sum, self._gauge.peak_bytes()))
         self._model.train()
         return mean, valid_tokens
 
@@ -200,23 +189,33 @@ class Loop:
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         device = self._world.device
         return {
-            "input_ids": batch.input_ids.to(device, non_blocking=True),
-            "shift_labels": batch.shift_labels.to(device, non_blocking=True),
+            "input_ids": torch.from_numpy(batch.input_ids).to(device, non_blocking=True),
+            "shift_labels": torch.from_numpy(batch.shift_labels).to(device, non_blocking=True),
         }
 
-    def share(self, loss_sum: Tensor, memory_bytes: int) -> Tensor:
-        """Every rank's memory peak, then the sum of the ranks' losses, in one all-reduce."""
+    def share(self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0) -> Tensor:
+        """Every rank's memory peak, the sum of the ranks' losses (one all-reduce), and the gradient norm.
+
+        Args:
+            loss_sum: This rank's share of the loss.
+            memory_bytes: Peak memory of this rank.
+            grad_norm: Already equal on every rank.
+
+        Returns:
+            [ranks + 2] on the device.
+        """
         size = self._world.world_size
-        values = torch.zeros(size + 1, dtype=torch.float64, device=self._world.device)
+        values = torch.zeros(size + 2, dtype=torch.float64, device=self._world.device)
         values[size] = loss_sum
         values[self._world.rank] = float(memory_bytes)
         if size > 1:
             with purpose(Purpose.STEP_LOG):
-                dist.all_reduce(values)
+                dist.all_reduce(values[: size + 1])
+        values[size + 1] = grad_norm
         return values
 
 
-def _read(shared: Tensor) -> tuple[float, int]:
-    """The mean loss and the largest peak of what `Loop.share` returned."""
-    *peaks, mean = shared.tolist()
-    return mean, int(max(peaks))
+def _read(shared: Tensor) -> tuple[float, float, int]:
+    """The mean loss, the gradient norm and the largest peak of what `Loop.share` returned."""
+    *peaks, mean, norm = shared.tolist()
+    return mean, norm, int(max(peaks))

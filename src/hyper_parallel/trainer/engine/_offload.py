@@ -33,13 +33,14 @@ from hyper_parallel.backends.torch.memory import (
 from hyper_parallel.errors import HyperParallelError, StepChanged
 from hyper_parallel.ir import MemoryPlan, MemoryTerm, Timeline
 from hyper_parallel.offload import peak_by_kind, plan_memory, predicted_timeline, summarise
-from hyper_parallel.trainer._offload_machine import (
+from hyper_parallel.trainer.engine._model import set_lr
+from hyper_parallel.trainer.engine._offload_machine import (
     Assumed,
     measured_machine,
     rehearsal_bytes,
     resolved_budget,
 )
-from hyper_parallel.trainer._offload_record import (
+from hyper_parallel.trainer.engine._offload_record import (
     OffloadRecord,
     StepInputs,
     agreed,
@@ -47,7 +48,7 @@ from hyper_parallel.trainer._offload_record import (
     planned_waits,
     updates_line,
 )
-from hyper_parallel.trainer._offload_rehearsal import (
+from hyper_parallel.trainer.engine._offload_rehearsal import (
     Phases,
     digests,
     near,
@@ -55,7 +56,6 @@ from hyper_parallel.trainer._offload_rehearsal import (
     same,
     sample,
 )
-from hyper_parallel.trainer._optimizer import set_lr
 
 DRIFT = 0.02
 """Share of a step that waits may take beyond the plan before it is planned again."""

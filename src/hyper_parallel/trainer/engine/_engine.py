@@ -1,0 +1,260 @@
+"""The torch engine: one rank's model, optimizer and checkpoints, driven by the `Trainer`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch import load_pretrained, materialize
+from hyper_parallel.ir import Timeline
+from hyper_parallel.runtime import World, parallelize
+from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._job import Job
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
+from hyper_parallel.trainer.engine._loop import Loop
+from hyper_parallel.trainer.engine._model import (
+    build_model,
+    build_optimizer,
+    compile_layers,
+    routing_of,
+    weights_directory,
+)
+from hyper_parallel.trainer.engine._offload import PlannedSteps, StepOutputs, lent
+from hyper_parallel.trainer.engine._offload_machine import Assumed
+from hyper_parallel.trainer.engine._offload_record import (
+    OffloadRecord,
+    drift_line,
+    offload_line,
+    with_memory,
+    write_timelines,
+)
+from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary, Trainer
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.data import Batches
+
+
+def train_rank(job: Job, flash: Path | None = None) -> Summary | None:
+    """Train on this rank; the summary on rank 0, None on the others.
+
+    Args:
+        job: The run.
+        flash: Folder for files of all ranks that this process starts; needed when the recipe has `offload.flash_dir`.
+    """
+    # A terminal sends its interrupt to every rank: the launcher alone acts on it and stops the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with World.join() as world:
+        display = Display(job.recipe.training.steps, world.rank == 0)
+        with TorchEngine(job, world, display, flash) as engine:
+            return Trainer(job, engine, display).train()
+
+
+class TorchEngine:
+    """One rank of a run in torch; an `Engine`.
+
+    Args:
+        job: The run.
+        world: The ranks.
+        display: Where lines for people go.
+        flash: Folder for files of all ranks; None: no flash tier.
+    """
+
+    def __init__(self, job: Job, world: World, display: Display, flash: Path | None = None) -> None:
+        self.rank, self.world_size = world.rank, world.world_size
+        self._job, self._recipe, self._world = job, job.recipe, world
+        self._display = display
+        self._flash = None if flash is None else flash / f"rank{world.rank}"
+        training = self._recipe.training
+        if training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        self._gauge = MemoryGauge(world.device)
+        self._model = self._make_model()
+        self._optimizer = build_optimizer(self._model, training)
+        # What offload counts it counts itself, and what is compiled no counter sees.
+        if not (self._recipe.offload.on or training.compile):
+            self._gauge.state = self._tensors
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TorchEngine:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
+        if self._recipe.checkpoint.resume == "never":
+            return 0, {}
+        source = self._checkpointer(self._job.resume_dir)
+        if source.latest() is None:
+            return 0, {}
+        return source.load(self._model, self._optimizer)
+
+    def begin(self, done: int, batches: Batches) -> None:
+        """Open the run's checkpoints and, with offload, plan the memory of a step."""
+        self._saver = self._checkpointer(self._job.checkpoint_dir)
+        if self.world_size > 1:
+            dist.barrier()
+        self._recorder = SpanRecorder(self.rank, self._world.device, done + 1)
+        self._loop = self._make_loop(self._recorder)
+        if self._recipe.offload.on and done < self._recipe.training.steps:
+            self._loop.planned = self._stack.enter_context(self._planned_memory(batches, done))
+
+    def step(self, step: int, batches: Batches, lr: float) -> StepResult:
+        """Run one optimizer step, counted from 1.
+
+        Raises:
+            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
+        """
+        result = self._loop.step(step, batches, lr, self._recipe.training.max_grad_norm)
+        if result.offload is not None and result.offload["replanned"]:
+            self._display.line(drift_line(step, OffloadRecord(**result.offload)))
+        return result
+
+    def evaluate(self, batches: Batches) -> tuple[float, int]:
+        """Mean loss over the first step of `batches`, and how many tokens counted."""
+        with lent(self._loop):
+            return self._loop.evaluate(batches)
+
+    def save(self, step: int, extra: dict[str, Any]) -> None:
+        """Save a checkpoint after a step; may return before it is written."""
+        self._recorder.begin_step(None)
+        with self._recorder.span("checkpoint", "checkpoint"), lent(self._loop):
+            self._saver.save(step, self._model, self._optimizer, extra)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, and take the state back from the memory plan."""
+        self._saver.finish()
+        self._stack.close()
+
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of all ranks on rank 0; None elsewhere."""
+        return self._recorder.gather(self.world_size)
+
+    def export(self) -> None:
+        """Write a Hugging Face directory."""
+        job = self._job
+        export_hf(self._model, self._model.config, job.packed.tokenizer_dir, job.export_dir)
+
+    def facts(self) -> dict[str, Any]:
+        """Facts about device and versions that belong to the numbers of the run."""
+        import transformers
+
+        device = self._world.device
+        module = torch.get_device_module(device)
+        known = device.type != "cpu" and hasattr(module, "get_device_name")
+        name = module.get_device_name(device) if known else platform.machine()
+        memory = "peak anonymous memory above the start"
+        if device.type != "cpu":
+            memory = "allocator peak"
+        elif self._recipe.offload.on:
+            memory = "counted device bytes"
+        elif self._gauge.state is not None:
+            memory = "counted tensor bytes"
+        return {
+            "device": f"{device.type} ({name})",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "memory": memory,
+        }
+
+    def _make_loop(self, spans: Any) -> Loop:
+        job = self._job
+        return Loop(self._model, self._optimizer, job.plan, self._world, spans, self._gauge)
+
+    def _make_model(self) -> nn.Module:
+        recipe = self._recipe
+        model = parallelize(
+            build_model(recipe), self._job.plan, self._world, routing=routing_of(recipe)
+        )
+        directory = weights_directory(recipe)
+        if directory is None:
+            materialize(model, seed=recipe.training.seed, device=self._world.device)
+        else:
+            load_pretrained(model, directory, device=self._world.device)
+        if recipe.training.compile:
+            compile_layers(model)
+        return model
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters, buffers and optimizer state that there are now."""
+        slots = {
+            f"{number}.{name}": value
+            for number, state in enumerate(self._optimizer.state.values())
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        return {
+            **dict(self._model.named_parameters()),
+            **dict(self._model.named_buffers()),
+            **slots,
+        }
+
+    def _checkpointer(self, directory: Path) -> Checkpointer:
+        choice, plan = self._recipe.checkpoint, self._job.plan
+        return Checkpointer(
+            directory,
+            keep=choice.keep,
+            asynchronous=choice.asynchronous,
+            fingerprint={
+                "model": plan.model.fingerprint,
+                "optimizer": plan.workload.optimizer,
+                "param_dtype": plan.workload.param_dtype,
+            },
+        )
+
+    @contextmanager
+    def _planned_memory(self, batches: Batches, done: int) -> Iterator[PlannedSteps]:
+        """Rehearse and plan the memory of a step; the state is the device's until the end of the context."""
+        job, training = self._job, self._recipe.training
+        schedule = LrSchedule.of(training)
+
+        def whole_step(
+            spans: Any, parts: list[dict[str, Tensor]], valid: Any, lr: Any
+        ) -> StepOutputs:
+            loop = self._loop if spans is None else self._make_loop(spans)
+            loss_sum, grad_norm = loop.gradients(parts, valid, training.max_grad_norm)
+            loop.update(lr)
+            return loss_sum, grad_norm, loop.count_routing()
+
+        planned = PlannedSteps(
+            self._model,
+            self._optimizer,
+            whole_step,
+            Assumed.of(self._recipe, job.plan),
+            self._flash,
+            self._display.line,
+        )
+        self._recorder.begin_step(0)  # no step of the run: nothing is recorded
+        steps = (
+            self._loop.inputs(batches, step, schedule.lr(min(step, training.steps)))
+            for step in (done + 1, done + 2)
+        )
+        planned.prepare(*steps)
+        self._write_plan(planned)
+        self._display.line(offload_line(planned.plan))
+        try:
+            yield planned
+        finally:
+            planned.close()
+        self._write_plan(planned)  # a step may have been planned again
+        if self.rank == 0 and planned.timelines is not None:
+            write_timelines(planned.timelines, job.output_dir)
+
+    def _write_plan(self, planned: PlannedSteps) -> None:
+        """plan.json with the memory of the fullest rank's memory plan in place of the cost model's."""
+        plan = with_memory(self._job.plan, planned.memory_terms(), planned.plan, planned.notes)
+        if self.rank == 0:
+            write_text(self._job.output_dir / "plan.json", plan.to_json() + "\n")

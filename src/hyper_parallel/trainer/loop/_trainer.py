@@ -1,0 +1,215 @@
+"""The training loop of one rank: an `Engine` computes, this file drives it, records and shows. No framework.
+
+    load -> begin -> evaluate -> [step, evaluate or save when due] * steps -> finish -> export
+
+A back end is trained with by implementing `Engine`; recipe, data order, learning rate, records and files are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hyper_parallel.ir import Timeline
+from hyper_parallel.trainer._files import write_text, write_timeline
+from hyper_parallel.trainer.loop._display import Display
+from hyper_parallel.trainer.loop._metrics import EvalRecord, MetricsLog, StepRecord, log_line
+from hyper_parallel.trainer.loop._schedule import LrSchedule
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer._job import Job
+    from hyper_parallel.trainer.data import Batches
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step measured; equal on every rank.
+
+    Attributes:
+        loss: Mean over all valid tokens of the step.
+        grad_norm: Global gradient norm before clipping.
+        valid_tokens: Tokens the loss counts.
+        seconds: Time of the step on this rank.
+        memory_bytes: Peak memory of the step on the fullest rank.
+        routing: Routing of the experts; None for other models.
+        offload: What offload predicted and measured; None when it is off.
+    """
+
+    loss: float
+    grad_norm: float
+    valid_tokens: int
+    seconds: float
+    memory_bytes: int
+    routing: dict[str, Any] | None = None
+    offload: dict[str, Any] | None = None
+
+
+class Engine(Protocol):
+    """Model, optimizer and ranks of a back end; every rank calls the same methods in the same order.
+
+    Attributes:
+        rank: This process; rank 0 writes the records.
+        world_size: Number of processes.
+    """
+
+    rank: int
+    world_size: int
+
+    def load(self) -> tuple[int, dict[str, Any]]:
+        """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
+
+    def begin(self, done: int, batches: Batches) -> None:
+        """Prepare for the steps after step `done`."""
+
+    def step(self, step: int, batches: Batches, lr: float) -> StepResult:
+        """Run one optimizer step, counted from 1.
+
+        Raises:
+            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
+        """
+
+    def evaluate(self, batches: Batches) -> tuple[float, int]:
+        """Mean loss over the first step of `batches`, and how many tokens counted."""
+
+    def save(self, step: int, extra: dict[str, Any]) -> None:
+        """Save a checkpoint after a step; may return before it is written."""
+
+    def finish(self) -> None:
+        """Wait for what is still written, and end what `begin` has started."""
+
+    def timeline(self) -> Timeline | None:
+        """The measured timeline of all ranks on rank 0; None elsewhere."""
+
+    def export(self) -> None:
+        """Write the model in its published format."""
+
+    def facts(self) -> dict[str, Any]:
+        """Facts about device and versions that belong to the numbers of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run achieved; rank 0 returns it.
+
+    Attributes:
+        steps: Last step.
+        first_eval_loss: Held-out loss before the first step of the run, NaN without held-out text.
+        last_eval_loss: Held-out loss after the last step.
+        loss: Training loss of the last step, NaN when there was nothing left to do.
+        seconds: Seconds of training, evaluations included.
+    """
+
+    steps: int
+    first_eval_loss: float
+    last_eval_loss: float
+    loss: float
+    seconds: float
+
+
+class Trainer:
+    """Drives one run on one rank.
+
+    Args:
+        job: The run.
+        engine: What computes.
+        display: Where lines for people go.
+    """
+
+    def __init__(self, job: Job, engine: Engine, display: Display) -> None:
+        self._job, self._engine, self._display = job, engine, display
+        self._batches = job.train_batches()
+        self._holdout = job.holdout_batches()
+        self._log: MetricsLog | None = None
+
+    def train(self) -> Summary | None:
+        """All steps, evaluations and files of the run; the summary on rank 0."""
+        job, recipe, engine = self._job, self._job.recipe, self._engine
+        training, every = recipe.training, recipe.checkpoint.every
+        done, extra = engine.load()
+        if done:
+            self._batches.load_state_dict(extra["data"])
+        schedule = LrSchedule.of(training)
+        begin = time.perf_counter()
+        with ExitStack() as stack:
+            if engine.rank == 0:
+                self._log = MetricsLog(job.output_dir, done)
+                stack.callback(self._log.close)
+            self._display.start()
+            stack.callback(self._display.stop)
+            engine.begin(done, self._batches)
+            first = last = self._evaluate(done)
+            loss = math.nan
+            for step in range(done + 1, training.steps + 1):
+                lr = schedule.lr(step)
+                result = engine.step(step, self._batches, lr)
+                loss = result.loss
+                self._report(step, result, lr)
+                final = step == training.steps
+                if final or (training.eval_every and step % training.eval_every == 0):
+                    last = self._evaluate(step)
+                if final or (every and step % every == 0):
+                    engine.save(step, {"data": self._batches.state_dict(step)})
+            seconds = time.perf_counter() - begin
+            engine.finish()
+        timeline = engine.timeline()
+        if timeline is not None:
+            write_timeline(timeline, job.output_dir / "timeline.json")
+        if recipe.checkpoint.export:
+            engine.export()
+        if engine.rank != 0:
+            return None
+        facts = {
+            "ranks": engine.world_size,
+            "python": platform.python_version(),
+            "training_s": round(seconds, 3),
+            **engine.facts(),
+        }
+        write_text(job.output_dir / "run.json", json.dumps(facts, indent=1) + "\n")
+        return Summary(training.steps, first, last, loss, seconds)
+
+    def _evaluate(self, step: int) -> float:
+        """Loss on the held-out text, written to eval.jsonl; NaN when nothing is held out."""
+        if self._holdout is None:
+            return math.nan
+        start = time.perf_counter()
+        loss, tokens = self._engine.evaluate(self._holdout)
+        if self._log:
+            self._log.evaluation(EvalRecord(step, loss, tokens, time.perf_counter() - start))
+            self._display.line(
+                f"eval after step {step}: held-out loss {loss:.4f} ({tokens:,} tokens)"
+            )
+        return loss
+
+    def _report(self, step: int, result: StepResult, lr: float) -> None:
+        if self._log is None:
+            return
+        plan, training = self._job.plan, self._job.recipe.training
+        tokens = plan.workload.tokens_per_step or 0
+        per_device = tokens / result.seconds / self._engine.world_size
+        flops = per_device * plan.model.flops_per_token
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=tokens,
+            valid_tokens=result.valid_tokens,
+            tokens_seen=self._batches.sequences_seen(step) * plan.workload.seq_len,
+            step_s=result.seconds,
+            tps=per_device,
+            tflops=flops / 1e12,
+            mfu=flops / plan.peak_flops if plan.peak_flops else 0.0,
+            memory_bytes=result.memory_bytes,
+            pred_step_s=plan.step_s,
+            routing=result.routing,
+            offload=result.offload,
+        )
+        self._log.step(record)
+        self._display.advance(step)
+        if step % training.log_every == 0 or step in (1, training.steps):
+            self._display.line(log_line(record, training.steps, plan.memory_capacity_bytes))
