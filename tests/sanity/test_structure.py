@@ -25,11 +25,9 @@ ONE_SHAPE = (PACKAGE / "backends" / "torch", PACKAGE / "trainer")
 # Known, to go.
 KNOWN_CIRCLES: set[str] = set()  # the first module of each group
 KNOWN_LONG: set[str] = set()
-KNOWN_CLASSES: set[str] = {
-    "Schedule", "Task",
-}  # fmt: skip
+KNOWN_CLASSES: set[str] = set()
 KNOWN_FILE_NAMES: set[str] = {
-    "_collectives.py", "_copies.py", "_memory.py", "_parallelize.py", "_plan.py", "_stages.py", "_step.py",
+    "_collectives.py", "_copies.py", "_parallelize.py", "_plan.py", "_stages.py", "_step.py",
 }  # fmt: skip
 
 
