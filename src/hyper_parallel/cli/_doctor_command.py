@@ -54,6 +54,8 @@ REQUIREMENTS: Final = (
     Requirement("pydantic", "2.12", "core", "recipes"),
     Requirement("pyyaml", "6.0", "core", "recipes and topology files"),
     Requirement("rich", "13.7", "core", "progress and panels"),
+    Requirement("platformdirs", "4.0", "core", "the cache folder"),
+    Requirement("scipy", "1.11", "core", "fits of calibration"),
     Requirement("typer", "0.15", "core", "this command"),
     Requirement("torch", "2.11", "training", "training and generation"),
     Requirement("transformers", "5.5", "training", "Hugging Face models"),
