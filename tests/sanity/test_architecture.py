@@ -41,10 +41,10 @@ def contract(start: str) -> list[str]:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
         "importlinter"
     ]
-    (found,) = [
+    (rules,) = [
         c for c in tool["contracts"] if c["type"] == "layers" and c["containers"] == [start]
     ]
-    return found["layers"]
+    return rules["layers"]
 
 
 def defined(path: Path) -> dict[str, ast.AST]:
