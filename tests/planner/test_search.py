@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit, NoLegalStrategy
 from hyper_parallel.ir import Strategy, Workload, simulate
-from hyper_parallel.planner import _search, _space, plan, plan_tasks, simulate_plan
+from hyper_parallel.planner import _search, plan, plan_tasks, simulate_plan
 from hyper_parallel.planner._pins import SearchLimits, check_pins
 from hyper_parallel.planner._price import price
 from hyper_parallel.planner._refine import find
 from hyper_parallel.planner._request import HostMemory, resolve
+from hyper_parallel.planner._space import Space
 from hyper_parallel.planner._stages import partition
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import draw_case
@@ -29,7 +30,12 @@ pytestmark = pytest.mark.unit
 @pytest.fixture
 def few_orders(monkeypatch):
     """Only orders with tensor parallelism innermost: all of them are many for brute force."""
-    monkeypatch.setattr(_space, "_OTHERS", ())
+    every = Space.orders
+
+    def orders(space, degrees, tiers, inner=True):
+        return every(space, degrees, tiers) if inner else []
+
+    monkeypatch.setattr(Space, "orders", orders)
 
 
 @pytest.mark.parametrize("seed", range(18))

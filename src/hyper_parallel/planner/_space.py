@@ -23,19 +23,15 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
-from hyper_parallel.ir import AXES, Strategy, Workload
+from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES, Candidates
+from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import ModelSpec
+from hyper_parallel.planner._orders import TENSOR_INNERMOST, distinct_orders
 from hyper_parallel.planner._pins import PINNABLE, SearchLimits
 
 MICROBATCHES: Final = (1, 2, 4, 8, 16)
 MOST_CP: Final = 64
 MOST_TP: Final = 64
-
-_TENSOR_INNERMOST: Final = tuple(
-    i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
-)
-_OTHERS: Final = tuple(i for i in range(len(ORDERS)) if i not in _TENSOR_INNERMOST)
 
 Columns: TypeAlias = dict[str, NDArray[np.float64]]
 """Rows of a level as columns of equal length, named as in `cost.Candidates`."""
@@ -377,8 +373,6 @@ class Space:
     ) -> list[tuple[int]]:
         """Level five: orders of the axes, as indices into `cost.ORDERS`, those that differ on the machine.
 
-        Two orders are the same when every axis has the same share of its ranks in every domain of links.
-
         Args:
             degrees: Degree of every axis of `ir.AXES`.
             tiers: Devices in the domains beyond which other links are used, inner to outer.
@@ -388,12 +382,5 @@ class Space:
         pinned = self.limits.pins.get("order", pinned)
         if pinned is not None:
             return [(pinned,)] if inner else []
-        named = dict(zip(AXES, degrees, strict=True))
-        first: dict[tuple[tuple[int, ...], ...], int] = {}
-        for index in (*_TENSOR_INNERMOST, *_OTHERS):
-            stride, shares = 1, {}
-            for axis in reversed(ORDERS[index]):
-                shares[axis] = tuple(min(named[axis], max(1, n // stride)) for n in tiers)
-                stride *= named[axis]
-            first.setdefault(tuple(shares[a] for a in AXES if named[a] > 1), index)
-        return [(i,) for i in first.values() if (i in _TENSOR_INNERMOST) == inner]
+        differ = distinct_orders(degrees, tiers)
+        return [(i,) for i in differ if (i in TENSOR_INNERMOST) == inner]
