@@ -20,7 +20,7 @@ from hyper_parallel.cost._cards import (
 )
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, Rows, step_collectives
 from hyper_parallel.cost._copies import COPIES, Away, Load, mixed_term, put_away
-from hyper_parallel.cost._machine import Machine
+from hyper_parallel.cost._machine import Machine, Ring
 from hyper_parallel.cost._memory import few_layers, kept_bytes, memory_key, memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._own_cards import (
@@ -57,6 +57,7 @@ __all__ = [
     "Machine",
     "ModelNumbers",
     "Places",
+    "Ring",
     "Rows",
     "Scores",
     "StackCard",

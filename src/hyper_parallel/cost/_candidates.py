@@ -117,10 +117,16 @@ class Candidates:
         length = max((v.shape for v in given.values() if v.ndim == 1), default=(1,))
         # Flat columns are made equally long; columns of an open grid are left as they are.
         flat = all(v.ndim < 2 for v in given.values())
+        shared: dict[float, Array] = {}
 
         def column(name: str, default: Any) -> Array:
             found: Array = np.asarray(given.get(name, default), dtype=np.float64)
-            return np.broadcast_to(found, length) if flat and found.shape != length else found
+            if not flat or found.shape == length:
+                return found
+            value = found.item()
+            if value not in shared:
+                shared[value] = np.broadcast_to(found, length)
+            return shared[value]
 
         degrees = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y")
         row = {name: column(name, 1.0) for name in (*degrees, "ep", "microbatch", "accumulation")}

@@ -88,7 +88,7 @@ def layer_communication(
     gather = scatter = again = np.zeros(1)
     for b in sharing.layers(1.0):
         calls = b.forward + b.backward
-        if np.any(calls):
+        if _used(calls):
             seconds = sharing.seconds(b)
             if b.purpose in PARAMETERS:
                 gather, again = gather + b.forward * seconds, again + b.backward * seconds
@@ -100,7 +100,7 @@ def layer_communication(
     outside = np.zeros(1)
     for b in sharing.outside(float(n.embedding_weights + n.head_params)):
         calls = b.forward + b.backward
-        if np.any(calls):
+        if _used(calls):
             outside = outside + calls * sharing.seconds(b)
     return Communication(
         tp=hidden,
@@ -123,9 +123,24 @@ def _token_cut(workload: Workload, c: Candidates) -> TokenCut:
     return TokenCut(c.tp_x, c.tp_y, tokens, tokens / c.tp, tokens, ring, c.cp_ulysses)
 
 
+def _full(c: Candidates) -> Array | float:
+    """1 where layers are recomputed in full; one number where that is so for all or none of the candidates."""
+    return _plain(np.where(c.recompute > 1, 1.0, 0.0))
+
+
+def _plain(column: Array) -> Array | float:
+    """A column, or its one value: arithmetic on numbers is much faster than on short arrays."""
+    same = column.size > 0 and bool((column == column.flat[0]).all())
+    return float(column.flat[0]) if same else column
+
+
+def _used(calls: Array | float) -> bool:
+    return bool(calls.any()) if isinstance(calls, np.ndarray) else bool(calls)
+
+
 def _runs(
-    rows: Iterable[Boundary], full: Array, regather: Array | float = 0.0
-) -> Iterator[tuple[Boundary, Array]]:
+    rows: Iterable[Boundary], full: Array | float, regather: Array | float = 0.0
+) -> Iterator[tuple[Boundary, Array | float]]:
     """Collectives of a layer and microbatch, and how often each runs; those of one tensor and group are one."""
     calls: dict[tuple[bool, tuple[str, ...], int], tuple[Boundary, Array, Array, Array]] = {}
     for b in rows:
@@ -133,14 +148,14 @@ def _runs(
         first, times, redone, gathered = calls.get(key, (b, 0, 0, 0))
         times = times + b.forward + b.backward
         calls[key] = first, times, redone + b.recomputed, gathered + b.regathered
-    again = bool(full.any())
-    kept = (1.0 - full) * regather if np.any(regather) else None
+    again = _used(full)
+    kept = (1.0 - full) * regather if _used(regather) else None
     for b, times, redone, gathered in calls.values():
         if again:
             times = times + full * redone
         if kept is not None:
             times = times + kept * gathered
-        if np.any(times):
+        if _used(times):
             yield b, times
 
 
@@ -152,7 +167,8 @@ def _tensor(
     Stacks that gather an input again do so behind the backward matmul, so only 8 count in 1-D; where a strategy asks
     our own runtime for it, 10. Recomputation is priced to the end of the layer.
     """
-    cut, full = _token_cut(workload, c), np.where(c.recompute > 1, 1.0, 0.0)
+    cut, full = _token_cut(workload, c), _full(c)
+    regather = _plain(c.regather)
     axes = {
         ("tp_x",): (places.tp_x,),
         ("tp_y",): (places.tp_y,),
@@ -176,14 +192,14 @@ def _tensor(
                 hidden_cut=both & (not n.experts),
             )  # fmt: skip
             sums: dict[tuple[str, ...], tuple[Array, Array]] = {}
-            for b, times in _runs(rows, full, c.regather):
+            for b, times in _runs(rows, full, regather):
                 elements, calls = sums.get(b.axes, (0.0, 0.0))
                 passes = 2.0 if b.kind == "all_reduce" else 1.0
                 sums[b.axes] = elements + passes * times * b.elements, calls + times
                 if b.axes not in links:
-                    rate = machine.bandwidth(*axes[b.axes])
-                    element = ring_bytes("all_gather", machine.width, b.ranks) / rate
-                    links[b.axes] = element, machine.latency(*axes[b.axes])
+                    ring = machine.ring(*axes[b.axes])
+                    element = ring_bytes("all_gather", machine.width, b.ranks) / ring.rate
+                    links[b.axes] = element, ring.delay
             seconds: Array = np.zeros(1)
             for group, (elements, calls) in sums.items():
                 seconds = seconds + elements * links[group][0] + calls * links[group][1]
@@ -219,7 +235,7 @@ def _context(
     work: Compute,
 ) -> tuple[Array, Array]:
     """All context-parallel traffic of a layer and what attention does not hide: it hides the ring's."""
-    cut, full = _token_cut(workload, c), np.where(c.recompute > 1, 1.0, 0.0)
+    cut, full = _token_cut(workload, c), _full(c)
     if (c.cp <= 1).all():
         return np.zeros(1), np.zeros(1)
     inner, outer = split(places.cp, c.cp_ulysses)
@@ -232,7 +248,7 @@ def _context(
         passed: Array | None = None
         for b in context_boundaries(attention, cut, c.cp_gather):
             forward, backward = share * (b.forward + full * b.recomputed), share * b.backward
-            if not (np.any(forward) or np.any(backward)):
+            if not (_used(forward) or _used(backward)):
                 continue
             if b.kind == "send_recv":  # all rounds are one pass of a ring
                 if passed is None:
@@ -261,7 +277,7 @@ def _experts(
     """
     if not n.experts:
         return np.zeros(1), np.zeros(1)
-    stack, full = machine.stack, np.where(c.recompute > 1, 1.0, 0.0)
+    stack, full = machine.stack, _full(c)
     visited = n.experts_per_token / n.moe_share
     rows = tokens_of(workload, c) / c.tp * visited * stack.imbalance
     copies, token = visited if stack.ep_dedup else 1.0, n.hidden * machine.width

@@ -19,6 +19,42 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
+class Ring:
+    """Groups of ranks that send in a ring.
+
+    Attributes:
+        size: Ranks of a group.
+        rate: Bytes/s of a rank.
+        delay: Seconds of a collective with a tiny message.
+        domain: Ranks that one domain holds.
+        outside_bytes_s: Bytes/s of all of them together to other domains.
+    """
+
+    size: Array
+    rate: Array
+    delay: Array
+    domain: float = np.inf
+    outside_bytes_s: float = np.inf
+
+    def seconds(self, gathered_bytes: Array) -> Array:
+        """Seconds of one all-gather or reduce-scatter of so many bytes of the whole tensor.
+
+        A ring sends (g-1)/g of the gathered tensor at the rate of its slowest links, after the latency of the tiers.
+
+        Source: ring collectives, Patarasuk and Yuan 2009.
+        """
+        if self.rate.size == 1 and np.isinf(self.rate[0]):  # groups of one send nothing
+            return np.zeros(np.broadcast_shapes(self.size.shape, np.shape(gathered_bytes)))
+        sent = gathered_bytes * (self.size - 1.0) / self.size
+        seconds = sent / self.rate + self.delay
+        if not np.isfinite(self.outside_bytes_s):
+            return seconds
+        # A group that no domain holds is as slow as a whole one's way out.
+        outside = np.maximum(seconds, sent / (self.domain * self.outside_bytes_s))
+        return np.where(self.size > self.domain, outside, seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Rates of one device and of its links, and the cards that say how much of them is reached.
 
@@ -157,20 +193,19 @@ class Machine:
     def ring_seconds(self, gathered_bytes: Array, *axes: Axis) -> Array:
         """Seconds of one all-gather or reduce-scatter over the groups that some axes span.
 
-        A ring sends (g-1)/g of the gathered tensor at the rate of `bandwidth`, after the latency of the tiers.
-
         Args:
             gathered_bytes: Bytes of the whole tensor of the group.
             axes: Degree and stride of every axis of the group.
-
-        Source: ring collectives, Patarasuk and Yuan 2009.
         """
+        return self.ring(*axes).seconds(gathered_bytes)
+
+    def ring(self, *axes: Axis) -> Ring:
+        """The groups that some axes span, each as a ring; arguments as for `ring_seconds`."""
         size = _product(axes)
         if (size == 1).all():
-            return np.zeros(np.broadcast_shapes(size.shape, np.shape(gathered_bytes)))
+            return Ring(size, np.full(1, np.inf), np.zeros(1))
         hops = list(self._hops(axes))
-        # A group of one sends nothing at an infinite rate.
-        return gathered_bytes * (size - 1) / size / self._rate(size, hops) + self._delay(hops)
+        return Ring(size, self._rate(size, hops), self._delay(hops))
 
     def all_to_all_seconds(
         self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf
@@ -210,7 +245,7 @@ class Machine:
         group does not divide over the domains the one that holds the fewest decides. The same law as
         `topology.group_bandwidth`, over arrays of regular groups, times the link efficiency.
         """
-        return self._rate(_product(axes), list(self._hops(axes)))
+        return self.ring(*axes).rate
 
     def _rate(self, size: Array, hops: Sequence[_Hop]) -> Array:
         rate = np.full(np.shape(size), np.inf)

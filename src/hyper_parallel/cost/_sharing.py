@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import Candidates
-from hyper_parallel.cost._machine import Machine
+from hyper_parallel.cost._machine import Machine, Ring
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._place import Places
 from hyper_parallel.ir import Purpose, Workload
@@ -30,6 +30,7 @@ class Sharing:
     workload: Workload
     c: Candidates
     places: Places
+    _rings: dict[str, Ring] = field(default_factory=dict)
 
     def layers(self, layers: Array | float) -> Iterator[Boundary]:
         """Collectives of some mean layers on a tensor- and expert-parallel rank: dense part, experts."""
@@ -62,11 +63,13 @@ class Sharing:
         width = self.machine.width
         if b.format == "reduce":
             width = float(DTYPE_BYTES[self.workload.reduce_dtype])
-        places = self.places
-        group = {"edp": places.edp, "dp_replicate": (places.dp_replicate,)}.get(
-            b.axes[0], (places.dp_shard, places.cp)
-        )
-        seconds = self.machine.ring_seconds(b.elements * width, *group)
+        if b.axes[0] not in self._rings:
+            places = self.places
+            group = {"edp": places.edp, "dp_replicate": (places.dp_replicate,)}.get(
+                b.axes[0], (places.dp_shard, places.cp)
+            )
+            self._rings[b.axes[0]] = self.machine.ring(*group)
+        seconds = self._rings[b.axes[0]].seconds(b.elements * width)
         return 2.0 * seconds if b.kind == "all_reduce" else seconds
 
 

@@ -56,6 +56,8 @@ class LevelPrices:
 
 def select(columns: Columns, which: NDArray[np.intp] | NDArray[np.bool_]) -> Columns:
     """Some of the rows."""
+    if which.dtype == np.bool_:
+        which = np.flatnonzero(which)  # an index is read faster than a mask
     return {name: column[which] for name, column in columns.items()}
 
 

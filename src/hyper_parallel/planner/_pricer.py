@@ -104,6 +104,8 @@ class RowPricer:
         **fixed: float,
     ) -> Array:
         """Seconds per step of strategies under one choice."""
+        if not len(next(iter(columns.values()))):
+            return np.empty(0)
         c = self.candidates(columns, regather=float(choice[0]), recompute=float(choice[1]), **fixed)
         return step_seconds(self.numbers, machine, self.workload, c, parts)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import Machine
+from hyper_parallel.cost import Machine, Ring
 from hyper_parallel.topology import Tier
 
 Array = NDArray[np.float64]
@@ -34,14 +34,10 @@ class RelaxedMachine(Machine):
     joined_size: float = np.inf
     outside_bytes_s: float = np.inf
 
-    def ring_seconds(self, gathered_bytes: Array, *axes: Axis) -> Array:
-        """At most the seconds of the real machine: a group that no domain holds is as slow as a whole one's way out."""
-        inside = Machine.ring_seconds(self, gathered_bytes, *axes)
-        if not np.isfinite(self.outside_bytes_s):
-            return inside
-        size = _size(axes)
-        out = gathered_bytes * (size - 1.0) / size / (self.joined_size * self.outside_bytes_s)
-        return np.where(size > self.joined_size, np.maximum(inside, out), inside)
+    def ring(self, *axes: Axis) -> Ring:
+        """Rings that take at most the seconds of those of the real machine."""
+        ring = Machine.ring(self, *axes)
+        return replace(ring, domain=self.joined_size, outside_bytes_s=self.outside_bytes_s)
 
     def all_to_all_seconds(
         self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf

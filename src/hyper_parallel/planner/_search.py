@@ -335,16 +335,16 @@ class _Search:
 
     def _lower_threshold(self, rows: PricedRows) -> None:
         """What a strategy must beat: the best full price, and the closed forms of as many degrees as are kept."""
-        first: dict[float, int] = {}
-        for position in np.argsort(rows.per_token_s, kind="stable").tolist():
-            # Schedules differ most in what their simulation adds: the best row of each is tried.
-            first.setdefault(float(rows.columns["schedule"][position]), position)
-        for position in first.values():
+        order = np.argsort(rows.per_token_s, kind="stable")
+        # Schedules differ most in what their simulation adds: the best row of each is tried.
+        schedules = rows.columns["schedule"][order].tolist()
+        for schedule in dict.fromkeys(schedules):
+            position = int(order[schedules.index(schedule)])
             if rows.per_token_s[position] < self.incumbent * (1 - TIE):
                 self.incumbent = min(self.incumbent, self.goal.full_s(rows, position))
-        for key, value in zip(rows.meshes(), rows.per_token_s.tolist(), strict=True):
-            if value < self.best.get(key, np.inf):
-                self.best[key] = value
+        best = rows.take(order[::-1])  # of equal degrees the fastest comes last
+        for key, value in dict(zip(best.meshes(), best.per_token_s.tolist(), strict=True)).items():
+            self.best[key] = min(value, self.best.get(key, np.inf))
         if len(self.best) >= self.goal.keep:
             kept = heapq.nsmallest(self.goal.keep, self.best.values())[-1]
             most = max(kept, self.incumbent)
