@@ -9,9 +9,12 @@ from the application itself.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +67,7 @@ def config_page() -> str:
         "[recipes](../config.md).",
     ]  # fmt: skip
     top = {n: f for n, f in Recipe.model_fields.items() if not _is_section(f.annotation)}
-    lines += ["", "## Top level", "", *_table(top)]
+    lines += ["", "## Top level", "", *_table(top, _meanings(Recipe))]
     for name, field in Recipe.model_fields.items():
         section = field.annotation
         if not _is_section(section):
@@ -75,7 +78,7 @@ def config_page() -> str:
             "",
             inspect.getdoc(section) or "",
             "",
-            *_table(section.model_fields),
+            *_table(section.model_fields, _meanings(section)),
         ]
         for alias, target in section.KEY_ALIASES.items():
             lines += ["", f"`{alias}` is accepted as another name of `{target}`."]
@@ -86,7 +89,19 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _table(fields: dict[str, Any]) -> Iterator[str]:
+def _meanings(section: type[Section]) -> dict[str, str]:
+    """The docstring under every field; read here, for a section that reads its own source is slow to import."""
+    (defined,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(defined, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(str(below.value.value))
+        for field, below in itertools.pairwise(defined.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }
+
+
+def _table(fields: dict[str, Any], meanings: dict[str, str]) -> Iterator[str]:
     yield "| key | accepts | default | meaning |"
     yield "|---|---|---|---|"
     for name, field in fields.items():
@@ -95,7 +110,7 @@ def _table(fields: dict[str, Any]) -> Iterator[str]:
             f"`{name}`",
             describe(field),
             default,
-            re.sub(r"\bNone:", "null:", field.description or ""),
+            re.sub(r"\bNone:", "null:", meanings.get(name, "")),
         )
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -191,7 +191,7 @@ def _tensor(
                 # The stream is cut over y when all matrices of the layers belong to 2d blocks; experts do not.
                 hidden_cut=both & (not n.experts),
             )  # fmt: skip
-            sums: dict[tuple[str, ...], tuple[Array, Array]] = {}
+            sums: dict[tuple[str, ...], tuple[Array | float, Array | float]] = {}
             for b, times in _runs(rows, full, regather):
                 elements, calls = sums.get(b.axes, (0.0, 0.0))
                 passes = 2.0 if b.kind == "all_reduce" else 1.0

@@ -304,7 +304,7 @@ class Machine:
 def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
     size: Array = np.ones(1)
     for degree, stride in axes:
-        if degree.shape != stride.shape:
+        if degree.shape != stride.shape and stride.size > 1:
             degree = np.broadcast_to(degree, np.broadcast(degree, stride).shape)
         size = size * degree
     return size

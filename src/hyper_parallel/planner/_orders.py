@@ -39,7 +39,7 @@ def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[in
     return list(first.values())
 
 
-@lru_cache(maxsize=2 ** len(AXES))
+@lru_cache(maxsize=64)  # one for every set of axes
 def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
     """The orders that permute some axes of `ir.AXES`: an index of each, and the axes inner to outer, [orders, axes]."""
     first: dict[tuple[int, ...], int] = {}
