@@ -19,8 +19,15 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(
     ("model", "topology", "devices", "workload", "pins", "inside"),
     [
-        ("qwen3-235b-a22b", "dgx-h100", 256, Workload(4096, 2**20), {}, {"schedule": "zbv"}),
-        ("gpt-oss-120b", "dgx-h100", 64, None, {"tp": 4, "pp": 16}, {"schedule": "zb-h1"}),
+        (
+            "qwen3-235b-a22b",
+            "dgx-h100",
+            256,
+            Workload(4096, 2**20),
+            {"pp": 16},
+            {"schedule": "zbv"},
+        ),
+        ("gpt-oss-120b", "dgx-h100", 64, None, {"tp": 4, "pp": 16, "ep": 4}, {"schedule": "zb-h1"}),
         ("llama-3-405b", "cloudmatrix384", 384, None, {"pp": 12}, {"schedule": "zb-h1"}),
     ],
 )
