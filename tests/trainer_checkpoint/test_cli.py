@@ -84,7 +84,7 @@ def test_export_of_a_sharded_checkpoint(tmp_path):
 @pytest.mark.sanity
 def test_the_command_module_needs_no_framework():
     code = (
-        "import sys; from hyper_parallel.cli import _checkpoint;"
+        "import sys; from hyper_parallel.cli import _checkpoint_command;"
         " assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})
