@@ -30,7 +30,7 @@ _FORMATS = {
     "cpu": (torch.bfloat16, torch.float16, torch.float32),
 }
 """Formats that the fused kernel of a device takes."""
-_LARGEST_HEAD = 256
+_LARGEST_HEAD = 256  # features of a head; FlashAttention-2 kernels take no more
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hyper_parallel.backends.torch._loss import shifted
 from hyper_parallel.ir import Interval, SequenceCut, Strategy, ulysses_degree
 
-_IGNORED = -100
+_IGNORED = -100  # `ignore_index` of torch's cross entropy, which Hugging Face labels use too
 
 
 @dataclass(frozen=True, slots=True)
