@@ -6,10 +6,9 @@
 Tokenising never happens under an open collective: `prepare` returns before ranks start, and ranks only map files.
 """
 
-from hyper_parallel.trainer.data._batches import Batch, Batches
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX, Batch, Batches, PackedSequences
 from hyper_parallel.trainer.data._chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data._prepare import PackedData, prepare
-from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data._tokenizer import has_tokenizer, load_tokenizer
 
 __all__ = [

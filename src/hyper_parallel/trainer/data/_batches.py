@@ -1,4 +1,4 @@
-"""Batches: the global order of sequences, and the slice of a step that one data-parallel rank reads.
+"""Packed sequences on disk, their global order, and the slice of a step that one data-parallel rank reads.
 
 The order is a function of the seed and the epoch alone. Step k takes the next `sequences_per_step` sequences of it;
 rank and microbatch only cut that list, so a step's content is the same for every layout with equal tokens per step:
@@ -12,14 +12,79 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
-from hyper_parallel.trainer.data._sequences import Int64, PackedSequences
 
 logger = logging.getLogger(__name__)
+
+IGNORE_INDEX = -100
+"""Label of a position that carries no loss (the default `ignore_index` of cross entropy)."""
+
+Int64 = NDArray[np.int64]
+
+
+class PackedSequences:
+    """The training or the held-out part of packed data (`split`), read through memory maps; cheap to pickle.
+
+    Plain text is one flat stream of tokens; sequence i reads the S + 1 tokens from i * S on: its inputs are the first
+    S, its labels the last S. Neighbours share one token, so every token of the stream except the first is a label
+    exactly once per epoch. Fewer than S tokens at the end of the stream are not used. Conversations are stored as
+    [N, S] inputs and [N, S] labels, already shifted, -100 where there is nothing to learn.
+    """
+
+    def __init__(self, directory: str | Path, split: str, seq_len: int) -> None:
+        self.directory = Path(directory)
+        self.split = split
+        self.seq_len = seq_len
+        self._tokens = np.load(self.directory / f"{split}.npy", mmap_mode="r")
+        labels = self.directory / f"{split}_labels.npy"
+        self._labels = np.load(labels, mmap_mode="r") if labels.exists() else None
+        counts = self.directory / f"{split}_num_valid.npy"
+        self._num_valid = np.load(counts) if counts.exists() else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (PackedSequences, (self.directory, self.split, self.seq_len))
+
+    def __len__(self) -> int:
+        if self._labels is not None:
+            return len(self._tokens)
+        return max(0, (len(self._tokens) - 1) // self.seq_len)
+
+    def __repr__(self) -> str:
+        return f"PackedSequences({self.split}, {len(self)} x {self.seq_len})"
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of all sequences, padding included: N * S."""
+        return len(self) * self.seq_len
+
+    def num_valid(self, indices: Int64 | None = None) -> int:
+        """Labels that carry loss in the sequences `indices` (None: in all); -1 stands for a dummy row."""
+        if indices is not None:
+            indices = indices[indices >= 0]
+        if self._num_valid is None:
+            return (len(self) if indices is None else len(indices)) * self.seq_len
+        counts = self._num_valid if indices is None else self._num_valid[indices]
+        return int(counts.sum())
+
+    def read(self, indices: Int64) -> tuple[Int64, Int64]:
+        """Inputs and shifted labels, int64 [len(indices), S] each; index -1 gives a row of token 0 without labels."""
+        real = indices >= 0
+        rows = np.where(real, indices, 0)
+        if self._labels is None:
+            window = self._tokens[rows[:, None] * self.seq_len + np.arange(self.seq_len + 1)]
+            inputs, labels = window[:, :-1].astype(np.int64), window[:, 1:].astype(np.int64)
+        else:
+            inputs = self._tokens[rows].astype(np.int64)
+            labels = self._labels[rows].astype(np.int64)
+        inputs[~real] = 0
+        labels[~real] = IGNORE_INDEX
+        return inputs, labels
 
 
 @dataclass(frozen=True)
@@ -67,11 +132,8 @@ class Batches:
         fingerprint: str = "",
     ) -> None:
         if sequences_per_step < 1:
-            raise BatchMismatch(
-                "a step must hold at least one sequence",
-                got=sequences_per_step,
-                allowed="1 or more",
-            )
+            what = "a step must hold at least one sequence"
+            raise BatchMismatch(what, got=sequences_per_step, allowed="1 or more")
         self.sequences = sequences
         self.sequences_per_step = sequences_per_step
         self.seed = seed
@@ -82,9 +144,8 @@ class Batches:
         if self.num_sequences == 0:
             raise NoData("there is no sequence to read", where=f"{sequences.split} data")
         # A limit takes sequences spread over the whole text, not the first ones: those may be one document.
-        self._picked = (
-            np.arange(self.num_sequences, dtype=np.int64) * len(sequences) // self.num_sequences
-        )
+        every = np.arange(self.num_sequences, dtype=np.int64)
+        self._picked = every * len(sequences) // self.num_sequences
         self._origin = 0
         self._order: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
 
@@ -129,17 +190,7 @@ class Batches:
     def microbatches(
         self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
     ) -> list[Batch]:
-        """Microbatches of one data-parallel rank in a step.
-
-        Args:
-            step: Step, from 0.
-            dp_rank: Rank among the data-parallel ranks.
-            dp_size: Number of data-parallel ranks.
-            microbatch: Sequences per microbatch, B.
-            accumulation: Microbatches per step.
-
-        Returns:
-            `accumulation` batches of [B, S].
+        """The `accumulation` batches of [microbatch, S] of one data-parallel rank in a step, counted from 0.
 
         Raises:
             BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
@@ -152,12 +203,7 @@ class Batches:
                 allowed=self.sequences_per_step,
             )
         mine = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
-        return [self._batch(indices) for indices in mine]
-
-    def _batch(self, indices: Int64) -> Batch:
-        inputs, labels = self.sequences.read(indices)
-        num_valid = self.sequences.num_valid(indices)
-        return Batch(inputs, labels, num_valid)
+        return [Batch(*self.sequences.read(i), self.sequences.num_valid(i)) for i in mine]
 
     def sequences_seen(self, step: int) -> int:
         """Sequences read before a step, those of a resumed run's earlier batch sizes included."""

@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,12 @@ from hyper_parallel.units import MiB
 
 logger = logging.getLogger(__name__)
 
-META = "meta.json"
+_META = "meta.json"
 _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
 def cache_root(directory: str | None) -> Path:
-    """Directory of the cache: `directory`, else `data` in the user's cache directory of this package.
-
-    Raises:
-        OutputNotWritable: HP105 when it cannot be created or written.
-    """
+    """Directory of the cache: `directory`, else `data` in the user's cache directory of this package."""
     root = (Path(directory) if directory else cache_dir() / "data").expanduser().absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -63,15 +60,9 @@ def file_digest(path: Path) -> str:
 def entry(
     root: Path, key: str, build: Callable[[Path], dict[str, Any]]
 ) -> tuple[Path, dict[str, Any]]:
-    """Directory `root/key` and its meta data; `build` fills it first when it is absent or damaged.
+    """Directory `root/key` and its meta data with `cached`; `build` fills it first when it is absent or damaged.
 
-    Args:
-        root: Directory of entries of one kind.
-        key: Name of the entry: the hash of everything that decides its content.
-        build: Writes files into the directory it is given and returns the meta data to keep.
-
-    Returns:
-        The directory and its meta data, with `cached` true when nothing was built.
+    The key is the hash of everything that decides the content; `build` returns the meta data to keep.
     """
     from filelock import FileLock
 
@@ -87,17 +78,29 @@ def entry(
         partial.mkdir()
         try:
             meta = build(partial)
-            _seal(partial, meta)
+            files = sorted(p for p in partial.iterdir() if p.is_file())
+            meta["files"] = {
+                p.name: {"bytes": p.stat().st_size, "sha256": file_digest(p)} for p in files
+            }
+            (partial / _META).write_text(json.dumps(meta, indent=1))
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return target, meta | {"cached": False}
 
 
-def _seal(directory: Path, meta: dict[str, Any]) -> None:
-    files = sorted(p for p in directory.iterdir() if p.is_file())
-    meta["files"] = {p.name: {"bytes": p.stat().st_size, "sha256": file_digest(p)} for p in files}
-    (directory / META).write_text(json.dumps(meta, indent=1))
+@contextmanager
+def byte_bar(name: str, total_bytes: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr over an estimate of bytes, moved on by what is called; it ends full whatever was read."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), DownloadColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not show) as bars:
+        task = bars.add_task(name, total=total_bytes)
+        yield lambda num_bytes: bars.advance(task, num_bytes)
+        bars.update(task, total=bars.tasks[0].completed)
 
 
 def _intact(directory: Path) -> dict[str, Any] | None:
@@ -105,7 +108,7 @@ def _intact(directory: Path) -> dict[str, Any] | None:
     if not directory.is_dir():
         return None
     try:
-        meta: dict[str, Any] = json.loads((directory / META).read_text())
+        meta: dict[str, Any] = json.loads((directory / _META).read_text())
         damaged = [n for n, facts in meta["files"].items() if not _agrees(directory / n, facts)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("cache entry %s is unreadable (%s); it is built again", directory, error)

@@ -33,11 +33,7 @@ PLAIN = (
 def render(
     tokenizer: Any, messages: Sequence[Message], *, prompt: bool = False, where: str = ""
 ) -> str:
-    """Text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
-
-    Raises:
-        BadValue: HP102 when the template refuses the conversation.
-    """
+    """Text of a conversation; with `prompt`, followed by the header of the assistant's next turn."""
     import jinja2
 
     try:
@@ -56,11 +52,7 @@ def render(
 def assistant_spans(
     tokenizer: Any, messages: Sequence[Message], where: str = ""
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Text of a conversation and the [start, end) characters the assistant wrote, its end marker included.
-
-    Raises:
-        BadValue: HP102 when the template renders the first turns differently once more turns follow.
-    """
+    """Text of a conversation and the [start, end) characters the assistant wrote, its end marker included."""
     full = render(tokenizer, messages, where=where)
     spans = []
     for i, message in enumerate(messages):
@@ -84,13 +76,9 @@ def assistant_spans(
 
 
 def _turn_end(full: str, before: str, upto: str, words: str) -> int | None:
-    """Where the assistant's turn ends in `full`; None when it cannot be told.
+    """Where the assistant's turn ends in the `full` text; None when it cannot be told.
 
-    Args:
-        full: The whole conversation.
-        before: What comes before the turn, with the generation prompt.
-        upto: The conversation up to and with this turn.
-        words: What the assistant said.
+    `before` is what comes before it, with the generation prompt; `upto` the text up to its end; `words` what it says.
     """
     if not full.startswith(before):
         return None
@@ -107,11 +95,7 @@ def _turn_end(full: str, before: str, upto: str, words: str) -> int | None:
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Message], where: str = ""
 ) -> tuple[list[int], list[bool]]:
-    """Tokens of a conversation and, for each, whether the assistant wrote it.
-
-    Raises:
-        BadValue: HP102 when the tokenizer cannot tell from which characters a token came.
-    """
+    """Tokens of a conversation and, for each, whether the assistant wrote it."""
     if not tokenizer.is_fast:
         raise BadValue(
             "stage sft needs a tokenizer that reports character offsets",
@@ -121,9 +105,8 @@ def encode_conversation(
         )
     text, spans = assistant_spans(tokenizer, messages, where)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    mask = [
-        any(start <= first < end for start, end in spans) for first, _ in encoded["offset_mapping"]
-    ]
+    offsets = encoded["offset_mapping"]
+    mask = [any(start <= first < end for start, end in spans) for first, _ in offsets]
     return list(encoded["input_ids"]), mask
 
 

@@ -6,6 +6,7 @@ document; the tokens of each part copied, in document order, into its final arra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.data._cache import byte_bar
 from hyper_parallel.trainer.data._chat import encode_conversation, render
-from hyper_parallel.trainer.data._progress import Progress
-from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, Int64
 from hyper_parallel.trainer.data._sources import Document, Source
 from hyper_parallel.trainer.data._tokenizer import Tokenizer
 from hyper_parallel.units import MiB
@@ -28,26 +29,11 @@ _COPY_TOKENS = 4 * MiB
 
 @dataclass(frozen=True)
 class Flat:
-    """All tokens of a source in one stream.
+    """All tokens of a source in one stream."""
 
-    Attributes:
-        tokens: Memory-mapped [T].
-        ends: End of each document in `tokens`.
-        learn: Whether a token is a target, [T]; None: all are.
-    """
-
-    tokens: NDArray[Any]
-    ends: Int64
-    learn: NDArray[np.bool_] | None = None
-
-    def span(self, document: int) -> slice:
-        """Where a document lies."""
-        return slice(int(self.ends[document - 1]) if document else 0, int(self.ends[document]))
-
-    def length(self, document: int) -> int:
-        """Tokens of a document."""
-        span = self.span(document)
-        return span.stop - span.start
+    tokens: NDArray[Any]  # [T], memory-mapped
+    spans: list[slice]  # of every document
+    learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
@@ -55,15 +41,13 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def tokenise(
-    source: Source, tokenizer: Tokenizer, stage: str, directory: Path, progress: Progress
-) -> Flat:
+def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
     """Write the tokens of every document to `directory`, text closed by the end-of-text token."""
     dtype = token_dtype(tokenizer.vocab_size)
     lengths: list[int] = []
     files = directory / "flat.tokens", directory / "flat.learn"
     with (
-        progress.task("tokenise", source.num_bytes) as task,
+        byte_bar("tokenise", source.num_bytes, show) as advance,
         files[0].open("wb") as tokens_file,
         files[1].open("wb") as learn_file,
     ):
@@ -73,9 +57,11 @@ def tokenise(
                 tokens_file.write(np.asarray(ids, dtype).tobytes())
                 if learn is not None:
                     learn_file.write(np.asarray(learn, np.bool_).tobytes())
-            task.advance(sum(d.num_bytes for d in batch))
+            advance(sum(d.num_bytes for d in batch))
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    spans = [slice(*ends) for ends in itertools.pairwise((0, *ends))]
     tokens, learn = _map(files[0], dtype), _map(files[1], np.bool_)
-    return Flat(tokens, np.cumsum(lengths, dtype=np.int64), learn if stage == "sft" else None)
+    return Flat(tokens, spans, learn if stage == "sft" else None)
 
 
 def _map(path: Path, dtype: Any) -> NDArray[Any]:
@@ -128,8 +114,7 @@ def split_documents(
     that number is zero, the longest document gives its tail: `share` of all tokens, at least one sequence. A
     conversation is never cut: of few conversations one is held out.
     """
-    count = len(flat.ends)
-    spans = [flat.span(d) for d in range(count)]
+    spans, count = flat.spans, len(flat.spans)
     if share == 0 or count == 0:
         return spans, []
     wanted = round(share * count)
@@ -139,32 +124,31 @@ def split_documents(
     order = np.argsort(np.random.PCG64([seed, 1]).random_raw(count), kind="stable")
     held: set[int] = set()
     tokens = 0
-    for document in order[: max(count - 1, 0)].tolist():
+    for document in order[:-1].tolist():
         if len(held) >= max(wanted, 1) and (flat.learn is not None or tokens > seq_len):
             break
         held.add(document)
-        tokens += flat.length(document)
+        tokens += _length(spans[document])
     return [s for d, s in enumerate(spans) if d not in held], [spans[d] for d in sorted(held)]
 
 
 def _hold_out_tail(spans: list[slice], num_tokens: int) -> tuple[list[slice], list[slice]]:
-    longest = max(range(len(spans)), key=lambda d: spans[d].stop - spans[d].start)
-    span = spans[longest]
+    span = max(spans, key=_length)
     cut = max(span.start, span.stop - num_tokens)
-    return [*spans[:longest], slice(span.start, cut), *spans[longest + 1 :]], [
-        slice(cut, span.stop)
-    ]
+    return [slice(s.start, cut) if s is span else s for s in spans], [slice(cut, span.stop)]
+
+
+def _length(span: slice) -> int:
+    return int(span.stop - span.start)
 
 
 def write_text(flat: Flat, spans: list[slice], directory: Path, split: str) -> None:
     """Copy spans of the stream into `split.npy`, one flat array."""
-    size = sum(s.stop - s.start for s in spans)
+    path, dtype, size = directory / f"{split}.npy", flat.tokens.dtype, sum(map(_length, spans))
     if size == 0:
-        np.save(directory / f"{split}.npy", np.zeros(0, flat.tokens.dtype))
+        np.save(path, np.zeros(0, dtype))
         return
-    out = np.lib.format.open_memmap(
-        directory / f"{split}.npy", "w+", dtype=flat.tokens.dtype, shape=(size,)
-    )
+    out = np.lib.format.open_memmap(path, "w+", dtype=dtype, shape=(size,))
     at = 0
     for span in spans:
         for start in range(span.start, span.stop, _COPY_TOKENS):
@@ -180,16 +164,13 @@ def write_conversations(
     """Pack conversations into rows of `seq_len` and write inputs, shifted labels and the labels per row.
 
     A conversation of T tokens takes T - 1 positions (its last token is only a label). One that is longer than a row
-    keeps its first `seq_len` + 1 tokens; one without a token to learn is left out.
-
-    Returns:
-        Number of conversations cut, and number left out.
+    is cut to its first `seq_len` + 1 tokens; one without a token to learn is left out. Returns how many of each.
     """
     assert flat.learn is not None
     kept = [slice(s.start, min(s.stop, s.start + seq_len + 1)) for s in spans]
     num_cut = sum(k.stop < s.stop for k, s in zip(kept, spans, strict=True))
     used = [k for k in kept if flat.learn[k.start + 1 : k.stop].any()]
-    rows = first_fit([s.stop - s.start - 1 for s in used], seq_len)
+    rows = first_fit([_length(s) - 1 for s in used], seq_len)
     inputs = np.full((len(rows), seq_len), pad_id, flat.tokens.dtype)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, np.int32)
     for row, members in enumerate(rows):

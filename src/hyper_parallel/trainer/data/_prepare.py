@@ -9,15 +9,15 @@ from typing import Any
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
+from hyper_parallel.trainer.data._batches import PackedSequences
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
 from hyper_parallel.trainer.data._pack import (
+    Flat,
     split_documents,
     tokenise,
     write_conversations,
     write_text,
 )
-from hyper_parallel.trainer.data._progress import Progress
-from hyper_parallel.trainer.data._sequences import PackedSequences
 from hyper_parallel.trainer.data._sources import Source, resolve
 from hyper_parallel.trainer.data._tokenizer import (
     Tokenizer,
@@ -65,8 +65,8 @@ def prepare(
 ) -> PackedData:
     """Tokenise and pack the source of a recipe, or open the cached result.
 
-    Call it in one process before ranks are forked and before a process group exists. Processes that call it at the
-    same time (torchrun) wait for the first one on a file lock, not in a collective.
+    Call it before ranks are forked and before a process group exists. Processes that call it at the same time
+    (torchrun) wait for the first one on a file lock, not in a collective.
 
     Args:
         data: Section `data` of the recipe.
@@ -84,17 +84,30 @@ def prepare(
     """
     source = resolve(data, stage)
     cache = cache_root(data.cache_dir)
-    bars = Progress(progress)
-    tokenizer = obtain(data, source, model_path, cache, bars)
-    limit = vocab_limit if vocab_limit is not None else model_vocab_size(model_path)
-    trained = not data.tokenizer and not has_tokenizer(model_path)
-    _check_vocab(tokenizer, limit, trained=trained)
+    tokenizer = obtain(data, source, model_path, cache, progress)
+    limit = model_vocab_size(model_path) if vocab_limit is None else vocab_limit
+    if limit is not None and tokenizer.vocab_size > limit:
+        trained = not data.tokenizer and not has_tokenizer(model_path)
+        raise BadValue(
+            "the tokenizer has more tokens than the model's vocabulary",
+            where=f"tokenizer: {tokenizer.directory}",
+            got=f"tokenizer={tokenizer.vocab_size}, model={limit}",
+            allowed=f"a tokenizer of at most {limit} tokens",
+            hint=f"data.vocab_size={limit}"
+            if trained
+            else "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY",
+        )
+
+    def build(target: Path) -> dict[str, Any]:
+        flat = tokenise(source, tokenizer, stage, target, progress)
+        meta = _pack(flat, target, data, source, tokenizer, stage, seed)
+        for name in ("flat.tokens", "flat.learn"):
+            (target / name).unlink()
+        return meta
+
     matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
-    directory, meta = entry(
-        cache / "packed",
-        digest([*matters, stage, data.holdout, seed]),
-        lambda target: _build(target, data, source, tokenizer, stage, seed, bars),
-    )
+    key = digest([*matters, stage, data.holdout, seed])
+    directory, meta = entry(cache / "packed", key, build)
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)
     arrays = {n: facts["sha256"] for n, facts in meta["files"].items()}
@@ -109,28 +122,16 @@ def prepare(
     )
 
 
-def _check_vocab(tokenizer: Tokenizer, limit: int | None, *, trained: bool) -> None:
-    if limit is None or tokenizer.vocab_size <= limit:
-        return
-    raise BadValue(
-        "the tokenizer has more tokens than the model's vocabulary",
-        where=f"tokenizer: {tokenizer.directory}",
-        got=f"tokenizer={tokenizer.vocab_size}, model={limit}",
-        allowed=f"a tokenizer of at most {limit} tokens",
-        hint=f"data.vocab_size={limit}" if trained else "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY",
-    )
-
-
-def _build(
+def _pack(
+    flat: Flat,
     directory: Path,
     data: Data,
     source: Source,
     tokenizer: Tokenizer,
     stage: str,
     seed: int,
-    bars: Progress,
 ) -> dict[str, Any]:
-    flat = tokenise(source, tokenizer, stage, directory, bars)
+    """Write the sequences of a token stream; what was cut or left out goes into the meta data."""
     notes = [f"{count} {reason}" for reason, count in sorted(source.counts.items()) if count]
     if len(flat.tokens) == 0:
         raise NoData(
@@ -138,19 +139,13 @@ def _build(
             where=f"data.source: {source.name}",
             got=", ".join(notes) or f"{len(source.files)} files, no record",
         )
-    spans = dict(
-        zip(
-            ("train", "holdout"),
-            split_documents(flat, data.holdout, seed, data.seq_len),
-            strict=True,
-        )
-    )
-    pad = tokenizer.hf.pad_token_id
-    for split, parts in spans.items():
+    train, holdout = split_documents(flat, data.holdout, seed, data.seq_len)
+    hf = tokenizer.hf
+    pad_id = hf.eos_token_id if hf.pad_token_id is None else hf.pad_token_id
+    for split, parts in (("train", train), ("holdout", holdout)):
         if stage == "pt":
             write_text(flat, parts, directory, split)
             continue
-        pad_id = tokenizer.hf.eos_token_id if pad is None else pad
         num_cut, num_out = write_conversations(flat, parts, directory, split, data.seq_len, pad_id)
         if num_cut:
             notes.append(f"{num_cut} {split} conversations cut to seq_len={data.seq_len}")
@@ -158,18 +153,11 @@ def _build(
             notes.append(
                 f"{num_out} {split} conversations left out: no token of the assistant in them"
             )
-    num_train = len(PackedSequences(directory, "train", data.seq_len))
-    if num_train == 0:
-        raise _too_short(
-            data, stage, len(flat.tokens), sum(s.stop - s.start for s in spans["train"])
-        )
+    if len(PackedSequences(directory, "train", data.seq_len)) == 0:
+        raise _too_short(data, stage, len(flat.tokens), sum(s.stop - s.start for s in train))
     if data.holdout and len(PackedSequences(directory, "holdout", data.seq_len)) == 0:
         notes.append("nothing held out: too little text for one more sequence")
-    num_documents, num_tokens = len(flat.ends), len(flat.tokens)
-    del flat
-    for name in ("flat.tokens", "flat.learn"):
-        (directory / name).unlink()
-    return {"notes": notes, "num_documents": num_documents, "num_tokens": num_tokens}
+    return {"notes": notes, "num_documents": len(flat.spans), "num_tokens": len(flat.tokens)}
 
 
 def _too_short(data: Data, stage: str, num_tokens: int, num_train: int) -> NoData:

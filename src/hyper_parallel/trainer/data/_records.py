@@ -28,11 +28,7 @@ _CONVERSATION_KEYS = ("conversations", "messages")
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (where, record) of a parquet, JSON lines or JSON array file in file order.
-
-    Raises:
-        NoData: HP602 with the file and the line or row that cannot be read.
-    """
+    """(where, record) of a parquet, JSON lines or JSON array file; NoData (HP602) names the line or row."""
     reader = _read_parquet if path.suffix == ".parquet" else _read_json
     for where, record in reader(path):
         if not isinstance(record, Mapping):
@@ -46,42 +42,31 @@ def read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
+    number = 1
     try:
         with path.open(encoding="utf-8-sig") as file:
-            if _starts_with_bracket(path):
-                for number, record in enumerate(json.load(file), start=1):
-                    yield f"{path}: record {number}", record
+            is_array = file.read(4096).lstrip().startswith("[")
+            file.seek(0)
+            if is_array:
+                for index, record in enumerate(json.load(file), start=1):
+                    yield f"{path}: record {index}", record
                 return
             for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
+                if line.strip():
                     yield f"{path}:{number}", json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise _bad_json(path, number, error, line) from error
     except json.JSONDecodeError as error:
-        raise _bad_json(path, error.lineno, error, error.doc.splitlines()[error.lineno - 1]) from (
-            error
-        )
+        shown = "".join(error.doc.split("\n")[error.lineno - 1 : error.lineno]).strip()[:60]
+        number += error.lineno - 1
+        raise NoData(
+            f"a line is not valid JSON: {error.msg} at column {error.colno}",
+            where=f"{path}:{number}",
+            got=shown or "an empty line",
+            hint=f"sed -n {number}p {path}",
+        ) from error
     except UnicodeDecodeError as error:
         raise NoData("a JSON file is not UTF-8 text", where=str(path), got=error.reason) from error
     except OSError as error:
         raise NoData("a data file cannot be read", where=str(path), got=error.strerror) from error
-
-
-def _starts_with_bracket(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def _bad_json(path: Path, line: int, error: json.JSONDecodeError, text: str) -> NoData:
-    shown = text.strip()[:60]
-    return NoData(
-        f"a line is not valid JSON: {error.msg} at column {error.colno}",
-        where=f"{path}:{line}",
-        got=shown or "an empty line",
-        hint=f"sed -n {line}p {path}",
-    )
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -99,8 +84,6 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         )
         for number, row in enumerate(rows):
             yield f"{path}: row {number}", row
-    except NoData:
-        raise
     except Exception as error:
         # datasets and Arrow raise many classes here; all of them mean that this file is unreadable.
         raise NoData(
@@ -109,12 +92,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def shape_of(record: Mapping[str, Any], text_key: str, where: str) -> str:
-    """Which shape a record has: `sharegpt`, `alpaca` or `records` (text under `text_key`).
-
-    Raises:
-        NoData: HP602 with the keys found when it is none of them.
-    """
-    if any(isinstance(record.get(key), list) for key in _CONVERSATION_KEYS):
+    """Which shape a record has: `sharegpt`, `alpaca` or `records` (text under `text_key`)."""
+    if _turns(record) is not None:
         return "sharegpt"
     if "instruction" in record and "output" in record:
         return "alpaca"
@@ -135,11 +114,7 @@ def _text_key_hint(record: Mapping[str, Any]) -> str | None:
 
 
 def text_of(record: Mapping[str, Any], text_key: str, where: str) -> str:
-    """Text of a record.
-
-    Raises:
-        NoData: HP602 when the key is missing or does not hold a string.
-    """
+    """Text of a record."""
     value = record.get(text_key)
     if not isinstance(value, str):
         found = f"{text_key}: {type(value).__name__}" if text_key in record else sorted(record)
@@ -154,41 +129,30 @@ def text_of(record: Mapping[str, Any], text_key: str, where: str) -> str:
 
 
 def alpaca_messages(record: Mapping[str, Any], where: str) -> list[Message]:
-    """Turns of an alpaca record: system, history pairs, instruction with input, output.
-
-    Raises:
-        NoData: HP602 when `instruction` or `output` is missing or not text.
-    """
+    """Turns of an alpaca record: system, history pairs, instruction with input, output."""
     for key in ("instruction", "output"):
         if not isinstance(record.get(key), str):
+            swapped = any(k in record for k in _CONVERSATION_KEYS)
             raise NoData(
                 f"an alpaca record has no text under `{key}`",
                 where=where,
                 got=sorted(record),
                 allowed="instruction, output; optional: input, system, history",
-                hint="data.format=sharegpt"
-                if any(k in record for k in _CONVERSATION_KEYS)
-                else None,
+                hint="data.format=sharegpt" if swapped else None,
             )
+    question = "\n".join(t for t in (record["instruction"], record.get("input") or "") if t)
     messages = _system(record)
-    for question, answer in record.get("history") or []:
+    for asked, answer in [*(record.get("history") or []), (question, record["output"])]:
         messages += [
-            {"role": "user", "content": question},
+            {"role": "user", "content": asked},
             {"role": "assistant", "content": answer},
         ]
-    question = "\n".join(t for t in (record["instruction"], record.get("input") or "") if t)
-    messages.append({"role": "user", "content": question})
-    messages.append({"role": "assistant", "content": record["output"]})
     return messages
 
 
 def sharegpt_messages(record: Mapping[str, Any], where: str) -> list[Message]:
-    """Turns of a sharegpt (`conversations`: from, value) or OpenAI (`messages`: role, content) record.
-
-    Raises:
-        NoData: HP602 for missing keys and for roles that are not supported (tool calls).
-    """
-    turns = next((record[k] for k in _CONVERSATION_KEYS if isinstance(record.get(k), list)), None)
+    """Turns of a sharegpt (`conversations`: from, value) or OpenAI (`messages`: role, content) record."""
+    turns = _turns(record)
     if turns is None:
         raise NoData(
             "a sharegpt record has no list of turns",
@@ -200,7 +164,9 @@ def sharegpt_messages(record: Mapping[str, Any], where: str) -> list[Message]:
     messages = _system(record)
     for number, turn in enumerate(turns, start=1):
         spot = f"{where}, turn {number}"
-        role, content = _turn(turn)
+        keys = turn if isinstance(turn, Mapping) else {}
+        role = keys.get("from", keys.get("role"))
+        content = keys.get("value", keys.get("content"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise NoData(
                 "a turn of a conversation lacks its speaker or its text",
@@ -219,10 +185,8 @@ def sharegpt_messages(record: Mapping[str, Any], where: str) -> list[Message]:
     return messages
 
 
-def _turn(turn: Any) -> tuple[Any, Any]:
-    if not isinstance(turn, Mapping):
-        return None, None
-    return turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+def _turns(record: Mapping[str, Any]) -> list[Any] | None:
+    return next((record[k] for k in _CONVERSATION_KEYS if isinstance(record.get(k), list)), None)
 
 
 def _system(record: Mapping[str, Any]) -> list[Message]:

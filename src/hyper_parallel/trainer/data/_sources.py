@@ -7,6 +7,7 @@ file, so that the same files give the same tokens on every machine.
 from __future__ import annotations
 
 import difflib
+import itertools
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
@@ -53,27 +54,19 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The files of a recipe, resolved.
-
-    Attributes:
-        name: What the recipe says.
-        shape: `text` (a file is a document), `records` (text under a key), `alpaca` or `sharegpt`.
-        files: Files in reading order.
-        text_key: Key of the text in records.
-        max_bytes: Limit on the text that is read.
-        counts: What was left out while reading, by reason.
-    """
+    """The files of a recipe, resolved: `files` in reading order."""
 
     name: str
-    shape: str
+    shape: (
+        str  # `text` (a file is a document), `records` (text under a key), `alpaca` or `sharegpt`
+    )
     files: tuple[Path, ...]
     text_key: str
     max_bytes: int | None
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)  # what was left out, by reason
 
     @property
     def is_conversations(self) -> bool:
-        """Whether documents are conversations."""
         return self.shape in ("alpaca", "sharegpt")
 
     @property
@@ -83,7 +76,7 @@ class Source:
         return total if self.max_bytes is None else min(total, self.max_bytes)
 
     def identity(self) -> dict[str, object]:
-        """Everything about the source that decides its text: paths, sizes and modification times included."""
+        """Everything about the source that decides its text."""
         stats = [(str(f), f.stat()) for f in self.files]
         return {
             "shape": self.shape,
@@ -93,11 +86,7 @@ class Source:
         }
 
     def documents(self) -> Iterator[Document]:
-        """Documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut.
-
-        Raises:
-            NoData: HP602 for a file or record that cannot be read, with its place.
-        """
+        """Documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut."""
         self.counts.clear()
         left = self.max_bytes
         for document in self._all_documents():
@@ -111,28 +100,26 @@ class Source:
                     yield Document(document.where, cut.decode("utf-8", "ignore"))
                 return
             yield document
-            if left is not None:
-                left -= size
+            left = None if left is None else left - size
 
     def _all_documents(self) -> Iterator[Document]:
-        for path in self.files:
-            if self.shape == "text":
+        if self.shape == "text":
+            for path in self.files:
                 yield from self._text_document(path)
-                continue
-            for where, record in read_records(path):
-                if self.shape == "records":
-                    yield Document(where, text_of(record, self.text_key, where))
-                else:
-                    read = alpaca_messages if self.shape == "alpaca" else sharegpt_messages
-                    yield Document(where, messages=tuple(read(record, where)))
+            return
+        read = alpaca_messages if self.shape == "alpaca" else sharegpt_messages
+        for where, record in itertools.chain.from_iterable(map(read_records, self.files)):
+            if self.shape == "records":
+                yield Document(where, text_of(record, self.text_key, where))
+            else:
+                yield Document(where, messages=tuple(read(record, where)))
 
     def _text_document(self, path: Path) -> Iterator[Document]:
         try:
             raw = path.read_bytes()
         except OSError as error:
-            raise NoData("a data file cannot be read", where=str(path), got=error.strerror) from (
-                error
-            )
+            problem = NoData("a data file cannot be read", where=str(path), got=error.strerror)
+            raise problem from error
         if b"\0" in raw[:8192]:
             if len(self.files) == 1:
                 raise NoData(
@@ -149,12 +136,7 @@ class Source:
 
 
 def resolve(data: Data, stage: str) -> Source:
-    """Find the files of `data.source` and their format.
-
-    Raises:
-        NoData: HP602 when nothing is there or the format cannot be told.
-        Contradiction: HP104 when the stage needs conversations and the source holds text.
-    """
+    """Find the files of `data.source` and their format."""
     files, shape = _stdlib(data) if data.source == STDLIB else _local(data)
     source = Source(data.source, shape, tuple(files), data.text_key, data.max_bytes)
     if stage == "sft" and not source.is_conversations:
@@ -176,9 +158,8 @@ def _stdlib(data: Data) -> tuple[list[Path], str]:
             hint="data.format=text",
         )
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        p for p in _sorted_files(root, "*.py") if not _STDLIB_SKIP & set(p.relative_to(root).parts)
-    ]
+    found = _sorted_files(root, "*.py")
+    files = [p for p in found if not _STDLIB_SKIP & set(p.relative_to(root).parts)]
     if not files:
         raise NoData(
             "this Python has no source files of its standard library",
@@ -189,11 +170,10 @@ def _stdlib(data: Data) -> tuple[list[Path], str]:
 
 
 def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
-    found = (p for p in root.rglob(pattern) if p.is_file())
-    shown = (
-        p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)
-    )
-    return sorted(shown, key=lambda p: p.relative_to(root).as_posix())
+    """Files below `root` that are not hidden, by relative path."""
+    found = {p.relative_to(root): p for p in root.rglob(pattern) if p.is_file()}
+    shown = (name for name in found if not any(part.startswith(".") for part in name.parts))
+    return [found[name] for name in sorted(shown, key=Path.as_posix)]
 
 
 def _local(data: Data) -> tuple[list[Path], str]:
@@ -228,24 +208,24 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
     if format_ == "text":
         return files
     wanted = _SUFFIXES.get(format_)
-    kinds = {s: [f for f in files if f.suffix in s] for s in (_JSON, _PARQUET)}
+    found = ", ".join(sorted({f.suffix or f.name for f in files}))
     if wanted is None:
-        if len({_kind(f) for f in files}) == 1:
+        kinds = {_kind(f) for f in files}
+        if len(kinds) == 1:
             return files
         raise NoData(
             "the data directory mixes kinds of files",
             where=f"data.source: {root}",
-            got=", ".join(sorted({f.suffix or f.name for f in files})),
+            got=found,
             allowed="one of text, JSON, parquet; or a format that says which files to take",
-            hint="data.format="
-            + ("parquet" if kinds[_PARQUET] else "jsonl" if kinds[_JSON] else "text"),
+            hint=f"data.format={'parquet' if 'parquet' in kinds else 'jsonl'}",
         )
     chosen = [f for f in files if f.suffix in wanted]
     if not chosen:
         raise NoData(
             f"the data directory holds no file of the format {format_}",
             where=f"data.source: {root}",
-            got=", ".join(sorted({f.suffix or f.name for f in files})),
+            got=found,
             allowed=sorted(wanted),
         )
     return chosen

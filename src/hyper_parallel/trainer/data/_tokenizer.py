@@ -15,9 +15,8 @@ from typing import Any
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
-from hyper_parallel.trainer.data._cache import digest, entry, file_digest
+from hyper_parallel.trainer.data._cache import byte_bar, digest, entry, file_digest
 from hyper_parallel.trainer.data._chat import CHATML, PLAIN
-from hyper_parallel.trainer.data._progress import Progress
 from hyper_parallel.trainer.data._sources import Source
 from hyper_parallel.units import MiB
 
@@ -32,13 +31,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A loaded tokenizer, where it lies, and what identifies it.
-
-    Attributes:
-        hf: The transformers tokenizer.
-        directory: Hugging Face tokenizer directory.
-        fingerprint: Hash of its files.
-    """
+    """A transformers tokenizer, the directory where it lies, and the hash of its files."""
 
     hf: Any
     directory: Path
@@ -56,11 +49,7 @@ def has_tokenizer(directory: str | Path | None) -> bool:
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """Load a tokenizer directory; local files only.
-
-    Raises:
-        NoData: HP602 when the files are missing or cannot be read.
-    """
+    """Load a tokenizer directory; local files only."""
     from transformers import AutoTokenizer
 
     directory = Path(directory).expanduser()
@@ -82,18 +71,17 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 
 def obtain(
-    data: Data, source: Source, model_path: str | None, cache: Path, progress: Progress
+    data: Data, source: Source, model_path: str | None, cache: Path, show: bool
 ) -> Tokenizer:
-    """The tokenizer of a recipe: `data.tokenizer`, else the model directory's, else trained on the source.
-
-    Raises:
-        NoData: HP602 when a named tokenizer cannot be loaded.
-        BadValue: HP102 when it has no end-of-text token.
-    """
+    """The tokenizer of a recipe: `data.tokenizer`, else the model directory's, else trained on the source."""
     given = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
-    directory = (
-        Path(given).expanduser().absolute() if given else _trained(data, source, cache, progress)
-    )
+    if given:
+        directory = Path(given).expanduser().absolute()
+    else:
+        key = digest([_VERSION, source.identity(), data.vocab_size, _TRAIN_BYTES])
+        directory, _ = entry(
+            cache / "tokenizers", key, lambda target: _train(data, source, target, show)
+        )
     hf = load_tokenizer(directory)
     if hf.eos_token_id is None:
         raise BadValue(
@@ -102,8 +90,17 @@ def obtain(
             hint="add `eos_token` to its tokenizer_config.json",
         )
     if source.is_conversations and not hf.chat_template:
-        directory, hf = _with_template(hf, directory, cache)
+        # A copy with the plain template, so that `generate --chat` knows it.
+        hf.chat_template = PLAIN
+        key = digest([_VERSION, _fingerprint(directory), PLAIN])
+        directory, _ = entry(cache / "tokenizers", key, lambda target: _save(hf, target))
+        hf = load_tokenizer(directory)
     return Tokenizer(hf, directory, _fingerprint(directory))
+
+
+def _save(hf: Any, target: Path) -> dict[str, Any]:
+    hf.save_pretrained(str(target))
+    return {}
 
 
 def _fingerprint(directory: Path) -> str:
@@ -112,28 +109,7 @@ def _fingerprint(directory: Path) -> str:
     return digest({f.name: file_digest(f) for f in files if f.is_file()})
 
 
-def _with_template(hf: Any, directory: Path, cache: Path) -> tuple[Path, Any]:
-    """A copy of a tokenizer that lacks a chat template, with the plain one, so that `generate --chat` knows it."""
-
-    def build(target: Path) -> dict[str, Any]:
-        hf.chat_template = PLAIN
-        hf.save_pretrained(str(target))
-        return {}
-
-    key = digest([_VERSION, _fingerprint(directory), PLAIN])
-    target, _ = entry(cache / "tokenizers", key, build)
-    return target, load_tokenizer(target)
-
-
-def _trained(data: Data, source: Source, cache: Path, progress: Progress) -> Path:
-    key = digest([_VERSION, source.identity(), data.vocab_size, _TRAIN_BYTES])
-    directory, _ = entry(
-        cache / "tokenizers", key, lambda target: _train(data, source, target, progress)
-    )
-    return directory
-
-
-def _train(data: Data, source: Source, target: Path, progress: Progress) -> dict[str, Any]:
+def _train(data: Data, source: Source, target: Path, show: bool) -> dict[str, Any]:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -144,7 +120,7 @@ def _train(data: Data, source: Source, target: Path, progress: Progress) -> dict
             if seen >= _TRAIN_BYTES:
                 return
             seen += document.num_bytes
-            task.advance(document.num_bytes)
+            advance(document.num_bytes)
             yield document.plain
 
     backend = Backend(models.BPE())
@@ -156,7 +132,7 @@ def _train(data: Data, source: Source, target: Path, progress: Progress) -> dict
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with progress.task("train tokenizer", min(source.num_bytes, _TRAIN_BYTES)) as task:
+    with byte_bar("train tokenizer", min(source.num_bytes, _TRAIN_BYTES), show) as advance:
         backend.train_from_iterator(texts(), trainer)
     hf = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -166,8 +142,7 @@ def _train(data: Data, source: Source, target: Path, progress: Progress) -> dict
         clean_up_tokenization_spaces=False,
     )
     hf.chat_template = CHATML
-    hf.save_pretrained(str(target))
-    return {"vocab_size": backend.get_vocab_size()}
+    return _save(hf, target)
 
 
 def model_vocab_size(model_path: str | None) -> int | None:
