@@ -19,21 +19,14 @@ C = TypeVar("C", DeviceCard, StackCard)
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """One number that runs may change, on one or several cards at once.
+    """One number that runs may change, on one or several cards at once."""
 
-    Attributes:
-        name: For people.
-        sd: Width of the prior in log ratio.
-        cards: Cards that share the factor.
-        attributes: Attributes (`matmul.bfloat16`, `passes`) that share the factor; `matmul` means all its dtypes.
-        rest: The factor is on what a share leaves, 1 - x, as for overlaps.
-    """
-
-    name: str
-    sd: float
-    cards: tuple[str, ...]
+    name: str  # for people
+    sd: float  # width of the prior in log ratio
+    cards: tuple[str, ...]  # cards that share the factor
+    # attributes (`matmul.bfloat16`, `passes`) that share the factor; `matmul` means all its dtypes
     attributes: tuple[str, ...]
-    rest: bool = False
+    rest: bool = False  # the factor is on what a share leaves, 1 - x, as for overlaps
 
 
 _HOPPER: Final = ("h100", "h100-96gb")

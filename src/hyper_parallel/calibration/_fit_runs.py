@@ -94,27 +94,18 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The result of fitting.
+    """The result of fitting."""
 
-    Attributes:
-        cards: Cards with the fitted numbers.
-        factors: Log factor of every constant.
-        runs: Runs that were used.
-        before: Log ratio of predicted over measured step time with what was believed.
-        after: The same with the fitted cards.
-        left_out: The same for each run by cards that were fitted without its fold.
-        interval: Half width of the 80 % interval in log ratio: by kind of model for runs whose model was left out,
-            and, `KIND_unknown_stack`, for runs whose stack was left out and priced with the card of another.
-        coverage: Share of left-out runs, one vote per group, that lie in an interval made without them, by kind.
-    """
-
-    cards: Cards
-    factors: Mapping[str, float]
-    runs: tuple[PublishedRun, ...]
-    before: Array
-    after: Array
-    left_out: Array
+    cards: Cards  # cards with the fitted numbers
+    factors: Mapping[str, float]  # log factor of every constant
+    runs: tuple[PublishedRun, ...]  # runs that were used
+    before: Array  # log ratio of predicted over measured step time with what was believed
+    after: Array  # the same with the fitted cards
+    left_out: Array  # the same for each run by cards that were fitted without its fold
+    # half width of the 80 % interval in log ratio: by kind of model for runs whose model was left out, and,
+    # `KIND_unknown_stack`, for runs whose stack was left out and priced with the card of another
     interval: Mapping[str, float]
+    # share of left-out runs, one vote per group, that lie in an interval made without them, by kind
     coverage: Mapping[str, float]
 
     def errors(self, log_ratios: Array, kind: str) -> Array:

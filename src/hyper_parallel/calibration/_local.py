@@ -56,23 +56,19 @@ _TINY: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LocalRates:
-    """What the ranks of a machine measured, seconds each; mean over the ranks.
+    """What the ranks of a machine measured, seconds each; mean over the ranks."""
 
-    Attributes:
-        matmul: By dtype, (rows, outputs, inputs, seconds) of forward and both gradients.
-        attention: By dtype, (batch, sequence, heads, head width, seconds) of causal forward and backward.
-        passing: (bytes kept for backward, seconds) of element-wise chains, forward and backward.
-        stream: (bytes, seconds) of an optimizer step.
-        rings: (gathered bytes, seconds) of all-gathers over all ranks.
-        layers: (ranks at work, seconds) of a small layer while so many work and the others wait, all of them first;
-            nan where this rank waited.
-    """
-
+    # by dtype, (rows, outputs, inputs, seconds) of forward and both gradients
     matmul: Mapping[str, tuple[tuple[int, int, int, float], ...]]
+    # by dtype, (batch, sequence, heads, head width, seconds) of causal forward and backward
     attention: Mapping[str, tuple[tuple[int, int, int, int, float], ...]]
+    # (bytes kept for backward, seconds) of element-wise chains, forward and backward
     passing: tuple[tuple[float, float], ...]
-    stream: tuple[float, float]
+    stream: tuple[float, float]  # (bytes, seconds) of an optimizer step
+    # (gathered bytes, seconds) of all-gathers over all ranks
     rings: tuple[tuple[float, float], ...] = ()
+    # (ranks at work, seconds) of a small layer while so many work and the others wait, all of them first; nan where
+    # this rank waited
     layers: tuple[tuple[int, float], ...] = ()
 
 

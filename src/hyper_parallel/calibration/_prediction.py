@@ -50,14 +50,11 @@ _FIRST: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """Device and stack cards by name, over the shipped ones.
+    """Device and stack cards by name, over the shipped ones."""
 
-    Attributes:
-        device: Cards that replace shipped device cards, by name.
-        stack: Cards that replace shipped stack cards, by name.
-    """
-
+    # cards that replace shipped device cards, by name
     device: Mapping[str, DeviceCard] = field(default_factory=dict)
+    # cards that replace shipped stack cards, by name
     stack: Mapping[str, StackCard] = field(default_factory=dict)
 
     def device_for(self, name: str, kind: str) -> DeviceCard:
@@ -88,21 +85,13 @@ def read_cards(folder: str | Path | None = None) -> Cards:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is predicted for one run.
-
-    Attributes:
-        run: The run.
-        scores: All terms, of one candidate.
-        recompute: What is recomputed: none, selective, full.
-        half_width: Half width of the interval, in log ratio.
-        assumptions: Sentences about what was assumed.
-    """
+    """What is predicted for one run."""
 
     run: PublishedRun
-    scores: Scores
-    recompute: str
-    half_width: float
-    assumptions: tuple[str, ...]
+    scores: Scores  # all terms, of one candidate
+    recompute: str  # what is recomputed: none, selective, full
+    half_width: float  # half width of the interval, in log ratio
+    assumptions: tuple[str, ...]  # sentences about what was assumed
 
     @property
     def step_s(self) -> float:

@@ -51,41 +51,23 @@ _LAST_UNFUSED: Final = 2022
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """One row of a CSV with every gap filled.
+    """One row of a CSV with every gap filled."""
 
-    Attributes:
-        row: The row as it was read.
-        model: The model.
-        supernode: The machine: that of the device's name, or of the nearest peak rate.
-        stack: Name of the stack card.
-        known_stack: A card is for this stack; False where a similar one stands in.
-        seq_len: Tokens per sequence.
-        devices: Devices.
-        degrees: tp, cp, pp, vpp, ep, etp, dp.
-        zero: ZeRO stage.
-        microbatch: Sequences per microbatch and data-parallel rank.
-        accumulation: Microbatches per step.
-        sequences: Sequences per step.
-        matmul_dtype: Format of matmul inputs.
-        recompute: none, selective, full; None: the source does not say.
-        assumptions: Sentences about gaps that were filled.
-    """
-
-    row: RunRow
+    row: RunRow  # the row as it was read
     model: ModelSpec
-    supernode: Supernode
-    stack: str
-    known_stack: bool
-    seq_len: int
+    supernode: Supernode  # the machine: that of the device's name, or of the nearest peak rate
+    stack: str  # name of the stack card
+    known_stack: bool  # a card is for this stack; False where a similar one stands in
+    seq_len: int  # tokens per sequence
     devices: int
-    degrees: Mapping[str, int]
-    zero: int
-    microbatch: int
-    accumulation: int
-    sequences: int
-    matmul_dtype: str
-    recompute: str | None
-    assumptions: tuple[str, ...] = field(default=())
+    degrees: Mapping[str, int]  # tp, cp, pp, vpp, ep, etp, dp
+    zero: int  # ZeRO stage
+    microbatch: int  # sequences per microbatch and data-parallel rank
+    accumulation: int  # microbatches per step
+    sequences: int  # sequences per step
+    matmul_dtype: str  # format of matmul inputs
+    recompute: str | None  # none, selective, full; None: the source does not say
+    assumptions: tuple[str, ...] = field(default=())  # sentences about gaps that were filled
 
     @property
     def kind(self) -> str:

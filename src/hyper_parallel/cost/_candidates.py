@@ -55,55 +55,35 @@ class Candidates:
 
     Columns are of one length, or shapes that broadcast against each other: an open grid of choices is priced without
     being written out. `take`, `at` and `len` are for columns of one length.
-
-    Attributes:
-        pp: Pipeline stages.
-        vpp: Virtual stages (model chunks) of a rank.
-        schedule: Index into `SCHEDULES`; has no meaning with one stage.
-        dp_replicate: Replicas.
-        dp_shard: Data-parallel ranks that share states as `zero` says.
-        cp: Context-parallel ranks.
-        cp_ulysses: Ranks inside cp that exchange heads for sequence; a key-value ring runs over the other cp / it.
-        tp_x: Tensor-parallel ranks on x; alone it is 1-D with sequence parallelism.
-        tp_y: Tensor-parallel ranks on y.
-        attention_shape: Index into `SHAPES` for the attention block; has no meaning with tp_y = 1.
-        mlp_shape: The same for the feed-forward block.
-        ep: Expert-parallel ranks, folded over dp_shard x cp x tp.
-        etp: Tensor-parallel ranks of one expert.
-        microbatch: Sequences per microbatch and data-parallel rank.
-        accumulation: Microbatches per step.
-        recompute: Index into `RECOMPUTE`.
-        zero: What is sharded over dp_shard (x cp): 0 nothing, 1 optimizer states, 2 and gradients (parameters are
-            gathered once per microbatch and kept for backward), 3 and parameters (gathered again in backward).
-        order: Index into `ORDERS`.
-        offload: 1 where what exceeds the device's memory lies in host memory.
-        regather: 1 where gathered inputs are gathered again in backward instead of kept.
-        attention_tokens: 1 where 2-D attention scatters tokens over y, and gathers keys and values, instead of heads.
-        cp_gather: 1 where all keys and values are gathered instead of passed around a ring.
     """
 
-    pp: Array
-    vpp: Array
-    schedule: Array
+    pp: Array  # pipeline stages
+    vpp: Array  # virtual stages (model chunks) of a rank
+    schedule: Array  # index into `SCHEDULES`; has no meaning with one stage
     dp_replicate: Array
-    dp_shard: Array
-    cp: Array
+    dp_shard: Array  # data-parallel ranks that share states as `zero` says
+    cp: Array  # context-parallel ranks
+    # ranks inside cp that exchange heads for sequence; a key-value ring runs over the other cp / it
     cp_ulysses: Array
-    tp_x: Array
-    tp_y: Array
+    tp_x: Array  # tensor-parallel ranks on x; alone it is 1-D with sequence parallelism
+    tp_y: Array  # tensor-parallel ranks on y
+    # index into `SHAPES` for the attention block; has no meaning with tp_y = 1
     attention_shape: Array
-    mlp_shape: Array
-    ep: Array
-    etp: Array
-    microbatch: Array
-    accumulation: Array
-    recompute: Array
+    mlp_shape: Array  # the same for the feed-forward block
+    ep: Array  # expert-parallel ranks, folded over dp_shard x cp x tp
+    etp: Array  # tensor-parallel ranks of one expert
+    microbatch: Array  # sequences per microbatch and data-parallel rank
+    accumulation: Array  # microbatches per step
+    recompute: Array  # index into `RECOMPUTE`
+    # what is sharded over dp_shard (x cp): 0 nothing, 1 optimizer states, 2 and gradients (parameters are gathered once
+    # per microbatch and kept for backward), 3 and parameters (gathered again in backward)
     zero: Array
-    order: Array
-    offload: Array
-    regather: Array
+    order: Array  # index into `ORDERS`
+    offload: Array  # 1 where what exceeds the device's memory lies in host memory
+    regather: Array  # 1 where gathered inputs are gathered again in backward instead of kept
+    # 1 where 2-D attention scatters tokens over y, and gathers keys and values, instead of heads
     attention_tokens: Array
-    cp_gather: Array
+    cp_gather: Array  # 1 where all keys and values are gathered instead of passed around a ring
 
     @classmethod
     def of_columns(cls, **columns: ArrayLike) -> Candidates:

@@ -25,58 +25,42 @@ _INTERPOLATED: Final = "not on the card: the share of bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class DeviceCard:
-    """How much of a device's peaks its kernels reach. Shares are of the peaks in the topology.
-
-    Attributes:
-        name: Name of the card.
-        devices: Globs over the device names of topologies that the card is for.
-        matmul: Share of the peak FLOP/s of a large matmul, by dtype.
-        saturation: Where a matmul's dimension reaches half of that, in units of peak FLOP/s / memory bytes/s.
-        attention: Share of the peak FLOP/s of the two attention products on long sequences and wide heads, by dtype.
-        portable: Share of that which portable attention kernels reach, those not made for this device.
-        attention_head: Head width at which attention reaches half of that.
-        attention_len: Sequence length at which attention reaches half of that.
-        elementwise: Share of the memory bandwidth of element-wise and normalising kernels.
-        stream: Share of the memory bandwidth of one long pass, as the optimizer makes.
-        link: Share of the bandwidth of the innermost links that collectives reach.
-        network: The same of the links of outer tiers that are not the innermost ones.
-        exchange: Share of `network` that all-to-alls of long messages reach.
-        message_bytes: Message length at which an all-to-all reaches half of that; a message is one token.
-        kernel_s: Seconds to launch one kernel or run one small operator.
-        launch_hidden: 1 when launches run ahead of the device, so only work shorter than its launches waits.
-        context_bytes: Memory of driver context, communicators and workspaces.
-        fragmentation: Memory the allocator holds but cannot use, as a share of what comes and goes.
-        latency: Seconds of a collective with a tiny message against the topology's.
-        pace: Speed of a rank while a share of all ranks works, against all of them at work, by that share; for ranks
-            that share cores, caches and memory.
-        maturing: How much of a stack's growth by release (`moe_month`) shows on the device, against Blackwell, whose
-            runs that growth is made of; fitted where a generation has runs of several releases.
-        sources: Where each number comes from, by attribute (`matmul.bfloat16`).
-        priors: What was believed before a number was fitted to runs, by attribute.
-    """
+    """How much of a device's peaks its kernels reach. Shares are of the peaks in the topology."""
 
     name: str
-    devices: tuple[str, ...]
-    matmul: Mapping[str, float]
+    devices: tuple[str, ...]  # globs over the device names of topologies that the card is for
+    matmul: Mapping[str, float]  # share of the peak FLOP/s of a large matmul, by dtype
+    # where a matmul's dimension reaches half of that, in units of peak FLOP/s / memory bytes/s
     saturation: float
+    # share of the peak FLOP/s of the two attention products on long sequences and wide heads, by dtype
     attention: Mapping[str, float]
+    # share of that which portable attention kernels reach, those not made for this device
     portable: float
-    attention_head: float
-    attention_len: float
-    elementwise: float
-    stream: float
-    link: float
-    network: float
-    exchange: float
+    attention_head: float  # head width at which attention reaches half of that
+    attention_len: float  # sequence length at which attention reaches half of that
+    elementwise: float  # share of the memory bandwidth of element-wise and normalising kernels
+    stream: float  # share of the memory bandwidth of one long pass, as the optimizer makes
+    link: float  # share of the bandwidth of the innermost links that collectives reach
+    network: float  # the same of the links of outer tiers that are not the innermost ones
+    exchange: float  # share of `network` that all-to-alls of long messages reach
+    # message length at which an all-to-all reaches half of that; a message is one token
     message_bytes: float
-    kernel_s: float
+    kernel_s: float  # seconds to launch one kernel or run one small operator
+    # 1 when launches run ahead of the device, so only work shorter than its launches waits
     launch_hidden: float
-    context_bytes: float
+    context_bytes: float  # memory of driver context, communicators and workspaces
+    # memory the allocator holds but cannot use, as a share of what comes and goes
     fragmentation: float
-    latency: float = 1.0
+    latency: float = 1.0  # seconds of a collective with a tiny message against the topology's
+    # how much of a stack's growth by release (`moe_month`) shows on the device, against Blackwell, whose runs that
+    # growth is made of; fitted where a generation has runs of several releases
     maturing: float = 1.0
+    # speed of a rank while a share of all ranks works, against all of them at work, by that share; for ranks that share
+    # cores, caches and memory
     pace: Mapping[str, float] = field(default_factory=dict)
+    # where each number comes from, by attribute (`matmul.bfloat16`)
     sources: Mapping[str, str] = field(default_factory=dict)
+    # what was believed before a number was fitted to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
@@ -91,107 +75,84 @@ class DeviceCard:
 
 @dataclass(frozen=True, slots=True)
 class StackCard:
-    """How a training framework uses a device.
-
-    Attributes:
-        name: Name of the card.
-        compute: Time of all kernels against the device card.
-        passes: How often a layer's saved bytes are moved by element-wise kernels, forward and backward.
-        quantize_bytes: Bytes moved per matmul input or output gradient that is cast to 8 or 4 bits.
-        flash: 1 for fused attention; 0 writes the score matrix to memory and computes the masked half too.
-        portable: 1 where attention uses portable kernels instead of those made for the device.
-        sequence_parallel: 1 where tensor parallelism shards the sequence between blocks; 0 all-reduces.
-        dropout: 1 where dropout masks are kept.
-        keep_gathered: 1 where gathered inputs are kept for backward; 0 gathers again behind the backward matmul.
-        even_stages: 1 where every pipeline stage has as many layers; 0 where layers are cut by cost.
-        selective_matmul: Share of the matmuls that selective recomputation redoes.
-        selective_attention: Share of attention that selective recomputation redoes.
-        selective_kept: Share of a layer's activations that selective recomputation keeps.
-        overlap_tp: Share of tensor-parallel traffic that hides behind matmuls.
-        overlap_cp: Share of the key-value ring that hides behind attention.
-        overlap_ep: Share of expert exchanges that hides behind other work.
-        overlap_ep_chunks: The same where interleaved chunks give it a forward and a backward at once to hide behind.
-        overlap_dp: Share of data-parallel traffic that hides behind compute.
-        network: Share of the links' reach that the stack's collectives get, against the device card.
-        tail_tensors: Tensors of a layer that ZeRO 1 reduces and gathers one by one; 0 where they share buckets.
-        overlap_pp: Share of pipeline sends that hides behind compute.
-        ep_dedup: 1 where a token is sent once to a rank, and once to a domain, that holds several of its experts.
-        moe: Time of the experts' element-wise work (permutation, activation) against the formula.
-        moe_host_s: Host seconds per expert layer, forward and backward together, that no kernel hides.
-        moe_copy_s: Seconds that routing, sorting and permuting one copy of a token take longer in a release that is
-            one square root of a month older, where `moe_month` is 1.
-        moe_month: Growth of the two before with the square root of the months a release is older than `moe_release`.
-        moe_release: Release from which they hold, in months since 2020.
-        expert_rows: Rows at which an expert's matmul takes twice as long as that of many rows: ragged tiles and the
-            ramp of many small matmuls; beside the device's saturation.
-        bias_passes: How often an element of a bias is moved per token by kernels that add it, clamp and reduce its
-            gradient apart from the matmul, forward and backward.
-        imbalance: Tokens of the busiest expert rank against the mean.
-        kernels_forward: Operators of a layer's forward.
-        kernels_backward: Operators of a layer's backward.
-        kernels_norm: Operators of one norm of query or key heads, forward and backward; a quarter of them forward.
-        host_s: Core seconds of the host work of an axis, by axis: per layer and microbatch; dp_replicate per layer and
-            step, pp per microbatch.
-        step_s: Seconds of every step that no term explains: data, logging, host.
-        straggle: Slowdown per doubling of the devices.
-        logit_bytes: Bytes per logit at the peak of the loss.
-        kept: Activations kept for backward against the formula.
-        reserve_bytes: Memory of workspaces and of the allocator's reserve, beside the context of the device.
-        eager: 1 where operators are not fused, so that norms, gates and attention keep copies for backward.
-        phased: 1 where sharded training holds the terms of its fullest phase; 0 where all of them are added.
-        gradient_copy_bytes: Bytes per parameter of a second copy of the gradients.
-        vocabulary_groups: 2 where embedding and head are gathered apart from each other, 1 where together.
-        interval: Half width of the interval of a prediction in log ratio, by kind of model (dense, moe); with
-            `_unknown_stack` behind it where the card stands in for a stack that has none.
-        sources: Where each number comes from, by attribute.
-        priors: What was believed before a number was fitted to runs, by attribute.
-    """
+    """How a training framework uses a device."""
 
     name: str
-    compute: float = 1.0
+    compute: float = 1.0  # time of all kernels against the device card
+    # how often a layer's saved bytes are moved by element-wise kernels, forward and backward
     passes: float = 5.0
+    # bytes moved per matmul input or output gradient that is cast to 8 or 4 bits
     quantize_bytes: Mapping[str, float] = field(default_factory=dict)
+    # 1 for fused attention; 0 writes the score matrix to memory and computes the masked half too
     flash: float = 1.0
+    # 1 where attention uses portable kernels instead of those made for the device
     portable: float = 0.0
+    # 1 where tensor parallelism shards the sequence between blocks; 0 all-reduces
     sequence_parallel: float = 1.0
-    dropout: float = 0.0
+    dropout: float = 0.0  # 1 where dropout masks are kept
+    # 1 where gathered inputs are kept for backward; 0 gathers again behind the backward matmul
     keep_gathered: float = 1.0
+    # 1 where every pipeline stage has as many layers; 0 where layers are cut by cost
     even_stages: float = 0.0
-    selective_matmul: float = 0.0
-    selective_attention: float = 0.0
-    selective_kept: float = 1.0
-    overlap_tp: float = 0.0
-    overlap_cp: float = 0.9
-    overlap_ep: float = 0.0
+    selective_matmul: float = 0.0  # share of the matmuls that selective recomputation redoes
+    selective_attention: float = 0.0  # share of attention that selective recomputation redoes
+    selective_kept: float = 1.0  # share of a layer's activations that selective recomputation keeps
+    overlap_tp: float = 0.0  # share of tensor-parallel traffic that hides behind matmuls
+    overlap_cp: float = 0.9  # share of the key-value ring that hides behind attention
+    overlap_ep: float = 0.0  # share of expert exchanges that hides behind other work
+    # the same where interleaved chunks give it a forward and a backward at once to hide behind
     overlap_ep_chunks: float = 0.0
-    overlap_dp: float = 0.9
+    overlap_dp: float = 0.9  # share of data-parallel traffic that hides behind compute
+    # share of the links' reach that the stack's collectives get, against the device card
     network: float = 1.0
+    # tensors of a layer that ZeRO 1 reduces and gathers one by one; 0 where they share buckets
     tail_tensors: float = 0.0
-    overlap_pp: float = 0.0
+    overlap_pp: float = 0.0  # share of pipeline sends that hides behind compute
+    # 1 where a token is sent once to a rank, and once to a domain, that holds several of its experts
     ep_dedup: float = 0.0
+    # time of the experts' element-wise work (permutation, activation) against the formula
     moe: float = 1.0
+    # host seconds per expert layer, forward and backward together, that no kernel hides
     moe_host_s: float = 0.0
+    # seconds that routing, sorting and permuting one copy of a token take longer in a release that is one square root
+    # of a month older, where `moe_month` is 1
     moe_copy_s: float = 0.0
+    # growth of the two before with the square root of the months a release is older than `moe_release`
     moe_month: float = 0.0
-    moe_release: float = 0.0
+    moe_release: float = 0.0  # release from which they hold, in months since 2020
+    # rows at which an expert's matmul takes twice as long as that of many rows: ragged tiles and the ramp of many small
+    # matmuls; beside the device's saturation
     expert_rows: float = 0.0
+    # how often an element of a bias is moved per token by kernels that add it, clamp and reduce its gradient apart from
+    # the matmul, forward and backward
     bias_passes: float = 0.0
-    imbalance: float = 1.0
-    kernels_forward: float = 30.0
-    kernels_backward: float = 55.0
+    imbalance: float = 1.0  # tokens of the busiest expert rank against the mean
+    kernels_forward: float = 30.0  # operators of a layer's forward
+    kernels_backward: float = 55.0  # operators of a layer's backward
+    # operators of one norm of query or key heads, forward and backward; a quarter of them forward
     kernels_norm: float = 0.0
+    # core seconds of the host work of an axis, by axis: per layer and microbatch; dp_replicate per layer and step, pp
+    # per microbatch
     host_s: Mapping[str, float] = field(default_factory=dict)
-    step_s: float = 0.0
-    straggle: float = 0.0
-    logit_bytes: float = 10.0
-    kept: float = 1.0
+    step_s: float = 0.0  # seconds of every step that no term explains: data, logging, host
+    straggle: float = 0.0  # slowdown per doubling of the devices
+    logit_bytes: float = 10.0  # bytes per logit at the peak of the loss
+    kept: float = 1.0  # activations kept for backward against the formula
+    # memory of workspaces and of the allocator's reserve, beside the context of the device
     reserve_bytes: float = 0.0
+    # 1 where operators are not fused, so that norms, gates and attention keep copies for backward
     eager: float = 0.0
+    # 1 where sharded training holds the terms of its fullest phase; 0 where all of them are added
     phased: float = 0.0
-    gradient_copy_bytes: float = 0.0
+    gradient_copy_bytes: float = 0.0  # bytes per parameter of a second copy of the gradients
+    # 2 where embedding and head are gathered apart from each other, 1 where together
     vocabulary_groups: float = 1.0
+    # half width of the interval of a prediction in log ratio, by kind of model (dense, moe); with `_unknown_stack`
+    # behind it where the card stands in for a stack that has none
     interval: Mapping[str, float] = field(default_factory=dict)
+    # where each number comes from, by attribute
     sources: Mapping[str, str] = field(default_factory=dict)
+    # what was believed before a number was fitted to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:

@@ -61,15 +61,10 @@ Entry = tuple[Boundary, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows one rank exchanged with other ranks in one layer and step, over all microbatches, forward only.
+    """Rows one rank exchanged with other ranks in one layer and step, over all microbatches, forward only."""
 
-    Attributes:
-        sent: Rows to experts on other ranks.
-        received: Rows for experts of this rank.
-    """
-
-    sent: int
-    received: int
+    sent: int  # rows to experts on other ranks
+    received: int  # rows for experts of this rank
 
 
 def step_collectives(

@@ -38,31 +38,21 @@ Array = NDArray[np.float64]
 class Communication:
     """Seconds of one layer and microbatch on one rank.
 
-    Attributes:
-        tp: Gathers and scatters of tensor parallelism beyond what hides behind matmuls.
-        tp_whole: All of them.
-        cp: Key-value ring beyond the attention it hides behind, and head exchanges.
-        cp_whole: All of it.
-        ep: All dispatches and combines of experts.
-        ep_exchange: One of the exchanges.
-        fsdp: Parameter gathers and gradient scatters per microbatch beyond the layer they hide behind.
-        fsdp_gather: One gather of the layer's parameters.
-        fsdp_scatter: One scatter of its gradients.
-        outside: Embedding and head of FSDP, gathered and scattered once a microbatch; never hidden.
-
     A pipeline's gradients are added up whole and scattered once per step, see `step_tail`: there `fsdp_scatter` and
     `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
     """
 
-    tp: Array
-    tp_whole: Array
-    cp: Array
-    cp_whole: Array
-    ep: Array
-    ep_exchange: Array
+    tp: Array  # gathers and scatters of tensor parallelism beyond what hides behind matmuls
+    tp_whole: Array  # all of them
+    cp: Array  # key-value ring beyond the attention it hides behind, and head exchanges
+    cp_whole: Array  # all of it
+    ep: Array  # all dispatches and combines of experts
+    ep_exchange: Array  # one of the exchanges
+    # parameter gathers and gradient scatters per microbatch beyond the layer they hide behind
     fsdp: Array
-    fsdp_gather: Array
-    fsdp_scatter: Array
+    fsdp_gather: Array  # one gather of the layer's parameters
+    fsdp_scatter: Array  # one scatter of its gradients
+    # embedding and head of FSDP, gathered and scattered once a microbatch; never hidden
     outside: Array
 
 

@@ -74,50 +74,28 @@ class Away:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What decides the copies of a step.
+    """What decides the copies of a step."""
 
-    Attributes:
-        need_bytes: Bytes over the budget at the peak, `staged_bytes` included.
-        end_bytes: The same when no activations are left.
-        staged_bytes: What a memory plan makes beside its buffer before it is copied there.
-        host_bytes: Host memory.
-        optimizer_bytes: Optimizer states that may be away.
-        parameters_bytes: Parameters that may be away.
-        gradients_bytes: Gradients that may be away.
-        activations_bytes: Activations that may be away, of all microbatches in flight.
-        passing_bytes: Those of them that element-wise kernels made.
-        products_bytes: Those of them that matmuls made.
-        passing_s: Seconds to make the former again, of one microbatch.
-        products_s: The same for the latter.
-        forward_s: Seconds beside which a microbatch's bytes may leave.
-        backward_s: Seconds beside which they may return.
-        update_s: Seconds beside which updated states may leave.
-        microbatches: Microbatches of a step.
-        in_flight: Microbatches whose activations are held at the peak.
-        alternating: 1 where forward and backward of a microbatch follow each other, 0 where both lanes work all the
-            time.
-        link_bytes_s: Bytes/s to host memory, per direction.
-    """
-
-    need_bytes: Array
-    end_bytes: Array
-    staged_bytes: Array
+    need_bytes: Array  # bytes over the budget at the peak, `staged_bytes` included
+    end_bytes: Array  # the same when no activations are left
+    staged_bytes: Array  # what a memory plan makes beside its buffer before it is copied there
     host_bytes: Array
-    optimizer_bytes: Array
-    parameters_bytes: Array
-    gradients_bytes: Array
-    activations_bytes: Array
-    passing_bytes: Array
-    products_bytes: Array
-    passing_s: Array
-    products_s: Array
-    forward_s: Array
-    backward_s: Array
-    update_s: Array
-    microbatches: Array
-    in_flight: Array
+    optimizer_bytes: Array  # optimizer states that may be away
+    parameters_bytes: Array  # parameters that may be away
+    gradients_bytes: Array  # gradients that may be away
+    activations_bytes: Array  # activations that may be away, of all microbatches in flight
+    passing_bytes: Array  # those of them that element-wise kernels made
+    products_bytes: Array  # those of them that matmuls made
+    passing_s: Array  # seconds to make the former again, of one microbatch
+    products_s: Array  # the same for the latter
+    forward_s: Array  # seconds beside which a microbatch's bytes may leave
+    backward_s: Array  # seconds beside which they may return
+    update_s: Array  # seconds beside which updated states may leave
+    microbatches: Array  # microbatches of a step
+    in_flight: Array  # microbatches whose activations are held at the peak
+    # 1 where forward and backward of a microbatch follow each other, 0 where both lanes work all the time
     alternating: Array
-    link_bytes_s: Array
+    link_bytes_s: Array  # bytes/s to host memory, per direction
 
     @classmethod
     def of_term(cls, term: CostTerm) -> Load:

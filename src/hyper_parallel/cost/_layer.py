@@ -25,31 +25,19 @@ SCORE_BYTES = 13.0
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Seconds of one layer and microbatch on one rank.
+    """Seconds of one layer and microbatch on one rank."""
 
-    Attributes:
-        matmul: Projections, feed-forward part and experts, forward; backward is twice that.
-        attention: Scores and their product with the values, forward.
-        attention_backward: The same backward.
-        elementwise: Element-wise kernels, forward.
-        elementwise_backward: The same backward.
-        quantize: Casting matmul inputs to 8 or 4 bits, forward.
-        quantize_backward: Casting output gradients, backward.
-        recompute: What recomputation adds.
-        launch: Launches and host work that do not hide behind the work, forward, backward and recompute.
-        saved_bytes: Bytes kept for backward without recomputation.
-    """
-
-    matmul: Array
-    attention: Array
-    attention_backward: Array
-    elementwise: Array
-    elementwise_backward: Array
-    quantize: Array
-    quantize_backward: Array
-    recompute: Array
+    matmul: Array  # projections, feed-forward part and experts, forward; backward is twice that
+    attention: Array  # scores and their product with the values, forward
+    attention_backward: Array  # the same backward
+    elementwise: Array  # element-wise kernels, forward
+    elementwise_backward: Array  # the same backward
+    quantize: Array  # casting matmul inputs to 8 or 4 bits, forward
+    quantize_backward: Array  # casting output gradients, backward
+    recompute: Array  # what recomputation adds
+    # launches and host work that do not hide behind the work, forward, backward and recompute
     launch: Array
-    saved_bytes: Array
+    saved_bytes: Array  # bytes kept for backward without recomputation
 
     @property
     def forward(self) -> Array:

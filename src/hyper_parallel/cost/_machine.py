@@ -20,21 +20,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Groups of ranks that send in a ring.
+    """Groups of ranks that send in a ring."""
 
-    Attributes:
-        size: Ranks of a group.
-        rate: Bytes/s of a rank.
-        delay: Seconds of a collective with a tiny message.
-        domain: Ranks that one domain holds.
-        outside_bytes_s: Bytes/s of all of them together to other domains.
-    """
-
-    size: Array
-    rate: Array
-    delay: Array
-    domain: float = np.inf
-    outside_bytes_s: float = np.inf
+    size: Array  # ranks of a group
+    rate: Array  # bytes/s of a rank
+    delay: Array  # seconds of a collective with a tiny message
+    domain: float = np.inf  # ranks that one domain holds
+    outside_bytes_s: float = np.inf  # bytes/s of all of them together to other domains
 
     def seconds(self, gathered_bytes: Array) -> Array:
         """Seconds of one all-gather or reduce-scatter of so many bytes of the whole tensor.
@@ -56,37 +48,23 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates of one device and of its links, and the cards that say how much of them is reached.
+    """Rates of one device and of its links, and the cards that say how much of them is reached."""
 
-    Attributes:
-        peak_flops: Dense peak FLOP/s in the compute dtype.
-        matmul_peak: Dense peak FLOP/s in the format of matmul inputs.
-        matmul_dtype: Format of matmul inputs; differs from the compute dtype in 8 and 4 bit training.
-        compute_dtype: Format of activations.
-        memory_bytes: Capacity of the device's own memory.
-        memory_bytes_s: Peak bytes/s of the device's own memory.
-        host_bytes_s: Bytes/s per device and direction to host memory; 0 when the topology names none.
-        host_bytes: Host memory of one device.
-        drops: A memory plan may drop results and compute them again.
-        tiers: Interconnect levels, inner to outer.
-        card: What the device's kernels reach.
-        stack: How the training framework uses it.
-        crowd: Ranks that take turns on a core: where one waits another works.
-    """
-
-    peak_flops: float
-    matmul_peak: float
+    peak_flops: float  # dense peak FLOP/s in the compute dtype
+    matmul_peak: float  # dense peak FLOP/s in the format of matmul inputs
+    # format of matmul inputs; differs from the compute dtype in 8 and 4 bit training
     matmul_dtype: str
-    compute_dtype: str
-    memory_bytes: int
-    memory_bytes_s: float
+    compute_dtype: str  # format of activations
+    memory_bytes: int  # capacity of the device's own memory
+    memory_bytes_s: float  # peak bytes/s of the device's own memory
+    # bytes/s per device and direction to host memory; 0 when the topology names none
     host_bytes_s: float
-    tiers: tuple[Tier, ...]
-    card: DeviceCard
-    stack: StackCard
-    crowd: float = 1.0
-    host_bytes: float = np.inf
-    drops: bool = True
+    tiers: tuple[Tier, ...]  # interconnect levels, inner to outer
+    card: DeviceCard  # what the device's kernels reach
+    stack: StackCard  # how the training framework uses it
+    crowd: float = 1.0  # ranks that take turns on a core: where one waits another works
+    host_bytes: float = np.inf  # host memory of one device
+    drops: bool = True  # a memory plan may drop results and compute them again
 
     @classmethod
     def of(
@@ -312,16 +290,9 @@ def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """A tier and how many ranks of a group lie inside it.
-
-    Attributes:
-        tier: The tier.
-        inside: Ranks of the group in one domain of the next inner tier.
-        below: Ranks of the group in one domain below the links that this tier uses.
-        reached: Ranks of the group in one domain of this tier.
-    """
+    """A tier and how many ranks of a group lie inside it."""
 
     tier: Tier
-    inside: Array
-    below: Array
-    reached: Array
+    inside: Array  # ranks of the group in one domain of the next inner tier
+    below: Array  # ranks of the group in one domain below the links that this tier uses
+    reached: Array  # ranks of the group in one domain of this tier

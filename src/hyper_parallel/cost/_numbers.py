@@ -20,21 +20,13 @@ _ROW = re.compile(r"(o_proj|c_proj|out_proj|down_proj|dense_4h_to_h|fc2|w2)\b")
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """Projections of one layer that share their input, as one matmul.
+    """Projections of one layer that share their input, as one matmul."""
 
-    Attributes:
-        part: attention, mlp or expert.
-        inputs: Width a token brings; of one expert for experts.
-        outputs: Width it leaves with.
-        count: How many such matmuls a mean layer has and one token meets.
-        row: The matmul goes back to the residual width (row-parallel).
-    """
-
-    part: str
-    inputs: int
-    outputs: int
-    count: float
-    row: bool
+    part: str  # attention, mlp or expert
+    inputs: int  # width a token brings; of one expert for experts
+    outputs: int  # width it leaves with
+    count: float  # how many such matmuls a mean layer has and one token meets
+    row: bool  # the matmul goes back to the residual width (row-parallel)
 
     @property
     def weights(self) -> float:
@@ -44,67 +36,40 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:
-    """Sizes of a model; counts are elements, "per layer" is the mean over the decoder layers.
+    """Sizes of a model; counts are elements, "per layer" is the mean over the decoder layers."""
 
-    Attributes:
-        hidden: h.
-        layers: L.
-        vocab: V.
-        num_heads: Query heads; 1 when the model has no attention.
-        num_kv_heads: Key and value heads.
-        q_width: Width of all query heads.
-        k_width: Width of all key heads.
-        v_width: Width of all value heads of the query side: what the output projection reads.
-        attentions: Number of layers and attention of each kind of layer.
-        matmuls: The matmuls of a mean layer.
-        normed_width: Width of the query and key heads that a layer norms; 0 for most models.
-        head_norms: Norms of query and key heads of a mean layer.
-        mlp_width: Width of the dense feed-forward part a token visits: dense MLPs and shared experts.
-        mlp_saved_width: Elements per token that the backward of that part needs: 3f gated, else 2f.
-        expert_width: Width of one routed expert.
-        experts: Routed experts of a layer; 0 for a dense model.
-        experts_per_token: Routed experts a token visits, mean over the layers.
-        moe_share: Share of the layers that have routed experts.
-        expert_saved_width: Elements per token that the backward of the routed experts needs.
-        attention_weights: Matrix elements of attention per layer.
-        mlp_weights: Matrix elements of dense MLP, shared experts and router per layer.
-        expert_weights: Matrix elements of all routed experts per layer.
-        active_expert_weights: Matrix elements of the routed experts that one token visits, per layer.
-        vector_weights: Elements of norms and biases per layer.
-        bias_width: Elements of biases that one token meets in a mean layer.
-        embedding_weights: Elements of the embedding block.
-        head_weights: Elements of the output projection as a matmul, V h, tied or not.
-        head_params: Elements the head stores: 0 when tied.
-    """
-
-    hidden: int
-    layers: int
-    vocab: int
-    num_heads: int
-    num_kv_heads: int
-    q_width: int
-    k_width: int
-    v_width: int
+    hidden: int  # h
+    layers: int  # L
+    vocab: int  # V
+    num_heads: int  # query heads; 1 when the model has no attention
+    num_kv_heads: int  # key and value heads
+    q_width: int  # width of all query heads
+    k_width: int  # width of all key heads
+    v_width: int  # width of all value heads of the query side: what the output projection reads
+    # number of layers and attention of each kind of layer
     attentions: tuple[tuple[int, AttentionSpec], ...]
-    matmuls: tuple[Matmul, ...]
-    normed_width: float
-    head_norms: float
+    matmuls: tuple[Matmul, ...]  # the matmuls of a mean layer
+    normed_width: float  # width of the query and key heads that a layer norms; 0 for most models
+    head_norms: float  # norms of query and key heads of a mean layer
+    # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
+    # elements per token that the backward of that part needs: 3f gated, else 2f
     mlp_saved_width: float
-    expert_width: int
-    experts: int
-    experts_per_token: float
-    moe_share: float
-    expert_saved_width: float
-    attention_weights: float
-    mlp_weights: float
-    expert_weights: float
+    expert_width: int  # width of one routed expert
+    experts: int  # routed experts of a layer; 0 for a dense model
+    experts_per_token: float  # routed experts a token visits, mean over the layers
+    moe_share: float  # share of the layers that have routed experts
+    expert_saved_width: float  # elements per token that the backward of the routed experts needs
+    attention_weights: float  # matrix elements of attention per layer
+    mlp_weights: float  # matrix elements of dense MLP, shared experts and router per layer
+    expert_weights: float  # matrix elements of all routed experts per layer
+    # matrix elements of the routed experts that one token visits, per layer
     active_expert_weights: float
-    vector_weights: float
-    bias_width: float
-    embedding_weights: int
-    head_weights: int
-    head_params: int
+    vector_weights: float  # elements of norms and biases per layer
+    bias_width: float  # elements of biases that one token meets in a mean layer
+    embedding_weights: int  # elements of the embedding block
+    head_weights: int  # elements of the output projection as a matmul, V h, tied or not
+    head_params: int  # elements the head stores: 0 when tied
 
     @classmethod
     def of(cls, model: ModelSpec) -> ModelNumbers:

@@ -135,27 +135,16 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """One stage of every candidate, and what its activations are made of.
-
-    Attributes:
-        layers: Layers.
-        outside: Elements of embedding and head, before tensor parallelism.
-        flight: Microbatches in flight.
-        logits: Bytes of logits and their gradient; 0 where the head is elsewhere.
-        kept: Bytes that a layer and microbatch keeps.
-        freed: Bytes of one that go when the backward of the last layer is done.
-        worked: Bytes that recomputation makes again of one layer.
-        exchange: Bytes of the dispatched tokens of one layer.
-    """
+    """One stage of every candidate, and what its activations are made of."""
 
     layers: Array
-    outside: Array
-    flight: Array
-    logits: Array
-    kept: Array
-    freed: Array
-    worked: Array
-    exchange: Array
+    outside: Array  # elements of embedding and head, before tensor parallelism
+    flight: Array  # microbatches in flight
+    logits: Array  # bytes of logits and their gradient; 0 where the head is elsewhere
+    kept: Array  # bytes that a layer and microbatch keeps
+    freed: Array  # bytes of one that go when the backward of the last layer is done
+    worked: Array  # bytes that recomputation makes again of one layer
+    exchange: Array  # bytes of the dispatched tokens of one layer
 
 
 def phases(

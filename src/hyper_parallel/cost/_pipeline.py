@@ -27,23 +27,14 @@ Speed = Callable[[Array], Array]
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """How layers lie on pipeline stages, and which stage sets the pace.
+    """How layers lie on pipeline stages, and which stage sets the pace."""
 
-    Attributes:
-        most: Layers of the fullest stage without the head.
-        last: Layers of the stage with the head.
-        layers: Layers of the slowest stage.
-        head: 1 where the slowest stage has the head.
-        others: Seconds of one microbatch over all stages but the slowest.
-        slowest: Seconds of one microbatch on the slowest stage.
-    """
-
-    most: Array
-    last: Array
-    layers: Array
-    head: Array
-    others: Array
-    slowest: Array
+    most: Array  # layers of the fullest stage without the head
+    last: Array  # layers of the stage with the head
+    layers: Array  # layers of the slowest stage
+    head: Array  # 1 where the slowest stage has the head
+    others: Array  # seconds of one microbatch over all stages but the slowest
+    slowest: Array  # seconds of one microbatch on the slowest stage
 
 
 def lay_out(

@@ -26,28 +26,18 @@ _FOLDED = ("dp_shard", "cp", "tp_x", "tp_y")
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Axes of every candidate as (degree, stride), and the groups that fold over several axes.
+    """Axes of every candidate as (degree, stride), and the groups that fold over several axes."""
 
-    Attributes:
-        pp: Pipeline stages.
-        dp_replicate: Replicas.
-        dp_shard: FSDP ranks.
-        cp: Context-parallel ranks; the Ulysses ranks are the inner ones.
-        tp_x: Tensor-parallel ranks on x.
-        tp_y: Tensor-parallel ranks on y.
-        etp: Axes of the ranks that cut one expert: their parts of dp_shard, cp, tp_x and tp_y.
-        ep: The same of an expert-parallel group, outside them.
-        edp: The same of the group that shares the parameters of the same experts, outside those.
-    """
-
-    pp: Axis
+    pp: Axis  # pipeline stages
     dp_replicate: Axis
-    dp_shard: Axis
-    cp: Axis
-    tp_x: Axis
-    tp_y: Axis
+    dp_shard: Axis  # FSDP ranks
+    cp: Axis  # context-parallel ranks; the Ulysses ranks are the inner ones
+    tp_x: Axis  # tensor-parallel ranks on x
+    tp_y: Axis  # tensor-parallel ranks on y
+    # axes of the ranks that cut one expert: their parts of dp_shard, cp, tp_x and tp_y
     etp: tuple[Axis, ...]
-    ep: tuple[Axis, ...]
+    ep: tuple[Axis, ...]  # the same of an expert-parallel group, outside them
+    # the same of the group that shares the parameters of the same experts, outside those
     edp: tuple[Axis, ...]
 
     @classmethod

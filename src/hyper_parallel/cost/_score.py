@@ -34,19 +34,12 @@ _FACTORISE_FROM = 512
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Prices of many candidates.
+    """Prices of many candidates."""
 
-    Attributes:
-        time: Terms of the step time.
-        memory: Terms of the peak memory, offloaded or not.
-        step_s: Sum of the time terms.
-        memory_bytes: Their bytes on the device: their sum, less what is away.
-    """
-
-    time: tuple[TimeTerm, ...]
-    memory: tuple[SpaceTerm, ...]
-    step_s: Array
-    memory_bytes: Array
+    time: tuple[TimeTerm, ...]  # terms of the step time
+    memory: tuple[SpaceTerm, ...]  # terms of the peak memory, offloaded or not
+    step_s: Array  # sum of the time terms
+    memory_bytes: Array  # their bytes on the device: their sum, less what is away
 
     def cost_at(self, index: int) -> tuple[CostTerm, ...]:
         """Time terms of one candidate, those that are zero left out."""

@@ -75,18 +75,13 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Data-parallel traffic once per step, in seconds.
+    """Data-parallel traffic once per step, in seconds."""
 
-    Attributes:
-        scatter: Reduction of gradients that the last microbatch's backward may hide.
-        gather: Gather of updated parameters.
-        first: Gather of a pipeline's layers that are not freed after forward, which the first forward may hide.
-        late: What nothing hides: reduction of a pipeline's sharded gradients, and its embedding or head.
-    """
-
-    scatter: Array
-    gather: Array
+    scatter: Array  # reduction of gradients that the last microbatch's backward may hide
+    gather: Array  # gather of updated parameters
+    # gather of a pipeline's layers that are not freed after forward, which the first forward may hide
     first: Array
+    # what nothing hides: reduction of a pipeline's sharded gradients, and its embedding or head
     late: Array
 
 

@@ -22,15 +22,10 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Parameter elements on the fullest rank.
+    """Parameter elements on the fullest rank."""
 
-    Attributes:
-        whole: After pp, tp and ep, before data sharding.
-        sharded: The share of one data-parallel rank under full sharding.
-    """
-
-    whole: Array
-    sharded: Array
+    whole: Array  # after pp, tp and ep, before data sharding
+    sharded: Array  # the share of one data-parallel rank under full sharding
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,17 +38,11 @@ LOGIT_BYTES = 24.0
 
 @dataclass(frozen=True, slots=True)
 class LayerPrices:
-    """What depends on the layer's own choices only: work and communication of a layer, and the head.
+    """What depends on the layer's own choices only: work and communication of a layer, and the head."""
 
-    Attributes:
-        work: Compute of a mean layer.
-        comm: Communication of a mean layer.
-        head: Seconds of the output projection and the loss of one microbatch.
-    """
-
-    work: Compute
-    comm: Communication
-    head: Array
+    work: Compute  # compute of a mean layer
+    comm: Communication  # communication of a mean layer
+    head: Array  # seconds of the output projection and the loss of one microbatch
 
     @classmethod
     def of(
@@ -120,23 +114,14 @@ def _host_work(
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of a step while microbatches go through the stages, without what the sharing of states adds.
+    """Seconds of a step while microbatches go through the stages, without what the sharing of states adds."""
 
-    Attributes:
-        ep: Exchanges of experts of one layer and microbatch that nothing hides.
-        ep_hidden: The share of them that hides.
-        stages: Layers on stages.
-        bubble: Filling and draining of the pipeline.
-        hop: One send to the next stage.
-        sends: All sends that nothing hides.
-    """
-
-    ep: Array
-    ep_hidden: Array
-    stages: StageSplit
-    bubble: Array
-    hop: Array
-    sends: Array
+    ep: Array  # exchanges of experts of one layer and microbatch that nothing hides
+    ep_hidden: Array  # the share of them that hides
+    stages: StageSplit  # layers on stages
+    bubble: Array  # filling and draining of the pipeline
+    hop: Array  # one send to the next stage
+    sends: Array  # all sends that nothing hides
 
     @classmethod
     def of(
@@ -180,33 +165,19 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Seconds of a step beside its `Pace`: sharing of states, and what comes once.
+    """Seconds of a step beside its `Pace`: sharing of states, and what comes once."""
 
-    Attributes:
-        fsdp: Gathers and scatters per microbatch that nothing hides.
-        once: Data-parallel traffic once per step.
-        tail: What of it nothing hides.
-        norm: The gradient norm.
-        elements: Parameter elements of the rank before data sharding.
-        moved: Bytes that the optimizer moves.
-        optimizer: Seconds of that.
-        accumulated: Sums of unsharded gradients.
-        host: Core seconds of starting what the axes do.
-        every: Data, logging and host.
-        noise: Share of the step that stragglers add.
-    """
-
-    fsdp: Array
-    once: Tail
-    tail: Array
-    norm: Array
-    elements: Array
-    moved: Array
-    optimizer: Array
-    accumulated: Array
-    host: Array
-    every: float
-    noise: Array
+    fsdp: Array  # gathers and scatters per microbatch that nothing hides
+    once: Tail  # data-parallel traffic once per step
+    tail: Array  # what of it nothing hides
+    norm: Array  # the gradient norm
+    elements: Array  # parameter elements of the rank before data sharding
+    moved: Array  # bytes that the optimizer moves
+    optimizer: Array  # seconds of that
+    accumulated: Array  # sums of unsharded gradients
+    host: Array  # core seconds of starting what the axes do
+    every: float  # data, logging and host
+    noise: Array  # share of the step that stragglers add
 
     @classmethod
     def of(

@@ -24,34 +24,22 @@ Format = Literal["compute", "reduce", "parameter", "statistic", "norm", "count"]
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """One collective of the table.
+    """One collective of the table."""
 
-    Attributes:
-        kind: all_gather, reduce_scatter, all_reduce, all_to_all or send_recv.
-        axes: Mesh axes of the group.
-        ranks: Ranks of the group.
-        elements: Of the whole tensor: gathered, before scattering, reduced, or held by a rank before an exchange.
-        purpose: What for.
-        format: Number format.
-        forward: Calls in forward of a microbatch.
-        backward: Calls in its backward.
-        recomputed: Further calls where backward recomputes the layer.
-        regathered: Further calls where it does not, and inputs are gathered again instead of kept.
-        once: Calls per step.
-        sent: Elements that leave this rank in a call, where ranks differ; None: as in a ring.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    ranks: Number
+    kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send_recv
+    axes: tuple[str, ...]  # mesh axes of the group
+    ranks: Number  # ranks of the group
+    # of the whole tensor: gathered, before scattering, reduced, or held by a rank before an exchange
     elements: Number
-    purpose: Purpose
+    purpose: Purpose  # what for
     format: Format = "compute"
-    forward: Number = 0
-    backward: Number = 0
-    recomputed: Number = 0
+    forward: Number = 0  # calls in forward of a microbatch
+    backward: Number = 0  # calls in its backward
+    recomputed: Number = 0  # further calls where backward recomputes the layer
+    # further calls where it does not, and inputs are gathered again instead of kept
     regathered: Number = 0
-    once: Number = 0
+    once: Number = 0  # calls per step
+    # elements that leave this rank in a call, where ranks differ; None: as in a ring
     sent: Number | None = None
 
     def sent_bytes(self, width: Number) -> Number:
@@ -63,26 +51,16 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class TokenCut:
-    """How the tokens of one microbatch are cut over context- and tensor-parallel ranks.
+    """How the tokens of one microbatch are cut over context- and tensor-parallel ranks."""
 
-    Attributes:
-        x: Tensor-parallel ranks on x.
-        y: Tensor-parallel ranks on y.
-        tokens: T, of one context-parallel rank.
-        piece: n, of a tensor-parallel rank between blocks.
-        spans: Of all spans of all sequences, cut over y.
-        ring: Places of the context-parallel ring.
-        ulysses: Ranks of each place.
-        sequence: Cut of the sequences; None: rounds that a sliding window leaves out are not.
-    """
-
-    x: Number
-    y: Number
-    tokens: Number
-    piece: Number
-    spans: Number
-    ring: Number = 1
-    ulysses: Number = 1
+    x: Number  # tensor-parallel ranks on x
+    y: Number  # tensor-parallel ranks on y
+    tokens: Number  # T, of one context-parallel rank
+    piece: Number  # n, of a tensor-parallel rank between blocks
+    spans: Number  # of all spans of all sequences, cut over y
+    ring: Number = 1  # places of the context-parallel ring
+    ulysses: Number = 1  # ranks of each place
+    # cut of the sequences; None: rounds that a sliding window leaves out are not
     sequence: SequenceCut | None = None
 
     @classmethod
@@ -110,34 +88,21 @@ class TokenCut:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A weight matrix of a block.
+    """A weight matrix of a block."""
 
-    Attributes:
-        width: Rows of a weight that reads the residual stream, columns of one that writes it.
-        weights: Elements.
-        keys: Its rows are key or value heads.
-    """
-
-    width: Number
-    weights: Number
-    keys: bool = False
+    width: Number  # rows of a weight that reads the residual stream, columns of one that writes it
+    weights: Number  # elements
+    keys: bool = False  # its rows are key or value heads
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWidths:
-    """A block between two boundaries, attention or MLP.
+    """A block between two boundaries, attention or MLP."""
 
-    Attributes:
-        hidden: Width of the residual stream.
-        inputs: Projections that read it.
-        outputs: Projections that write it.
-        kv_heads: Key and value heads; 0 for an MLP.
-    """
-
-    hidden: Number
-    inputs: tuple[Projection, ...]
-    outputs: tuple[Projection, ...]
-    kv_heads: int = 0
+    hidden: Number  # width of the residual stream
+    inputs: tuple[Projection, ...]  # projections that read it
+    outputs: tuple[Projection, ...]  # projections that write it
+    kv_heads: int = 0  # key and value heads; 0 for an MLP
 
 
 def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:

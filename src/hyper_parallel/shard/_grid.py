@@ -31,21 +31,13 @@ _REGION_STYLES = ("colwise", "rowwise", "kv_replicate", "qkv", "gate_up")
 
 @dataclass(frozen=True, slots=True)
 class _Widths:
-    """Sizes that two axes may have to divide.
+    """Sizes that two axes may have to divide."""
 
-    Attributes:
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        attention_rows: Rows of the attention's colwise weights.
-        hidden: Inputs of the colwise weights.
-        mlp: Widths inside the MLP blocks.
-    """
-
-    heads: int
-    kv_heads: int
-    attention_rows: tuple[int, ...]
-    hidden: tuple[int, ...]
-    mlp: tuple[int, ...]
+    heads: int  # query heads
+    kv_heads: int  # key and value heads
+    attention_rows: tuple[int, ...]  # rows of the attention's colwise weights
+    hidden: tuple[int, ...]  # inputs of the colwise weights
+    mlp: tuple[int, ...]  # widths inside the MLP blocks
 
 
 def block_shape(param: Param, strategy: Strategy) -> BlockShape:
