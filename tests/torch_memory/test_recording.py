@@ -7,7 +7,9 @@ from hyper_parallel.backends.torch.memory import (
     PlannedDevice,
     Recorder,
     StepCapture,
+    StorageWatch,
     capture_training,
+    peak_of,
     record,
     training_step,
 )
@@ -52,7 +54,7 @@ def test_a_refilled_storage_is_a_fresh_allocation_each_time():
     room = Holder(torch.empty(1000))
     room.tensor.untyped_storage().resize_(0)
     x = torch.arange(1000.0)
-    with Recorder(follow_inputs=True) as watch:
+    with StorageWatch(inputs=True) as watch:
         refilling_step(x, room)
     inputs = {"x": x.clone()}
     recorder = StepCapture(
@@ -71,6 +73,23 @@ def test_a_refilled_storage_is_a_fresh_allocation_each_time():
             out, measured = device.step({"x": other})
             assert torch.equal(out, refilling_step(other, room))
             assert measured.peak_bytes == plan.peak_bytes
+
+
+def test_bytes_are_counted_as_a_recorded_program_counts_them():
+    torch.manual_seed(0)
+    model = tiny_model("llama").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    data = {"input_ids": tokens(0), "labels": tokens(0)}
+    watch, recorder = StorageWatch(), Recorder()
+    for name, parameter in model.named_parameters():
+        watch.hold(parameter)
+        recorder.name(parameter, name, "weight")
+    with watch, recorder:
+        training_step(model, optimizer, data)
+        room = Holder(torch.empty(1000))
+        room.tensor.untyped_storage().resize_(0)
+        refilling_step(torch.arange(1000.0), room)
+    assert watch.peak_bytes == peak_of(recorder.recording("step")).num_bytes
 
 
 def test_a_refilled_storage_that_nobody_announced_is_no_silent_constant():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.backends.torch import local
-from hyper_parallel.backends.torch.memory import Recorder, peak_of
+from hyper_parallel.backends.torch.memory import StorageWatch
 from hyper_parallel.ir import Counter, Span, Timeline
 
 WINDOW = range(3, 13)
@@ -143,7 +143,7 @@ class MemoryGauge:
         self._device = device
         self.state: Callable[[], Mapping[str, Tensor]] | None = None
         self._steps = self._counted = 0
-        self._recorder: Recorder | None = None
+        self._watch: StorageWatch | None = None
         if device.type == "cpu" and sys.platform == "linux":
             # Free memory of the inherited heap would be used again unseen: give it back before counting.
             with suppress(AttributeError):  # a C library other than glibc
@@ -160,12 +160,12 @@ class MemoryGauge:
                 _RESET.write_text("5")
         elif self._steps < _COUNTED_STEPS:
             self._steps += 1
-            recorder = self._recorder = Recorder()
-            for name, tensor in self.state().items():
-                recorder.name(local(tensor), name, "weight")
-            with recorder:
+            watch = self._watch = StorageWatch()
+            for tensor in self.state().values():
+                watch.hold(local(tensor))
+            with watch:
                 yield
-            self._counted, self._recorder = self.peak_bytes(), None
+            self._counted, self._watch = self.peak_bytes(), None
             return
         yield
 
@@ -174,9 +174,7 @@ class MemoryGauge:
         if self._device.type != "cpu":
             return torch.accelerator.max_memory_allocated(self._device)
         if self.state is not None:
-            if self._recorder is None:
-                return self._counted
-            return peak_of(self._recorder.recording("step")).num_bytes
+            return self._counted if self._watch is None else self._watch.peak_bytes
         now = _resident()
         peak = now["VmHWM"] - now["RssFile"] - now["RssShmem"]
         return max(0, peak - self._baseline)

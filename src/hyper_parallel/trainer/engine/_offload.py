@@ -24,8 +24,8 @@ from hyper_parallel.backends.torch.memory import (
     LruSpillMode,
     Measured,
     PlannedDevice,
-    Recorder,
     StepCapture,
+    StorageWatch,
     as_graph,
     model_state,
     optimizer_state,
@@ -147,7 +147,7 @@ class PlannedSteps:
     def _rehearsed(self, first: StepInputs) -> tuple[dict[str, Any], list[Any]]:
         """What a plain step gives, and the storages that it leaves empty; everything is undone."""
         with self._undone():
-            watch = Recorder(follow_inputs=True)
+            watch = StorageWatch(inputs=True)
             with watch, self._room():
                 loss, norm, counted = self._step(
                     None, first.microbatches, first.valid_tokens, first.lr

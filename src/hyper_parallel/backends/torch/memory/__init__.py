@@ -22,6 +22,7 @@ from hyper_parallel.backends.torch.memory._steps import (
     record,
     training_step,
 )
+from hyper_parallel.backends.torch.memory._storage_watch import StorageWatch
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
 from hyper_parallel.backends.torch.memory._tiers import FileTier, Meter
 from hyper_parallel.backends.torch.memory._views import (
@@ -49,6 +50,7 @@ __all__ = [
     "Recorder",
     "Recording",
     "StepCapture",
+    "StorageWatch",
     "View",
     "Workspace",
     "as_graph",

@@ -73,7 +73,7 @@ class StepCapture:
         named: Tensors that exist before the step, with what they hold.
         training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
         alignment_bytes: Rounding of every allocation.
-        empty: Storages that are empty now and that the step refills; see `Recorder.emptied`.
+        empty: Storages that are empty now and that the step refills; see `StorageWatch.emptied`.
 
     Attributes:
         part: Phase of what runs now, for a step that knows it; None: as autograd shows.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from hyper_parallel.ir import Phase
 
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that other ranks take part in."""
+EMPTY = torch.ops.aten.empty.memory_format
+"""Makes uninitialised buffers: no others are emptied and refilled in place by their owners."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
 """Operators of c10d that exchange with one other rank; neighbours in the program may depend on each other."""
 _aten = torch.ops.aten
@@ -155,15 +158,34 @@ def finished(out: Any) -> list[Any]:
     return flat
 
 
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """The tensors in arguments or outputs of an operator, in order."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
+
+
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors behind arguments that the operator writes."""
-    written: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if not _is_written(func, argument):
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += [t for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor)]
-    return written
+    return tensors_in(
+        *(
+            args[position] if position < len(args) else kwargs.get(name)
+            for position, name in _written(func)
+        )
+    )
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that an operator writes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, argument.name) for i, argument in arguments if _is_written(func, argument))
 
 
 def _is_written(func: Any, argument: Any) -> bool:

@@ -8,7 +8,6 @@ program. How operators run is the business of a `Kernels` function: as they are,
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -16,15 +15,16 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch._purpose import current_purpose
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import (
-    COMMUNICATION,
+    EMPTY,
     count_flops,
+    tensors_in,
     written_leaves,
 )
+from hyper_parallel.backends.torch.memory._storage_watch import shared_tensors
 from hyper_parallel.backends.torch.memory._storages import Entry, Storages
 from hyper_parallel.backends.torch.memory._traffic import group_of, sent_bytes
 from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator, StorageKind
@@ -32,7 +32,6 @@ from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator, StorageKind
 Kernels = Callable[[Any, tuple[Any, ...], dict[str, Any], list[Tensor]], tuple[Any, int]]
 """Runs an operator on (function, arguments, keyword arguments, the tensors among them): its outputs, and the bytes that
 its kernel takes for itself and gives back before it returns."""
-_EMPTY = torch.ops.aten.empty.memory_format
 
 
 def as_they_are(
@@ -64,26 +63,17 @@ class Recording:
 
 
 class Recorder:
-    """Records operators inside its context.
+    """Records operators inside its context, over storages that they make, that are sent, and that `name` announces.
 
     Args:
         alignment_bytes: See `Storages`.
         kernels: How operators run.
-        follow_inputs: Also follow storages that are first met as inputs; else those that operators make, that are sent,
-            and that `name` announces.
     """
 
-    def __init__(
-        self,
-        alignment_bytes: int = 1,
-        kernels: Kernels = as_they_are,
-        *,
-        follow_inputs: bool = False,
-    ) -> None:
+    def __init__(self, alignment_bytes: int = 1, kernels: Kernels = as_they_are) -> None:
         self.storages = Storages(alignment_bytes, self._ended)
         self._mode = OperatorMode(self._operator)
         self._alignment, self._kernels = alignment_bytes, kernels
-        self._follow_inputs = follow_inputs
         self._groups: dict[str, tuple[int, ...]] = {}
         self._begin("setup")
 
@@ -141,16 +131,10 @@ class Recorder:
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
 
-    @property
-    def emptied(self) -> list[weakref.ref[Any]]:
-        """Storages that still exist and that their owner has filled, or that were found filled, and left empty."""
-        self._follow_resized(everywhere=True)
-        return self.storages.emptied
-
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._count += 1
         self._follow_resized()
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_in(args, kwargs)
         out, workspace = self._kernels(func, args, kwargs, tensors)
         self._record(func, args, kwargs, tensors, out, workspace)
         return out
@@ -165,10 +149,8 @@ class Recorder:
         workspace: int,
     ) -> None:
         group = group_of(func, args)
-        # Of FSDP's own operators the first tensor is the one that all ranks share.
-        shared = tensors[:1] if func.namespace == "fsdp" else tensors
-        shared = shared if func.namespace in (*COMMUNICATION, "fsdp") else []
-        for tensor in tensors if self._follow_inputs else shared:
+        shared = shared_tensors(func, tensors)
+        for tensor in shared:
             if self.storages.find(tensor) is None:
                 self._appear(tensor, _name(func))
         for number in self._known(shared):
@@ -176,8 +158,8 @@ class Recorder:
         reads, writes = self._known(tensors), self._known(written_leaves(func, args, kwargs))
         allocs = [
             self._add(tensor, func)
-            for tensor in tree_leaves(out)
-            if isinstance(tensor, Tensor) and self.storages.find(tensor) is None
+            for tensor in tensors_in(out)
+            if self.storages.find(tensor) is None
         ]
         if not (allocs or writes or workspace or group is not None):
             return  # a view, or an alias: an address, not work
@@ -208,8 +190,7 @@ class Recorder:
         return tuple(dict.fromkeys(number for number in numbers if number is not None))
 
     def _add(self, tensor: Tensor, func: Any) -> int:
-        # Only uninitialised buffers are emptied and refilled in place by their owners.
-        return self.storages.add(tensor, self._entry(tensor, _name(func)), watch=func is _EMPTY)
+        return self.storages.add(tensor, self._entry(tensor, _name(func)), watch=func is EMPTY)
 
     def _appear(self, tensor: Tensor, name: str) -> int:
         """A storage that no operator has made."""

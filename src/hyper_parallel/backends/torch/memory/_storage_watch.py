@@ -1,0 +1,75 @@
+"""The bytes that a step takes, counted while it runs: a recording without its program, at a fraction of the time."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any, Self
+
+from torch import Tensor
+
+from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
+from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, EMPTY, tensors_in
+from hyper_parallel.backends.torch.memory._storages import Entry, Storages
+
+
+def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """Those among an operator's tensors that other ranks read or write."""
+    if (
+        func.namespace == "fsdp"
+    ):  # the first tensor of its operators is the one that all ranks share
+        return tensors[:1]
+    return tensors if func.namespace in COMMUNICATION else []
+
+
+class StorageWatch:
+    """Follows storages inside its context: those that `hold` is given, that operators make, and that are sent.
+
+    Args:
+        inputs: Also follow storages that are first met as inputs.
+    """
+
+    def __init__(self, *, inputs: bool = False) -> None:
+        self._storages = Storages(alignment_bytes=1)
+        self._mode = OperatorMode(self._operator)
+        self._inputs = inputs
+
+    def hold(self, tensor: Tensor) -> None:
+        """Follow a tensor's storage from here on."""
+        if self._storages.find(tensor) is None:
+            self._storages.add(tensor, Entry("", 0, "activation"))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that lived at the same time so far."""
+        self._follow_resized(everywhere=True)
+        return self._storages.peak_bytes
+
+    @property
+    def emptied(self) -> list[weakref.ref[Any]]:
+        """Storages that still exist and that their owner has filled, or that were found filled, and left empty."""
+        self._follow_resized(everywhere=True)
+        return self._storages.emptied
+
+    def __enter__(self) -> Self:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._follow_resized()
+        out = func(*args, **kwargs)
+        if self._inputs or func.namespace != "aten":
+            tensors = tensors_in(args, kwargs)
+            for tensor in tensors if self._inputs else shared_tensors(func, tensors):
+                self.hold(tensor)
+        for tensor in tensors_in(out):
+            if self._storages.find(tensor) is None:
+                self._storages.add(tensor, Entry("", 0, "activation"), watch=func is EMPTY)
+        return out
+
+    def _follow_resized(self, *, everywhere: bool = False) -> None:
+        for key, entry in self._storages.end_resized(everywhere=everywhere):
+            self._storages.begin(key, replace(entry, at_start=False))
