@@ -39,12 +39,9 @@ class _Paired(torch.autograd.Function):
 
 
 def paired(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
-    """`forward` of some tensors; their gradients are `backward` of the gradients of the result.
+    """`forward` of some tensors; their gradients are `backward`, its transpose, of the gradients of the result.
 
-    Args:
-        forward: A linear function; it returns no input of its own and keeps nothing for backward.
-        backward: Its transpose.
-        tensors: Arguments.
+    A linear function, which returns no input of its own and keeps nothing for backward.
     """
     return _Paired.apply(forward, backward, *tensors)
 
@@ -66,13 +63,7 @@ def all_to_all(
 ) -> Tensor:
     """Fill `out` with the rows that all ranks send this one, in their order; no gradient.
 
-    Args:
-        out: The result.
-        x: Rows for rank 0, then for rank 1, ...
-        group: The ranks.
-        name: What for.
-        receive: Rows from each rank; None: equally many.
-        send: Rows for each rank.
+    Rows of `x` are for rank 0, then for rank 1, ...: `send` for each, of which `receive` come; None: equally many.
     """
     with purpose(name):
         dist.all_to_all_single(out, x, receive, send, group=group)
@@ -102,17 +93,9 @@ def reduce_into(out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpo
 def send_receive(
     sent: Tensor, to: int, source: int, group: dist.ProcessGroup, name: Purpose
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send a tensor to one rank while one of its shape comes from another.
+    """Send a contiguous tensor to one rank of the group while one of its shape comes from another.
 
-    Args:
-        sent: Contiguous.
-        to: Rank of the group that gets it.
-        source: Rank of the group that sends one here.
-        group: The ranks.
-        name: What for.
-
-    Returns:
-        What comes, and how to wait until it is here and `sent` may be overwritten.
+    Returns what comes, and how to wait until it is here and `sent` may be overwritten.
     """
     came = torch.empty_like(sent)
     pair = [

@@ -93,13 +93,13 @@ def recompute_layers(
     context: ContextState | None,
     exact: bool,
 ) -> None:
-    """Let the layers that a strategy names recompute their activations; arguments as of `recompute`.
+    """Drop the activations of the layers that a strategy names after forward, and recompute them in backward.
 
     Args:
         stages: The layers of this rank, stage by stage.
         strategy: How many of them.
-        tp: Tensor-parallel state, or None.
-        context: Context-parallel state, or None.
+        tp: Tensor-parallel state, whose token count of a pass is needed again in backward.
+        context: Context-parallel state, whose view of a pass is needed again in backward.
         exact: Float64 is kept, also in backward.
     """
     layers = [layer for stage in stages for layer in stage]
@@ -111,14 +111,7 @@ def recompute_layers(
 def recompute(
     layer: nn.Module, tp: TpState | None, exact: bool, context: ContextState | None = None
 ) -> None:
-    """Drop the activations of a layer after forward and recompute them in backward.
-
-    Args:
-        layer: Module whose forward is put around.
-        tp: Tensor-parallel state, whose token count of this pass is needed again in backward.
-        exact: Float64 is kept, also in backward.
-        context: Context-parallel state, whose view of this pass is needed again in backward.
-    """
+    """`recompute_layers` for one layer."""
     inner = layer.forward
 
     @functools.wraps(inner)

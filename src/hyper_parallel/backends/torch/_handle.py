@@ -42,8 +42,6 @@ class Handle:
     """The result of `parallelize`.
 
     Attributes:
-        plan: The plan that was applied.
-        ranks: Where it was applied.
         layouts: Parameter name to its layout; of this rank's stages only, as `shapes`.
         shapes: Parameter name to its logical shape.
         tp: Tensor parallelism, or None.

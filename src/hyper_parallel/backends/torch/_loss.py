@@ -101,12 +101,7 @@ def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def loss_function(tp: TpState | None, add: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """The loss a Hugging Face model calls, for logits as a layout leaves them.
-
-    Args:
-        tp: Tensor-parallel state, or None.
-        add: Adds to the loss of a microbatch what else belongs to it.
-    """
+    """The loss a Hugging Face model calls, for logits as a layout leaves them; `add` adds what else belongs to it."""
 
     def causal_lm_loss(
         logits: Tensor,

@@ -39,12 +39,7 @@ def purpose(name: Purpose) -> Iterator[None]:
 
 
 def exchange(messages: list[dist.P2POp], name: Purpose) -> list[dist.Work]:
-    """Begin messages to and from other ranks that belong together.
-
-    Args:
-        messages: Sends and receives.
-        name: What for.
-    """
+    """Begin messages to and from other ranks that belong together."""
     token = _together.set(True)
     try:
         with purpose(name):

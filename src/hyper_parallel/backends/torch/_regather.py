@@ -58,11 +58,9 @@ class RegatherScope:
 
     @contextmanager
     def instead_of(self, gathered: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
-        """Inside, `gathered` and its views are not saved; backward calls `make`, which must give the same storage.
+        """Inside, `gathered`, which nothing else writes to, and its views are not saved.
 
-        Args:
-            gathered: A tensor nothing else writes to.
-            make: Gathers it again; called without gradients, in the same order on every rank.
+        Backward calls `make` instead, without gradients, in the same order on every rank.
         """
         key = gathered.untyped_storage()._cdata
         self._sources[key] = _Gathered(make)

@@ -76,8 +76,14 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     params = [(name, tuple(p.shape), ()) for name, p in model.named_parameters()]
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if config is None:
-        _refuse_styles_of_heads(model, plan)
+    for rule in plan.strategy.rules if config is None else ():
+        if rule.style in ("kv_replicate", "qkv", "latent", "norm_heads"):
+            raise UnsupportedSharding(
+                f"style `{rule.style}` needs the heads of a Hugging Face decoder's config",
+                where=rule.pattern,
+                got=type(model).__name__,
+                allowed="colwise, rowwise, vocab, head, gate_up, replicate",
+            )
     tp = plan.strategy.tp
     # A plain module has no heads to check; what needs them refuses it by name.
     heads = _number(text, "num_attention_heads", tp * plan.strategy.cp)
@@ -105,19 +111,8 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             got=f"recompute={plan.strategy.recompute}",
             hint="parallel.recompute=none",
         )
-    _compare(shard_plan.layouts, plan, _tied(model))
+    _compare(shard_plan.layouts, plan, model)
     return shard_plan
-
-
-def _refuse_styles_of_heads(model: nn.Module, plan: Plan) -> None:
-    for rule in plan.strategy.rules:
-        if rule.style in ("kv_replicate", "qkv", "latent", "norm_heads"):
-            raise UnsupportedSharding(
-                f"style `{rule.style}` needs the heads of a Hugging Face decoder's config",
-                where=rule.pattern,
-                got=type(model).__name__,
-                allowed="colwise, rowwise, vocab, head, gate_up, replicate",
-            )
 
 
 def starred(name: str) -> str:
@@ -148,9 +143,11 @@ def _rules(model: nn.Module, config: Any) -> tuple[Rule, ...]:
     return (*ends, *completed_rules(getattr(config, "model_type", ""), prefix), *rules)
 
 
-def _compare(layouts: dict[str, Layout], plan: Plan, tied: set[str]) -> None:
+def _compare(layouts: dict[str, Layout], plan: Plan, model: nn.Module) -> None:
     own = {starred(name): layout for name, layout in layouts.items()}
     planned = dict(plan.layouts)
+    # A head that shares the embedding's weight is one parameter in torch, two in a plan.
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - layouts.keys()
     for name in sorted(own.keys() | planned.keys()):
         mine, theirs = own.get(name), planned.get(name)
         if mine is None and name in tied:
@@ -166,9 +163,3 @@ def _compare(layouts: dict[str, Layout], plan: Plan, tied: set[str]) -> None:
 
 def _cuts(layout: Layout) -> tuple[list[tuple[tuple[str, ...], int]], tuple[str, ...]]:
     return [(axes, layout.parts_of(dim)) for dim, axes in enumerate(layout.axes)], layout.one_of
-
-
-def _tied(model: nn.Module) -> set[str]:
-    """Further names of parameters: a head that shares the embedding's weight is one in torch, two in a plan."""
-    first = {name for name, _ in model.named_parameters()}
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first

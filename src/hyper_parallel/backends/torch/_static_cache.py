@@ -26,9 +26,8 @@ class _Layer(StaticLayer):
     While `position` is None a prompt is written from slot 0 on; else one token is written to slot `position` [1].
     """
 
-    is_compileable = (
-        False  # transformers may leave out the mask of a prompt, as with a growing cache
-    )
+    # So that transformers may leave out the mask of a prompt, as with a growing cache.
+    is_compileable = False
     _layer_type = None
 
     def __init__(self, length: int) -> None:
@@ -38,12 +37,10 @@ class _Layer(StaticLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-
-        def zeros(like: Tensor) -> Tensor:
-            shape = (*like.shape[:2], self.max_cache_len, like.shape[-1])
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-        self.keys, self.values = zeros(key_states), zeros(value_states)
+        self.keys, self.values = (
+            like.new_zeros(*like.shape[:2], self.max_cache_len, like.shape[-1])
+            for like in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(
@@ -178,12 +175,7 @@ def _logits(
 
 
 class StaticSteps:
-    """Prompt and decode steps of a model, run as they are.
-
-    Args:
-        model: A model without a reason in `why_no_static_cache`.
-        length: Slots of the cache: prompt and continuation.
-    """
+    """Prompt and decode steps of a model, run as they are; `length` slots are for prompt and continuation."""
 
     def __init__(self, model: Any, length: int) -> None:
         self.model, self.length, self.position = model, length, 0
@@ -206,9 +198,6 @@ class GrowingSteps:
 
     A model gives back what the next step begins with (keys and values, or the state of a recurrence), under the name
     that its forward takes. One that gives nothing reads the whole text again.
-
-    Args:
-        model: Any Hugging Face causal language model.
     """
 
     def __init__(self, model: Any) -> None:

@@ -50,7 +50,7 @@ def forward_backward(
         total = attached.pipeline.step(
             model, microbatches, lambda part: _loss(model, part, num_tokens), span
         )
-        return total if _reports(attached) else torch.zeros_like(total)
+        return _reported(total, attached)
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
     for i, microbatch in enumerate(microbatches):
         with accumulate(model) if i < len(microbatches) - 1 else nullcontext():
@@ -59,7 +59,7 @@ def forward_backward(
             with span("backward", "compute"):
                 loss.backward()
         total += loss.detach()
-    return total if _reports(attached) else torch.zeros_like(total)
+    return _reported(total, attached)
 
 
 @torch.no_grad()
@@ -70,11 +70,11 @@ def forward_loss(model: nn.Module, microbatches: Sequence[Microbatch], num_token
         total = attached.pipeline.loss(
             model, microbatches, lambda part: _loss(model, part, num_tokens)
         )
-        return total if _reports(attached) else torch.zeros_like(total)
+        return _reported(total, attached)
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
     for microbatch in microbatches:
         total += _loss(model, microbatch, num_tokens)
-    return total if _reports(attached) else torch.zeros_like(total)
+    return _reported(total, attached)
 
 
 def _loss(model: nn.Module, microbatch: Microbatch, num_tokens: int | Tensor) -> Tensor:
@@ -85,10 +85,11 @@ def _loss(model: nn.Module, microbatch: Microbatch, num_tokens: int | Tensor) ->
     return output.loss
 
 
-def _reports(attached: Handle) -> bool:
-    """Whether this rank's loss counts: ranks that see the same tokens compute the same loss, one of them has it."""
+def _reported(total: Tensor, attached: Handle) -> Tensor:
+    """The loss on one of the ranks that see the same tokens, which all compute it; 0 on the others."""
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
-    return all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
+    counts = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
+    return total if counts else torch.zeros_like(total)
 
 
 @contextmanager

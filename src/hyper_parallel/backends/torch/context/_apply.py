@@ -38,15 +38,7 @@ def apply_context_parallel(
 ) -> ContextState | None:
     """Cut the sequences of a model, and let its attention see all of them; None when cp is 1.
 
-    Args:
-        model: The model that is called with whole sequences.
-        decoder: Its decoder and layers; None for any other model than one of Hugging Face.
-        strategy: Degrees and kind of attention.
-        mesh: Device mesh; None on one rank.
-        stage_layers: Layers of the running pipeline stage; None without a pipeline.
-
-    Raises:
-        UnsupportedSharding: HP205 for attention that context parallelism does not repeat exactly.
+    Refuses attention that it does not repeat exactly. `stage_layers` counts those of the running pipeline stage.
     """
     if mesh is None or strategy.cp == 1:
         return None

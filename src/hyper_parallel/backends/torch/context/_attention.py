@@ -70,22 +70,9 @@ def context_attention(
 ) -> tuple[Tensor, None]:
     """The attention interface of transformers for this rank's tokens of cut sequences.
 
-    Args:
-        module: Attention module of a model with context parallelism.
-        query: [B, H, local tokens, D].
-        key: [B, G, local tokens, D].
-        value: [B, G, local tokens, Dv].
-        attention_mask: None; masks follow from the positions.
-        dropout: 0.
-        scaling: Factor of the scores; None: 1 / sqrt(D).
-        sliding_window: Tokens each query sees; None: all before it.
-        softcap: Cap of the scores (Gemma 2).
-        s_aux: [H] logits of attention sinks (GPT-OSS).
-        is_causal: Not False.
-        others: What models pass besides and no attention function uses.
-
-    Returns:
-        [B, local tokens, H, Dv], and no weights.
+    Query [B, H, local tokens, D], key and value [B, G, local tokens, D or Dv] give [B, local tokens, H, Dv] and no
+    weights. `softcap` is Gemma 2's, `s_aux` [H] are the logits of GPT-OSS's attention sinks, `others` what models pass
+    besides and no attention function uses. Masks follow from the positions.
     """
     context: ContextState = getattr(module, ATTRIBUTE)
     view = context.view
@@ -135,13 +122,7 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor, ulysses: int) -> tuple[Tensor, Te
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The pairs of query and key spans of one rank, and how to compute them.
-
-    Attributes:
-        view: Tokens and documents of the pass.
-        rules: Masks and scores.
-        place: This rank's place on the ring.
-    """
+    """The pairs of query and key spans of one place of the ring, and how to compute them."""
 
     view: SequenceView
     rules: AttentionRules
@@ -282,7 +263,8 @@ def _arriving(
     """Keys and values of this place, then of the others as they come; the next exchange runs meanwhile."""
     if context.gathers:
         rows = gather_rows(_pack(k, v), context.group, Purpose.KEYS_AND_VALUES)
-        for other in _own_first(blocks.place, context.ring):
+        for distance in range(context.ring):
+            other = (blocks.place - distance) % context.ring
             keys, values = _unpack(rows[other], k, v)
             yield other, keys, values
         return
@@ -297,10 +279,6 @@ def _arriving(
         keys, values = _unpack(came, k, v)
         current, other = (keys, values), (blocks.place - distance) % context.ring
     yield other, current[0], current[1]
-
-
-def _own_first(place: int, ring: int) -> list[int]:
-    return [(place - d) % ring for d in range(ring)]
 
 
 class _Returns:

@@ -35,19 +35,15 @@ _LARGEST_HEAD = 256  # features of a head; FlashAttention-2 kernels take no more
 
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
-    """What a query sees and how its scores are made.
-
-    Attributes:
-        scale: Factor of the products of queries and keys.
-        window: Tokens each query sees, itself included; None: all before it.
-        softcap: Scores are softcap * tanh(score / softcap); None: as they are.
-        documents: [B, S] number of the document of every position of a sequence, or None for one document.
-    """
+    """What a query sees and how its scores are made."""
 
     scale: float
     window: int | None = None
+    """Tokens each query sees, itself included; None: all before it."""
     softcap: float | None = None
+    """Scores are softcap * tanh(score / softcap); None: as they are."""
     documents: Tensor | None = None
+    """[B, S] number of the document of every position of a sequence; None: one document."""
 
     def hidden(self, queries: Interval, keys: Interval, device: torch.device) -> Tensor:
         """[B or 1, Q, N]: True where a query does not see a key."""
@@ -78,19 +74,13 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """A span of queries and a span of keys.
-
-    Attributes:
-        queries: Positions of the queries.
-        keys: Positions of the keys.
-        rules: Masks and scores.
-        all_seen: Every query sees every key, so no mask is made.
-    """
+    """The positions of some queries and of some keys."""
 
     queries: Interval
     keys: Interval
     rules: AttentionRules
     all_seen: bool
+    """Every query sees every key, so no mask is made."""
 
     def fused(self, q: Tensor, v: Tensor) -> bool:
         """Whether the fused kernel computes this block."""
@@ -106,16 +96,9 @@ class AttentionBlock:
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of the block.
+        """Output [B, H, Q, V] and lse [B, H, Q] in `wide` format, of q [B, H, Q, K], k [B, G, N, K], v [B, G, N, V].
 
-        Args:
-            q: [B, H, Q, K].
-            k: [B, G, N, K].
-            v: [B, G, N, V].
-
-        Returns:
-            Output [B, H, Q, V] and lse [B, H, Q], both in `wide` format; a query that sees none of the keys has zeros
-            and minus infinity.
+        A query that sees none of the keys has zeros and minus infinity.
         """
         if self.fused(q, v):
             return self._fused_forward(q, k, v)
@@ -133,16 +116,9 @@ class AttentionBlock:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the block's q, k and v, in `wide` format.
+        """Gradients of the block's q, k and v, in `wide` format; `grad` is that of its output.
 
-        Args:
-            grad: Gradient of the output, [B, H, Q, V].
-            q: As in `forward`.
-            k: As in `forward`.
-            v: As in `forward`.
-            out: Output of the whole row, all key blocks joined, [B, H, Q, V].
-            lse: Of the whole row, [B, H, Q].
-            delta: Sum over V of grad times out, [B, H, Q].
+        `out` and `lse` are those of the whole row, all key blocks joined; `delta` [B, H, Q] sums grad * out over V.
         """
         if self.fused(q, v):
             return self._fused_backward(grad, q, k, v, out, lse)

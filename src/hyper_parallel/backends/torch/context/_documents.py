@@ -17,12 +17,7 @@ FORGETFUL = ("gpt_oss",)
 
 
 def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
-    """Let a decoder of such a family mask packed documents; others stay as they are.
-
-    Args:
-        base: Decoder without its head.
-        dtype: Format of activations, for masks that are added to scores.
-    """
+    """Let a decoder of such a family mask packed documents; masks that are added to scores have `dtype`."""
     if base.config.model_type not in FORGETFUL:
         return
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask

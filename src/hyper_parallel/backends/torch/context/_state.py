@@ -19,19 +19,15 @@ _IGNORED = -100  # `ignore_index` of torch's cross entropy, which Hugging Face l
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """What attention must know of the sequences of one forward pass.
-
-    Attributes:
-        cut: Which tokens which rank holds.
-        documents: [B, padded length] number of the document of every position, or None when each row is one.
-        bounds: (spans, B) to the first and last document of a span of positions; empty without documents.
-        last: Largest position of the pass, padding left out, a scalar.
-    """
+    """What attention must know of the sequences of one forward pass."""
 
     cut: SequenceCut
     documents: Tensor | None
+    """[B, padded length] number of the document of every position; None: each row is one."""
     bounds: Mapping[Interval, tuple[tuple[int, int], ...]]
+    """Per span of positions and row the first and last document; empty without documents."""
     last: Tensor
+    """Largest position of the pass, padding left out, a scalar."""
 
 
 @dataclass(slots=True)
@@ -39,7 +35,6 @@ class ContextState:
     """Context-parallel state of one model.
 
     Attributes:
-        group: Ranks of this rank's context-parallel group.
         gathers: Keys and values are gathered at once instead of being exchanged in rounds.
         ulysses: Ranks that exchange heads for tokens, inside the group.
         view: The forward pass that runs; None outside of one.
@@ -70,18 +65,11 @@ class ContextState:
         return self._cuts.setdefault(seq_len, SequenceCut(seq_len, self.ring, self.ulysses))
 
     def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's tokens of a microbatch, and the state of its forward pass.
+        """This rank's tokens of a microbatch, [B, padded length / cp], and the state of its forward pass.
 
-        Every pipeline stage runs it on the same microbatch: the first uses the ids, the last the labels, all of them
-        the positions and the state.
-
-        Args:
-            batch: Arguments of the model's forward with whole sequences: `input_ids` or `inputs_embeds`, and
-                optionally `labels`, `shift_labels` and `position_ids` (which begin again where a document does).
-
-        Returns:
-            The same arguments with this rank's tokens, [B, padded length / cp], `shift_labels` for `labels`, and
-            `position_ids` in any case.
+        `batch` are arguments of the model's forward; `position_ids` begin again where a document does. The result has
+        `shift_labels` for `labels`, and `position_ids` in any case. Every pipeline stage runs this on the same
+        microbatch: the first uses the ids, the last the labels, all of them the positions and the state.
         """
         given = dict(batch)
         tokens = next(t for n in _TOKENS if (t := given.get(n)) is not None)

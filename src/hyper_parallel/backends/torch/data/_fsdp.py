@@ -31,17 +31,7 @@ def shard_data_parallel(
 ) -> tuple[nn.Module, ...]:
     """FSDP around experts, every layer and the root, when ranks share data or formats differ.
 
-    Args:
-        model: The model.
-        layers: Its decoder layers on this rank.
-        experts: Names of its modules of experts on this rank.
-        layouts: Parameter name to layout.
-        plan: Degrees and number formats.
-        mesh: Device mesh; None on one rank.
-        expert_mesh: Mesh of experts; None when ep is 1.
-
-    Returns:
-        Modules that FSDP manages, root last.
+    Layers, and modules of experts by name, are those on this rank. Returns the modules that FSDP manages, root last.
     """
     strategy, workload = plan.strategy, plan.workload
     mixed = workload.compute_dtype != workload.param_dtype
@@ -161,14 +151,7 @@ def hold_reductions(
     keeps_gathered: bool,
     root: nn.Module,
 ) -> None:
-    """Keep gradients until `reduce_now`, and parameters gathered as long as the plan says.
-
-    Args:
-        modules: What FSDP manages.
-        before: The layer before, by the id of a layer.
-        keeps_gathered: Parameters stay gathered until then.
-        root: The model.
-    """
+    """Keep gradients until `reduce_now`, and parameters with `keeps_gathered`; `before`: layer id to the one before."""
     for module in modules:
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(False, recurse=False)

@@ -41,16 +41,16 @@ from hyper_parallel.errors import UnsupportedSharding
 
 def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
     """Number of experts of every module that holds some, by name; of the whole model, before it is cut."""
+
+    def number(module: nn.Module) -> int:
+        if is_list(module):
+            return len(module)
+        known = getattr(module, "num_experts", None)
+        return known if isinstance(known, int) else next(iter(module.parameters())).shape[0]
+
     modules = dict(model.named_modules())
     names = [n for n, style in styles.items() if style == "experts" and n in modules]
-    return {n: _number(modules[n]) for n in names}
-
-
-def _number(module: nn.Module) -> int:
-    if is_list(module):
-        return len(module)
-    number = getattr(module, "num_experts", None)
-    return number if isinstance(number, int) else next(iter(module.parameters())).shape[0]
+    return {n: number(modules[n]) for n in names}
 
 
 def expert_state(
@@ -62,17 +62,7 @@ def expert_state(
     staged: bool,
     device: torch.device,
 ) -> ExpertState | None:
-    """The experts of a model; None when it has none.
-
-    Args:
-        model: The model, cut into stages.
-        num_experts: As of `count_experts`.
-        routing: Choices about routing.
-        mesh: Mesh of experts; None when ep is 1.
-        world_group: All ranks of the model; None on one.
-        staged: The model is cut into pipeline stages.
-        device: Where this rank computes.
-    """
+    """The experts of a model, `staged` when it is cut into pipeline stages; None when it has none."""
     if not num_experts:
         return None
     here = {name for name, _ in model.named_modules()}  # not those of other pipeline stages
@@ -90,16 +80,8 @@ def apply_to_experts(
 ) -> None:
     """Put dispatch around every module of experts, and routing statistics around every router.
 
-    Args:
-        model: Its parameters already laid out.
-        state: Its experts; what the layers route is counted there.
-        tp: Tensor-parallel state, or None.
-        context: Context-parallel state, or None.
-        in_decoder: The model is a Hugging Face model with a list of decoder layers.
-
-    Raises:
-        UnsupportedSharding: HP205 for experts that are not called with tokens, indices and weights, or in a module
-            whose activations every tensor-parallel rank holds.
+    Refused are experts that are not called with tokens, indices and weights, or that lie in a module whose activations
+    every tensor-parallel rank holds (not `in_decoder`, a Hugging Face model with a list of decoder layers).
     """
     group, capacity = state.group, state.options.capacity_factor
     plain = group is None and tp is None and capacity is None
@@ -176,11 +158,8 @@ class _Forward:
     """The forward of one module of experts."""
 
     def __init__(self, module: nn.Module, name: str, state: ExpertState, tokens: Tokens) -> None:
-        self.module = module
-        self.inner = module.forward
-        self.state = state
-        self.tokens = tokens
-        self.name = name
+        self.module, self.inner, self.name = module, module.forward, name
+        self.state, self.tokens = state, tokens
         self.is_list = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

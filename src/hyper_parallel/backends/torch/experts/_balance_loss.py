@@ -36,12 +36,6 @@ def add_aux_loss(loss: Tensor, state: ExpertState | None, tp: TpState | None, pl
 
     Its gradient is that of the tokens of this rank. Its value is the loss over all ranks divided by the number of ranks
     whose losses are added up for the loss of the step. A pipeline adds it over the stages instead.
-
-    Args:
-        loss: Cross entropy of the microbatch.
-        state: Logits of all layers; None for a model without experts.
-        tp: Tensor-parallel state, or None.
-        plan: Degrees, and microbatches of a step.
     """
     if state is None or state.staged or not state.aux_loss_coef or not state.logits:
         return loss
@@ -57,15 +51,11 @@ def add_aux_loss(loss: Tensor, state: ExpertState | None, tp: TpState | None, pl
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """The auxiliary loss of one microbatch over all ranks, and its gradient.
-
-    Attributes:
-        value: The loss before weighting, float64.
-        slope: [E] its derivative by the sum of each expert's probabilities, on any rank.
-    """
+    """The auxiliary loss of one microbatch over all ranks, before weighting, float64."""
 
     value: Tensor
     slope: Tensor
+    """[E] its derivative by the sum of each expert's probabilities, on any rank."""
 
     @classmethod
     def of(cls, total: Tensor, group: dist.ProcessGroup | None) -> Balance:
@@ -121,14 +111,7 @@ def _own_mask(state: ExpertState, tp: TpState | None, logits: Tensor) -> Tensor 
 
 
 class StageBalance:
-    """The auxiliary loss of one pipeline rank's stages.
-
-    Args:
-        state: Experts of the model, with an auxiliary loss.
-        tp: Tensor-parallel state, or None.
-        plan: Degrees, and microbatches of a step.
-        groups: Groups whose axes, together, are all ranks of one stage.
-    """
+    """The auxiliary loss of one pipeline rank's stages; the axes of `groups`, together, are all ranks of one stage."""
 
     def __init__(
         self, state: ExpertState, tp: TpState | None, plan: Plan, groups: list[dist.ProcessGroup]
@@ -154,13 +137,9 @@ class StageBalance:
         return new, new.new_empty(width)
 
     def add(self, before: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Add the stage that just ran.
+        """Add the stage that just ran to [2 E + 1] of the stages before; None: there are none.
 
-        Args:
-            before: [2 E + 1] what the stages before routed; None: there are none.
-
-        Returns:
-            The sums of the stage's probabilities, a root of its backward; None when it routed nothing. And [2 E + 1].
+        Returns the sums of the stage's probabilities, a root of its backward (None: it routed nothing), and [2 E + 1].
         """
         total = self.messages()[0].zero_() if before is None else before
         if not self._state.logits:

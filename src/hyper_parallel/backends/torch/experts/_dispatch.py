@@ -46,37 +46,27 @@ def touch(out: Tensor, params: list[Tensor]) -> Tensor:
     return _Touch.apply(out, *params)
 
 
-class _Take(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """Rows taken from, or placed at, an index of [size, D]; each is the other's backward."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, spare: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, index: Tensor, size: int, spare: bool, takes: bool
+    ) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.size, ctx.spare = rows.shape[0], spare
-        return _taken(rows, index, spare)
+        ctx.size, ctx.spare, ctx.takes = size, spare, takes
+        return (_taken if takes else _placed)(rows, index, size, spare)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        return _placed(grad, index, ctx.size, ctx.spare), None, None
-
-
-class _Place(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, size: int, spare: bool) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.spare = spare
-        return _placed(rows, index, size, spare)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (index,) = ctx.saved_tensors
-        return _taken(grad, index, ctx.spare), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        back = _placed if ctx.takes else _taken
+        return back(grad, *ctx.saved_tensors, ctx.size, ctx.spare), None, None, None, None
 
 
 def take(rows: Tensor, index: Tensor, spare: bool = False) -> Tensor:
     """[N, D] the rows at `index` [N], each at most once; with `spare`, zero for index len(rows)."""
-    return _Take.apply(rows, index, spare)
+    return _Move.apply(rows, index, rows.shape[0], spare, True)
 
 
 def place(rows: Tensor, index: Tensor, size: int, spare: bool = False) -> Tensor:
@@ -84,10 +74,10 @@ def place(rows: Tensor, index: Tensor, size: int, spare: bool = False) -> Tensor
 
     With `spare`, rows of index `size` are left out; any number of them may be.
     """
-    return _Place.apply(rows, index, size, spare)
+    return _Move.apply(rows, index, size, spare, False)
 
 
-def _taken(rows: Tensor, index: Tensor, spare: bool) -> Tensor:
+def _taken(rows: Tensor, index: Tensor, size: int, spare: bool) -> Tensor:
     if spare:
         rows = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
     return rows[index]
@@ -144,12 +134,9 @@ class Dispatch:
 
     @classmethod
     def plan(cls, index: Tensor, num_experts: int, group: dist.ProcessGroup | None) -> Dispatch:
-        """Sort the rows of one pass and exchange their counts.
+        """Sort the rows of one pass, of experts `index` [N, k], and exchange their counts.
 
-        Args:
-            index: [N, k] experts of each token; the ranks of the group hold equal runs of experts in order.
-            num_experts: Experts over all ranks.
-            group: Expert-parallel ranks; None: one rank has all experts.
+        Of `num_experts` over all ranks, the ranks of the group hold equal runs in order.
         """
         flat = index.reshape(-1)
         order = torch.argsort(flat, stable=True)

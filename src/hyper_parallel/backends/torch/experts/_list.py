@@ -121,13 +121,7 @@ def is_list(module: nn.Module | None) -> TypeGuard[nn.ModuleList]:
 
 
 def divide_lists(model: nn.Module, names: Iterable[str], mesh: DeviceMesh | None) -> None:
-    """Keep this rank's modules of every list of experts.
-
-    Args:
-        model: Changed in place; parameter names stay.
-        names: Modules that hold experts; those that are no lists are left alone.
-        mesh: Mesh of experts; None when ep is 1.
-    """
+    """Keep this rank's modules of every list of experts among `names`; parameter names stay."""
     if mesh is None:
         return
     group, modules = mesh["ep"].get_group(), dict(model.named_modules())
@@ -139,15 +133,7 @@ def divide_lists(model: nn.Module, names: Iterable[str], mesh: DeviceMesh | None
 
 
 class ListBlock:
-    """The forward of a block whose experts are an `ExpertList`.
-
-    Args:
-        block: The module that calls the experts.
-        experts: Its list.
-        name: Name of the list, for errors.
-        group: Expert-parallel ranks.
-        routing: Counts what is exchanged.
-    """
+    """The forward of a block whose experts are an `ExpertList`, called `name`; `routing` counts what is exchanged."""
 
     def __init__(
         self,
@@ -157,11 +143,8 @@ class ListBlock:
         group: dist.ProcessGroup,
         routing: LayerRouting,
     ) -> None:
-        self.inner = block.forward
-        self.experts = experts
-        self.name = name
-        self.group = group
-        self.routing = routing
+        self.inner, self.experts, self.name = block.forward, experts, name
+        self.group, self.routing = group, routing
         self.beside = [m for m in block.children() if m is not experts]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -48,12 +48,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tells the tokens among the rows of a layer from padding.
-
-    Attributes:
-        tp: Tensor-parallel state, or None; the last pieces of a sequence end with padding.
-        context: Context-parallel state, or None; sequences may be padded to equal parts.
-    """
+    """Tells the tokens among the rows of a layer from the padding of tensor and of context parallelism."""
 
     tp: TpState | None
     context: ContextState | None
@@ -80,17 +75,12 @@ class Tokens:
 
 @dataclass(slots=True)
 class LayerRouting:
-    """What one layer routed since the last step, on this rank.
-
-    Attributes:
-        load: [E] rows per expert; None before the first pass.
-        kept: Rows that were not dropped.
-        sent: Rows to other ranks.
-        received: Rows from other ranks.
-    """
+    """Rows that one layer routed since the last step, on this rank; `sent` and `received` are those of other ranks."""
 
     load: Tensor | None = None
+    """[E] rows per expert; None before the first pass."""
     kept: int | Tensor = 0
+    """Rows that were not dropped."""
     sent: int = 0
     received: int = 0
 
@@ -109,12 +99,9 @@ class ExpertState:
     Attributes:
         modules: Names of the modules on this rank that hold experts, in model order.
         num_experts: Module name to its number of experts, over all pipeline stages.
-        options: Choices about routing.
         group: Expert-parallel ranks; None when ep is 1.
         world_group: All ranks of the model; None on one.
         staged: The model is cut into pipeline stages.
-        device: Where this rank computes.
-        layers: Module name to what it routed.
         aux_loss_coef: Weight of the auxiliary loss of one microbatch; 0: there is none.
         top_k: Experts per token.
         logits: Router logits of the running pass, [rows, E] per layer, and which rows are tokens (None: all).
@@ -177,51 +164,37 @@ def check_routing(model: nn.Module, routing: Routing, where: str | None = None) 
     Raises:
         UnsupportedSharding: HP205 with the first of them.
     """
-    modules = dict(model.named_modules())
-    experts = any(name.rpartition(".")[2] == "experts" for name in modules)
+    experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     biases = any(name.rpartition(".")[2] == _BIAS for name, _ in model.named_buffers())
-    own = getattr(getattr(model, "config", None), "router_aux_loss_coef", None)
-    missing = {
-        "capacity_factor": ("routed experts", routing.capacity_factor is not None and not experts),
-        "aux_loss_coef": ("load-balancing loss", bool(routing.aux_loss_coef) and own is None),
-        "bias_update_rate": (
-            "router biases to balance",
-            routing.bias_update_rate > 0 and not biases,
-        ),
-    }
-    for key, (what, wrong) in missing.items():
-        if wrong:
+    loss = getattr(getattr(model, "config", None), "router_aux_loss_coef", None) is not None
+    for key, what, has in (
+        ("capacity_factor", "routed experts", experts),
+        ("aux_loss_coef", "load-balancing loss", loss),
+        ("bias_update_rate", "router biases to balance", biases),
+    ):
+        asked = getattr(routing, key)
+        if not has and (asked or (key == "capacity_factor" and asked is not None)):
             raise UnsupportedSharding(
                 f"this model has no {what}",
                 where=where or type(model).__name__,
-                got=f"{key}={getattr(routing, key)}",
+                got=f"{key}={asked}",
                 hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
             )
 
 
 def watch_routers(model: nn.Module, state: ExpertState, tokens: Tokens) -> None:
-    """Prepare the auxiliary loss.
-
-    Raises:
-        UnsupportedSharding: HP205 when no router is found beside experts.
-    """
-    state.aux_loss_coef = _aux_coef(model, state.options)
-    config = getattr(model, "config", None)
-    if getattr(config, "router_aux_loss_coef", None) is not None:
+    """Prepare the auxiliary loss, whose weight is the choice, else what the model's config asks for."""
+    config, weight = getattr(model, "config", None), state.options.aux_loss_coef
+    own = getattr(config, "router_aux_loss_coef", None)
+    if weight is None and getattr(config, "output_router_logits", False):
+        weight = float(own or 0.0)
+    state.aux_loss_coef = weight or 0.0
+    if own is not None:
         _take_over(model, state)
     if state.aux_loss_coef:
         state.top_k = config.num_experts_per_tok
         for name in state.modules:
             _record_logits(_router(model, name), state, tokens)
-
-
-def _aux_coef(model: nn.Module, routing: Routing) -> float:
-    """Weight of the auxiliary loss: the choice, else what the model's config asks for."""
-    if routing.aux_loss_coef is not None:
-        return routing.aux_loss_coef
-    config = getattr(model, "config", None)
-    asks = getattr(config, "output_router_logits", False)
-    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if asks else 0.0
 
 
 def _take_over(model: nn.Module, state: ExpertState) -> None:
@@ -271,18 +244,6 @@ def _record_logits(router: nn.Module, state: ExpertState, tokens: Tokens) -> Non
     router.forward = forward
 
 
-def _biases(model: nn.Module, state: ExpertState) -> list[tuple[str, Tensor]]:
-    """Module of experts and bias of the router beside it, where there is one."""
-    biases = []
-    for name in state.modules:
-        block = model.get_submodule(name.rpartition(".")[0])
-        for module in block.modules():
-            bias = module._buffers.get(_BIAS, module._parameters.get(_BIAS))
-            if bias is not None:
-                biases.append((name, bias))
-    return biases
-
-
 def _summed(state: ExpertState) -> Tensor | None:
     """[layers, E + 1] load and kept rows of all layers over all ranks, float64; None: nothing was routed."""
     # Ranks of other stages may have routed something, and wait here.
@@ -323,10 +284,14 @@ def collect_routing(model: nn.Module, state: ExpertState) -> tuple[Tensor, Tenso
     if total is None:
         return None
     if rate := state.options.bias_update_rate:
-        place = {name: i for i, name in enumerate(state.num_experts)}
-        for name, bias in _biases(model, state):
-            row = total[place[name], : state.num_experts[name]]
-            bias += rate * torch.sign(row.mean() - row).to(bias.dtype)
+        for row, (name, count) in zip(total, state.num_experts.items(), strict=True):
+            if name not in state.modules:
+                continue
+            for module in model.get_submodule(name.rpartition(".")[0]).modules():
+                bias = module._buffers.get(_BIAS, module._parameters.get(_BIAS))
+                if bias is not None:
+                    load = row[:count]
+                    bias += rate * torch.sign(load.mean() - load).to(bias.dtype)
     state.layers.update({name: LayerRouting() for name in state.layers})
     return total, _mean_aux_loss(state)
 

@@ -41,19 +41,7 @@ _TARGETS = ("labels", "shift_labels")
 
 
 class Pipeline:
-    """The pipeline rank of one model.
-
-    Args:
-        model: The model.
-        stages: What this rank holds.
-        strategy: Stages and their schedule.
-        group: Ranks of this pipeline, one per pipeline rank.
-        device: Where this rank computes.
-        tp: Tensor parallelism, or None.
-        context: Context parallelism, or None.
-        balance: The auxiliary loss of experts; None without.
-        fsdp: Modules that FSDP manages, root last.
-    """
+    """The pipeline rank of one model; `group` has one rank per pipeline rank, `fsdp` its managed modules, root last."""
 
     def __init__(
         self,
@@ -120,11 +108,11 @@ class Pipeline:
         span: Span,
         train: bool,
     ) -> Tensor:
-        run = _PipelinePass(self, model, microbatches, loss_of, span)
+        running = _PipelinePass(self, model, microbatches, loss_of, span)
         for action in self.schedule(len(microbatches), train).ranks[self.rank]:
             for leaf in action.leaves:
-                run.do(leaf)
-        return run.finish()
+                running.do(leaf)
+        return running.finish()
 
     def message(self, batch: Microbatch) -> Tensor:
         """Memory for the activations of a microbatch, or their gradient: this rank's part of [B, S, D]."""

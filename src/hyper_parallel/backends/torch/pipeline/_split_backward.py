@@ -10,8 +10,8 @@ Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2 (B and W).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,26 +23,21 @@ from hyper_parallel.backends.torch.weights._ranges import local
 
 @dataclass(slots=True)
 class _Fork:
-    """A node of the trunk with branches to weights."""
+    """A node of the trunk with branches to weights, and the gradients that arrived at it in the first half."""
 
     node: Any
     leaves: dict[Any, None]
     grads: tuple[Tensor | None, ...] = ()
 
     def keep(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Remember what arrived."""
         self.grads = grads
-
-    def edges(self) -> list[tuple[GradientEdge, Tensor]]:
-        """Where the second half begins, with the gradients remembered."""
-        return [(GradientEdge(self.node, i), g) for i, g in enumerate(self.grads) if g is not None]
 
 
 @dataclass(slots=True)
 class WeightGradients:
     """The second half: forks that share no weight can run, and free their tensors, one after another."""
 
-    groups: list[list[_Fork]] = field(default_factory=list)
+    groups: list[list[_Fork]]
 
     def run(self) -> None:
         """Add the gradients of all weights."""
@@ -55,12 +50,9 @@ class WeightGradients:
 def input_gradient(
     roots: Sequence[Tensor], grads: Sequence[Tensor | None], given: Tensor
 ) -> tuple[Tensor, WeightGradients]:
-    """Gradient of a stage's input, and what is left to do for its weights.
+    """Gradient of a stage's input `given`, a leaf, and what is left to do for its weights.
 
-    Args:
-        roots: Output of the stage, or the loss; and what else of it the loss depends on.
-        grads: Their gradients; None for a loss.
-        given: Input of the stage, a leaf that requires a gradient.
+    `roots` are its output, or the loss (whose gradient is None), and what else of it the loss depends on.
     """
     forks = _forks([root.grad_fn for root in roots], given)
     hooks = [fork.node.register_prehook(fork.keep) for fork in forks]
@@ -125,11 +117,16 @@ def _groups(forks: list[_Fork]) -> list[list[_Fork]]:
 
 def _run(group: list[_Fork]) -> None:
     leaves = list(dict.fromkeys(leaf for fork in group for leaf in fork.leaves))
-    edges = [edge for fork in group for edge in fork.edges()]
+    edges = [
+        (GradientEdge(fork.node, i), grad)
+        for fork in group
+        for i, grad in enumerate(fork.grads)
+        if grad is not None
+    ]
     hooks = []
     if len(group) > 1:
         # On its way to a shared weight one fork passes another: what arrives there is already remembered.
-        hooks = [fork.node.register_prehook(_instead(fork.grads)) for fork in group]
+        hooks = [fork.node.register_prehook(lambda _, kept=fork.grads: kept) for fork in group]
     try:
         made = torch.autograd.grad(
             [edge for edge, _ in edges],
@@ -141,18 +138,9 @@ def _run(group: list[_Fork]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    for leaf, grad in zip(leaves, made, strict=True):
-        if grad is not None:
-            _add(leaf.variable, grad)
-
-
-def _instead(grads: tuple[Tensor | None, ...]) -> Callable[..., tuple[Tensor | None, ...]]:
-    return lambda arrived: grads
-
-
-@torch.no_grad()
-def _add(param: Tensor, grad: Tensor) -> None:
-    if param.grad is None:
-        param.grad = grad
-    else:
-        local(param.grad).add_(local(grad))
+    with torch.no_grad():
+        for param, grad in zip((leaf.variable for leaf in leaves), made, strict=True):
+            if grad is not None and param.grad is not None:
+                local(param.grad).add_(local(grad))
+            elif grad is not None:
+                param.grad = grad

@@ -33,19 +33,14 @@ from hyper_parallel.mpmd import check_pipeline
 
 @dataclass(slots=True)
 class RunningStage:
-    """What crosses the boundaries of the stage that runs.
-
-    Attributes:
-        stage: The running stage; -1: none, the model is called from outside.
-        received: Activations of the stage before; None on the first.
-        output: Activations after the last layer of the stage.
-        enter: Called where a later stage begins, before its first layer.
-    """
+    """What crosses the boundaries of the stage that runs."""
 
     stage: int = -1
+    """-1: none runs, the model is called from outside."""
     received: Tensor | None = None
     output: Tensor | None = None
     enter: Callable[[], None] | None = None
+    """Called where a later stage begins, before its first layer."""
 
 
 _End = tuple[str, int, Callable[[Tensor], Tensor]]
@@ -78,10 +73,8 @@ class _LayerSlot:
     """One layer as the running stage sees it."""
 
     def __init__(self, layer: Any, index: int, layers: range, running: RunningStage) -> None:
-        self._layer = layer
-        self._index = index
-        self._layers = layers
-        self._running = running
+        self._layer, self._index = layer, index
+        self._layers, self._running = layers, running
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -168,14 +161,9 @@ class StageModules:
 def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageModules | None:
     """Cut a model at the layers that the plan says, or by cost; None when the plan has no pipeline.
 
-    Args:
-        model: A Hugging Face model whose layers take and return [B, S, D] activations; changed in place.
-        plan: Stages, where they lie, and the format of activations.
-        mesh: Device mesh; None on one rank.
-
     Raises:
-        UnsupportedSharding: HP205 for another kind of module, and for parameters that no stage is known to need;
-            HP205, NotDivisible: HP203, BatchMismatch: HP308 as in `mpmd.check_pipeline`.
+        UnsupportedSharding: HP205 for other modules than Hugging Face decoders whose layers take and return [B, S, D],
+            and for parameters that no stage is known to need; and what `mpmd.check_pipeline` raises.
     """
     strategy, workload = plan.strategy, plan.workload
     if mesh is None or strategy.pp == 1:

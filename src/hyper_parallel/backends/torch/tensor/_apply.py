@@ -78,16 +78,9 @@ def apply_tensor_parallel(
     tp_mesh: DeviceMesh,
     strategy: Strategy,
 ) -> None:
-    """Put tensor parallelism around the modules of a model.
+    """Put tensor parallelism around the modules of a model, its parameters already DTensors on `tp_mesh`.
 
-    Args:
-        model: The model, its parameters already DTensors on `tp_mesh`.
-        decoder: Its decoder and layers; None for any other model than one of Hugging Face.
-        styles: Module name to style, as `shard.plan_layouts` gives them.
-        layouts: Parameter name to layout.
-        state: State shared by the modules.
-        tp_mesh: The tensor-parallel axes.
-        strategy: Shapes of the blocks.
+    `styles` are those of modules, as `shard.plan_layouts` gives them; `layouts` those of parameters.
     """
     stream: TokenList | TokenGrid = TokenList(state)
     if strategy.tp_y > 1:
@@ -283,7 +276,7 @@ class TensorParallel:
         module.forward = forward
 
     def _whole(self, module: nn.Module, name: str) -> None:
-        """A module without a collective of its own: its parameters are local tensors while its forward runs.
+        """A module without a collective: its parameters are local tensors while its forward runs.
 
         A norm on a stream that is cut over y computes its statistics over all features.
         """

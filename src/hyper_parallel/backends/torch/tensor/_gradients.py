@@ -52,9 +52,7 @@ class _Local(torch.autograd.Function):
 def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
     """The local part of a parameter, with its gradient going back to the parameter.
 
-    Args:
-        param: A DTensor on the tensor-parallel mesh.
-        owner: Who sums the gradient over the ranks when the parameter is whole on each; None: nobody needs to.
+    `owner` sums the gradient over the ranks when the parameter is whole on each; None: nobody needs to.
     """
     if not isinstance(param, DTensor):
         return param
@@ -77,14 +75,11 @@ def local_parameters(module: nn.Module, owner: TpGradients | None) -> Iterator[N
 
 
 class TpGradients:
-    """Sums the gradients of parameters over the tensor-parallel axes that do not cut them, when a backward pass ends.
-
-    Attributes:
-        enabled: Sum at the end of the next backward pass; False between microbatches of one step.
-    """
+    """Sums gradients of parameters over the tensor-parallel axes that do not cut them, when a backward pass ends."""
 
     def __init__(self) -> None:
         self.enabled = True
+        """Sum at the end of the next backward pass; False between microbatches of one step."""
         self._find: Callable[[], Iterable[Summed]] = tuple
         self._params: list[Summed] = []
         self._summed: set[int] = set()
@@ -93,8 +88,7 @@ class TpGradients:
     def watch(self, find: Callable[[], Iterable[Summed]]) -> None:
         """Name the parameters and the ranks that hold their summands, after FSDP has replaced them by its own.
 
-        Args:
-            find: Lists them; called again when weights have replaced parameters that were on the meta device.
+        `find` is called again when weights have replaced parameters that were on the meta device.
         """
         self._find = find
         self._params = [(p, group) for p, group in find() if p.requires_grad]

@@ -41,12 +41,7 @@ def exchange_packed(
 ) -> None:
     """Let a packed projection, whose forward already uses local parameters, return what this rank works on.
 
-    Args:
-        module: The projection, its weight a DTensor on the tensor-parallel mesh.
-        parent: The module that takes its output apart.
-        style: qkv or gate_up.
-        config: Config of the decoder.
-        state: Tensor-parallel state.
+    `parent` takes its output apart; `style` is qkv or gate_up.
     """
     if style == "gate_up":
         parts = gate_up_parts(module.out_features)
@@ -78,14 +73,7 @@ def exchange_packed(
 def norm_heads(module: nn.Module, name: str, rows: slice | None, state: TpState) -> None:
     """Let an RMSNorm over all heads work on this rank's heads.
 
-    Args:
-        module: The norm; its scale is split by heads, or whole on every rank.
-        name: Its name, for errors.
-        rows: Of a whole scale, those of this rank's heads; None: the scale is split.
-        state: Tensor-parallel state.
-
-    Raises:
-        UnsupportedSharding: HP205 when the module does not compute an RMSNorm.
+    `rows` of its scale are those of this rank's heads; None: the scale is split. Another kind of norm is refused.
     """
     eps = _rms_norm_eps(module, name)
     group, degree = state.group, state.degree
@@ -122,16 +110,7 @@ def _rms_norm_eps(module: nn.Module, name: str) -> float:
 
 
 def exchange_columns(out: Tensor, parts: tuple[Part, ...], group: dist.ProcessGroup) -> Tensor:
-    """From equal slices of a packed projection's columns to those that each rank works on.
-
-    Args:
-        out: [..., all columns / ranks], this rank's slice.
-        parts: The stacked projections.
-        group: The tensor-parallel ranks.
-
-    Returns:
-        [..., its columns of every part], part by part.
-    """
+    """From equal slices [..., all columns / ranks] of a packed projection's columns to those each rank works on."""
     degree, rank, width = group.size(), group.rank(), out.shape[-1]
     sent = [exchanged(parts, degree, rank, t) for t in range(degree)]
     taken = [exchanged(parts, degree, s, rank) for s in range(degree)]

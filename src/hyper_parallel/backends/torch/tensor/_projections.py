@@ -74,14 +74,7 @@ class Region:
 
 
 class Projections:
-    """Gives the linear modules of one model their forwards.
-
-    Args:
-        state: Tensor-parallel state.
-        stream: How the residual stream lies.
-        regions: Module name to its region; a linear module of no region is in shape 1d.
-        config: Config of the decoder; None for any other model.
-    """
+    """Gives the linear modules of one model their forwards; one of no region, by name, is in shape 1d."""
 
     def __init__(
         self,
@@ -116,10 +109,7 @@ class Projections:
     def colwise(self, module: nn.Module, name: str, rows: slice | None = None) -> None:
         """A projection into a split width.
 
-        Args:
-            module: The projection.
-            name: Its name.
-            rows: Rows of a weight that is whole over x, for the heads that this rank's queries use; None: all it holds.
+        `rows` of a weight that is whole over x are for the heads that this rank's queries use; None: all it holds.
         """
         require_linear(module, name)
         region = self._region(name)
@@ -179,13 +169,7 @@ class Projections:
         module.forward = forward
 
     def rowwise(self, module: nn.Module, name: str, tokens: bool = True) -> None:
-        """The projection back: sum, each rank keeps its part of the tokens; then add the bias once.
-
-        Args:
-            module: The projection.
-            name: Its name.
-            tokens: False: the sum stays whole on every rank.
-        """
+        """The projection back: sum, each rank keeps its part of the tokens or all of them; then add the bias once."""
         require_linear(module, name)
         region, state, stream = self._region(name), self.state, self.stream
 

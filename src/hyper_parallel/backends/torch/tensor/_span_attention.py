@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,23 +26,14 @@ _ATTRIBUTE = "_hyper_parallel_spans"
 
 @dataclass(slots=True)
 class SpanAttention:
-    """Span of one model's y rank.
-
-    Attributes:
-        grid: The axes.
-        inner: The attention implementation the model was made with.
-    """
+    """Span of one model's y rank; `inner` is the attention implementation the model was made with."""
 
     grid: TokenGrid
     inner: str
 
     @classmethod
     def attach(cls, attention: nn.Module, grid: TokenGrid, name: str) -> SpanAttention:
-        """Let one attention module call this.
-
-        Raises:
-            UnsupportedSharding: HP205 for an implementation whose masks have no rows.
-        """
+        """Let one attention module call this; an implementation whose masks have no rows is refused."""
         from transformers import AttentionInterface
 
         config = attention.config
@@ -110,14 +100,12 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Any:
     """The function behind our name in the attention interface."""
-    spans: SpanAttention = getattr(module, _ATTRIBUTE)
-    key, value = spans.gather(key, value)
-    return _implementation(module, spans.inner)(module, query, key, value, mask, **kwargs)
-
-
-def _implementation(module: nn.Module, name: str) -> Callable[..., Any]:
     from transformers import AttentionInterface
 
-    if name == "eager":  # every modeling file has its own
-        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
-    return AttentionInterface()[name]  # type: ignore[no-any-return]
+    spans: SpanAttention = getattr(module, _ATTRIBUTE)
+    key, value = spans.gather(key, value)
+    if spans.inner == "eager":  # every modeling file has its own
+        inner = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        inner = AttentionInterface()[spans.inner]
+    return inner(module, query, key, value, mask, **kwargs)

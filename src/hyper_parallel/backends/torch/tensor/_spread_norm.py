@@ -31,21 +31,13 @@ _OTHERS = frozenset(
 
 
 class SpreadNorm(TorchFunctionMode):
-    """Context for one norm's forward.
-
-    Args:
-        group: Ranks that hold the other features.
-        name: The norm, for errors.
-
-    Attributes:
-        seen: A statistic was computed over all ranks.
-    """
+    """Context for one norm's forward; `group` are the ranks that hold the other features."""
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         super().__init__()
-        self.group = group
-        self.name = name
+        self.group, self.name = group, name
         self.seen = False
+        """A statistic was computed over all ranks."""
 
     def __torch_function__(
         self,

@@ -18,9 +18,7 @@ class TpState:
     """Tensor-parallel state of one model.
 
     Attributes:
-        group: Ranks of this rank's tensor-parallel group.
         regather: Gathered inputs are gathered again in backward instead of being kept.
-        gradients: Sums the gradients of parameters that some tensor-parallel axis does not cut.
         batch: Shape of the tokens of the running forward pass, (B, S); set where the first decoder layer begins.
         head_batch: Shape of the tokens the head saw, when it works on pieces of them.
         partial_embedding: The embedding returned a summand that nobody has summed yet.

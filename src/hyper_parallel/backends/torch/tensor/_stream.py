@@ -62,21 +62,15 @@ class TokenList:
 
 @dataclass(frozen=True, slots=True)
 class TokenGrid:
-    """The two axes of one model, and its order of tokens.
-
-    Attributes:
-        state: State of the model; its `batch` is the (B, S) of the running forward pass, its group the P ranks.
-        x: Ranks along tp_x.
-        y: Ranks along tp_y.
-        hidden_cut: The residual stream is cut over y.
-        by_sequence: Sequences are cut over y before tokens are cut over x.
-    """
+    """The two axes of one model, and its order of tokens."""
 
     state: TpState
     x: dist.ProcessGroup
     y: dist.ProcessGroup
     hidden_cut: bool
+    """The residual stream is cut over y."""
     by_sequence: bool
+    """Sequences are cut over y before tokens are cut over x."""
 
     @property
     def span(self) -> int:
@@ -98,12 +92,7 @@ class TokenGrid:
         return (1, y * rows, width // y) if self.hidden_cut else (1, rows, width)
 
     def enter(self, full: Tensor, partial: bool) -> Tensor:
-        """This rank's part of the stream, where the first layer begins.
-
-        Args:
-            full: [B, S, D], equal on all ranks, or one summand per rank.
-            partial: Whether it is a summand.
-        """
+        """This rank's part of the stream, of [B, S, D] equal on all ranks or (`partial`) one summand per rank."""
         x, y = self.x.size(), self.y.size()
         pieces = self._pieces(full)
         if self.hidden_cut:
@@ -136,13 +125,10 @@ class TokenGrid:
         return part
 
     def gather(self, part: Tensor, shape: str, attention: bool) -> Tensor:
-        """What a block reads.
+        """What a block of a shape reads, from this rank's part of the stream after `align`.
 
-        Args:
-            part: This rank's part of the stream, after `align`.
-            shape: 1d, 2d or weight.
-            attention: Whole sequences, [B, S, .], or this y rank's span [B, span, D] for shape `weight`; else all
-                tokens in any order, [1, P n, .].
+        Attention reads whole sequences, [B, S, .], or this y rank's span [B, span, D] for shape `weight`; any other
+        block all tokens in any order, [1, P n, .].
         """
         group = self.state.group if shape == "1d" else self.x
         tokens = gather_tokens(part, (1, group.size() * part.shape[1]), group)

@@ -21,17 +21,13 @@ from hyper_parallel.errors import WeightsUnreadable
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A stored tensor and where it lies in the parameter.
-
-    Attributes:
-        key: Name in the files.
-        offset: First index in the parameter, per dim of the parameter.
-        stacked: The first dim of the parameter is not a dim of the stored tensor: it holds one index of it.
-    """
+    """A stored tensor, by its name in the files, and where it lies in the parameter."""
 
     key: str
     offset: tuple[int, ...]
+    """First index in the parameter, per dim of the parameter."""
     stacked: bool
+    """The first dim of the parameter is not a dim of the stored tensor: it holds one index of it."""
 
 
 def twin(model: nn.Module) -> nn.Module | None:
@@ -55,22 +51,14 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 def boxes(
     reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]], where: str
 ) -> tuple[dict[str, list[Box]], list[str]]:
-    """Assign every stored tensor to a parameter.
+    """Boxes of each parameter or buffer `wanted`, and the stored names that belong to none.
 
-    Args:
-        reference: The model's `twin`; None: names in the files are parameter names.
-        wanted: Names of the model's parameters and buffers.
-        stored: Shapes by name in the files.
-        where: The directory, for errors.
-
-    Returns:
-        The boxes of each parameter, and the stored names that belong to no parameter.
-
-    Raises:
-        WeightsUnreadable: HP703 for a conversion other than stacking experts and concatenating.
+    `reference` is the model's `twin`; None: names in the files are parameter names. Refuses conversions other than
+    stacking experts and concatenating.
     """
+    whole = {key: [Box(key, (0,) * len(shape), False)] for key, shape in stored.items()}
     if reference is None:
-        return {k: [Box(k, (0,) * len(s), False)] for k, s in stored.items() if k in wanted}, [
+        return {k: v for k, v in whole.items() if k in wanted}, [
             k for k in stored if k not in wanted
         ]
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -94,7 +82,7 @@ def boxes(
         if name not in wanted:
             unknown.append(key)
         elif pattern is None:
-            result.setdefault(name, []).append(Box(key, (0,) * len(stored[key]), False))
+            result.setdefault(name, []).extend(whole[key])
         else:
             groups.setdefault(name, {}).setdefault(pattern, []).append(key)
     for name, by_source in groups.items():
@@ -125,8 +113,8 @@ def _converted(
     result = []
     start = 0
     for pattern in converter.source_patterns:
-        keys = by_source.get(pattern, [])
-        for number, key in enumerate(keys):
+        shape: tuple[int, ...] = ()
+        for number, key in enumerate(by_source.get(pattern, [])):
             shape = ((1,) if stack else ()) + stored[key]
             offset = [0] * len(shape)
             if stack:
@@ -134,8 +122,7 @@ def _converted(
             if axis is not None:
                 offset[axis] = start
             result.append(Box(key, tuple(offset), stack))
-        if keys and axis is not None:
-            start += (((1,) if stack else ()) + stored[keys[0]])[axis]
+        start += shape[axis] if shape and axis is not None else 0
     return result
 
 

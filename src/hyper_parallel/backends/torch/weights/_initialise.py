@@ -31,13 +31,11 @@ def canonical_name(name: str) -> str:
 
 
 def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> None:
-    """Give every tensor on the meta device uninitialised storage for this rank's part.
-
-    Tied parameters stay tied; tensors that already have storage are left alone.
+    """Give every tensor on the meta device uninitialised storage for this rank's part; tied parameters stay tied.
 
     Args:
         model: Module of plain tensors or DTensors; changed in place.
-        device: Where plain tensors go; None: the CPU. DTensors go to the device of their mesh when this is None.
+        device: Where they go; None: plain tensors to the CPU, DTensors to the device of their mesh.
     """
     new: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
@@ -70,10 +68,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str | Non
 def allocate_and_fill_buffers(
     model: nn.Module, *, device: torch.device | str | None = None
 ) -> None:
-    """`allocate`, and compute the buffers that were on the meta device; parameters stay unset.
-
-    Used before weights come from a file: rotary frequencies and the like are in no file.
-    """
+    """`allocate`, and compute the buffers that were on the meta device: rotary frequencies are in no file."""
     _initialise(model, 0, device, parameters=False)
 
 
@@ -118,17 +113,13 @@ def _initialise(
 
 
 class _Rules:
-    """The initialisation rules of a model's modules, run on full-size CPU tensors.
-
-    Attributes:
-        own: For each module, children before parents, the names of the tensors it holds directly.
-    """
+    """The initialisation rules of a model's modules, run on full-size CPU tensors."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        self._model = model
-        self._seed = seed
+        self._model, self._seed = model, seed
         self._rule: dict[str, Callable[[], object] | None] = {}
         self.own: dict[str, list[str]] = {}
+        """For each module, children before parents, the names of the tensors it holds directly."""
         self._visit("", model, None, set())
 
     def _visit(self, name: str, module: nn.Module, owner: nn.Module | None, seen: set[int]) -> None:

@@ -130,9 +130,7 @@ def _check_shape(
                 f"`{box.key}` does not fit the parameter `{name}`",
                 where=str(entry.file),
                 got=f"shape {entry.shape}",
-                allowed=f"shape {shape}"
-                if len(parts) == 1
-                else f"one of {len(parts)} parts of shape {shape}",
+                allowed=f"{'' if len(parts) == 1 else f'one of {len(parts)} parts of '}shape {shape}",
             )
         filled += math.prod(size)
     if filled != math.prod(shape):

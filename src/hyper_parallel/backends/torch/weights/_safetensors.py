@@ -29,14 +29,7 @@ class Stored:
 
 
 class SafetensorsDirectory:
-    """The tensors of one model directory, by name in the files.
-
-    Attributes:
-        tensors: Every tensor with its file and shape.
-        bytes_read: Bytes of tensor data handed out by `read` so far.
-
-    Args:
-        directory: Holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+    """The tensors of one model directory: `model.safetensors`, or shards and `model.safetensors.index.json`.
 
     Raises:
         WeightsUnreadable: HP703 when a file is missing or truncated, or lacks a tensor that the index promises.
@@ -45,6 +38,7 @@ class SafetensorsDirectory:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.bytes_read = 0
+        """Bytes of tensor data handed out by `read` so far."""
         self.tensors: dict[str, Stored] = {}
         promised = self._index()
         for file in sorted({*promised.values()}) if promised else [SINGLE]:
