@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hyper_parallel.cost import SHAPES, Candidates, memory_terms, score
+from hyper_parallel.cost import SHAPES, Candidates, Setting, memory_terms, score
 from hyper_parallel.ir import AXES
 from hyper_parallel.planner._price import price
 from hyper_parallel.planner._refine import space_of
@@ -86,8 +86,8 @@ def closed_forms(request, limits):
     kinds = space.recomputes()
     scores = {
         k: score(
-            request.numbers, request.machine, request.workload,
-            Candidates.of_columns(**columns, recompute=float(k)),
+            Setting(request.numbers, request.machine, request.workload,
+                    Candidates.of_columns(**columns, recompute=float(k)))
         )
         for k in {0, *kinds}
     }  # fmt: skip
@@ -109,7 +109,9 @@ def closed_forms(request, limits):
             memory = (1 - share) * scores[0].memory_bytes + share * scores[kind].memory_bytes
             if j > 0:
                 c = Candidates.of_columns(**columns, recompute=float(kind))
-                terms = memory_terms(request.numbers, request.machine, request.workload, c, j)
+                terms = memory_terms(
+                    Setting(request.numbers, request.machine, request.workload, c), j
+                )
                 mixed = sum(t.bytes for t in terms)
                 memory = np.where((columns["offload"] == 0) & (j < layers), mixed, memory)
             legal &= memory <= request.machine.memory_bytes * (1 + 1e-9)

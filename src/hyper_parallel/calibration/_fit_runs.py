@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.calibration._constants import CONSTANTS, C, Constant, apply, believed
-from hyper_parallel.calibration._prediction import Cards, machine_of, predict, work_of
+from hyper_parallel.calibration._prediction import Cards, machine_of, predict, setting_of
 from hyper_parallel.calibration._published_run import PublishedRun, read_run
 from hyper_parallel.calibration._row import RowError, read_rows
 from hyper_parallel.calibration._write import write_card
@@ -87,8 +87,8 @@ class _Case:
 
     def log_ratio(self, cards: Cards) -> float:
         """Logarithm of predicted over measured step time."""
-        work = work_of(self.run, machine_of(self.run, cards), self.recompute)
-        seconds = step_seconds(self.numbers, *work)
+        machine = machine_of(self.run, cards)
+        seconds = step_seconds(setting_of(self.run, self.numbers, machine, self.recompute))
         return math.log(float(seconds[0]) / self.measured_s)
 
 
@@ -304,7 +304,7 @@ def half_width(residual: Array, votes: Array, folds: Names, share: float = 0.8) 
 def coverage(residual: Array, votes: Array, folds: Names) -> float:
     """Share of the votes within the half width that the other folds' residuals give."""
     inside = 0.0
-    for name in set(folds):
+    for name in dict.fromkeys(folds):
         mine = folds == name
         width = half_width(residual[~mine], votes[~mine], folds[~mine])
         inside += float(votes[mine & (np.abs(residual) <= width)].sum())

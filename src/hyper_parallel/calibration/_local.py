@@ -23,6 +23,7 @@ from hyper_parallel.cost import (
     DeviceCard,
     Machine,
     ModelNumbers,
+    Setting,
     StackCard,
     device_card,
     stack_card,
@@ -263,7 +264,9 @@ class _Steps:
         on = {d: Machine.of(self._supernode, d, card=card, stack=stack) for d in formats}
         return np.array(
             [
-                float(step_seconds(numbers, on[s.workload.compute_dtype], s.workload, c)[0])
+                float(
+                    step_seconds(Setting(numbers, on[s.workload.compute_dtype], s.workload, c))[0]
+                )
                 for s, (numbers, c) in zip(self._steps, self._prepared, strict=True)
             ]
         )

@@ -20,6 +20,7 @@ from hyper_parallel.cost import (
     Machine,
     ModelNumbers,
     Scores,
+    Setting,
     StackCard,
     card_names,
     device_card,
@@ -141,10 +142,10 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
     return Machine.of(run.supernode, compute, matmul_dtype=run.matmul_dtype, card=card, stack=stack)
 
 
-def work_of(
-    run: PublishedRun, machine: Machine, recompute: str
-) -> tuple[Machine, Workload, Candidates]:
-    """What pricing a run needs beside its model; states and gradients are in float32."""
+def setting_of(
+    run: PublishedRun, numbers: ModelNumbers, machine: Machine, recompute: str
+) -> Setting:
+    """What is priced for a run; states and gradients are in float32."""
     d = run.degrees
     workload = Workload(
         run.seq_len, run.sequences * run.seq_len, run.microbatch, run.accumulation, machine.compute_dtype
@@ -154,7 +155,7 @@ def work_of(
         microbatch=run.microbatch, accumulation=run.accumulation, zero=run.zero,
         recompute=RECOMPUTE.index(recompute),
     )  # fmt: skip
-    return machine, workload, candidate
+    return Setting(numbers, machine, workload, candidate)
 
 
 def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
@@ -168,7 +169,7 @@ def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
         notes.append("the sequence is not sharded between tensor-parallel blocks")
     numbers = ModelNumbers.of(run.model)
     for recompute in (run.recompute,) if run.recompute else RECOMPUTE[:2]:
-        scores = score(numbers, *work_of(run, machine, recompute))
+        scores = score(setting_of(run, numbers, machine, recompute))
         fits = bool(scores.memory_bytes[0] <= _SAFE * machine.memory_bytes)
         if fits:
             break

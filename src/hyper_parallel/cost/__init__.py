@@ -33,14 +33,15 @@ from hyper_parallel.cost._own_cards import (
 from hyper_parallel.cost._place import Places
 from hyper_parallel.cost._score import (
     Scores,
-    layer_prices,
     peak_memory,
     score,
     sharing_seconds,
     step_cost,
     step_seconds,
 )
+from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
+from hyper_parallel.cost._step import LayerPrices
 
 __all__ = [
     "COPIES",
@@ -53,6 +54,7 @@ __all__ = [
     "Away",
     "Candidates",
     "DeviceCard",
+    "LayerPrices",
     "Load",
     "Machine",
     "ModelNumbers",
@@ -60,6 +62,7 @@ __all__ = [
     "Ring",
     "Rows",
     "Scores",
+    "Setting",
     "StackCard",
     "at_ranks",
     "card_names",
@@ -69,7 +72,6 @@ __all__ = [
     "distinct",
     "few_layers",
     "kept_bytes",
-    "layer_prices",
     "load_card",
     "memory_key",
     "memory_terms",

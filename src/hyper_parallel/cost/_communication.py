@@ -11,27 +11,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import SHAPES, Candidates
-from hyper_parallel.cost._layer import Compute, tokens_of
-from hyper_parallel.cost._machine import Machine
+from hyper_parallel.cost._candidates import SHAPES, Array
+from hyper_parallel.cost._layer import Compute
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._place import Axis, Places, split
-from hyper_parallel.cost._sharing import PARAMETERS, Sharing
-from hyper_parallel.ir import Purpose, Workload
+from hyper_parallel.cost._place import Axis, split
+from hyper_parallel.cost._setting import Setting, plain
+from hyper_parallel.ir import Purpose
 from hyper_parallel.model import AttentionSpec
 from hyper_parallel.shard import (
     BlockWidths,
     Boundary,
     Projection,
-    TokenCut,
     block_boundaries,
     context_boundaries,
     expert_boundaries,
     pipeline_boundaries,
     ring_bytes,
+    sharing_boundaries,
 )
 
-Array = NDArray[np.float64]
+_PARAMETERS = (Purpose.FSDP_PARAMETERS, Purpose.EXPERT_PARAMETERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,67 +60,28 @@ def exposed(traffic: Array, work: Array, overlap: float) -> Array:
     return np.maximum((1.0 - overlap) * traffic, traffic - work)
 
 
-def layer_communication(
-    n: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    places: Places,
-    work: Compute,
-) -> Communication:
+def layer_communication(s: Setting, work: Compute) -> Communication:
     """Communication of one mean layer, as far as it does not hide behind its compute."""
-    tp = _tensor(n, machine, workload, c, places)
-    hidden = exposed(tp, 3.0 * work.matmul, machine.stack.overlap_tp)
-    cp_whole, cp = _context(n, machine, workload, c, places, work)
-    ep, exchange = _experts(n, machine, workload, c, places)
-    sharing = Sharing(n, machine, workload, c, places)
+    n, stack, tp = s.n, s.machine.stack, _tensor(s)
+    cp_whole, cp = _context(s, work)
+    ep, exchange = _experts(s)
     gather = scatter = again = np.zeros(1)
-    for b in sharing.layers(1.0):
-        calls = b.forward + b.backward
-        if _used(calls):
-            seconds = sharing.seconds(b)
-            if b.purpose in PARAMETERS:
+    for b in _layers_shared(s, 1.0):
+        if _used(b.forward + b.backward):
+            seconds = _shared_s(s, b)
+            if b.purpose in _PARAMETERS:
                 gather, again = gather + b.forward * seconds, again + b.backward * seconds
             else:
                 scatter = scatter + b.backward * seconds
-    overlap = machine.stack.overlap_dp
-    fsdp = exposed(gather, work.forward, overlap)
-    fsdp = fsdp + exposed(again + scatter, work.backward, overlap)
+    fsdp = exposed(gather, work.forward, stack.overlap_dp)
+    fsdp = fsdp + exposed(again + scatter, work.backward, stack.overlap_dp)
     outside = np.zeros(1)
-    for b in sharing.outside(float(n.embedding_weights + n.head_params)):
+    for b in _outside_shared(s, float(n.embedding_weights + n.head_params)):
         calls = b.forward + b.backward
         if _used(calls):
-            outside = outside + calls * sharing.seconds(b)
-    return Communication(
-        tp=hidden,
-        tp_whole=tp,
-        cp=cp,
-        cp_whole=cp_whole,
-        ep=ep,
-        ep_exchange=exchange,
-        fsdp=fsdp,
-        fsdp_gather=gather,
-        fsdp_scatter=scatter,
-        outside=outside,
-    )
-
-
-def _token_cut(workload: Workload, c: Candidates) -> TokenCut:
-    """How candidates cut the tokens of a microbatch; padding is left out."""
-    tokens = tokens_of(workload, c)
-    ring = c.cp / c.cp_ulysses
-    return TokenCut(c.tp_x, c.tp_y, tokens, tokens / c.tp, tokens, ring, c.cp_ulysses)
-
-
-def _full(c: Candidates) -> Array | float:
-    """1 where layers are recomputed in full; one number where that is so for all or none of the candidates."""
-    return _plain(np.where(c.recompute > 1, 1.0, 0.0))
-
-
-def _plain(column: Array) -> Array | float:
-    """A column, or its one value: arithmetic on numbers is much faster than on short arrays."""
-    same = column.size > 0 and bool((column == column.flat[0]).all())
-    return float(column.flat[0]) if same else column
+            outside = outside + calls * _shared_s(s, b)
+    hidden = exposed(tp, 3.0 * work.matmul, stack.overlap_tp)
+    return Communication(hidden, tp, cp, cp_whole, ep, exchange, fsdp, gather, scatter, outside)
 
 
 def _used(calls: Array | float) -> bool:
@@ -149,22 +109,14 @@ def _runs(
             yield b, times
 
 
-def _tensor(
-    n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates, places: Places
-) -> Array:
+def _tensor(s: Setting) -> Array:
     """Seconds of tensor-parallel collectives; layers whose experts are spread by ep have none in that block.
 
     Stacks that gather an input again do so behind the backward matmul, so only 8 count in 1-D; where a strategy asks
     our own runtime for it, 10. Recomputation is priced to the end of the layer.
     """
-    cut, full = _token_cut(workload, c), _full(c)
-    regather = _plain(c.regather)
-    axes = {
-        ("tp_x",): (places.tp_x,),
-        ("tp_y",): (places.tp_y,),
-        ("tp_x", "tp_y"): (places.tp_x, places.tp_y),
-    }
-    links: dict[tuple[str, ...], tuple[Array, Array]] = {}  # seconds per element and per collective
+    n, c, machine, regather = s.n, s.c, s.machine, plain(s.c.regather)
+    links: dict[tuple[str, ...], tuple[Array, Array]] = {}  # seconds per element, per call
     both = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
     flat = c.tp_y <= 1
     total: Array = np.zeros(1)
@@ -177,17 +129,17 @@ def _tensor(
             if not used.any():
                 continue
             rows = block_boundaries(
-                block, shape, cut, token_scatter=c.attention_tokens,
+                block, shape, s.cut, token_scatter=c.attention_tokens,
                 # The stream is cut over y when all matrices of the layers belong to 2d blocks; experts do not.
                 hidden_cut=both & (not n.experts),
             )  # fmt: skip
             sums: dict[tuple[str, ...], tuple[Array | float, Array | float]] = {}
-            for b, times in _runs(rows, full, regather):
+            for b, times in _runs(rows, s.full, regather):
                 elements, calls = sums.get(b.axes, (0.0, 0.0))
                 passes = 2.0 if b.kind == "all_reduce" else 1.0
                 sums[b.axes] = elements + passes * times * b.elements, calls + times
                 if b.axes not in links:
-                    ring = machine.ring(*axes[b.axes])
+                    ring = machine.ring(*(getattr(s.places, axis) for axis in b.axes))
                     element = ring_bytes("all_gather", machine.width, b.ranks) / ring.rate
                     links[b.axes] = element, ring.delay
             seconds: Array = np.zeros(1)
@@ -216,19 +168,12 @@ def _mlp_widths(n: ModelNumbers) -> BlockWidths:
     return BlockWidths(n.hidden, (Projection(columns, weights),), (out,))
 
 
-def _context(
-    n: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    places: Places,
-    work: Compute,
-) -> tuple[Array, Array]:
+def _context(s: Setting, work: Compute) -> tuple[Array, Array]:
     """All context-parallel traffic of a layer and what attention does not hide: it hides the ring's."""
-    cut, full = _token_cut(workload, c), _full(c)
+    n, c, machine, cut, full = s.n, s.c, s.machine, s.cut, s.full
     if (c.cp <= 1).all():
         return np.zeros(1), np.zeros(1)
-    inner, outer = split(places.cp, c.cp_ulysses)
+    inner, outer = split(s.places.cp, c.cp_ulysses)
     ahead = behind = bare = np.zeros(1)
     kinds: dict[AttentionSpec, float] = {}
     for count, attention in n.attentions:  # a window that leaves out rounds is priced as none
@@ -258,41 +203,114 @@ def _context(
     return ahead + behind + bare, hidden + bare
 
 
-def _experts(
-    n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates, places: Places
-) -> tuple[Array, Array]:
+def _experts(s: Setting) -> tuple[Array, Array]:
     """Seconds of all dispatches and combines of a mean layer, and of one.
 
     Ranks that cut one expert gather each other's rows; without ep that is tensor parallelism's own gather.
     """
+    n, c, machine = s.n, s.c, s.machine
     if not n.experts:
         return np.zeros(1), np.zeros(1)
-    stack, full = machine.stack, _full(c)
     visited = n.experts_per_token / n.moe_share
-    rows = tokens_of(workload, c) / c.tp * visited * stack.imbalance
-    copies, token = visited if stack.ep_dedup else 1.0, n.hidden * machine.width
+    rows = s.tokens / c.tp * visited * machine.stack.imbalance
+    copies, token = visited if machine.stack.ep_dedup else 1.0, n.hidden * machine.width
     total = one = np.zeros(1)
-    for b, times in _runs(
-        expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=c.etp), full
-    ):
-        if (
-            b.purpose == Purpose.EXPERT_ROW_COUNTS
-        ):  # a few bytes, while the router's host work is priced
+    table = expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=c.etp)
+    for b, times in _runs(table, s.full):
+        if b.purpose == Purpose.EXPERT_ROW_COUNTS:  # a few bytes; the router's host work is priced
             continue
         sent = b.elements * machine.width
         if b.kind == "all_to_all":
-            seconds = machine.all_to_all_seconds(sent, *places.ep, copies=copies, message=token)
+            seconds = machine.all_to_all_seconds(sent, *s.places.ep, copies=copies, message=token)
         else:
-            seconds = np.where(c.etp > 1, machine.ring_seconds(sent, *places.etp), 0.0)
+            seconds = np.where(c.etp > 1, machine.ring_seconds(sent, *s.places.etp), 0.0)
         seconds = n.moe_share * np.where(c.ep > 1, seconds, 0.0)
         total, one = total + times * seconds, one + seconds
     return total, one
 
 
-def hop_seconds(
-    n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates, places: Axis
-) -> Array:
+def hop_seconds(s: Setting, hop: Axis) -> Array:
     """Seconds of sending one microbatch's activations to the next stage, or their gradients to the one before."""
-    message, _ = pipeline_boundaries(_token_cut(workload, c), n.hidden, 1, 1)
+    message, _ = pipeline_boundaries(s.cut, s.n.hidden, 1, 1)
     # Sending to one other rank is what a gather over two ranks sends of twice the tensor.
-    return machine.ring_seconds(2.0 * message.elements * machine.width, places)
+    return s.machine.ring_seconds(2.0 * message.elements * s.machine.width, hop)
+
+
+def _layers_shared(s: Setting, layers: Array | float) -> Iterator[Boundary]:
+    """Data-parallel collectives of some mean layers: the part without experts, then experts."""
+    yield from _shared(s, s.dense(layers), s.c.zero > 2)
+    if s.n.experts:
+        yield from _shared(s, s.experts(layers), s.c.zero > 2, experts=True)
+
+
+def _outside_shared(s: Setting, elements: Array | float) -> Iterator[Boundary]:
+    """Those of embedding and head, which are never freed early; elements before the cut by P."""
+    return _shared(s, elements / s.c.tp, np.zeros(1, dtype=np.bool_))
+
+
+def _shared(
+    s: Setting, elements: Array, freed: NDArray[np.bool_], experts: bool = False
+) -> Iterator[Boundary]:
+    c, ranks = s.c, s.shards
+    if experts:
+        ranks = ranks * c.tp / (c.ep * c.etp)
+    axes, once = ("edp",) if experts else ("dp_shard", "cp"), (c.pp > 1) | (c.zero < 2)
+    return sharing_boundaries(
+        elements, axes, ranks, c.dp_replicate, c.zero, once, freed, experts=experts
+    )
+
+
+def _shared_s(s: Setting, b: Boundary) -> Array:
+    """Seconds of one call."""
+    width = s.reduce_width if b.format == "reduce" else s.machine.width
+    seconds = s.sharing_ring(b.axes[0]).seconds(b.elements * width)
+    return 2.0 * seconds if b.kind == "all_reduce" else seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Data-parallel traffic once per step, in seconds."""
+
+    scatter: Array  # reduction of gradients that the last microbatch's backward may hide
+    gather: Array  # gather of updated parameters
+    # gather of a pipeline's layers that are not freed after forward, which the first forward may hide
+    first: Array
+    # what nothing hides: reduction of a pipeline's sharded gradients, and its embedding or head
+    late: Array
+
+
+def step_tail(s: Setting) -> Tail:
+    """Data-parallel traffic of the fullest stage once per step: gradient reduction, and the gather of parameters."""
+    reduced = replicas = np.zeros(1)
+    gathers = []
+    for rows in (_layers_shared(s, s.layers), _outside_shared(s, s.outside)):
+        gathered = np.zeros(1)
+        for b in rows:
+            if not np.any(b.once):
+                continue
+            seconds = b.once * _shared_s(s, b)
+            if b.purpose in _PARAMETERS:
+                gathered = gathered + seconds
+            elif b.purpose == Purpose.REPLICA_GRADIENTS:
+                replicas = replicas + seconds
+            else:
+                reduced = reduced + seconds
+        gathers.append(gathered)
+    low = s.c.zero < 2  # else of a pipeline, and 0 without
+    return Tail(
+        scatter=np.where(low, reduced, 0.0) + replicas,
+        gather=np.where(low, gathers[0] + gathers[1], 0.0),
+        first=np.where(low, 0.0, gathers[0]),
+        late=np.where(low, 0.0, reduced + gathers[1]),
+    )
+
+
+def tensor_hops(s: Setting) -> Array:
+    """Seconds that ZeRO 1 spends in ring steps of tensors that are reduced and gathered one by one.
+
+    A ring over g ranks takes g - 1 steps of the outermost tier's latency however small its tensor is; shards of one
+    tensor over hundreds of ranks are small.
+    """
+    steps = (s.shards - 1.0) * s.machine.tiers[-1].latency_s.value
+    many = s.layers * s.machine.stack.tail_tensors * steps
+    return np.where((s.c.zero == 1) & (s.shards > 1), many, 0.0)

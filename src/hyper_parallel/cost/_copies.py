@@ -22,11 +22,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hyper_parallel.cost._candidates import Array
 from hyper_parallel.ir import CostTerm, MemoryTerm
-
-Array = NDArray[np.float64]
 
 COPIES: Final = "offload copies"
 """Name of the term."""

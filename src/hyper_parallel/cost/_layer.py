@@ -9,14 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import SHAPES, Candidates
+from hyper_parallel.cost._candidates import SHAPES, Array
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.ir import Workload
-
-Array = NDArray[np.float64]
+from hyper_parallel.cost._setting import Setting
 
 SCORE_BYTES = 13.0
 """Bytes per attention score that unfused attention moves in forward: the scores are written and read by the products
@@ -47,22 +43,8 @@ class Compute:
     @property
     def backward(self) -> Array:
         """Work of the backward, launches and recomputation apart."""
-        return (
-            2.0 * self.matmul
-            + self.attention_backward
-            + self.elementwise_backward
-            + self.quantize_backward
-        )
-
-    @property
-    def weight_gradient(self) -> Array:
-        """The part of the backward that zero-bubble schedules may delay."""
-        return self.matmul
-
-
-def tokens_of(workload: Workload, c: Candidates) -> Array:
-    """T: tokens of one microbatch on the ranks of one tensor-parallel group."""
-    return c.microbatch * workload.seq_len / c.cp
+        products = 2.0 * self.matmul + self.attention_backward
+        return products + self.elementwise_backward + self.quantize_backward
 
 
 def matmul_seconds(
@@ -78,19 +60,19 @@ def matmul_seconds(
     return 2.0 * rows * outputs * inputs / machine.matmul_flops * stretch
 
 
-def layer_compute(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Compute:
+def layer_compute(s: Setting) -> Compute:
     """Compute of one mean layer."""
-    stack, card, tokens = machine.stack, machine.card, tokens_of(workload, c)
-    matmul = _matmuls(n, machine, tokens, c)
-    attention, attention_backward = _attention(n, machine, workload, tokens, c)
+    n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
+    stack, card = machine.stack, machine.card
+    matmul = _matmuls(s)
+    attention, attention_backward = _attention(s)
 
-    dense, expert = saved_elements(n), n.expert_saved_width
+    dense, expert = n.saved_elements, n.expert_saved_width
     whole = 0.0 if stack.sequence_parallel else 5.0 * n.hidden
     moved = (dense - whole + expert * stack.moe * stack.imbalance) / c.tp + whole
     passes = stack.passes * moved + stack.bias_passes * n.bias_width / c.tp
     passing = tokens * passes * machine.width / machine.passing_bytes_s
-    elementwise = 0.4 * passing
-    elementwise_backward = 0.6 * passing
+    elementwise, elementwise_backward = 0.4 * passing, 0.6 * passing
 
     cast = stack.quantize_bytes.get(machine.matmul_dtype, 0.0) / machine.passing_bytes_s
     inputs = sum(m.inputs * m.count for m in n.matmuls)
@@ -98,8 +80,7 @@ def layer_compute(n: ModelNumbers, machine: Machine, workload: Workload, c: Cand
     quantize = tokens / c.tp * inputs * cast
     quantize_backward = tokens / c.tp * outputs * cast
 
-    full = c.recompute > 1
-    selective = c.recompute == 1
+    full, selective = c.recompute > 1, c.recompute == 1
     # Operator-level selective recomputation redoes cheap operators with the matmuls it redoes.
     again = elementwise if stack.selective_matmul else 0.0
     forward = matmul + attention + elementwise + quantize
@@ -117,20 +98,14 @@ def layer_compute(n: ModelNumbers, machine: Machine, workload: Workload, c: Cand
     copies = tokens / c.tp * n.experts_per_token
     launch = launch + n.moe_share * stack.moe_host_s + copies * stack.moe_copy_s
     return Compute(
-        matmul,
-        attention,
-        attention_backward,
-        elementwise,
-        elementwise_backward,
-        quantize,
-        quantize_backward,
-        recompute,
-        launch,
-        (dense + expert) * machine.width * tokens / c.tp,
-    )
+        matmul, attention, attention_backward, elementwise, elementwise_backward, quantize, quantize_backward,
+        recompute, launch, (dense + expert) * machine.width * tokens / c.tp,
+    )  # fmt: skip
 
 
-def _matmuls(n: ModelNumbers, machine: Machine, tokens: Array, c: Candidates) -> Array:
+def _matmuls(s: Setting) -> Array:
+    n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
+    visited = n.experts_per_token / max(n.moe_share, 1e-9)
     total: Array = np.zeros(1)
     flat = c.tp_y <= 1
     x = {"attention": c.attention_shape, "mlp": c.mlp_shape}
@@ -143,7 +118,7 @@ def _matmuls(n: ModelNumbers, machine: Machine, tokens: Array, c: Candidates) ->
             cut_out = np.where(m.row, 1.0, c.etp)
             seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
             # One matmul per expert of the rank; `count` counts those of a token.
-            share = n.experts / c.ep * m.count / (n.experts_per_token / max(n.moe_share, 1e-9))
+            share = n.experts / c.ep * m.count / visited
             stretch = machine.stack.imbalance * (1.0 + machine.stack.expert_rows / rows)
             total = total + seconds * share * stretch
             continue
@@ -160,12 +135,10 @@ def _matmuls(n: ModelNumbers, machine: Machine, tokens: Array, c: Candidates) ->
     return total
 
 
-def _attention(
-    n: ModelNumbers, machine: Machine, workload: Workload, tokens: Array, c: Candidates
-) -> tuple[Array, Array]:
+def _attention(s: Setting) -> tuple[Array, Array]:
     """Seconds of attention, forward and backward (2.5 times the products of forward, 5 matmuls against 2)."""
-    card, seq_len = machine.card, workload.seq_len
-    per_token = 0.0
+    n, machine, seq_len = s.n, s.machine, s.workload.seq_len
+    card, tokens, per_token = machine.card, s.tokens / s.c.tp, 0.0
     if machine.stack.flash:
         for count, a in n.attentions:
             seen = min(seq_len, a.window or seq_len)
@@ -173,7 +146,7 @@ def _attention(
             reach = head / (head + card.attention_head) * seen / (seen + card.attention_len)
             flops = a.forward_flops_per_token(seq_len, causal=True)
             per_token += count / n.layers * flops / (machine.attention_flops * reach)
-        forward = tokens / c.tp * per_token
+        forward = tokens * per_token
         return forward, 2.5 * forward
     scores = 0.0
     for count, a in n.attentions:
@@ -182,17 +155,5 @@ def _attention(
         rows = np.asarray([float(seq_len)])
         per_token += float(2 * share * matmul_seconds(machine, rows, seq_len, head)[0] / seq_len)
         scores += share * seq_len * SCORE_BYTES / machine.passing_bytes_s
-    forward = tokens / c.tp * (per_token + scores)
-    return forward, tokens / c.tp * (2.0 * per_token + scores)
-
-
-def saved_elements(numbers: ModelNumbers) -> float:
-    """Elements per token that one layer keeps for backward, without recomputation and experts, before the cut by P.
-
-    4h for the inputs of the two norms and of the two column matmuls, twice the query width for queries and attention
-    output, keys and values, and the feed-forward part. With all query heads as wide as h it is 6h + 2k + 3f.
-
-    Source: Korthikanti et al. 2022, section 4.1, with flash attention and a gated feed-forward part.
-    """
-    n = numbers
-    return 4.0 * n.hidden + n.q_width + n.v_width + 2.0 * n.k_width + n.mlp_saved_width
+    forward = tokens * (per_token + scores)
+    return forward, tokens * (2.0 * per_token + scores)

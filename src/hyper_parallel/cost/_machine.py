@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hyper_parallel.cost._candidates import Array
 from hyper_parallel.cost._cards import DeviceCard, StackCard, device_card, stack_card
 from hyper_parallel.cost._own_cards import own_cards
 from hyper_parallel.cost._pipeline import Speed
 from hyper_parallel.cost._place import Axis
 from hyper_parallel.topology import Supernode, Tier
 from hyper_parallel.units import DTYPE_BYTES
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

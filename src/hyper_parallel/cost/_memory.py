@@ -12,22 +12,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import SOME, Candidates, shape_of
-from hyper_parallel.cost._layer import saved_elements, tokens_of
-from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._phases import Parts, SpaceTerm, StageMemory, Weights, phases
+from hyper_parallel.cost._candidates import SOME, Array, Candidates, shape_of
+from hyper_parallel.cost._phases import (
+    Parts,
+    SpaceTerm,
+    StageMemory,
+    Weights,
+    phases,
+    stage_elements,
+    state_bytes,
+)
 from hyper_parallel.cost._pipeline import in_flight, lay_out
-from hyper_parallel.cost._states import stage_elements, state_bytes, widths
-from hyper_parallel.ir import Workload
-from hyper_parallel.units import DTYPE_BYTES
+from hyper_parallel.cost._setting import Setting
 
-Array = NDArray[np.float64]
 _TIE = 1e-9  # of a layer: what rounding may add to the layers that fit
 _LEFT = 2.0  # layers at the end of every stage that are not recomputed, so that nothing is made again at the peak
 
 
-def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
+def activation_bytes(s: Setting) -> Array:
     """Bytes that one mean layer and microbatch keeps for backward, without recomputation.
 
     b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)) with gathered inputs kept; the second part is left out when they are
@@ -36,8 +38,8 @@ def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: C
 
     Source: Korthikanti et al. 2022, section 4 and equation 2, generalised to narrow keys and gated widths.
     """
-    stack, width, tokens = machine.stack, machine.width, tokens_of(workload, c)
-    dense = saved_elements(n) * width + stack.dropout * 2.0 * n.hidden
+    n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
+    dense = n.saved_elements * width + stack.dropout * 2.0 * n.hidden
     whole = 0.0
     if not stack.sequence_parallel:
         # Inputs of both norms and both column matmuls, and a dropout mask of each block.
@@ -47,89 +49,58 @@ def activation_bytes(n: ModelNumbers, machine: Machine, workload: Workload, c: C
     gathered = 2.0 * n.hidden * width * (1.0 - 1.0 / c.tp)
     kept = stack.keep_gathered * np.where(c.recompute > 1, 1.0, 1.0 - c.regather)
     extra = kept * stack.sequence_parallel * gathered
-    total = (dense - whole + experts + stack.eager * eager_bytes(n, width)) / c.tp + whole + extra
+    total = (dense - whole + experts + stack.eager * n.eager_bytes(width)) / c.tp + whole + extra
     if not stack.flash:
         # Selective recomputation drops the scores.
-        scores = (2.0 * width + 1.0) * n.num_heads * workload.seq_len / c.tp
+        scores = (2.0 * width + 1.0) * n.num_heads * s.workload.seq_len / c.tp
         total = total + np.where(c.recompute == 1, 0.0, scores)
     # Log-sum-exp of fused attention, float32.
     statistics = 4.0 * n.num_heads / c.tp if stack.flash else 0.0
-    return tokens * stack.kept * (total + statistics)
+    return s.tokens * stack.kept * (total + statistics)
 
 
-def eager_bytes(n: ModelNumbers, width: float) -> float:
-    """What operators keep per token and layer when nothing fuses them, beyond `saved_elements`.
-
-    A norm its float32 input and the normalised one; attention a copy of its output in the order of tokens; a gated
-    part the activation of its gate; experts also their dispatched inputs and outputs.
-    """
-    experts = n.experts_per_token * (n.expert_width + n.hidden)
-    gate = max(0.0, n.mlp_saved_width - 2.0 * n.mlp_width)
-    return 8.0 * n.hidden + 6.0 * n.normed_width + width * (n.v_width + gate + experts)
-
-
-def kept_bytes(
-    n: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    one_layer: Array | None = None,
-) -> Array:
+def kept_bytes(s: Setting, one_layer: Array | None = None) -> Array:
     """Bytes that one mean layer and microbatch keeps from forward to backward, recomputation counted.
 
     Args:
-        n: The model.
-        machine: The machine.
-        workload: Sequence length and number formats.
-        c: Candidates.
+        s: What is priced.
         one_layer: The same without recomputation, when it is known.
     """
     if one_layer is None:
-        one_layer = activation_bytes(n, machine, workload, c)
-    stack = machine.stack
-    boundary = n.hidden * machine.width * tokens_of(workload, c)
+        one_layer = activation_bytes(s)
+    c, stack = s.c, s.machine.stack
+    boundary = s.n.hidden * s.machine.width * s.tokens
     boundary = boundary / (c.tp if stack.sequence_parallel else 1.0)
     selective = np.where(c.recompute == 1, stack.selective_kept, 1.0)
     return np.where(c.recompute > 1, boundary, selective * one_layer)
 
 
-def memory_terms(
-    numbers: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    again: int | None = None,
-) -> tuple[SpaceTerm, ...]:
+def memory_terms(s: Setting, again: int | None = None) -> tuple[SpaceTerm, ...]:
     """All terms of the peak memory of the fullest device; their sum is the prediction.
 
     Of a stack whose card says `phased` and that shards parameters the terms are those of the fullest phase of a step;
     of the others everything is taken to be there at once, which their constants were found with.
 
     Args:
-        numbers: The model.
-        machine: The machine and its cards.
-        workload: Sequence length and number formats.
-        c: Strategies.
+        s: What is priced.
         again: Layers of a rank that `recompute` applies to; None: all. Every phase has a mixture then, and the fullest
             one need not be that of none or of all.
     """
-    card = machine.card
-    found = held_parts(numbers, machine, workload, c)
-    if again is not None:
-        layers = np.ceil(numbers.layers / c.pp)
-        kind = np.where((c.recompute > 1) & (again <= layers - _LEFT * c.vpp), SOME, c.recompute)
-        ends = [_with(c, recompute=0.0 * c.recompute), _with(c, recompute=kind)]
-        plain, other = (held_parts(numbers, machine, workload, end) for end in ends)
-        found = [a.mixed(b, again / layers) for a, b in zip(plain, other, strict=True)]
-    _, fullest = _fullest(found, machine, c)
+    c, card = s.c, s.machine.card
+    if again is None:
+        found = held_parts(s)
+    else:
+        some = (c.recompute > 1) & (again <= s.layers - _LEFT * c.vpp)
+        plain = held_parts(s.under(recompute=0.0 * c.recompute))
+        other = held_parts(s.under(recompute=np.where(some, SOME, c.recompute)))
+        found = [a.mixed(b, again / s.layers) for a, b in zip(plain, other, strict=True)]
+    _, which = fullest(total_bytes(found, s), shape_of(c))
     each = [parts.terms(card.context_bytes) for parts in found]
-    terms = []
-    for column in zip(*each, strict=True):
-        chosen = np.broadcast_to(column[0].bytes, fullest.shape)
-        for index, term in enumerate(column[1:], 1):
-            chosen = np.where(fullest == index, term.bytes, chosen)
-        terms.append(SpaceTerm(column[0].name, chosen, column[0].formula))
-    moving = sum((t.bytes for t in terms[3:-1]), np.zeros(fullest.shape))
+    terms = [
+        SpaceTerm(column[0].name, chosen([t.bytes for t in column], which), column[0].formula)
+        for column in zip(*each, strict=True)
+    ]
+    moving = sum((t.bytes for t in terms[3:-1]), np.zeros(which.shape))
     lost = SpaceTerm(
         "fragmentation", card.fragmentation * moving,
         f"{card.fragmentation:.0%} of what comes and goes: all but states and context",
@@ -137,51 +108,21 @@ def memory_terms(
     return (*terms, lost)
 
 
-def peak_bytes(
-    numbers: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    choices: Sequence[tuple[int, int]],
-) -> Array:
-    """The sum of `memory_terms` of every row of candidates under every choice, [choices, rows].
-
-    Args:
-        numbers: The model.
-        machine: The machine and its cards.
-        workload: Sequence length and number formats.
-        c: Strategies, columns of one length; `regather` and `recompute` are not read.
-        choices: Pairs of `regather` and `recompute`.
-    """
-    grid = under(c, choices)
-    return _fullest(held_parts(numbers, machine, workload, grid), machine, grid)[0]
-
-
-def few_layers(
-    numbers: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    kind: int,
-    capacity_bytes: float,
-) -> tuple[Array, Array]:
+def few_layers(s: Setting, kind: int, capacity_bytes: float) -> tuple[Array, Array]:
     """As few layers of a rank as have to be recomputed, all at most, and the peak bytes with them.
 
     Every phase of a step falls in a line with the layers, and all have to fit.
 
     Args:
-        numbers: The model.
-        machine: The machine and its cards.
-        workload: Sequence length and number formats.
-        c: Strategies, columns of one length; `recompute` is not read.
+        s: What is priced, columns of one length; `recompute` is not read.
         kind: Index into `RECOMPUTE`.
         capacity_bytes: What the peak must not exceed.
     """
-    layers = np.ceil(numbers.layers / c.pp)
+    c, layers = s.c, s.layers
 
     def totals(recompute: int) -> list[Array]:
-        end = _with(c, recompute=np.full(1, float(recompute)))
-        return total_bytes(held_parts(numbers, machine, workload, end), machine, end)
+        end = s.under(recompute=np.full(1, float(recompute)))
+        return total_bytes(held_parts(end), end)
 
     plain, whole = totals(0), totals(kind)
     needed, used = layers, np.max(np.broadcast_arrays(*whole), axis=0)
@@ -205,21 +146,17 @@ def few_layers(
     return needed, used
 
 
-def _with(c: Candidates, **columns: Array) -> Candidates:
-    return Candidates(**{n: columns.get(n, getattr(c, n)) for n in Candidates.__slots__})
-
-
-def under(c: Candidates, choices: Sequence[tuple[int, int]]) -> Candidates:
-    """An open grid of candidates under pairs of `regather` and `recompute`."""
+def under(s: Setting, choices: Sequence[tuple[int, int]]) -> Setting:
+    """An open grid of candidates, columns of one length, under pairs of `regather` and `recompute`."""
     # What no choice changes is computed once a row.
-    rows = {n: np.atleast_2d(getattr(c, n)) for n in Candidates.__slots__}
+    rows = {n: np.atleast_2d(getattr(s.c, n)) for n in Candidates.__slots__}
     regather, recompute = np.array(choices, dtype=np.float64).T[:, :, None]
-    return Candidates(**{**rows, "regather": regather, "recompute": recompute})
+    return s.under(**{**rows, "regather": regather, "recompute": recompute})
 
 
 def memory_key(columns: Mapping[str, Array]) -> list[Array]:
     """What memory reads of strategies: rows that agree in it hold as much."""
-    named = (
+    named = [
         "pp",
         "vpp",
         "schedule",
@@ -229,7 +166,7 @@ def memory_key(columns: Mapping[str, Array]) -> list[Array]:
         "accumulation",
         "zero",
         "offload",
-    )
+    ]
     c = columns
     return [
         *(c[name] for name in named if name in c),
@@ -239,29 +176,30 @@ def memory_key(columns: Mapping[str, Array]) -> list[Array]:
     ]
 
 
-def _fullest(
-    found: Sequence[Parts], machine: Machine, c: Candidates
-) -> tuple[Array, NDArray[np.intp]]:
-    """Bytes, and which of the parts they are: the first one where states are not sharded."""
-    first, *others = total_bytes(found, machine, c)
-    shape = np.broadcast_shapes(first.shape, shape_of(c))
-    best, fullest = np.broadcast_to(first, shape), np.zeros(shape, dtype=np.intp)
-    for index, other in enumerate(others, 1):
+def fullest(totals: Sequence[Array], shape: tuple[int, ...]) -> tuple[Array, NDArray[np.intp]]:
+    """The most of some bytes, and which of them it is, the first of equal ones."""
+    shape = np.broadcast_shapes(totals[0].shape, shape)
+    best, which = np.broadcast_to(totals[0], shape), np.zeros(shape, dtype=np.intp)
+    for index, other in enumerate(totals[1:], 1):
         better = other > best
-        best, fullest = np.where(better, other, best), np.where(better, index, fullest)
-    return best, fullest
+        best, which = np.where(better, other, best), np.where(better, index, which)
+    return best, which
 
 
-def total_bytes(found: Sequence[Parts], machine: Machine, c: Candidates) -> list[Array]:
+def chosen(values: Sequence[Array], which: NDArray[np.intp]) -> Array:
+    """One of the values for every candidate."""
+    found = np.broadcast_to(values[0], which.shape)
+    for index, value in enumerate(values[1:], 1):
+        found = np.where(which == index, value, found)
+    return found
+
+
+def total_bytes(found: Sequence[Parts], s: Setting) -> list[Array]:
     """Bytes of each of `held_parts`; minus infinity where it does not describe a candidate."""
-    card = machine.card
-
-    def total(parts: Parts) -> Array:
-        return parts.moving * (1.0 + card.fragmentation) + parts.staying + card.context_bytes
-
-    totals = [total(parts) for parts in found]
+    card = s.machine.card
+    totals = [p.moving * (1.0 + card.fragmentation) + p.staying + card.context_bytes for p in found]
     if len(found) > 1:
-        sharded = (c.zero > 1) & (machine.stack.phased > 0.0)
+        sharded = (s.c.zero > 1) & (s.machine.stack.phased > 0.0)
         if not sharded.all():
             first, *others = totals
             totals = [np.where(sharded, -np.inf, first)]
@@ -269,100 +207,78 @@ def total_bytes(found: Sequence[Parts], machine: Machine, c: Candidates) -> list
     return totals
 
 
-def held_parts(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> list[Parts]:
+def held_parts(s: Setting) -> list[Parts]:
     """Everything at once, and the phases of the first and the last stage where the stack is `phased`.
 
     The first of them stands for everything at once; where all candidates have phases it is one of these.
     """
-    stack, width = machine.stack, machine.width
-    tokens, layers = tokens_of(workload, c), np.ceil(n.layers / c.pp)
-    one_layer = activation_bytes(n, machine, workload, c)
-    kept = kept_bytes(n, machine, workload, c, one_layer)
+    n, c, stack = s.n, s.c, s.machine.stack
+    one_layer = activation_bytes(s)
+    kept = kept_bytes(s, one_layer)
     worked = np.where((c.recompute > 1) & (c.recompute < SOME), one_layer, 0.0)
     freed = np.where(c.recompute < SOME, kept, one_layer)
-    routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * width * stack.imbalance
-    exchange = np.where(c.ep > 1, 2.0 * tokens / c.tp * routed, 0.0) if n.experts else np.zeros(1)
+    routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * s.machine.width
+    exchange = np.zeros(1)
+    if n.experts:
+        exchange = np.where(c.ep > 1, 2.0 * s.tokens / c.tp * (routed * stack.imbalance), 0.0)
     found: list[Parts] = []
     if stack.phased and bool((c.zero > 1).any()):
-        stages = _stages(n, machine, workload, c, kept, freed, worked, exchange)
+        stages = _stages(s, kept, freed, worked, exchange)
         # Without a pipeline the last stage is the first.
         for stage in stages[: 2 if bool((c.pp > 1).any()) else 1]:
-            found += phases(n, workload, c, stage)
+            found += phases(s, stage)
         if bool((c.zero > 1).all()):
             return found
+    layers, logits = s.layers, s.logits
     saved = layers * in_flight(c) * kept
-    logits = tokens * n.vocab / c.tp * stack.logit_bytes * max(width, 2.0) / 2.0
     # With a pipeline the first stage holds most activations and the last one the logits: the fuller of the two.
     last_saved = layers * kept * np.where(c.pp > 1, in_flight_last(c), 1.0)
     head_fuller = (c.pp > 1) & (last_saved + logits > saved)
     saved = np.where(head_fuller, last_saved, saved)
     logits = np.where((c.pp > 1) & ~head_fuller, 0.0, logits)
-    return [_at_once(n, machine, workload, c, saved + worked, exchange, logits), *found]
+    return [_at_once(s, saved + worked, exchange, logits), *found]
 
 
 def _stages(
-    n: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    kept: Array,
-    freed: Array,
-    worked: Array,
-    exchange: Array,
+    s: Setting, kept: Array, freed: Array, worked: Array, exchange: Array
 ) -> tuple[StageMemory, StageMemory]:
     """The first stage, which has the embedding and most in flight, and the last one, which has the head."""
-    one = c.pp <= 1
+    n, c, one = s.n, s.c, s.c.pp <= 1
     layer = 6.0 * (n.attention_weights + n.mlp_weights + n.active_expert_weights)
-    layer = layer + 3.0 * n.attention_flops(workload.seq_len)
-    cut = lay_out(
-        c,
-        n.layers,
-        np.full(1, layer),
-        np.full(1, 6.0 * n.head_weights),
-        bool(machine.stack.even_stages),
-    )
+    layer = layer + 3.0 * n.attention_flops(s.workload.seq_len)
+    even, head = bool(s.machine.stack.even_stages), np.full(1, 6.0 * n.head_weights)
+    cut = lay_out(c, n.layers, np.full(1, layer), head, even)
     # Every stage has a layer.
     last_layers = np.where(one, n.layers, np.maximum(cut.last, 1.0))
     most = np.where(one, n.layers, np.ceil((n.layers - last_layers) / np.maximum(c.pp - 1.0, 1.0)))
     every = n.embedding_weights + n.head_params
-    width, tokens = machine.width, tokens_of(workload, c)
-    logits = tokens * n.vocab / c.tp * machine.stack.logit_bytes * max(width, 2.0) / 2.0
     shared = (kept, freed, worked, exchange)
     first = np.where(one, every, n.embedding_weights) * 1.0
     last = np.where(one, every, n.head_weights) * 1.0
     return (
-        StageMemory(most, first, in_flight(c), np.where(one, logits, 0.0), *shared),
-        StageMemory(last_layers, last, np.where(one, 1.0, in_flight_last(c)), logits, *shared),
+        StageMemory(most, first, in_flight(c), np.where(one, s.logits, 0.0), *shared),
+        StageMemory(last_layers, last, np.where(one, 1.0, in_flight_last(c)), s.logits, *shared),
     )
 
 
-def _at_once(
-    n: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    activations: Array,
-    exchange: Array,
-    logits: Array,
-) -> Parts:
+def _at_once(s: Setting, activations: Array, exchange: Array, logits: Array) -> Parts:
     """All of it at the same time."""
-    stack = machine.stack
-    width, reduce_width = widths(workload)[1], float(DTYPE_BYTES[workload.reduce_dtype])
-    layers, tokens = np.ceil(n.layers / c.pp), tokens_of(workload, c)
-    states, w = state_bytes(n, workload, c), Weights.of(n, workload, c)
+    n, c, stack, width, layers = s.n, s.c, s.machine.stack, s.machine.width, s.layers
+    elements = stage_elements(s)
+    states, w = state_bytes(s, elements), Weights.of(s)
     vocabulary = w.vocabulary
     if stack.vocabulary_groups > 1:
         vocabulary = np.minimum(vocabulary, max(n.embedding_weights, n.head_weights) / c.tp)
     gathered_layers = np.where(c.zero > 2, np.minimum(2.0, layers), layers)
     gathered = np.where(w.copies, (gathered_layers * w.layer + vocabulary) * width, 0.0)
-    reduced = np.where(w.sharded, reduce_width + width, width)
+    reduced = np.where(w.sharded, s.reduce_width + width, width)
     buffers = np.where(w.copies, np.maximum(w.layer, vocabulary) * reduced, 0.0)
-    copy = stack.gradient_copy_bytes * np.where(c.zero < 2, stage_elements(n, c).whole, 0.0)
-    # The backward of one layer holds the gradient of a gathered input.
-    working = np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
-    return Parts(
-        states, states.gradients + copy, gathered, buffers, activations, working, exchange, logits
+    gradients = states.gradients + stack.gradient_copy_bytes * np.where(
+        c.zero < 2, elements[0], 0.0
     )
+    # The backward of one layer holds the gradient of a gathered input.
+    working = np.where(c.tp > 1, s.tokens * n.hidden * width, 0.0)
+    return Parts(states, gradients, gathered, buffers, activations, working, exchange, logits)
 
 
 def in_flight_last(c: Candidates) -> Array:

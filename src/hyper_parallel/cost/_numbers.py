@@ -149,6 +149,29 @@ class ModelNumbers:
         """All elements of a mean layer."""
         return self.attention_weights + self.mlp_weights + self.expert_weights + self.vector_weights
 
+    @property
+    def saved_elements(self) -> float:
+        """Elements per token that a layer keeps for backward, without recomputation and experts, before the cut by P.
+
+        4h for the inputs of the two norms and of the two column matmuls, twice the query width for queries and
+        attention output, keys and values, and the feed-forward part. With all query heads as wide as h: 6h + 2k + 3f.
+
+        Source: Korthikanti et al. 2022, section 4.1, with flash attention and a gated feed-forward part.
+        """
+        own = 4.0 * self.hidden + self.q_width + self.v_width
+        return own + 2.0 * self.k_width + self.mlp_saved_width
+
+    def eager_bytes(self, width: float) -> float:
+        """What operators keep per token and layer when nothing fuses them, beyond `saved_elements`.
+
+        A norm its float32 input and the normalised one; attention a copy of its output in the order of tokens; a gated
+        part the activation of its gate; experts also their dispatched inputs and outputs.
+        """
+        experts = self.experts_per_token * (self.expert_width + self.hidden)
+        gate = max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
+        norms = 8.0 * self.hidden + 6.0 * self.normed_width
+        return norms + width * (self.v_width + gate + experts)
+
     def attention_flops(self, seq_len: int) -> float:
         """FLOPs per token and mean layer of the two attention products in forward, causal pairs only."""
         total = math.fsum(

@@ -1,4 +1,8 @@
-"""What a rank holds in the phases of a step in which FSDP2 is fullest, as arrays over candidates.
+"""What a rank holds: parameters, gradients, optimizer states, and the phases of a step in which FSDP2 is fullest.
+
+ZeRO 2 and 3 as FSDP2 does it: parameters, gradients and optimizer states are shards in the parameter format. ZeRO 0
+and 1 as Megatron does it: parameters in the compute format, float32 gradients, and a float32 copy and two moments in
+the optimizer. Phases of a step:
 
     loss        all activations, the logits and their gradient; embedding and head gathered, and the last layer early
     last layer  all activations, its gradients of activations; two layers gathered
@@ -16,20 +20,56 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import Candidates
-from hyper_parallel.cost._layer import tokens_of
-from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._states import (
-    States,
-    outside_elements,
-    stage_elements,
-    state_bytes,
-    widths,
-)
-from hyper_parallel.ir import MemoryTerm, Workload
-from hyper_parallel.units import DTYPE_BYTES
+from hyper_parallel.cost._candidates import Array
+from hyper_parallel.cost._setting import Setting
+from hyper_parallel.ir import MemoryTerm
 
-Array = NDArray[np.float64]
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes of what lives through the whole step, and what the optimizer moves."""
+
+    parameters: Array
+    gradients: Array
+    optimizer: Array
+    optimizer_moved: Array
+
+
+def stage_elements(
+    s: Setting, layers: Array | None = None, outside: Array | None = None
+) -> tuple[Array, Array]:
+    """Parameters of a rank after pp, tp and ep, before data sharding; and its share of them under full sharding.
+
+    Args:
+        s: What is priced.
+        layers: Layers of its stage; None: ceil(L / p).
+        outside: Elements of embedding and head in its stage; None: the larger of them.
+    """
+    c = s.c
+    layers = s.layers if layers is None else layers
+    dense = s.dense(layers) + (s.outside if outside is None else outside) / c.tp
+    experts = s.experts(layers)
+    # The ranks that hold the same experts: what ep and the cut of an expert leave of dp_shard x cp x tp.
+    share = np.maximum(1.0, s.shards * c.tp / (c.ep * c.etp))
+    return dense + experts, dense / s.shards + experts / share
+
+
+def state_bytes(s: Setting, elements: tuple[Array, Array] | None = None) -> States:
+    """Parameters, gradients and optimizer states of a rank, the fullest when its elements are not given.
+
+    Source: Rajbhandari et al. 2020 (ZeRO), section 3.
+    """
+    param, compute = s.param_width, s.machine.width
+    whole, sharded = elements or stage_elements(s)
+    master = param if param != compute else 0.0
+    mine = np.where(s.c.zero > 0, sharded, whole)
+    fully = s.c.zero > 1
+    parameters = np.where(fully, sharded * param, whole * compute)
+    gradients = np.where(fully, sharded, whole) * param
+    states = mine * (2.0 * param + np.where(fully, 0.0, master))
+    # AdamW reads gradient, parameter and two moments and writes three of them; a copy in the compute format is written.
+    moved = mine * (7.0 * param + np.where(fully, 0.0, compute))
+    return States(parameters, gradients, states, moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +100,9 @@ class Parts:
 
     def mixed(self, other: Parts, share: Array) -> Parts:
         """What is held when a share of the layers is as in the other one."""
-        names = [f.name for f in fields(Parts) if f.name != "states"]
-        values = {
-            name: (1.0 - share) * getattr(self, name) + share * getattr(other, name)
-            for name in names
-        }
-        return replace(self, **values)
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(Parts)}
+        del pairs["states"]
+        return replace(self, **{k: (1.0 - share) * a + share * b for k, (a, b) in pairs.items()})
 
     @property
     def staying(self) -> Array:
@@ -75,14 +112,8 @@ class Parts:
     @property
     def moving(self) -> Array:
         """What comes and goes."""
-        return (
-            self.gathered
-            + self.buffers
-            + self.activations
-            + self.working
-            + self.exchange
-            + self.logits
-        )
+        held = self.gathered + self.buffers + self.activations
+        return held + self.working + self.exchange + self.logits
 
     def terms(self, context_bytes: float) -> tuple[SpaceTerm, ...]:
         """One term for each, and the device's context."""
@@ -119,18 +150,14 @@ class Weights:
     copies: NDArray[np.bool_]
 
     @classmethod
-    def of(
-        cls, n: ModelNumbers, workload: Workload, c: Candidates, outside: Array | None = None
-    ) -> Weights:
+    def of(cls, s: Setting, outside: Array | None = None) -> Weights:
         """Elements of a rank; `outside` are those of embedding and head in its stage, None: the larger."""
-        param, width = widths(workload)
-        dense = (n.attention_weights + n.mlp_weights) / c.tp + n.vector_weights
-        sharded = (c.dp_shard * c.cp > 1) & (c.zero > 1)
+        zero, tp = s.c.zero, s.c.tp
+        sharded = (s.shards > 1) & (zero > 1)
         # A copy exists where parameters are gathered or where the compute format differs from the stored one.
-        copies = (c.zero > 1) & (sharded | (width != param))
-        vocabulary = (outside_elements(n, c) if outside is None else outside) / c.tp
-        layer = dense + n.expert_weights / (c.ep * c.etp)
-        return cls(layer, vocabulary, n.head_params / c.tp, sharded, copies)
+        copies = (zero > 1) & (sharded | (s.machine.width != s.param_width))
+        vocabulary = (s.outside if outside is None else outside) / tp
+        return cls(s.dense() + s.experts(), vocabulary, s.n.head_params / tp, sharded, copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +174,12 @@ class StageMemory:
     exchange: Array  # bytes of the dispatched tokens of one layer
 
 
-def phases(
-    n: ModelNumbers, workload: Workload, c: Candidates, stage: StageMemory
-) -> tuple[Parts, ...]:
+def phases(s: Setting, stage: StageMemory) -> tuple[Parts, ...]:
     """The four phases of a stage."""
-    width, wide = widths(workload)[1], float(DTYPE_BYTES[workload.reduce_dtype])
-    layers, tokens, none = stage.layers, tokens_of(workload, c), np.zeros(1)
-    elements = stage_elements(n, c, layers, stage.outside)
-    states, w = (
-        state_bytes(n, workload, c, elements),
-        Weights.of(n, workload, c, stage.outside),
-    )
+    n, c, width, wide = s.n, s.c, s.machine.width, s.reduce_width
+    layers, tokens, none = stage.layers, s.tokens, np.zeros(1)
+    states = state_bytes(s, stage_elements(s, layers, stage.outside))
+    w = Weights.of(s, stage.outside)
     piped, several = c.pp > 1, c.accumulation > 1
     copies = np.where(w.copies, width, 0.0)
     root = copies * w.vocabulary
@@ -169,7 +191,7 @@ def phases(
     sums = np.where(piped & w.copies, wide * (w.vocabulary + layers * w.layer), 0.0)
     mine = np.where(piped & w.copies, 0.0, states.gradients)
     before = np.where(several, mine, 0.0)
-    shards = np.where(w.sharded, c.dp_shard * c.cp, 1.0)
+    shards = np.where(w.sharded, s.shards, 1.0)
     outer = w.vocabulary / shards * wide
     inner = np.maximum(mine - outer, 0.0)
     # Before reduction in the compute format, in reduction wide; a group of one rank makes a wide copy of it all.

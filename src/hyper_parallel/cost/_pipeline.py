@@ -16,11 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import SCHEDULES, Candidates
+from hyper_parallel.cost._candidates import SCHEDULES, Array, Candidates
 
-Array = NDArray[np.float64]
 Speed = Callable[[Array], Array]
 """Speed of a rank while a share of all ranks works, against all of them at work: 1 or more, and 1 for the share 1."""
 

@@ -14,10 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import ORDERS, Candidates
+from hyper_parallel.cost._candidates import ORDERS, Array, Candidates
 from hyper_parallel.ir import AXES
 
-Array = NDArray[np.float64]
 Axis = tuple[Array, Array]
 """Degree and stride of one axis of a group."""
 

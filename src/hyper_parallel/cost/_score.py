@@ -6,30 +6,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hyper_parallel.cost._budget import away_from, copy_load
-from hyper_parallel.cost._candidates import Candidates, distinct, shape_of
+from hyper_parallel.cost._candidates import Array, Candidates, shape_of
 from hyper_parallel.cost._copies import COPIES, put_away
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import SpaceTerm
-from hyper_parallel.cost._place import Places
+from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._step import LayerPrices, Pace, Rest
 from hyper_parallel.cost._time import TimeTerm, time_terms
 from hyper_parallel.ir import CostTerm, MemoryTerm, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.topology import Supernode
-
-Array = NDArray[np.float64]
-
-_LAYER_COLUMNS = (
-    "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp", "microbatch",
-    "recompute", "zero", "order", "regather", "attention_tokens", "cp_gather",
-)  # fmt: skip
-_FACTORISE_FROM = 512
-"""Rows from which pricing distinct layers once is worth finding them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,89 +48,43 @@ def _moves(term: TimeTerm, index: int) -> bool:
     return any(np.ravel(term.inputs[n])[index] > 0.0 for n in ("need_bytes", "end_bytes"))
 
 
-def score(
-    numbers: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    candidates: Candidates,
-    only: Literal["time", "memory"] | None = None,
-) -> Scores:
-    """Price candidates; nothing is checked for legality here.
-
-    The price of a layer depends on few of the columns, so each distinct layer is priced once.
+def score(s: Setting, only: Literal["time", "memory"] | None = None) -> Scores:
+    """Price candidates, columns of one length or an open grid; nothing is checked for legality here.
 
     Args:
-        numbers: The model.
-        machine: The machine and its cards.
-        workload: Sequence length and number formats.
-        candidates: Strategies; columns of one length, or an open grid.
+        s: What is priced.
         only: Leave the terms of the other out; its sum is then 0.
     """
-    time: tuple[TimeTerm, ...] = ()
-    memory: tuple[SpaceTerm, ...] = ()
-    if only != "memory":
-        prices = layer_prices(numbers, machine, workload, candidates)
-        time = time_terms(numbers, machine, workload, candidates, prices)
-    if only != "time":
-        memory = memory_terms(numbers, machine, workload, candidates)
+    time = time_terms(s) if only != "memory" else ()
+    memory = memory_terms(s) if only != "time" else ()
     held = sum((t.bytes for t in memory), np.zeros(1))
-    if memory and (candidates.offload > 0).any():
-        held = away_from(held, numbers, machine, workload, candidates)
+    if memory:
+        held = away_from(held, s)
     return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), held)
 
 
-def layer_prices(
-    numbers: ModelNumbers, machine: Machine, workload: Workload, c: Candidates
-) -> LayerPrices:
-    """Prices of the layers of candidates, each distinct layer computed once."""
-    flat = c.pp.ndim == 1 and len(c) >= _FACTORISE_FROM
-    if not flat:
-        return LayerPrices.of(numbers, machine, workload, c, Places.of(c))
-    # With another order than the mesh's own the strides of a layer's groups also depend on the outer axes.
-    moved = bool((c.order > 0).any())
-    columns = (*_LAYER_COLUMNS, "pp", "dp_replicate") if moved else _LAYER_COLUMNS
-    # Of a pipeline only that it is one: its sharded gradients are reduced once per step.
-    first, index = distinct([getattr(c, name) for name in columns] + [np.minimum(c.pp, 2.0)])
-    layers = c.take(first)
-    return LayerPrices.of(numbers, machine, workload, layers, Places.of(layers)).take(index)
-
-
-def step_seconds(
-    numbers: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    parts: Literal["all", "pace"] = "all",
-) -> Array:
+def step_seconds(s: Setting, parts: Literal["all", "pace"] = "all") -> Array:
     """The sum of the time terms without the terms.
 
     Args:
-        numbers: The model.
-        machine: The machine and its cards.
-        workload: Sequence length and number formats.
-        c: Strategies; columns of one length.
+        s: What is priced, columns of one length.
         parts: `pace` leaves out what the sharing of states adds and what comes once per step.
     """
-    prices = layer_prices(numbers, machine, workload, c)
-    pace = Pace.of(numbers, machine, workload, c, prices)
-    seconds = pace.seconds(c, prices)
+    prices = LayerPrices.of(s)
+    pace = Pace.of(s, prices)
+    seconds = pace.seconds(s.c.accumulation, prices)
     if parts == "all":
-        layers = pace.stages.layers
-        rest = Rest.of(numbers, machine, workload, c, Places.of(c), prices, layers)
+        rest = Rest.of(s, prices, pace.stages.layers)
         seconds = (seconds + rest.seconds) * (1.0 + rest.noise)
-        if (c.offload > 0).any():
-            load = copy_load(numbers, machine, workload, c, prices, pace, rest)
-            seconds = seconds + load.best()[1]
-    return np.broadcast_to(seconds, shape_of(c))
+        if (s.c.offload > 0).any():
+            seconds = seconds + copy_load(s, prices, pace, rest).best()[1]
+    return np.broadcast_to(seconds, shape_of(s.c))
 
 
-def sharing_seconds(
-    numbers: ModelNumbers, machine: Machine, workload: Workload, c: Candidates
-) -> tuple[Array, Array]:
+def sharing_seconds(s: Setting) -> tuple[Array, Array]:
     """Seconds of sharing states: their gathers and reductions; the sums of gradients that are added up in full."""
-    prices = layer_prices(numbers, machine, workload, c)
-    layers = Pace.of(numbers, machine, workload, c, prices).stages.layers
-    rest = Rest.of(numbers, machine, workload, c, Places.of(c), prices, layers)
+    prices = LayerPrices.of(s)
+    rest = Rest.of(s, prices, Pace.of(s, prices).stages.layers)
     return rest.fsdp + rest.tail, rest.accumulated
 
 
@@ -169,4 +113,5 @@ def _single(
     model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
 ) -> Scores:
     machine = Machine.of(supernode, workload.compute_dtype)
-    return score(ModelNumbers.of(model), machine, workload, Candidates.of(strategy, workload))
+    candidate = Candidates.of(strategy, workload)
+    return score(Setting(ModelNumbers.of(model), machine, workload, candidate))

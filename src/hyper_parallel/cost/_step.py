@@ -7,30 +7,34 @@ m microbatches, p stages, l layers of the slowest stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import Candidates
+from hyper_parallel.cost._candidates import Array, distinct
 from hyper_parallel.cost._communication import (
     Communication,
+    Tail,
     exposed,
     hop_seconds,
     layer_communication,
+    step_tail,
+    tensor_hops,
 )
-from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds, tokens_of
-from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds
+from hyper_parallel.cost._phases import stage_elements, state_bytes
 from hyper_parallel.cost._pipeline import StageSplit, bubble_seconds, lay_out
-from hyper_parallel.cost._place import Places, neighbours
-from hyper_parallel.cost._sharing import Tail, step_tail, tensor_hops
-from hyper_parallel.cost._states import outside_elements, stage_elements, state_bytes
-from hyper_parallel.ir import Workload
+from hyper_parallel.cost._place import neighbours
+from hyper_parallel.cost._setting import Setting
+from hyper_parallel.ir import AXES
 
-Array = NDArray[np.float64]
-
+_LAYER_COLUMNS = (
+    "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp", "microbatch",
+    "recompute", "zero", "order", "regather", "attention_tokens", "cp_gather",
+)  # fmt: skip
+_FACTORISE_FROM = 512
+"""Rows from which pricing distinct layers once is worth finding them."""
 LOGIT_BYTES = 24.0
 """Bytes moved per logit by the loss: written, cast to float32 (read 2, written 4), softmax and its gradient in place
 (read and written twice), cast back."""
@@ -45,18 +49,21 @@ class LayerPrices:
     head: Array  # seconds of the output projection and the loss of one microbatch
 
     @classmethod
-    def of(
-        cls,
-        numbers: ModelNumbers,
-        machine: Machine,
-        workload: Workload,
-        c: Candidates,
-        places: Places,
-    ) -> LayerPrices:
-        """Prices of candidates; only the columns of the layer are read, and the strides of its groups."""
-        work = layer_compute(numbers, machine, workload, c)
-        comm = layer_communication(numbers, machine, workload, c, places, work)
-        return cls(work, comm, _head(numbers, machine, workload, c))
+    def of(cls, s: Setting) -> LayerPrices:
+        """Prices of the layers of candidates, each distinct layer computed once."""
+        c = s.c
+        if c.pp.ndim != 1 or len(c) < _FACTORISE_FROM:
+            work = layer_compute(s)
+            return cls(work, layer_communication(s, work), _head(s))
+        # With another order than the mesh's own the strides of a layer's groups also depend on the outer axes.
+        moved = bool((c.order > 0).any())
+        columns = (*_LAYER_COLUMNS, "pp", "dp_replicate") if moved else _LAYER_COLUMNS
+        # Of a pipeline only that it is one: its sharded gradients are reduced once per step.
+        first, index = distinct([getattr(c, name) for name in columns] + [np.minimum(c.pp, 2.0)])
+        distinct_layers = Setting(s.n, s.machine, s.workload, c.take(first))
+        work = layer_compute(distinct_layers)
+        comm = layer_communication(distinct_layers, work)
+        return cls(work, comm, _head(distinct_layers)).take(index)
 
     @property
     def layer(self) -> Array:
@@ -79,32 +86,32 @@ def _rows(value: Array, index: NDArray[np.intp]) -> Array:
     return value[index] if value.size > 1 else value
 
 
-def _head(n: ModelNumbers, machine: Machine, workload: Workload, c: Candidates) -> Array:
+def _head(s: Setting) -> Array:
     """Output projection in the compute dtype, forward and both gradients, and the loss."""
-    tokens, vocab = tokens_of(workload, c), n.vocab / c.tp
+    machine, tokens, vocab = s.machine, s.tokens, s.n.vocab / s.c.tp
     share = machine.card.share("matmul", machine.compute_dtype)
     # The head stays in the compute dtype where the layers use 8 or 4 bits.
     slower = machine.matmul_flops / (machine.peak_flops * share / machine.stack.compute)
-    products = 3.0 * matmul_seconds(machine, tokens, vocab, n.hidden) * slower
+    products = 3.0 * matmul_seconds(machine, tokens, vocab, s.n.hidden) * slower
     return products + LOGIT_BYTES * tokens * vocab / machine.passing_bytes_s
 
 
-def _host_work(
-    seconds: Mapping[str, float], c: Candidates, layers: Array, moe_share: float
-) -> Array:
+def _host_work(s: Setting, layers: Array) -> Array:
     """Core seconds of a step that a rank spends on starting what the axes do, beyond the time on the links."""
+    c, seconds = s.c, s.machine.stack.host_s
     total: Array = np.zeros(1)
     if not seconds:
         return total
-    full = np.where(c.recompute > 1, 1.5, 1.0)
+    all_layers = c.accumulation * layers
+    redone = all_layers * np.where(c.recompute > 1, 1.5, 1.0)
     kinds = {
         "dp_replicate": (c.dp_replicate > 1, layers),
-        "dp_shard": (c.dp_shard * c.cp > 1, c.accumulation * layers),
-        "cp": (c.cp - c.cp_ulysses > 0.5, c.accumulation * layers * full),
-        "cp_ulysses": (c.cp_ulysses > 1, c.accumulation * layers * full),
-        "tp_x": (c.tp > 1, c.accumulation * layers * full),
-        "tp_y": (c.tp_y > 1, c.accumulation * layers * full),
-        "ep": (c.ep > 1, c.accumulation * layers * full * moe_share),
+        "dp_shard": (s.shards > 1, all_layers),
+        "cp": (c.cp - c.cp_ulysses > 0.5, redone),
+        "cp_ulysses": (c.cp_ulysses > 1, redone),
+        "tp_x": (c.tp > 1, redone),
+        "tp_y": (c.tp_y > 1, redone),
+        "ep": (c.ep > 1, redone * s.n.moe_share),
         "pp": (c.pp > 1, c.accumulation * c.vpp),
     }
     for axis, (used, times) in kinds.items():
@@ -124,21 +131,15 @@ class Pace:
     sends: Array  # all sends that nothing hides
 
     @classmethod
-    def of(
-        cls,
-        n: ModelNumbers,
-        machine: Machine,
-        workload: Workload,
-        c: Candidates,
-        prices: LayerPrices,
-    ) -> Pace:
+    def of(cls, s: Setting, prices: LayerPrices) -> Pace:
         """The pace of candidates whose layers are priced."""
-        work, comm, stack = prices.work, prices.comm, machine.stack
+        c, pace, stack = s.c, s.machine.pace, s.machine.stack
+        work, comm = prices.work, prices.comm
         chunked = (c.pp > 1) & (c.vpp > 1)
         hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
         ep = comm.ep * (1.0 - hidden)
         even = bool(stack.even_stages)
-        stages = lay_out(c, n.layers, prices.layer + ep, prices.head, even, machine.pace)
+        stages = lay_out(c, s.n.layers, prices.layer + ep, prices.head, even, pace)
         bubble = sends = hop = np.zeros(1)
         if (c.pp > 1).any():
             traffic = (comm.tp + ep + comm.cp) / 2.0
@@ -147,20 +148,20 @@ class Pace:
                 stages.others + (c.pp - 1.0) * comm.outside,
                 work.forward + work.launch / 3.0 + traffic,
                 work.backward + work.recompute + work.launch / 1.5 + traffic,
-                work.weight_gradient,
-                machine.pace,
+                work.matmul,
+                pace,
             )
-            hop = hop_seconds(n, machine, workload, c, neighbours(c))
+            hop = hop_seconds(s, neighbours(c))
             sends = 2.0 * (c.accumulation * c.vpp + c.pp - 1.0) * hop * (1.0 - stack.overlap_pp)
         return cls(ep, hidden, stages, bubble, hop, sends)
 
-    def seconds(self, c: Candidates, prices: LayerPrices) -> Array:
-        """The sum."""
+    def seconds(self, accumulation: Array, prices: LayerPrices) -> Array:
+        """The sum over so many microbatches."""
         work, comm, stages = prices.work, prices.comm, self.stages
         layer = work.forward + work.backward + work.recompute + work.launch
         layer = layer + comm.tp + comm.cp + self.ep
         microbatch = stages.layers * layer + stages.head * prices.head
-        return c.accumulation * microbatch + self.bubble + self.sends
+        return accumulation * microbatch + self.bubble + self.sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,45 +181,24 @@ class Rest:
     noise: Array  # share of the step that stragglers add
 
     @classmethod
-    def of(
-        cls,
-        n: ModelNumbers,
-        machine: Machine,
-        workload: Workload,
-        c: Candidates,
-        places: Places,
-        prices: LayerPrices,
-        layers: Array,
-    ) -> Rest:
+    def of(cls, s: Setting, prices: LayerPrices, layers: Array) -> Rest:
         """The rest of candidates whose layers are priced; `layers` are those of the slowest stage."""
-        work, comm, stack, m = prices.work, prices.comm, machine.stack, c.accumulation
-        most = np.ceil(n.layers / c.pp)
-        once = step_tail(n, machine, workload, c, places, most, outside_elements(n, c))
-        last = work.backward * layers + prices.head
-        tail = exposed(once.scatter, last, stack.overlap_dp) + once.late
-        tail = tail + exposed(once.gather, last / 2.0, stack.overlap_dp)
-        tail = tail + exposed(once.first, work.forward * layers, stack.overlap_dp)
-        tail = tail + tensor_hops(machine, c, places, most)
-        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
-        every = [getattr(places, name) for name in axes]
-        norm = 2.0 * machine.ring_seconds(np.full(1, 4.0), *every)
-        elements = stage_elements(n, c)
-        moved = state_bytes(n, workload, c, elements).optimizer_moved
-        added = (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (c.dp_shard * c.cp > 1)))
-        sums = m * 8.0 * machine.card.saturation * elements.whole / machine.stream_bytes_s
+        c, machine, stack, m = s.c, s.machine, s.machine.stack, s.c.accumulation
+        work, comm, overlap = prices.work, prices.comm, stack.overlap_dp
+        once, last = step_tail(s), work.backward * layers + prices.head
+        tail = exposed(once.scatter, last, overlap) + once.late
+        tail = tail + exposed(once.gather, last / 2.0, overlap)
+        tail = tail + exposed(once.first, work.forward * layers, overlap) + tensor_hops(s)
+        norm = machine.ring_seconds(np.full(1, 4.0), *(getattr(s.places, name) for name in AXES))
+        elements = stage_elements(s)
+        moved = state_bytes(s, elements).optimizer_moved
+        added = (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (s.shards > 1)))
+        sums = m * 8.0 * machine.card.saturation * elements[0] / machine.stream_bytes_s
         return cls(
-            m * (layers * comm.fsdp + comm.outside),
-            once,
-            tail,
-            norm,
-            elements.whole,
-            moved,
-            moved / machine.stream_bytes_s,
-            np.where(added, sums, 0.0),
-            machine.crowd * _host_work(stack.host_s, c, layers, n.moe_share),
-            stack.step_s,
-            stack.straggle * np.log2(np.maximum(c.world_size, 1.0)),
-        )
+            m * (layers * comm.fsdp + comm.outside), once, tail, 2.0 * norm, elements[0], moved,
+            moved / machine.stream_bytes_s, np.where(added, sums, 0.0), machine.crowd * _host_work(s, layers),
+            stack.step_s, stack.straggle * np.log2(np.maximum(c.world_size, 1.0)),
+        )  # fmt: skip
 
     @property
     def seconds(self) -> Array:

@@ -5,22 +5,16 @@ The seconds are those of `_step`. Letters as in `_layer`, and m microbatches, p 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hyper_parallel.cost._budget import copy_load
-from hyper_parallel.cost._candidates import Candidates, shape_of
+from hyper_parallel.cost._candidates import Array, shape_of
 from hyper_parallel.cost._copies import COPIES, FORMULA, SOURCE
-from hyper_parallel.cost._layer import tokens_of
-from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._place import Places
+from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._step import LayerPrices, Pace, Rest
-from hyper_parallel.ir import CostTerm, Workload
-
-Array = NDArray[np.float64]
+from hyper_parallel.ir import CostTerm
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +34,17 @@ class TimeTerm:
         return CostTerm(self.name, float(self.seconds[index]), self.formula, inputs, self.source)
 
 
-def time_terms(
-    numbers: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    c: Candidates,
-    prices: LayerPrices | None = None,
-) -> tuple[TimeTerm, ...]:
-    """All terms of the step time; their sum is the prediction.
-
-    Args:
-        numbers: The model.
-        machine: The device and its links.
-        workload: Sequence length and number formats; the batch numbers come from the candidates.
-        c: Candidates.
-        prices: Prices of the layers, when they are already known.
-    """
-    n, card, stack, m = numbers, machine.card, machine.stack, c.accumulation
-    places = Places.of(c)
-    prices = prices or LayerPrices.of(numbers, machine, workload, c, places)
-    work, comm, tokens = prices.work, prices.comm, tokens_of(workload, c)
-    pace = Pace.of(n, machine, workload, c, prices)
+def time_terms(s: Setting) -> tuple[TimeTerm, ...]:
+    """All terms of the step time; their sum is the prediction."""
+    n, c, machine, m = s.n, s.c, s.machine, s.c.accumulation
+    card, stack, dtype = machine.card, machine.stack, machine.matmul_dtype
+    prices = LayerPrices.of(s)
+    work, comm, pace = prices.work, prices.comm, Pace.of(s, prices)
     stages, layers = pace.stages, pace.stages.layers
-    rest = Rest.of(n, machine, workload, c, places, prices, layers)
+    rest = Rest.of(s, prices, layers)
     all_layers, once = m * layers, rest.once
-
     weights = n.attention_weights + n.mlp_weights + n.active_expert_weights
-    of: dict[str, Array | float] = {"T": tokens, "m": m, "l": layers, "P": c.tp}
-    dtype = machine.matmul_dtype
+    of: dict[str, Array | float] = {"T": s.tokens, "m": m, "l": layers, "P": c.tp}
     terms = (
         TimeTerm(
             "matmul", all_layers * 3.0 * work.matmul,
@@ -81,7 +58,7 @@ def time_terms(
             "m l 3.5 T A / P / reached FLOP/s, A causal FLOPs per token forward; the share falls with short sequences "
             "and narrow heads",
             f"Dao 2023 (FlashAttention-2), section 3; {card.source('attention.bfloat16')}",
-            {**of, "A": n.attention_flops(workload.seq_len), "reached_flops": machine.attention_flops,
+            {**of, "A": n.attention_flops(s.workload.seq_len), "reached_flops": machine.attention_flops,
              "flash": stack.flash},
         ),
         TimeTerm(
@@ -117,8 +94,7 @@ def time_terms(
         TimeTerm(
             "gradient accumulation", rest.accumulated,
             "m 8 bytes per parameter of the rank: a float32 sum is read and written, as far as products do not hide it",
-            card.source("saturation"),
-            {"m": m, "elements": rest.elements},
+            card.source("saturation"), {"m": m, "elements": rest.elements},
         ),
         TimeTerm(
             "tp communication", all_layers * comm.tp,
@@ -144,7 +120,7 @@ def time_terms(
             "m l gathers (forward; ZeRO-3: backward) and a scatter beyond the layer they hide behind; "
             "embedding and head never hide",
             f"Rajbhandari et al. 2020 (ZeRO), section 7; {stack.source('overlap_dp')}",
-            {**of, "d": c.dp_shard * c.cp, "gather_s": comm.fsdp_gather, "scatter_s": comm.fsdp_scatter,
+            {**of, "d": s.shards, "gather_s": comm.fsdp_gather, "scatter_s": comm.fsdp_scatter,
              "overlap": stack.overlap_dp},
         ),
         TimeTerm(
@@ -152,9 +128,8 @@ def time_terms(
             "gradients summed and parameters gathered once per step, beyond the last microbatch's backward; those that "
             "a pipeline keeps sharded in full",
             f"ring collectives, Patarasuk and Yuan 2009; {stack.source('overlap_dp')}",
-            {"r": c.dp_replicate, "d": c.dp_shard * c.cp, "scatter_s": once.scatter, "gather_s": once.gather,
-             "first_s": once.first,
-             "late_s": once.late},
+            {"r": c.dp_replicate, "d": s.shards, "scatter_s": once.scatter, "gather_s": once.gather,
+             "first_s": once.first, "late_s": once.late},
         ),
         TimeTerm(
             "pipeline bubble", pace.bubble,
@@ -176,26 +151,17 @@ def time_terms(
             "bytes of gradients, states and parameters that AdamW reads and writes / memory bandwidth",
             card.source("stream"), {"bytes": rest.moved, "memory_bytes_s": machine.stream_bytes_s},
         ),
-        TimeTerm(
-            "every step", np.full(1, rest.every), "data, logging, host", stack.source("step_s")
-        ),
+        TimeTerm("every step", np.full(1, rest.every), "data, logging, host", stack.source("step_s")),
     )  # fmt: skip
-    total = sum((t.seconds for t in terms), np.zeros(1))
-    shape = shape_of(c)
+    total, shape = sum((t.seconds for t in terms), np.zeros(1)), shape_of(c)
     late = TimeTerm(
         "stragglers", rest.noise * total, "share per doubling of the devices * the rest", stack.source("straggle"),
         {"devices": c.world_size},
     )  # fmt: skip
     copies: tuple[TimeTerm, ...] = ()
     if (c.offload > 0).any():
-        load = copy_load(n, machine, workload, c, prices, pace, rest)
+        load = copy_load(s, prices, pace, rest)
         copies = (TimeTerm(COPIES, load.best()[1], FORMULA, SOURCE, load.inputs()),)
-    return tuple(_spread(t, shape) for t in (*terms, late, *copies))
-
-
-def _spread(term: TimeTerm, shape: tuple[int, ...]) -> TimeTerm:
-    if term.seconds.shape == shape:
-        return term
-    return TimeTerm(
-        term.name, np.broadcast_to(term.seconds, shape), term.formula, term.source, term.inputs
+    return tuple(
+        replace(t, seconds=np.broadcast_to(t.seconds, shape)) for t in (*terms, late, *copies)
     )

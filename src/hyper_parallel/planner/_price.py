@@ -11,6 +11,7 @@ from hyper_parallel.cost import (
     COPIES,
     Candidates,
     Scores,
+    Setting,
     kept_bytes,
     memory_terms,
     mixed_term,
@@ -80,23 +81,17 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     """
     machine = request.machine
     whole = replace(strategy, recompute_layers=None)
-    scores = _score(request, whole, workload)
+    scores = score(_setting(request, whole, workload))
     cost, memory = scores.cost_at(0), scores.memory_at(0)
     layers = -(-request.model.num_layers // strategy.pp)
     kept = _kept(request, whole, workload)
     if strategy.recompute != "none" and strategy.recompute_layers is not None:
         share = strategy.recompute_layers / layers
         without = replace(whole, recompute="none")
-        plain = _score(request, without, workload)
+        plain = score(_setting(request, without, workload))
         kept = (1.0 - share) * _kept(request, without, workload) + share * kept
         cost = _mixed_time(plain, scores, share)
-        held = memory_terms(
-            request.numbers,
-            machine,
-            workload,
-            Candidates.of(whole, workload),
-            strategy.recompute_layers,
-        )
+        held = memory_terms(_setting(request, whole, workload), strategy.recompute_layers)
         memory = put_away(tuple(t.at(0) for t in held if t.bytes[0] > 0.0), cost)
     terms = {t.name: t.seconds for t in cost}
     sends = next((t for t in scores.time if t.name == "pipeline sends"), None)
@@ -131,15 +126,14 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     return priced
 
 
-def _score(request: PlanRequest, strategy: Strategy, workload: Workload) -> Scores:
+def _setting(request: PlanRequest, strategy: Strategy, workload: Workload) -> Setting:
     candidate = Candidates.of(strategy, workload)
-    return score(request.numbers, request.machine, workload, candidate)
+    return Setting(request.numbers, request.machine, workload, candidate)
 
 
 def _kept(request: PlanRequest, strategy: Strategy, workload: Workload) -> float:
     """Bytes that a layer and microbatch keeps for backward."""
-    candidate = Candidates.of(strategy, workload)
-    return float(np.ravel(kept_bytes(request.numbers, request.machine, workload, candidate))[0])
+    return float(np.ravel(kept_bytes(_setting(request, strategy, workload)))[0])
 
 
 def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ...]:

@@ -18,6 +18,7 @@ from hyper_parallel.cost import (
     Candidates,
     Machine,
     ModelNumbers,
+    Setting,
     few_layers,
     offloaded_bytes,
     sharing_seconds,
@@ -107,19 +108,20 @@ class RowPricer:
         if not len(next(iter(columns.values()))):
             return np.empty(0)
         c = self.candidates(columns, regather=float(choice[0]), recompute=float(choice[1]), **fixed)
-        return step_seconds(self.numbers, machine, self.workload, c, parts)
+        return step_seconds(Setting(self.numbers, machine, self.workload, c), parts)
 
     def peak(
         self, columns: Columns, choices: Sequence[Choice], machine: Machine, **fixed: float
     ) -> Array:
         """Peak bytes under every choice, [choices, rows]."""
         c = self.candidates(columns, **fixed)
-        return offloaded_bytes(self.numbers, machine, self.workload, c, choices)
+        return offloaded_bytes(Setting(self.numbers, machine, self.workload, c), choices)
 
     def few_layers(self, columns: Columns, choice: Choice, **fixed: float) -> tuple[Array, Array]:
         """As few layers of a rank as have to be recomputed under a choice, and the peak bytes with them."""
         c = self.candidates(columns, regather=float(choice[0]), **fixed)
-        return few_layers(self.numbers, self.machine, self.workload, c, choice[1], self.capacity)
+        setting = Setting(self.numbers, self.machine, self.workload, c)
+        return few_layers(setting, choice[1], self.capacity)
 
     def microbatch_s(self, columns: Columns, machine: Machine) -> Array:
         """Least seconds per token of one microbatch over all layers, all stages equally full, without sharding."""
@@ -153,7 +155,7 @@ class RowPricer:
 
         def shared(zero: float) -> tuple[Array, Array]:
             c = self.candidates(rows, recompute=0.0, zero=zero, offload=0.0)
-            return sharing_seconds(self.numbers, self.relaxed, self.workload, c)
+            return sharing_seconds(Setting(self.numbers, self.relaxed, self.workload, c))
 
         least = shared(2.0)[0]
         whole = width * (dense / tp + experts / fold) / columns["pp"]

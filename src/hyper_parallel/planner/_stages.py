@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from hyper_parallel.cost import Candidates, layer_prices
+from hyper_parallel.cost import Candidates, LayerPrices, Setting
 from hyper_parallel.ir import Stage, StageCost, Strategy, Workload
 from hyper_parallel.planner._request import PlanRequest
 
@@ -116,13 +116,13 @@ def _layer_costs(
         parts = []
         for chosen in dict.fromkeys((plain, replace(strategy, recompute_layers=None))):
             candidate = Candidates.of(chosen, workload)
-            prices = layer_prices(numbers, request.machine, workload, candidate)
+            prices = LayerPrices.of(Setting(numbers, request.machine, workload, candidate))
             w, c = prices.work, prices.comm
             head, outside = (float(np.ravel(v)[0]) for v in (prices.head, c.outside))
             values = (
                 w.forward + w.launch / 3.0,
-                w.backward - w.weight_gradient + w.recompute + w.launch / 3.0,
-                w.weight_gradient + w.launch / 3.0,
+                w.backward - w.matmul + w.recompute + w.launch / 3.0,
+                w.matmul + w.launch / 3.0,
                 (c.tp + c.cp + c.ep + c.fsdp) / 2.0,
             )
             parts.append(np.array([float(np.ravel(v)[0]) for v in values]))

@@ -31,6 +31,7 @@ from hyper_parallel.cost import (
     DeviceCard,
     Machine,
     ModelNumbers,
+    Setting,
     StackCard,
     at_ranks,
     device_card,
@@ -223,4 +224,4 @@ def _predicted(
 ) -> float:
     machine = Machine.of(supernode, plan.workload.compute_dtype, card=device, stack=stack)
     candidate = Candidates.of(plan.strategy, plan.workload)
-    return float(step_seconds(ModelNumbers.of(spec), machine, plan.workload, candidate)[0])
+    return float(step_seconds(Setting(ModelNumbers.of(spec), machine, plan.workload, candidate))[0])

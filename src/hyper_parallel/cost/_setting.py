@@ -1,0 +1,111 @@
+"""What every formula reads: a model, a machine, number formats and candidates, and what follows from them alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from hyper_parallel.cost._candidates import Array, Candidates
+from hyper_parallel.cost._machine import Machine, Ring
+from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._place import Places
+from hyper_parallel.ir import Workload
+from hyper_parallel.shard import TokenCut
+from hyper_parallel.units import DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Candidates for a model on a machine; properties are columns over the candidates."""
+
+    n: ModelNumbers
+    machine: Machine
+    workload: (
+        Workload  # sequence length and number formats; batch numbers are those of the candidates
+    )
+    c: Candidates
+    _rings: dict[str, Ring] = field(default_factory=dict, init=False, repr=False)
+
+    def under(self, **columns: Array) -> Setting:
+        """The same with some columns of the candidates replaced."""
+        return replace(self, c=replace(self.c, **columns))
+
+    @cached_property
+    def places(self) -> Places:
+        """Where the axes lie."""
+        return Places.of(self.c)
+
+    @cached_property
+    def tokens(self) -> Array:
+        """T: tokens of one microbatch on the ranks of one tensor-parallel group."""
+        return self.c.microbatch * self.workload.seq_len / self.c.cp
+
+    @cached_property
+    def layers(self) -> Array:
+        """Layers of the fullest stage when they are cut evenly."""
+        return np.ceil(self.n.layers / self.c.pp)
+
+    @cached_property
+    def shards(self) -> Array:
+        """d: ranks that share parameters."""
+        return self.c.dp_shard * self.c.cp
+
+    @cached_property
+    def cut(self) -> TokenCut:
+        """How the tokens of a microbatch are cut; padding is left out."""
+        c, tokens = self.c, self.tokens
+        ring = c.cp / c.cp_ulysses
+        return TokenCut(c.tp_x, c.tp_y, tokens, tokens / c.tp, tokens, ring, c.cp_ulysses)
+
+    @cached_property
+    def full(self) -> Array | float:
+        """1 where layers are recomputed in full; a number where that is so for all or none of the candidates."""
+        return plain(np.where(self.c.recompute > 1, 1.0, 0.0))
+
+    def dense(self, layers: Array | float = 1.0) -> Array:
+        """Parameters of mean layers on a tensor-parallel rank, without experts."""
+        n = self.n
+        return layers * ((n.attention_weights + n.mlp_weights) / self.c.tp + n.vector_weights)
+
+    def experts(self, layers: Array | float = 1.0) -> Array:
+        """Parameters of the experts of mean layers on an expert-parallel rank."""
+        return layers * self.n.expert_weights / (self.c.ep * self.c.etp)
+
+    @cached_property
+    def outside(self) -> Array:
+        """Parameters of embedding and head in the stage that holds more of them, before any cut."""
+        n = self.n
+        largest = max(n.embedding_weights, n.head_weights)
+        return np.where(self.c.pp > 1, largest, n.embedding_weights + n.head_params) * 1.0
+
+    @cached_property
+    def logits(self) -> Array:
+        """Bytes at the peak of the loss."""
+        each = self.machine.stack.logit_bytes * max(self.machine.width, 2.0) / 2.0
+        return self.tokens * self.n.vocab / self.c.tp * each
+
+    def sharing_ring(self, axis: str) -> Ring:
+        """Ranks that share parameters (axis dp_shard), those of experts (edp), or replicas (dp_replicate)."""
+        if axis not in self._rings:
+            p = self.places
+            groups = {"edp": p.edp, "dp_replicate": (p.dp_replicate,)}
+            self._rings[axis] = self.machine.ring(*groups.get(axis, (p.dp_shard, p.cp)))
+        return self._rings[axis]
+
+    @property
+    def param_width(self) -> float:
+        """Bytes of a stored parameter."""
+        return float(DTYPE_BYTES[self.workload.param_dtype])
+
+    @property
+    def reduce_width(self) -> float:
+        """Bytes of an element of a gradient while it is reduced."""
+        return float(DTYPE_BYTES[self.workload.reduce_dtype])
+
+
+def plain(column: Array) -> Array | float:
+    """A column, or its one value: arithmetic on numbers is much faster than on short arrays."""
+    same = column.size > 0 and bool((column == column.flat[0]).all())
+    return float(column.flat[0]) if same else column
