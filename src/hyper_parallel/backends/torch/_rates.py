@@ -10,17 +10,19 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hyper_parallel.calibration import LocalRates, fastest_rates
 
 _TURNS = 3
 """How often everything is measured."""
+Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,21 +43,24 @@ def _once(device: torch.device, dtypes: tuple[str, ...], window_s: float) -> Loc
     def clock(action: Callable[[], object]) -> float:
         return _mean(device, action, window_s)
 
+    def timed(make: Action, cpu: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> Any:
+        sizes = cpu if small else other
+        return {
+            name: tuple((*size, clock(make(device, _DTYPES[name], *size))) for size in sizes)
+            for name in dtypes
+        }
+
     small = device.type == "cpu"
-    matmul, attention = {}, {}
-    for name in dtypes:
-        dtype = _DTYPES[name]
-        sizes = (
-            [(256, 160, 480), (256, 512, 512), (512, 1024, 256), (64, 512, 512), (512, 2048, 512)]
-            if small
-            else [(8192, 4096, 4096), (4096, 14336, 4096), (8192, 8192, 8192), (1024, 4096, 4096), (8192, 4096, 512)]
-        )  # fmt: skip
-        matmul[name] = tuple((*size, clock(_matmul(device, dtype, *size))) for size in sizes)
-        shapes = [(1, 256, 8, 32), (1, 256, 4, 64), (1, 512, 4, 128)] if small else [
-            (1, 4096, 16, 64), (1, 4096, 16, 128), (1, 16384, 8, 128), (4, 1024, 16, 128)]  # fmt: skip
-        attention[name] = tuple(
-            (*shape, clock(_attention(device, dtype, *shape))) for shape in shapes
-        )
+    matmul = timed(
+        _matmul,
+        [(256, 160, 480), (256, 512, 512), (512, 1024, 256), (64, 512, 512), (512, 2048, 512)],
+        [(8192, 4096, 4096), (4096, 14336, 4096), (8192, 8192, 8192), (1024, 4096, 4096), (8192, 4096, 512)],
+    )  # fmt: skip
+    attention = timed(
+        _attention,
+        [(1, 256, 8, 32), (1, 256, 4, 64), (1, 512, 4, 128)],
+        [(1, 4096, 16, 64), (1, 4096, 16, 128), (1, 16384, 8, 128), (4, 1024, 16, 128)],
+    )
     rows = 512 if small else 8192
     kept = torch.float32 if small else torch.bfloat16
     passing = tuple(
@@ -75,17 +80,19 @@ def _once(device: torch.device, dtypes: tuple[str, ...], window_s: float) -> Loc
     )
 
 
-def _mean(device: torch.device, action: Callable[[], object], window_s: float) -> float:
-    """Mean seconds of an action over a window, after a warm-up and a barrier."""
+def _mean(
+    device: torch.device, action: Callable[[], object], window_s: float, least: int = 1
+) -> float:
+    """Mean seconds of an action over a window and a number of calls, after a warm-up and a barrier."""
     action()
     _settle(device)
     if dist.is_initialized():
         dist.barrier()
     start, count = time.perf_counter(), 0
-    while not count or time.perf_counter() - start < window_s:
+    while count < least or time.perf_counter() - start < window_s:
         action()
         count += 1
-        if device.type != "cpu" and count % 8 == 0:
+        if window_s and count % 8 == 0:
             _settle(device)
     _settle(device)
     return (time.perf_counter() - start) / count
@@ -96,51 +103,41 @@ def _settle(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
+def _passes(
+    leaves: Sequence[Tensor], grad: Tensor, forward: Callable[[], Tensor]
+) -> Callable[[], object]:
+    """Forward and the gradients of all leaves, as training runs them."""
+
+    def action() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        forward().backward(grad)
+
+    return action
+
+
 def _matmul(
     device: torch.device, dtype: torch.dtype, m: int, n: int, k: int
 ) -> Callable[[], object]:
-    """Forward and both gradients of a projection, as training runs them."""
-    x = torch.randn(m, k, device=device, dtype=dtype, requires_grad=True)
-    w = torch.randn(n, k, device=device, dtype=dtype, requires_grad=True)
-    g = torch.randn(m, n, device=device, dtype=dtype)
-
-    def action() -> None:
-        x.grad = w.grad = None
-        F.linear(x, w).backward(g)
-
-    return action
+    x, w, g = (torch.randn(s, device=device, dtype=dtype) for s in ((m, k), (n, k), (m, n)))
+    leaves = x.requires_grad_(), w.requires_grad_()
+    return _passes(leaves, g, lambda: F.linear(x, w))
 
 
 def _attention(
     device: torch.device, dtype: torch.dtype, batch: int, seq: int, heads: int, width: int
 ) -> Callable[[], object]:
-    q, k, v = (
-        torch.randn(batch, heads, seq, width, device=device, dtype=dtype, requires_grad=True)
-        for _ in range(3)
-    )
-    g = torch.randn(batch, heads, seq, width, device=device, dtype=dtype)
-
-    def action() -> None:
-        q.grad = k.grad = v.grad = None
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(g)
-
-    return action
+    *qkv, g = torch.randn(4, batch, heads, seq, width, device=device, dtype=dtype)
+    qkv = [x.clone().requires_grad_() for x in qkv]
+    return _passes(qkv, g, lambda: F.scaled_dot_product_attention(*qkv, is_causal=True))
 
 
 def _chain(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Callable[[], object]:
-    """Norm, gate and product of a layer, forward and backward."""
-    gate, up = (
-        torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True) for _ in range(2)
-    )
+    """Norm, gate and product of a layer."""
+    gate, up, g = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(3))
     norm = nn.RMSNorm(width, device=device, dtype=dtype)
-    g = torch.randn(rows, width, device=device, dtype=dtype)
-
-    def action() -> None:
-        gate.grad = up.grad = None
-        norm.weight.grad = None
-        norm(F.silu(gate) * up).backward(g)
-
-    return action
+    leaves = gate.requires_grad_(), up.requires_grad_(), norm.weight
+    return _passes(leaves, g, lambda: norm(F.silu(gate) * up))
 
 
 def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
@@ -201,18 +198,7 @@ def _rings(device: torch.device, small: bool) -> tuple[tuple[float, float], ...]
         part = torch.zeros(size // 4 // ranks + 1, device=device)
         whole = torch.empty(part.numel() * ranks, device=device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        seconds = _mean_fixed(device, functools.partial(gather, whole, part))
+        # Every rank must call it as often, so the number of calls is fixed.
+        seconds = _mean(device, functools.partial(gather, whole, part), 0.0, least=10)
         measured.append((4.0 * whole.numel(), seconds))
     return tuple(measured)
-
-
-def _mean_fixed(device: torch.device, action: Callable[[], object], repeats: int = 10) -> float:
-    """Mean seconds of a collective: every rank must call it as often, so the number of calls is fixed."""
-    action()
-    _settle(device)
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        action()
-    _settle(device)
-    return (time.perf_counter() - start) / repeats

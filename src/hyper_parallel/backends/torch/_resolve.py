@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,24 @@ class PlaceholderModule(nn.Module):
 
     def forward(self, first: Any, *args: Any, **kwargs: Any) -> Any:
         return first
+
+
+class SlotList(nn.ModuleList):
+    """A list of modules that shows stand-ins for them while whoever iterates it runs."""
+
+    def slots(self) -> list[Any] | None:
+        """The stand-ins; None: the modules themselves."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        slots = self.slots()
+        return super().__iter__() if slots is None else iter(slots)
+
+    def __getitem__(self, index: Any) -> Any:
+        if (slots := self.slots()) is not None:
+            return slots[index]
+        chosen = list(self._modules.values())[index]
+        return nn.ModuleList(chosen) if isinstance(index, slice) else chosen
 
 
 def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:

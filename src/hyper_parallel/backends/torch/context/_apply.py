@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.backends.torch._collectives import gather_rows, paired
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE, register
-from hyper_parallel.backends.torch.context._collectives import join_sequence
 from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Strategy
+from hyper_parallel.ir import Purpose, Strategy
 
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
@@ -131,12 +131,23 @@ def _wrap_rotary(context: ContextState, rotary: nn.Module) -> None:
 
 
 def _join(context: ContextState, local: Tensor) -> Tensor:
-    """Whole sequences [B, S, ...] from every rank's tokens."""
+    """Whole sequences [B, S, ...] from every rank's tokens; the ranks then all do the same with them."""
     assert context.view is not None
-    cut = context.view.cut
-    order = [p for rank in range(context.group.size()) for p in cut.positions(rank)]
-    back = torch.tensor(order, device=local.device).argsort()
-    return join_sequence(local, back[: cut.seq_len], context.group)
+    cut, group = context.view.cut, context.group
+    held = [p for rank in range(group.size()) for p in cut.positions(rank)]
+    # For every position the place of its token among the tokens of all ranks, laid end to end.
+    order = torch.tensor(held, device=local.device).argsort()[: cut.seq_len]
+    batch, count, *rest = local.shape
+
+    def join(x: Tensor) -> Tensor:
+        rows = gather_rows(x, group, Purpose.LOGITS)
+        return rows.transpose(0, 1).flatten(1, 2).index_select(1, order)
+
+    def own(grad: Tensor) -> Tensor:
+        out = grad.new_zeros(batch, group.size() * count, *rest).index_copy_(1, order, grad)
+        return out.narrow(1, group.rank() * count, count).contiguous()
+
+    return paired(join, own, local)  # type: ignore[no-any-return]
 
 
 def _rope_types(config: Any) -> set[str | None]:

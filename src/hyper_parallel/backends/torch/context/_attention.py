@@ -31,11 +31,11 @@ from hyper_parallel.backends.torch.context._block_attention import (
     merge,
     wide,
 )
-from hyper_parallel.backends.torch.context._collectives import (
+from hyper_parallel.backends.torch.context._state import ContextState, SequenceView
+from hyper_parallel.backends.torch.context._ulysses import (
     trade_heads_for_tokens,
     trade_tokens_for_heads,
 )
-from hyper_parallel.backends.torch.context._state import ContextState, SequenceView
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Interval, Purpose, sees_all, sees_some
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._resolve import PlaceholderModule
+from hyper_parallel.backends.torch._resolve import PlaceholderModule, SlotList
 from hyper_parallel.backends.torch.experts._dispatch import Dispatch, place, touch
 from hyper_parallel.backends.torch.experts._routing import LayerRouting, counts_now
 from hyper_parallel.errors import UnsupportedSharding
@@ -74,7 +74,7 @@ class _ExpertSlot:
         raise self._calls.refusal(f"is read inside, at `{name}`")
 
 
-class ExpertList(nn.ModuleList):
+class ExpertList(SlotList):
     """A list of experts of which this rank holds a run; while their block runs, it sees all of them."""
 
     held: range
@@ -89,17 +89,10 @@ class ExpertList(nn.ModuleList):
         own.held, own.calls = held, None
         return own
 
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__() if self.calls is None else iter(self._slots(self.calls))
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.calls is not None:
-            return self._slots(self.calls)[index]
-        chosen = list(self._modules.values())[index]
-        return nn.ModuleList(chosen) if isinstance(index, slice) else chosen
-
-    def _slots(self, calls: _Calls) -> list[_ExpertSlot]:
-        return [_ExpertSlot(calls, i) for i in range(len(self._modules))]
+    def slots(self) -> list[_ExpertSlot] | None:
+        """One per expert of all ranks, while the block runs."""
+        calls = self.calls
+        return None if calls is None else [_ExpertSlot(calls, i) for i in range(len(self._modules))]
 
     def forward(self, rows: Tensor, local_expert: Tensor) -> Tensor:
         """Results [R, D] of rows [R, D], each by the expert [R] of this rank, counted from the first it holds."""

@@ -15,7 +15,7 @@ A weight that embedding and head share stays on both stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._resolve import PlaceholderModule, decoder_of, final_norm
+from hyper_parallel.backends.torch._resolve import (
+    PlaceholderModule,
+    SlotList,
+    decoder_of,
+    final_norm,
+)
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
@@ -47,26 +52,19 @@ _End = tuple[str, int, Callable[[Tensor], Tensor]]
 """Name of an end of the model, the stage that runs it, and what stands for it on the others."""
 
 
-class StageLayers(nn.ModuleList):
+class StageLayers(SlotList):
     """The decoder layers by their index; while a stage runs, iteration shows its layers and lets the others pass."""
 
     running: RunningStage
     ranges: tuple[range, ...]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._shown()) if self.running.stage >= 0 else super().__iter__()
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.running.stage >= 0:
-            return self._shown()[index]
-        chosen = list(self._modules.values())[index]
-        return nn.ModuleList(chosen) if isinstance(index, slice) else chosen
-
-    def _shown(self) -> list[_LayerSlot]:
-        layers = self.ranges[self.running.stage]
-        return [
-            _LayerSlot(m, i, layers, self.running) for i, m in enumerate(self._modules.values())
-        ]
+    def slots(self) -> list[_LayerSlot] | None:
+        """All layers as the running stage sees them."""
+        running, layers = self.running, self._modules.values()
+        if running.stage < 0:
+            return None
+        own = self.ranges[running.stage]
+        return [_LayerSlot(layer, i, own, running) for i, layer in enumerate(layers)]
 
 
 class _LayerSlot:

@@ -1,16 +1,14 @@
-"""Collectives of context parallelism: Ulysses, and whole sequences from every rank's tokens.
+"""Ulysses: heads are traded for tokens before attention, and tokens for heads after it, in one all-to-all each.
 
-Ulysses trades heads for tokens before attention, and tokens for heads after it, in one all-to-all each.
 Source: Jacobs et al. 2023, DeepSpeed Ulysses.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.backends.torch._collectives import all_to_all, gather_rows, paired
+from hyper_parallel.backends.torch._collectives import all_to_all, paired
 from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.ir import Purpose
 
@@ -23,27 +21,6 @@ def trade_heads_for_tokens(context: ContextState, *whole: Tensor) -> tuple[Tenso
 def trade_tokens_for_heads(context: ContextState, part: Tensor) -> Tensor:
     """[B, H / u, u S, K] back to [B, H, S, K]."""
     return paired(lambda x: _to_heads(context, x)[0], lambda g: _to_tokens(context, g)[0], part)  # type: ignore[no-any-return]
-
-
-def join_sequence(local: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Whole sequences [B, S, ...] from every rank's tokens; the ranks then all do the same with them.
-
-    Args:
-        local: [B, local tokens, ...].
-        order: For every position the place of its token among the tokens of all ranks, laid end to end.
-        group: The ranks.
-    """
-    batch, count, *rest = local.shape
-
-    def join(x: Tensor) -> Tensor:
-        rows = gather_rows(x, group, Purpose.LOGITS)
-        return rows.transpose(0, 1).flatten(1, 2).index_select(1, order)
-
-    def own(grad: Tensor) -> Tensor:
-        out = grad.new_zeros(batch, group.size() * count, *rest).index_copy_(1, order, grad)
-        return out.narrow(1, group.rank() * count, count).contiguous()
-
-    return paired(join, own, local)  # type: ignore[no-any-return]
 
 
 def _trade(context: ContextState, parts: list[Tensor], name: Purpose) -> list[Tensor]:
