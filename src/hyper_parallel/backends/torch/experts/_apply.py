@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch.context._state import ContextState
-from hyper_parallel.backends.torch.experts._dispatch import CapacityDispatch, Dispatch, place, touch
+from hyper_parallel.backends.torch.experts._dispatch import Dispatch, place, touch
 from hyper_parallel.backends.torch.experts._list import ExpertList, ListBlock, is_list
 from hyper_parallel.backends.torch.experts._routing import (
     ExpertState,
@@ -189,12 +189,8 @@ class _Forward:
         module, group = self.module, self.state.group
         num_experts: int = module.num_experts
         factor = self.state.options.capacity_factor
-        plan: Dispatch | CapacityDispatch
-        if factor is None:
-            plan = Dispatch.plan(index, num_experts, group)
-        else:
-            capacity = math.ceil(factor * index.numel() / num_experts)
-            plan = CapacityDispatch.plan(index, num_experts, group, capacity)
+        limit = None if factor is None else math.ceil(factor * index.numel() / num_experts)
+        plan = Dispatch.plan(index, num_experts, group, limit)
         if counts_now():
             self.state.layers[self.name].add(plan.counts, plan.kept, *plan.exchanged)
         received = plan.scatter(hidden)

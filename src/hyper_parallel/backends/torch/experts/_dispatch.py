@@ -47,7 +47,10 @@ def touch(out: Tensor, params: list[Tensor]) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """Rows taken from, or placed at, an index of [size, D]; each is the other's backward."""
+    """Rows taken from, or placed at, an index of [size, D], each at most once; one is the other's backward.
+
+    With a `spare`, rows of index `size` are left out, any number of them, and zero where they are taken.
+    """
 
     @staticmethod
     def forward(
@@ -64,17 +67,9 @@ class _Move(torch.autograd.Function):
         return back(grad, *ctx.saved_tensors, ctx.size, ctx.spare), None, None, None, None
 
 
-def take(rows: Tensor, index: Tensor, spare: bool = False) -> Tensor:
-    """[N, D] the rows at `index` [N], each at most once; with `spare`, zero for index len(rows)."""
-    return _Move.apply(rows, index, rows.shape[0], spare, True)
-
-
-def place(rows: Tensor, index: Tensor, size: int, spare: bool = False) -> Tensor:
-    """[size, D] with `rows` at the places `index`, each at most once, and zero elsewhere.
-
-    With `spare`, rows of index `size` are left out; any number of them may be.
-    """
-    return _Move.apply(rows, index, size, spare, False)
+def place(rows: Tensor, index: Tensor, size: int) -> Tensor:
+    """[size, D] with `rows` at the places `index`, each at most once, and zero elsewhere."""
+    return _Move.apply(rows, index, size, False, False)
 
 
 def _taken(rows: Tensor, index: Tensor, size: int, spare: bool) -> Tensor:
@@ -104,131 +99,88 @@ def _exchange(
     return paired(lambda x: move(x, send, receive), lambda grad: move(grad, receive, send), rows)
 
 
-def _one_per_choice(hidden: Tensor, num_rows: int) -> Tensor:
-    """[N k, D] from [N, D]: every token once for each of its k choices."""
-    k = num_rows // max(1, hidden.shape[0])
-    return hidden.unsqueeze(1).expand(-1, k, -1).reshape(-1, hidden.shape[-1])
-
-
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Where the rows of one pass go. A row is one of the k choices of one token; there are N k of them.
 
     Attributes:
-        kept: N k: every row is worked on.
-        order: [N k] rows sorted by expert.
-        counts: [E] rows the router gave each expert.
+        counts: [E] rows the router gave each expert, dropped ones included.
+        kept: Rows that are worked on; [] with a capacity.
         local_expert: [R] expert of each row this rank works on, counted from the first it holds.
         group: Expert-parallel ranks; None: every expert is here.
         send: Rows for each rank of the group.
         receive: Rows from each rank of the group.
+        slots: Slots of all rows: N k, or with a capacity E * capacity.
+        limited: There is a capacity.
+        index: [N k] row of each slot; with a capacity, slot of each row, `slots` when it is dropped.
     """
 
-    kept: int
-    order: Tensor
     counts: Tensor
+    kept: int | Tensor
     local_expert: Tensor
     group: dist.ProcessGroup | None
     send: list[int]
     receive: list[int]
+    slots: int
+    limited: bool
+    index: Tensor
 
     @classmethod
-    def plan(cls, index: Tensor, num_experts: int, group: dist.ProcessGroup | None) -> Dispatch:
+    def plan(
+        cls,
+        index: Tensor,
+        num_experts: int,
+        group: dist.ProcessGroup | None,
+        capacity: int | None = None,
+    ) -> Dispatch:
         """Sort the rows of one pass, of experts `index` [N, k], and exchange their counts.
 
-        Of `num_experts` over all ranks, the ranks of the group hold equal runs in order.
+        Of `num_experts` over all ranks, the ranks of the group hold equal runs in order, each with `capacity` slots.
         """
         flat = index.reshape(-1)
         order = torch.argsort(flat, stable=True)
         counts = torch.bincount(flat, minlength=num_experts)
-        if group is None:
-            return cls(len(flat), order, counts, flat[order], None, [], [])
-        degree = group.size()
+        degree = 1 if group is None else group.size()
         local = num_experts // degree
+        if capacity is not None:
+            begins = torch.cumsum(counts, 0) - counts
+            expert = flat[order]
+            number = torch.arange(len(order), device=order.device) - begins[expert]
+            slots = num_experts * capacity
+            sorted_slot = torch.where(number < capacity, expert * capacity + number, slots)
+            slot = torch.empty_like(flat).index_copy_(0, order, sorted_slot)
+            held = torch.arange(local, device=flat.device)
+            local_expert = held.repeat_interleave(capacity).repeat(degree)
+            kept = counts.clamp(max=capacity).sum()
+            even = [slots // degree] * degree
+            return cls(counts, kept, local_expert, group, even, even, slots, True, slot)
+        rows = len(flat)
+        if group is None:
+            return cls(counts, rows, flat[order], None, [], [], rows, False, order)
         theirs = all_to_all(torch.empty_like(counts), counts, group, Purpose.EXPERT_ROW_COUNTS)
         # One transfer to the host for both lists of splits: an uneven all-to-all takes them from there.
         both = torch.stack((counts.view(degree, local).sum(1), theirs.view(degree, local).sum(1)))
         send, receive = both.tolist()
         expert = torch.arange(local, device=index.device).repeat(degree)
         local_expert = expert.repeat_interleave(theirs, output_size=sum(receive))
-        return cls(len(flat), order, counts, local_expert, group, send, receive)
+        return cls(counts, rows, local_expert, group, send, receive, rows, False, order)
 
     def scatter(self, hidden: Tensor) -> Tensor:
         """[R, D]: the rows of all ranks for the experts of this one, from [N, D]."""
-        rows = take(_one_per_choice(hidden, self.kept), self.order)
+        k = len(self.index) // max(1, hidden.shape[0])
+        rows = hidden.unsqueeze(1).expand(-1, k, -1).reshape(-1, hidden.shape[-1])
+        rows = _Move.apply(rows, self.index, self.slots, self.limited, not self.limited)
         return _exchange(rows, self.send, self.receive, self.group)
 
     def gather(self, results: Tensor) -> Tensor:
-        """[N k, D] results of this rank's tokens in the order of `index`, from [R, D]."""
-        return place(_exchange(results, self.receive, self.send, self.group), self.order, self.kept)
-
-    @property
-    def exchanged(self) -> tuple[int, int]:
-        """Rows sent to and received from other ranks."""
-        if self.group is None:
-            return 0, 0
-        me = self.group.rank()
-        return sum(self.send) - self.send[me], sum(self.receive) - self.receive[me]
-
-
-@dataclass(frozen=True, slots=True)
-class CapacityDispatch:
-    """Where the rows of one pass go when every expert has as many slots; see `Dispatch`.
-
-    Attributes:
-        slot: [N k] slot of each row, in the order of the index; E * capacity when it is dropped.
-        counts: [E] rows the router gave each expert, dropped ones included.
-        kept: [] rows that are not dropped.
-        local_expert: [ep * E/ep * capacity] expert of each row this rank works on, counted from the first it holds.
-        group: Expert-parallel ranks; None: every expert is here.
-        slots: Slots of all experts, E * capacity.
-    """
-
-    slot: Tensor
-    counts: Tensor
-    kept: Tensor
-    local_expert: Tensor
-    group: dist.ProcessGroup | None
-    slots: int
-
-    @classmethod
-    def plan(
-        cls, index: Tensor, num_experts: int, group: dist.ProcessGroup | None, capacity: int
-    ) -> CapacityDispatch:
-        """Give the rows of one pass their slots; arguments as of `Dispatch.plan`, `capacity` slots per expert."""
-        flat = index.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=num_experts)
-        begins = torch.cumsum(counts, 0) - counts
-        expert = flat[order]
-        number = torch.arange(len(order), device=order.device) - begins[expert]
-        slots = num_experts * capacity
-        sorted_slot = torch.where(number < capacity, expert * capacity + number, slots)
-        slot = torch.empty_like(flat).index_copy_(0, order, sorted_slot)
-        degree = 1 if group is None else group.size()
-        local = torch.arange(num_experts // degree, device=flat.device)
-        local_expert = local.repeat_interleave(capacity).repeat(degree)
-        kept = counts.clamp(max=capacity).sum()
-        return cls(slot, counts, kept, local_expert, group, slots)
-
-    def scatter(self, hidden: Tensor) -> Tensor:
-        """[ep * E/ep * capacity, D]: the rows of all ranks for the experts of this one, from [N, D]."""
-        rows = _one_per_choice(hidden, len(self.slot))
-        rows = place(rows, self.slot, self.slots, spare=True)
-        return _exchange(rows, self._even, self._even, self.group)
-
-    def gather(self, results: Tensor) -> Tensor:
-        """[N k, D] results of this rank's tokens in the order of the index, zero for dropped rows."""
-        rows = _exchange(results, self._even, self._even, self.group)
-        return take(rows, self.slot, spare=True)
-
-    @property
-    def _even(self) -> list[int]:
-        ranks = 1 if self.group is None else self.group.size()
-        return [self.slots // ranks] * ranks
+        """[N k, D] results of this rank's tokens, from [R, D]; zero for dropped rows."""
+        rows = _exchange(results, self.receive, self.send, self.group)
+        return _Move.apply(rows, self.index, self.slots, self.limited, self.limited)
 
     @property
     def exchanged(self) -> tuple[int, int]:
         """Rows sent to and received from other ranks, empty slots included."""
-        rows = sum(self._even[1:])
-        return rows, rows
+        if self.group is None:
+            return 0, 0
+        me = self.group.rank()
+        return sum(self.send) - self.send[me], sum(self.receive) - self.receive[me]

@@ -74,11 +74,8 @@ class SpreadNorm(TorchFunctionMode):
     def _rms_norm(
         self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        self._one_dim(shape)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        out = (wide * torch.rsqrt(self._mean(wide.square()) + eps)).to(x.dtype)
-        return out if weight is None else out * weight
+        return self._norm(x, shape, weight, None, eps, centred=False)
 
     def _layer_norm(
         self,
@@ -89,16 +86,18 @@ class SpreadNorm(TorchFunctionMode):
         eps: float = 1e-5,
         *_: Any,
     ) -> Tensor:
-        self._one_dim(shape)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        centred = wide - self._mean(wide)
-        out = (centred * torch.rsqrt(self._mean(centred.square()) + eps)).to(x.dtype)
-        out = out if weight is None else out * weight
-        return out if bias is None else out + bias
+        return self._norm(x, shape, weight, bias, eps, centred=True)
 
-    def _one_dim(self, shape: Any) -> None:
+    def _norm(
+        self, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float, *, centred: bool
+    ) -> Tensor:
         if not isinstance(shape, int) and len(tuple(shape)) != 1:
             raise self._refusal(f"a norm over {tuple(shape)}")
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide - self._mean(wide) if centred else wide
+        out = (wide * torch.rsqrt(self._mean(wide.square()) + eps)).to(x.dtype)
+        out = out if weight is None else out * weight
+        return out if bias is None else out + bias
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
