@@ -26,6 +26,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer import build_optimizer
 from hyper_parallel.trainer.engine._loop import Loop
+from tests.parity.planned import by_group
 
 Change = tuple[int, int, int]
 """When the allocated bytes changed, by how much, at which address."""
@@ -88,8 +89,7 @@ def measure(
                     peaks.append(state_bytes() + most)
             if _on_every_rank(bool(peaks), world):
                 break
-        calls = {k: (n, counter.sent_bytes[k]) for k, n in counter.calls.items()}
-        return Measured(min(peaks, default=0), calls)
+        return Measured(min(peaks, default=0), by_group(counter.collectives))
 
 
 def _on_every_rank(done: bool, world: World) -> bool:

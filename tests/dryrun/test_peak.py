@@ -11,6 +11,7 @@ from hyper_parallel.runtime import launch
 from hyper_parallel.trainer import differences, trace_rank
 from tests.dryrun.measured import inside_operators, measure, of_tensors
 from tests.parity._case import Case
+from tests.parity.planned import by_group
 
 pytestmark = pytest.mark.dist
 
@@ -72,11 +73,7 @@ def test_the_traced_peak_is_the_measured_one(strategy, case):
     # Known difference: states of random generators that recompute keeps, 5 kB a layer.
     assert peak.num_bytes == pytest.approx(real.peak_bytes, rel=1e-2 if mixed else 1e-3)
 
-    counted: dict = {}
-    for c in traced.collectives:
-        calls, sent = counted.get((c.kind, c.axes), (0, 0))
-        counted[c.kind, c.axes] = (calls + c.count, sent + c.sent_bytes)
-    assert counted == real.collectives
+    assert by_group(traced.collectives) == real.collectives
     assert {c.purpose for c in plan.collectives} <= {c.purpose for c in traced.collectives}
     assert differences(traced, plan) == ()
 

@@ -181,7 +181,7 @@ def _train(
             counter = CommCounter(strategy.mesh(), rank)
             with counter:
                 loss, norm = _step(model, *data, count, case.accumulation, clip=1.0)
-            result.counted = {k: (counter.calls[k], counter.sent_bytes[k]) for k in counter.calls}
+            result.counted = by_group(counter.collectives)
         elif number == 0 and (expected or keep is not None):
             loss, norm = _step(model, *data, count, case.accumulation, clip=None)
             found = {n: whole(p.grad) for n, p in model.named_parameters()}

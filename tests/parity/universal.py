@@ -210,7 +210,7 @@ def run(
         loss = forward_backward(model, parts, num_tokens)
         norm = clip_grad_norm_(model, None)
     grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    counted = {key: (counter.calls[key], counter.sent_bytes[key]) for key in counter.calls}
+    counted = by_group(counter.collectives)
     planned = by_group(_collectives(setup, plan, model, where["pp"]))
     return Result(float(loss), float(norm), grads, counted, planned)
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hyper_parallel.backends.torch.memory._recorder import Recorder, Recording
+import torch.distributed as dist
+
+from hyper_parallel.backends.torch._purpose import current_purpose
+from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
+from hyper_parallel.backends.torch.memory._recorder import Recording
 from hyper_parallel.backends.torch.memory._storages import Entry
-from hyper_parallel.backends.torch.memory._traffic import group_axes, kind_of
+from hyper_parallel.backends.torch.memory._traffic import (
+    group_axes,
+    group_of,
+    kind_of,
+    sent_bytes,
+)
 from hyper_parallel.ir import Collective, Extent, Mesh, Purpose, StorageKind, replay
 
 CATEGORIES = (
@@ -147,17 +157,28 @@ def collectives_of(
         meshes: Meshes that name the groups, the first one first.
         fsdp_axes: Axes over which FSDP cuts parameters that are no experts'.
     """
-    axes_of = group_axes(rank, *meshes)
+    counted = (
+        (operator.name, recording.groups.get(operator.group, ()), operator.purpose, operator.access_bytes)
+        for operator in recording.program.operators
+    )  # fmt: skip
+    return _added_up(counted, group_axes(rank, *meshes), fsdp_axes)
+
+
+def _added_up(
+    counted: Iterable[tuple[str, tuple[int, ...], str, int]],
+    axes_of: dict[frozenset[int], tuple[str, ...]],
+    fsdp_axes: tuple[str, ...] = (),
+) -> tuple[Collective, ...]:
+    """Collectives of (operator's name, ranks, purpose, sent bytes)."""
     calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     sent: Counter[tuple[str, tuple[str, ...], str]] = Counter()
-    for operator in recording.program.operators:
-        ranks = recording.groups.get(operator.group, ())
-        kind = kind_of(operator.name)
-        if len(ranks) > 1 and kind is not None:
+    for name, ranks, purpose, num_bytes in counted:
+        kind = kind_of(name) if len(ranks) > 1 else None
+        if kind is not None:
             axes = axes_of.get(frozenset(ranks), ("other",))
-            key = kind, axes, operator.purpose or _of_fsdp(kind, axes, fsdp_axes)
+            key = kind, axes, purpose or _of_fsdp(kind, axes, fsdp_axes)
             calls[key] += 1
-            sent[key] += operator.access_bytes
+            sent[key] += num_bytes
     return tuple(Collective(*key, count, sent[key]) for key, count in calls.items())
 
 
@@ -180,12 +201,22 @@ class CommCounter:
     """
 
     def __init__(self, mesh: Mesh, rank: int, *others: Mesh) -> None:
-        self._meshes, self._rank, self._recorder = (mesh, *others), rank, Recorder()
+        self._axes = group_axes(rank, mesh, *others)
+        self._counted: list[tuple[str, tuple[int, ...], str, int]] = []
+        self._mode = OperatorMode(self._operator)
+
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if (group := group_of(func, args)) is not None:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            sent = sent_bytes(func, args, group)
+            self._counted.append((func.__name__, ranks, current_purpose() or "", sent))
+        return out
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """What was counted so far."""
-        return collectives_of(self._recorder.recording("counted"), self._rank, *self._meshes)
+        return _added_up(self._counted, self._axes)
 
     @property
     def calls(self) -> Counter[tuple[str, tuple[str, ...]]]:
@@ -204,8 +235,8 @@ class CommCounter:
         return sent
 
     def __enter__(self) -> Self:
-        self._recorder.__enter__()
+        self._mode.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._recorder.__exit__(*error)
+        self._mode.__exit__(*error)
