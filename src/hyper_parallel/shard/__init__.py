@@ -7,7 +7,6 @@ from hyper_parallel.shard._boundary import (
     TokenCut,
     ring_bytes,
 )
-from hyper_parallel.shard._checks import check_axes, check_context, legal_tp
 from hyper_parallel.shard._plan import ShardPlan, plan_layouts
 from hyper_parallel.shard._rules import (
     FAMILIES,
@@ -18,6 +17,7 @@ from hyper_parallel.shard._rules import (
     match,
     normalise_plan,
 )
+from hyper_parallel.shard._sizes import check_axes, check_context, legal_tp
 from hyper_parallel.shard._table import (
     block_boundaries,
     context_boundaries,

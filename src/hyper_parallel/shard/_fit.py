@@ -1,4 +1,4 @@
-"""What tensor parallelism may split: sizes that divide, and modules whose result stays exact.
+"""Modules whose result stays exact under tensor parallelism.
 
 Everything here works on parameters that have found their rule, and either changes a style (with a note), keeps it,
 or raises. A combination that would give another result than one device is refused, never approximated.
@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hyper_parallel.errors import NotDivisible, RuleError, UnsupportedSharding, overrides
+from hyper_parallel.errors import UnsupportedSharding, overrides
 from hyper_parallel.ir import Strategy
-from hyper_parallel.shard._checks import legal_tp
 from hyper_parallel.shard._rules import REFUSED
 
 
@@ -63,7 +62,6 @@ class Sizes:
     head_dim: int
     vocab_size: int
     where: str | None
-    widths: tuple[int, ...] = ()
 
     @property
     def tp(self) -> int:
@@ -139,87 +137,6 @@ def fit_vocabulary(found: list[Param], sizes: Sizes, notes: list[str]) -> list[P
         "the head works on the sequence shard of each rank"
     )
     return [replace(p, style="replicate") if p.style in ("vocab", "head") else p for p in found]
-
-
-def _role(param: Param, sizes: Sizes) -> str:
-    """`heads`, `kv_heads` or `width`: what a colwise or rowwise weight is cut by."""
-    split = -1 if param.style == "rowwise" else 0
-    if param.dims and {"heads", "kv_heads"} & {param.dims[split]}:
-        return param.dims[split]
-    if not param.in_attention:
-        return "width"
-    leaf = param.module.rpartition(".")[2]
-    if leaf in ("k_proj", "v_proj"):
-        return "kv_heads"
-    kv_width = sizes.num_kv_heads * sizes.head_dim
-    looks_kv = param.cut_size == kv_width and sizes.num_kv_heads != sizes.num_heads
-    known = leaf in ("q_proj", "o_proj") or param.style == "rowwise"
-    return "kv_heads" if looks_kv and not known else "heads"
-
-
-def fit_widths(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Check heads and widths against the degree; key and value projections with too few heads stay whole."""
-    cut = [p for p in found if p.style in ("colwise", "rowwise", "kv_replicate", "norm_heads")]
-    # A rowwise bias is whole, so its size plays no part.
-    cut = [p for p in cut if len(p.shape) == 2 or p.style != "rowwise"]
-    roles = {p.name: _role(p, sizes) for p in cut}
-    widths = {p.cut_size for p in cut if roles[p.name] == "width"}
-    sizes = replace(sizes, widths=tuple(sorted(widths)))
-    fitted = []
-    for param in found:
-        role = roles.get(param.name)
-        if role == "heads":
-            divide("heads", sizes.num_heads, param, sizes)
-        elif role == "kv_heads":
-            param = _fit_kv(param, sizes, notes)
-        elif role == "width":
-            divide("width", param.cut_size, param, sizes)
-        if param.style == "kv_replicate" and role != "kv_heads":
-            raise RuleError(
-                f"style `kv_replicate` is for key and value projections, `{param.pattern}` is none",
-                where=sizes.where,
-                got=f"shape {param.shape}",
-                hint=rule_hint({param.pattern: "colwise"}),
-            )
-        fitted.append(param)
-    return fitted
-
-
-def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    divide_kv(param, sizes)
-    heads, tp = sizes.num_kv_heads, sizes.tp
-    if heads % tp == 0:
-        return param
-    notes.append(
-        f"`{param.pattern}` keeps its weight whole: {heads} key and value heads on tp={tp} ranks; "
-        f"each head is computed on {tp // heads} ranks"
-    )
-    return replace(param, style="kv_replicate")
-
-
-def divide_kv(param: Param, sizes: Sizes) -> None:
-    """Refuse a degree that splits key and value heads, or shares them unequally among ranks."""
-    divide("heads", sizes.num_heads, param, sizes)
-    if sizes.num_kv_heads % sizes.tp and sizes.tp % sizes.num_kv_heads:
-        raise _not_divisible("kv_heads", sizes.num_kv_heads, param, sizes)
-
-
-def divide(what: str, size: int, param: Param, sizes: Sizes) -> None:
-    """Refuse a degree that does not divide a size, with the degrees that do."""
-    if size % sizes.tp:
-        raise _not_divisible(what, size, param, sizes)
-
-
-def _not_divisible(what: str, size: int, param: Param, sizes: Sizes) -> NotDivisible:
-    allowed = legal_tp(sizes.num_heads, sizes.num_kv_heads, *sizes.widths)
-    best = max((t for t in allowed if t <= sizes.tp), default=1)
-    return NotDivisible(
-        f"tp={sizes.tp} does not divide {what}={size} in `{param.pattern}`",
-        where=sizes.where,
-        got=f"{what}={size}, tp={sizes.tp}",
-        allowed=f"tp {', '.join(str(t) for t in allowed)}",
-        changes={"parallel.tp": best},
-    )
 
 
 def check_pairs(found: list[Param], sizes: Sizes) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 from hyper_parallel.errors import RuleError
 from hyper_parallel.ir import Layout, Rule, Strategy
-from hyper_parallel.shard._checks import check_axes, check_context
 from hyper_parallel.shard._experts import (
     EXPERTS,
     check_experts,
@@ -32,16 +31,13 @@ from hyper_parallel.shard._fit import (
     Sizes,
     check_pairs,
     fit_vocabulary,
-    fit_widths,
     module_of,
     refuse_inexact,
     rule_hint,
 )
-from hyper_parallel.shard._grid import cuts_hidden, fit_grid, grid_axes
-from hyper_parallel.shard._packed import fit_packed
+from hyper_parallel.shard._grid import cuts_hidden, tensor_axes
 from hyper_parallel.shard._rules import STYLES, applies
-
-TP = "tp_x"
+from hyper_parallel.shard._sizes import check_axes, check_context, fit_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +101,7 @@ def plan_layouts(
     if strategy.tp > 1:
         sizes = Sizes(strategy, num_heads, num_kv_heads, head_dim, vocab_size, where)
         refuse_inexact(found, sizes)
-        found = fit_vocabulary(found, sizes, notes)
-        if strategy.tp_y == 1:
-            found = fit_packed(fit_widths(found, sizes, notes), sizes, notes)
-        else:
-            found = fit_grid(found, sizes, notes)
+        found = fit_sizes(fit_vocabulary(found, sizes, notes), sizes, notes)
         check_pairs(found, sizes)
     else:
         found = [
@@ -169,18 +161,9 @@ def _layout(param: Param, strategy: Strategy, hidden_cut: bool) -> Layout:
         return layout  # FSDP cannot cut a scalar
     if param.style == EXPERTS and strategy.ep > 1:
         return expert_layout(layout, param, strategy)
-    if strategy.tp_y > 1:
-        if param.parts > 1:
-            layout = layout.stack(0, param.parts)
-        for dim, axes in enumerate(grid_axes(param, strategy, hidden_cut)):
+    if param.parts > 1:
+        layout = layout.stack(0, param.parts)
+    if strategy.tp > 1:
+        for dim, axes in enumerate(tensor_axes(param, strategy, hidden_cut)):
             layout = layout.split(dim, *axes)
-        if param.parts > 1:
-            return layout.split(1, *strategy.fsdp_axes)
-    elif strategy.tp_x > 1:
-        if param.parts > 1:
-            return layout.stack(0, param.parts).split(0, TP).split(1, *strategy.fsdp_axes)
-        if param.style in ("colwise", "vocab", "head", "norm_heads", "qkv", "gate_up"):
-            layout = layout.split(0, TP)
-        elif param.style == "rowwise" and len(param.shape) == 2:
-            layout = layout.split(1, TP)
-    return layout.split(0, *strategy.fsdp_axes)
+    return layout.split(1 if param.parts > 1 else 0, *strategy.fsdp_axes)
