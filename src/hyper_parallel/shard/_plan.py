@@ -49,11 +49,13 @@ class ShardPlan:
         styles: Module (or parameter, where a rule names one) to the style it really has; without tensor parallelism
             every style is `replicate`, except that modules of routed experts are `experts`.
         notes: What a reader should know: where a style deviates from the model's own plan, and why.
+        hidden_cut: The residual stream is cut over tp_y.
     """
 
     layouts: dict[str, Layout]
     styles: dict[str, str]
     notes: tuple[str, ...] = ()
+    hidden_cut: bool = False
 
 
 def plan_layouts(
@@ -121,7 +123,7 @@ def plan_layouts(
     styles = {
         container(p) if p.style == EXPERTS else p.owner: p.style or "replicate" for p in found
     }
-    return ShardPlan(layouts, styles, tuple(dict.fromkeys(notes)))
+    return ShardPlan(layouts, styles, tuple(dict.fromkeys(notes)), hidden_cut)
 
 
 def _find(param: tuple[str, tuple[int, ...], tuple[str, ...]], rules: Sequence[Rule]) -> Param:

@@ -59,7 +59,7 @@ def apply_plan(
     # What lies where; only this rank's part stays.
     shard_plan = resolve_layouts(model, plan)
     check_routing(model, routing)
-    styles, num_experts = shard_plan.styles, count_experts(model, shard_plan.styles)
+    num_experts = count_experts(model, shard_plan.styles)
     stages = cut_model(model, plan, mesh)
     divide_lists(model, num_experts, ranks.expert_mesh)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -93,7 +93,7 @@ def apply_plan(
     if experts is not None:
         apply_to_experts(model, experts, tp, context, in_decoder=decoder is not None)
     if tp is not None and tp_mesh is not None:
-        apply_tensor_parallel(model, decoder, styles, layouts, tp, tp_mesh, strategy)
+        apply_tensor_parallel(model, decoder, shard_plan, tp, tp_mesh, strategy)
     if hasattr(type(model), "loss_function"):
         model.loss_function = loss_function(tp, lambda loss: add_aux_loss(loss, experts, tp, plan))
     if stages is not None:

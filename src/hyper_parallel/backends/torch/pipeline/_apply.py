@@ -37,6 +37,8 @@ _Key = tuple[int, int]
 """Stage and microbatch."""
 _Message = tuple[Tensor, ...]
 """Activations or their gradient, and what the auxiliary loss of experts adds."""
+_WAYS = {"F": (1, Purpose.PIPELINE_ACTIVATIONS), "B": (-1, Purpose.PIPELINE_GRADIENTS)}
+"""Stages further that a message goes, and what for."""
 _TARGETS = ("labels", "shift_labels")
 
 
@@ -75,7 +77,7 @@ class Pipeline:
             # What is left of an earlier step is already the sum of both ranks: each goes on with half of it.
             for grad in self._shared_gradients(model):
                 grad.div_(2.0)
-        total = self._run(model, microbatches, loss_of, span, train=True)
+        total = _PipelinePass(self, model, microbatches, loss_of, span).run(train=True)
         with span("gradient reduction", "communication"):
             # What the schedule did not reduce, and the ends of the model.
             for module in reversed(self._fsdp):
@@ -90,7 +92,8 @@ class Pipeline:
     @torch.no_grad()
     def loss(self, model: nn.Module, microbatches: Sequence[Microbatch], loss_of: LossOf) -> Tensor:
         """Loss of all microbatches without gradients; 0 on ranks without the last stage."""
-        return self._run(model, microbatches, loss_of, lambda *_: nullcontext(), train=False)
+        running = _PipelinePass(self, model, microbatches, loss_of, lambda *_: nullcontext())
+        return running.run(train=False)
 
     def schedule(self, microbatches: int, train: bool = True) -> Schedule:
         """What all ranks do for a number of microbatches."""
@@ -99,20 +102,6 @@ class Pipeline:
             make = step_schedule if train else forward_schedule
             self._schedules[key] = one_by_one(make(self._strategy, microbatches))
         return self._schedules[key]
-
-    def _run(
-        self,
-        model: nn.Module,
-        microbatches: Sequence[Microbatch],
-        loss_of: LossOf,
-        span: Span,
-        train: bool,
-    ) -> Tensor:
-        running = _PipelinePass(self, model, microbatches, loss_of, span)
-        for action in self.schedule(len(microbatches), train).ranks[self.rank]:
-            for leaf in action.leaves:
-                running.do(leaf)
-        return running.finish()
 
     def message(self, batch: Microbatch) -> Tensor:
         """Memory for the activations of a microbatch, or their gradient: this rank's part of [B, S, D]."""
@@ -191,10 +180,9 @@ class _PipelinePass:
         # Evaluation has the cross entropy alone.
         self._balance = pipeline.balance if torch.is_grad_enabled() else None
         self._total = torch.zeros((), dtype=torch.float64, device=pipeline.device)
-        # Activations and gradients on their way, by the stage that takes them.
-        self._activations: dict[_Key, _Message] = {}
-        self._gradients: dict[_Key, _Message] = {}
-        self._coming: dict[tuple[str, _Key], tuple[_Message, list[Any]]] = {}
+        # What goes on ("F") or back ("B") to a stage: made on this rank; coming from another; and what was sent.
+        self._made: dict[tuple[str, int, int], _Message] = {}
+        self._coming: dict[tuple[str, int, int], tuple[_Message, list[Any]]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
         # Input of forwards whose backward is still to come, and the roots of that backward.
         self._kept: dict[_Key, tuple[Tensor | None, list[Tensor]]] = {}
@@ -202,19 +190,24 @@ class _PipelinePass:
         # Derivative of the auxiliary loss, by microbatch, from the last stage's forward to its backward.
         self._slopes: dict[int, Tensor] = {}
 
-    def do(self, action: Action) -> None:
-        """Run one action."""
+    def run(self, train: bool) -> Tensor:
+        """Run the schedule, and wait until everything is sent; the loss on the rank of the last stage."""
+        schedule = self._pipeline.schedule(len(self._microbatches), train)
+        for action in schedule.ranks[self._pipeline.rank]:
+            for leaf in action.leaves:
+                self._do(leaf)
+        for work, _ in self._sent:
+            work.wait()
+        return self._total
+
+    def _do(self, action: Action) -> None:
         kind, stage, i = action.kind, action.stage, action.microbatch
         if kind == "REDUCE_GRAD":
             self._pipeline.reduce(stage)
         if i is None:
             return  # FSDP gathers and frees parameters by its own hooks
-        if kind == "SEND_F":
-            message = self._activations.pop((stage + 1, i))
-            self._send(message, stage + 1, Purpose.PIPELINE_ACTIVATIONS)
-        elif kind == "SEND_B":
-            message = self._gradients.pop((stage - 1, i))
-            self._send(message, stage - 1, Purpose.PIPELINE_GRADIENTS)
+        if kind.startswith("SEND"):
+            self._send(kind[-1], stage + _WAYS[kind[-1]][0], i)
         elif kind.startswith("RECV"):
             self._receive(kind[-1], stage, i)
         else:
@@ -222,12 +215,6 @@ class _PipelinePass:
             run = {"F": self._forward, "B": self._backward, "I": self._input, "W": self._weight}
             with self._span(str(action), "compute"):
                 run[kind](stage, i, taken)
-
-    def finish(self) -> Tensor:
-        """Wait until everything is sent; the loss on the rank of the last stage."""
-        for work, _ in self._sent:
-            work.wait()
-        return self._total
 
     def _forward(self, stage: int, i: int, message: _Message | None) -> None:
         batch, last = self._microbatches[i], self._pipeline.last
@@ -260,7 +247,7 @@ class _PipelinePass:
                 self._total += share
                 self._slopes[i] = slope
         if stage < last:
-            self._activations[stage + 1, i] = (out.detach(), *more)
+            self._made["F", stage + 1, i] = (out.detach(), *more)
         if torch.is_grad_enabled():
             self._kept[stage, i] = (received, roots)
 
@@ -277,7 +264,7 @@ class _PipelinePass:
         torch.autograd.backward(roots, grads)
         if given is not None:
             assert given.grad is not None
-            self._gradients[stage - 1, i] = (given.grad, *more)
+            self._made["B", stage - 1, i] = (given.grad, *more)
 
     def _input(self, stage: int, i: int, message: _Message | None) -> None:
         if not self._splits:
@@ -287,46 +274,45 @@ class _PipelinePass:
         if given is None:
             # The first stage has no input: all of it is weight gradients.
             if message is not None:
-                self._gradients[stage, i] = message
+                self._made["B", stage, i] = message
             return
         more, grads = self._roots(stage, i, message)
         grad, self._weights[stage, i] = input_gradient(roots, grads, given)
-        self._gradients[stage - 1, i] = (grad, *more)
+        self._made["B", stage - 1, i] = (grad, *more)
         del self._kept[stage, i]
 
     def _weight(self, stage: int, i: int, message: _Message | None) -> None:
         if (stage, i) in self._weights:
             self._weights.pop((stage, i)).run()
         elif (stage, i) in self._kept:
-            self._backward(stage, i, self._gradients.pop((stage, i), None))
+            self._backward(stage, i, self._made.pop(("B", stage, i), None))
 
     def _arrived(self, kind: str, stage: int, i: int) -> _Message | None:
         """What an action takes: made on this rank, or received."""
-        if kind == "W" or (kind == "F" and stage == 0):
+        way = "F" if kind == "F" else "B"
+        if kind == "W" or stage == (0 if way == "F" else self._pipeline.last):
             return None
-        if kind != "F" and stage == self._pipeline.last:
-            return None
-        coming = self._coming.pop(("F" if kind == "F" else "B", (stage, i)), None)
+        coming = self._coming.pop((way, stage, i), None)
         if coming is None:
-            return (self._activations if kind == "F" else self._gradients).pop((stage, i))
+            return self._made.pop((way, stage, i))
         message, works = coming
-        with self._span(f"{stage}RECV_{'F' if kind == 'F' else 'B'}{i}", "wait"):
+        with self._span(f"{stage}RECV_{way}{i}", "wait"):
             for work in works:
                 work.wait()
         return message
 
     def _receive(self, way: str, stage: int, i: int) -> None:
-        peer = self._pipeline.rank_of[stage - 1 if way == "F" else stage + 1]
+        peer = self._pipeline.rank_of[stage - _WAYS[way][0]]
         message: _Message = (self._pipeline.message(self._microbatches[i]),)
         if self._balance is not None:
             message += (self._balance.messages()[way == "B"],)
         works = [dist.irecv(part, group=self._pipeline.group, group_src=peer) for part in message]
-        self._coming[way, (stage, i)] = (message, works)
+        self._coming[way, stage, i] = (message, works)
 
-    def _send(self, message: _Message, to: int, name: Purpose) -> None:
+    def _send(self, way: str, to: int, i: int) -> None:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         peer = self._pipeline.rank_of[to]
-        for tensor in map(Tensor.contiguous, message):
-            with purpose(name):
+        for tensor in map(Tensor.contiguous, self._made.pop((way, to, i))):
+            with purpose(_WAYS[way][1]):
                 work = dist.isend(tensor, group=self._pipeline.group, group_dst=peer)
             self._sent.append((work, tensor))

@@ -40,6 +40,7 @@ from hyper_parallel.backends.torch.tensor._stream import TokenGrid, TokenList
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy
+from hyper_parallel.shard import ShardPlan
 
 Forward = Callable[..., Any]
 TP_AXES = ("tp_x", "tp_y")
@@ -72,16 +73,12 @@ def _group(tp_mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
 def apply_tensor_parallel(
     model: nn.Module,
     decoder: tuple[nn.Module, nn.ModuleList] | None,
-    styles: dict[str, str],
-    layouts: dict[str, Layout],
+    shard_plan: ShardPlan,
     state: TpState,
     tp_mesh: DeviceMesh,
     strategy: Strategy,
 ) -> None:
-    """Put tensor parallelism around the modules of a model, its parameters already DTensors on `tp_mesh`.
-
-    `styles` are those of modules, as `shard.plan_layouts` gives them; `layouts` those of parameters.
-    """
+    """Put tensor parallelism around the modules of a model, its parameters already DTensors on `tp_mesh`."""
     stream: TokenList | TokenGrid = TokenList(state)
     if strategy.tp_y > 1:
         if decoder is None:
@@ -91,16 +88,11 @@ def apply_tensor_parallel(
                 hint=f"parallel.tp_x={strategy.tp} parallel.tp_y=1",
             )
         x, y = (_group(tp_mesh, (axis,)) for axis in TP_AXES)
-        # Norms of the residual stream are the only vectors cut over y alone that no block owns.
-        hidden_cut = any(
-            layout.axes[0][:1] == ("tp_y",)
-            for name, layout in layouts.items()
-            if len(layout.axes) == 1 and styles.get(name.rpartition(".")[0]) != "rowwise"
-        )
-        stream = TokenGrid(state, x, y, hidden_cut, strategy.attention_shape == "weight")
+        by_sequence = strategy.attention_shape == "weight"
+        stream = TokenGrid(state, x, y, shard_plan.hidden_cut, by_sequence)
         state.order = stream.order if stream.by_sequence else None
         state.shape = stream.part_shape
-    parallel = TensorParallel(model, styles, state, stream, strategy)
+    parallel = TensorParallel(model, shard_plan.styles, state, stream, strategy)
     if decoder is None:
         parallel.apply_to_modules()
     else:
