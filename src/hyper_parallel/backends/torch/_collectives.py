@@ -78,11 +78,6 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     return out.view(group.size(), *x.shape)
 
 
-def reduce_rows(rows: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
-    """This rank's row of the sum of every rank's [ranks, ...]; no gradient."""
-    return reduce_into(torch.empty_like(rows[0]), rows.flatten(0, 1), group, name)
-
-
 def reduce_into(out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
     """Fill `out` with this rank's rows of the sum; no gradient."""
     with purpose(name):

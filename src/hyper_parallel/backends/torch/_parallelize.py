@@ -11,8 +11,7 @@ from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch._loss import loss_function
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
-from hyper_parallel.backends.torch.context._apply import apply_context_parallel
-from hyper_parallel.backends.torch.context._documents import mask_documents
+from hyper_parallel.backends.torch.context._apply import apply_context_parallel, mask_documents
 from hyper_parallel.backends.torch.data._fsdp import shard_data_parallel
 from hyper_parallel.backends.torch.experts._apply import (
     apply_to_experts,

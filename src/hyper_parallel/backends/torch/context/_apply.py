@@ -26,6 +26,8 @@ from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose, Strategy
 
+FORGETFUL = ("gpt_oss",)
+"""Families whose masks ignore `position_ids`."""
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -194,3 +196,44 @@ def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
                 where=type(module).__name__,
                 hint=f"{name}={'False' if isinstance(given, bool) else 'None'}",
             )
+
+
+def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
+    """Let a decoder whose family would let packed documents see each other mask them; without context parallelism.
+
+    Models of transformers tell documents by `position_ids` that begin again, where they build their masks. GPT-OSS
+    builds its masks without positions, but takes masks that were built before: here, by the same public functions.
+
+    Args:
+        base: Decoder without its head.
+        dtype: Format of activations, for masks that are added to scores.
+    """
+    if base.config.model_type not in FORGETFUL:
+        return
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        positions = kwargs.get("position_ids")
+        given = any(kwargs.get(n) is not None for n in ("attention_mask", "past_key_values"))
+        if positions is None or given:
+            return None
+        ids = kwargs.get("input_ids")
+        tokens = ids if ids is not None else kwargs["inputs_embeds"]
+        # Only its shape, format and device are read.
+        like = torch.empty(*tokens.shape[:2], 0, dtype=dtype, device=tokens.device)
+        about = {
+            "config": module.config,
+            "inputs_embeds": like,
+            "attention_mask": None,
+            "past_key_values": None,
+            "position_ids": positions,
+        }
+        masks = {
+            "full_attention": create_causal_mask(**about),
+            "sliding_attention": create_sliding_window_causal_mask(**about),
+        }
+        return args, {**kwargs, "attention_mask": masks}
+
+    base.register_forward_pre_hook(before, with_kwargs=True)

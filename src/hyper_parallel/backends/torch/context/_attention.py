@@ -24,7 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch._collectives import gather_rows, reduce_rows, send_receive
+from hyper_parallel.backends.torch._collectives import (
+    all_to_all,
+    gather_rows,
+    paired,
+    reduce_into,
+    send_receive,
+)
 from hyper_parallel.backends.torch.context._block_attention import (
     AttentionBlock,
     AttentionRules,
@@ -32,10 +38,6 @@ from hyper_parallel.backends.torch.context._block_attention import (
     wide,
 )
 from hyper_parallel.backends.torch.context._state import ContextState, SequenceView
-from hyper_parallel.backends.torch.context._ulysses import (
-    trade_heads_for_tokens,
-    trade_tokens_for_heads,
-)
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Interval, Purpose, sees_all, sees_some
 
@@ -96,12 +98,12 @@ def context_attention(
     rules = AttentionRules(scale, sliding_window, softcap, view.documents)
     if context.ulysses > 1:
         query, key, value = _repeated(query, key, value, context.ulysses)
-        query, key, value = trade_heads_for_tokens(context, query, key, value)
+        query, key, value = _trade_heads_for_tokens(context, query, key, value)
         if s_aux is not None:
             s_aux = s_aux.chunk(context.ulysses)[context.group.rank() % context.ulysses]
     out = _Attention.apply(query, key, value, s_aux, context, view, rules)
     if context.ulysses > 1:
-        out = trade_tokens_for_heads(context, out)
+        out = _trade_tokens_for_heads(context, out)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -311,7 +313,8 @@ class _Returns:
         """The gradients of this place's keys and values."""
         self._wait()
         if self.context.gathers:
-            self.own = reduce_rows(self.rows, self.context.group, Purpose.KEY_VALUE_GRADIENTS)
+            flat, name = self.rows.flatten(), Purpose.KEY_VALUE_GRADIENTS
+            reduce_into(self.own, flat, self.context.group, name)
         return _unpack(self.own, *self.like)
 
     def _wait(self) -> None:
@@ -330,3 +333,41 @@ def _exchange(
     place, inner = divmod(group.rank(), ulysses)
     to, source = ((place + d) % ring * ulysses + inner for d in (distance, -distance))
     return send_receive(flat, to, source, group, name)
+
+
+def _trade_heads_for_tokens(context: ContextState, *whole: Tensor) -> tuple[Tensor, ...]:
+    """[B, H, S, K] of all heads to [B, H / u, u S, K]: this rank's heads of all the place's tokens."""
+    return paired(lambda *x: _to_tokens(context, *x), lambda *g: _to_heads(context, *g), *whole)  # type: ignore[no-any-return]
+
+
+def _trade_tokens_for_heads(context: ContextState, part: Tensor) -> Tensor:
+    """[B, H / u, u S, K] back to [B, H, S, K]."""
+    return paired(lambda x: _to_heads(context, x)[0], lambda g: _to_tokens(context, g)[0], part)  # type: ignore[no-any-return]
+
+
+def _trade(context: ContextState, parts: list[Tensor], name: Purpose) -> list[Tensor]:
+    """All-to-all among the Ulysses ranks of a place, in one call for several tensors of [ulysses, ...]."""
+    group, ulysses = context.group, context.ulysses
+    send = torch.cat([p.reshape(ulysses, -1) for p in parts], dim=1)
+    came = torch.empty_like(send)
+    if ulysses == group.size():
+        all_to_all(came, send, group, name)
+    else:
+        first = group.rank() // ulysses * ulysses
+        splits = [0] * group.size()
+        splits[first : first + ulysses] = [send.shape[1]] * ulysses
+        all_to_all(came.view(-1), send.view(-1), group, name, splits, splits)
+    widths = [p[0].numel() for p in parts]
+    return [c.view(p.shape) for c, p in zip(came.split(widths, dim=1), parts, strict=True)]
+
+
+def _to_tokens(context: ContextState, *whole: Tensor) -> tuple[Tensor, ...]:
+    parts = [x.unflatten(1, (context.ulysses, -1)).transpose(0, 1) for x in whole]
+    came = _trade(context, parts, Purpose.HEADS_FOR_TOKENS)
+    return tuple(c.permute(1, 2, 0, 3, 4).flatten(2, 3) for c in came)
+
+
+def _to_heads(context: ContextState, *parts: Tensor) -> tuple[Tensor, ...]:
+    parts = tuple(x.unflatten(2, (context.ulysses, -1)).permute(2, 0, 1, 3, 4) for x in parts)
+    came = _trade(context, list(parts), Purpose.TOKENS_FOR_HEADS)
+    return tuple(c.transpose(0, 1).flatten(1, 2) for c in came)
