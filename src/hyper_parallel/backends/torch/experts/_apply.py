@@ -34,7 +34,7 @@ from hyper_parallel.backends.torch.experts._routing import (
     counts_now,
     watch_routers,
 )
-from hyper_parallel.backends.torch.tensor._gradients import local_parameters
+from hyper_parallel.backends.torch.tensor._gradients import show_local
 from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.errors import UnsupportedSharding
 
@@ -116,7 +116,7 @@ def apply_to_experts(
         if not isinstance(module, ExpertList) and (group is not None or tp is not None):
             for part in module.modules():
                 if part._parameters:
-                    _show_local(part, tp)
+                    show_local(part, None if tp is None else tp.gradients)
         if isinstance(module, ExpertList):
             assert group is not None
             state.layers[name] = LayerRouting()
@@ -134,24 +134,10 @@ def _touch_all(block: nn.Module, experts: nn.Module) -> None:
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        out = inner(*args, **kwargs)
         params = [p for p in experts.parameters() if p.requires_grad]
-        if isinstance(out, tuple):
-            return touch(out[0], params), *out[1:]
-        return touch(out, params)
+        return touch(inner(*args, **kwargs), params)
 
     block.forward = forward
-
-
-def _show_local(module: nn.Module, tp: TpState | None) -> None:
-    """Let the forward of a module see local tensors in place of its own parameters."""
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with local_parameters(module, None if tp is None else tp.gradients):
-            return inner(*args, **kwargs)
-
-    module.forward = forward
 
 
 class _Forward:

@@ -41,8 +41,13 @@ class _Touch(torch.autograd.Function):
         return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
-def touch(out: Tensor, params: list[Tensor]) -> Tensor:
-    """`out`, and a zero gradient for each of `params`: reductions over ranks need one on every rank."""
+def touch(out: Any, params: list[Tensor]) -> Any:
+    """`out`, or a tuple that begins with it, and a zero gradient for each of `params`.
+
+    Reductions over ranks need one on every rank.
+    """
+    if isinstance(out, tuple):
+        return _Touch.apply(out[0], *params), *out[1:]
     return _Touch.apply(out, *params)
 
 

@@ -153,10 +153,8 @@ class ListBlock:
                 )
             back, calls.results = self._exchange(calls, source)
             out = self._run(calls, args, kwargs)
-        if calls.rows:
-            return out
         # Other ranks wait for this one's part of the exchange in backward, though it sent nothing.
-        return (touch(out[0], [back]), *out[1:]) if isinstance(out, tuple) else touch(out, [back])
+        return out if calls.rows else touch(out, [back])
 
     def _run(self, calls: _Calls, args: Any, kwargs: Any) -> Any:
         self.experts.calls = calls

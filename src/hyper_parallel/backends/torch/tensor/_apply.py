@@ -14,7 +14,8 @@ understand them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from hyper_parallel.backends.torch.tensor._collectives import (
     join_tokens,
     slice_tokens,
 )
-from hyper_parallel.backends.torch.tensor._gradients import Summed, local_parameters, to_local
+from hyper_parallel.backends.torch.tensor._gradients import Summed, show_local, to_local
 from hyper_parallel.backends.torch.tensor._packed_heads import exchange_packed, norm_heads
 from hyper_parallel.backends.torch.tensor._projections import Projections, Region, require_linear
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
@@ -272,7 +273,7 @@ class TensorParallel:
 
         A norm on a stream that is cut over y computes its statistics over all features.
         """
-        params, gradients = list(module.parameters(recurse=False)), self.state.gradients
+        params = list(module.parameters(recurse=False))
         styles = {s for n, s in self.own_parameters.items() if n.rpartition(".")[0] == name}
         if len(styles) > 1:
             raise UnsupportedSharding(
@@ -280,15 +281,11 @@ class TensorParallel:
             )
         if not params:
             return
-        grid = self.stream if isinstance(self.stream, TokenGrid) and not styles else None
-        cut = grid is not None and any(p.is_shard() for w in params for p in w.placements)
-
-        def forward(inner: Forward, *args: Any, **kwargs: Any) -> Any:
-            norm = SpreadNorm(grid.y, name) if grid is not None and cut else nullcontext()
-            with local_parameters(module, gradients), norm:
-                return inner(*args, **kwargs)
-
-        _wrap(module, forward)
+        inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+        cut = not styles and any(p.is_shard() for w in params for p in w.placements)
+        if cut and isinstance(self.stream, TokenGrid):
+            inside = partial(SpreadNorm, self.stream.y, name)
+        show_local(module, self.state.gradients, inside)
 
     def _gather_tokens(self, module: nn.Module, name: str, region: Region) -> None:
         """Gather the tokens where a region begins; its rowwise module scatters them again."""

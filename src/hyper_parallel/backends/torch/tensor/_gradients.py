@@ -8,8 +8,8 @@ of each is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -62,16 +62,25 @@ def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
     return _Local.apply(param, owner)
 
 
-@contextmanager
-def local_parameters(module: nn.Module, owner: TpGradients | None) -> Iterator[None]:
-    """Show a module local tensors in place of its own parameters; `owner` as of `to_local`."""
-    kept = module._parameters
-    shown = {n: p if p is None else to_local(p, owner) for n, p in kept.items()}
-    module.__dict__["_parameters"] = shown
-    try:
-        yield
-    finally:
-        module.__dict__["_parameters"] = kept
+def show_local(
+    module: nn.Module,
+    owner: TpGradients | None,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Let the forward of a module see local tensors in place of its own parameters; `owner` as of `to_local`."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept = module._parameters
+        shown = {n: p if p is None else to_local(p, owner) for n, p in kept.items()}
+        module.__dict__["_parameters"] = shown
+        try:
+            with inside():
+                return inner(*args, **kwargs)
+        finally:
+            module.__dict__["_parameters"] = kept
+
+    module.forward = forward
 
 
 class TpGradients:
