@@ -143,7 +143,7 @@ def test_bandwidth_law_equals_the_one_of_the_topology(name):
                 continue
             ranks = [i * stride for i in range(size)]
             s, t = np.array([float(size)]), np.array([float(stride)])
-            rate = numbers.bandwidth((s, t))[0]
+            rate = numbers.ring((s, t)).rate[0]
             if all((tier.size or limit) % stride == 0 for tier in supernode.tiers):
                 assert rate == pytest.approx(group_bandwidth(supernode, ranks)), (size, stride)
                 latency = numbers.latency((s, t))[0]
@@ -153,7 +153,7 @@ def test_bandwidth_law_equals_the_one_of_the_topology(name):
 def test_group_across_nodes_drives_one_link_per_local_rank():
     numbers = Machine.of(machine(), "bfloat16")
     sizes, strides = np.array([16.0, 2.0, 4.0]), np.array([1.0, 8.0, 4.0])
-    found = numbers.bandwidth((sizes, strides)) / 0.8
+    found = numbers.ring((sizes, strides)).rate / 0.8
     assert found == pytest.approx([200e9, 25e9, 50e9])
 
 

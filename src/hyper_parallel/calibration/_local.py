@@ -226,7 +226,8 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
         supernode, "float32" if supernode.device.kind == "cpu" else "bfloat16", card=plain
     )
     axis = (np.asarray([ranks]), np.ones(1))
-    rate, delay = float(machine.bandwidth(axis)[0]), float(machine.latency(axis)[0])
+    ring = machine.ring(axis)
+    rate, delay = float(ring.rate[0]), float(ring.delay[0])
     sent = [size * (ranks - 1) / ranks for size, _ in rates.rings]
     small, large = rates.rings[0][1], rates.rings[-1][1]
     seconds = max(large - small, 0.05 * large)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,14 +15,7 @@ from hyper_parallel.ir.strategy import BLOCK_SHAPES, CpKind, ScheduleKind
 
 Array = NDArray[np.float64]
 
-SCHEDULES: Final[tuple[ScheduleKind, ...]] = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zbv",
-    "dualpipev",
-)
+SCHEDULES: Final[tuple[ScheduleKind, ...]] = get_args(ScheduleKind)
 """Pipeline schedules; column `schedule` is an index into this."""
 
 SHAPES: Final = BLOCK_SHAPES
@@ -120,12 +113,6 @@ class Candidates:
             row[name] = column(name, SHAPES.index("2d"))
         row["zero"] = column("zero", 3.0)
         return cls(**row)
-
-    @classmethod
-    def of_rows(cls, names: Sequence[str], rows: ArrayLike) -> Candidates:
-        """Candidates from rows of the named columns; the other columns get their defaults."""
-        table = np.asarray(rows, dtype=np.float64).reshape(-1, len(names))
-        return cls.of_columns(**dict(zip(names, table.T, strict=True)))
 
     @classmethod
     def of(cls, strategy: Strategy, workload: Workload) -> Candidates:

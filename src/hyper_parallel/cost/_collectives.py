@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from hyper_parallel.cost._rank_model import rank_model, recomputed_layers, split_recomputed
+from hyper_parallel.cost._stages import rank_model, recomputed_layers, split_recomputed
 from hyper_parallel.ir import (
     Collective,
     Layout,

@@ -71,7 +71,6 @@ class Machine:
         compute_dtype: str,
         *,
         matmul_dtype: str | None = None,
-        matmul_peak: float | None = None,
         card: DeviceCard | None = None,
         stack: StackCard | None = None,
     ) -> Machine:
@@ -81,7 +80,6 @@ class Machine:
             supernode: The machine.
             compute_dtype: Format of activations.
             matmul_dtype: Format of matmul inputs; None: the compute dtype.
-            matmul_peak: Peak FLOP/s in that format; None: what the topology says.
             card: Device card; None: the shipped one for the device. Without either card, and on the topology `local`,
                 the cards that `calibrate` wrote for this device.
             stack: Stack card; None: the one of our own runtime.
@@ -93,7 +91,7 @@ class Machine:
             card, stack = own
         return cls(
             supernode.peak_flops(compute_dtype),
-            matmul_peak or supernode.peak_flops(matmul_dtype),
+            supernode.peak_flops(matmul_dtype),
             matmul_dtype,
             compute_dtype,
             int(device.memory_bytes.value),
@@ -167,21 +165,28 @@ class Machine:
         return tier is self.tiers[0] or tier.shares_links
 
     def ring_seconds(self, gathered_bytes: Array, *axes: Axis) -> Array:
-        """Seconds of one all-gather or reduce-scatter over the groups that some axes span.
-
-        Args:
-            gathered_bytes: Bytes of the whole tensor of the group.
-            axes: Degree and stride of every axis of the group.
-        """
+        """Seconds of one all-gather or reduce-scatter of so many bytes over the groups that some axes span."""
         return self.ring(*axes).seconds(gathered_bytes)
 
     def ring(self, *axes: Axis) -> Ring:
-        """The groups that some axes span, each as a ring; arguments as for `ring_seconds`."""
+        """The groups that some axes span, each as a ring.
+
+        A rank sends at the least of g_local * bandwidth over the tiers. g_local ranks of the group lie in one domain
+        below the links of a tier and drive them in parallel; where the group does not divide over the domains the one
+        that holds the fewest decides. The same law as `topology.group_bandwidth`, over arrays of regular groups, times
+        the link efficiency.
+        """
         size = _product(axes)
         if (size == 1).all():
             return Ring(size, np.full(1, np.inf), np.zeros(1))
         hops = list(self._hops(axes))
-        return Ring(size, self._rate(size, hops), self._delay(hops))
+        rate = np.full(np.shape(size), np.inf)
+        for hop in hops:
+            rest = np.mod(size, hop.below)
+            local = np.where(rest > 0, rest, hop.below)
+            possible = local * hop.tier.bytes_s.value * self.link_share(hop.tier)
+            rate = np.where(hop.reached > hop.inside, np.minimum(rate, possible), rate)
+        return Ring(size, rate, self._delay(hops))
 
     def all_to_all_seconds(
         self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf
@@ -213,24 +218,6 @@ class Machine:
             busy = busy + seconds if hop.tier.shares_links else seconds
             slowest = np.maximum(slowest, busy)
         return local_bytes * slowest + self.latency(*axes)
-
-    def bandwidth(self, *axes: Axis) -> Array:
-        """Bytes/s at which every rank of a group sends in a ring: the least of g_local * bandwidth over its tiers.
-
-        g_local ranks of the group lie in one domain below the links of a tier and drive them in parallel; where the
-        group does not divide over the domains the one that holds the fewest decides. The same law as
-        `topology.group_bandwidth`, over arrays of regular groups, times the link efficiency.
-        """
-        return self.ring(*axes).rate
-
-    def _rate(self, size: Array, hops: Sequence[_Hop]) -> Array:
-        rate = np.full(np.shape(size), np.inf)
-        for hop in hops:
-            rest = np.mod(size, hop.below)
-            local = np.where(rest > 0, rest, hop.below)
-            possible = local * hop.tier.bytes_s.value * self.link_share(hop.tier)
-            rate = np.where(hop.reached > hop.inside, np.minimum(rate, possible), rate)
-        return rate
 
     def latency(self, *axes: Axis) -> Array:
         """Seconds of a collective with a tiny message: steps on every tier times its latency.

@@ -28,11 +28,6 @@ class Matmul:
     count: float  # how many such matmuls a mean layer has and one token meets
     row: bool  # the matmul goes back to the residual width (row-parallel)
 
-    @property
-    def weights(self) -> float:
-        """Elements one token meets."""
-        return self.inputs * self.outputs * self.count
-
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:
@@ -80,34 +75,26 @@ class ModelNumbers:
         first = attentions[0][1] if attentions else AttentionSpec("full", 1, 1, 1, 1)
         routed = [b for b in decoders if b.mlp and b.mlp.num_experts]
 
-        def mean(values: list[float]) -> float:
+        def mean(values: Iterable[float]) -> float:
             return math.fsum(values) / layers
 
         def weights(wanted: str) -> float:
             return mean(
-                [
-                    float(p.num_elements * b.count)
-                    for b in decoders
-                    for p in b.params
-                    if _part(p) == wanted
-                ]
+                p.num_elements * b.count for b in decoders for p in b.params if _part(p) == wanted
             )
 
-        saved = [b.count * _dense_width(b) * (3 if b.mlp.gated else 2) for b in decoders if b.mlp]
-        expert_saved = [
-            b.count
-            * b.mlp.experts_per_token
-            * ((3 if b.mlp.gated else 2) * b.mlp.intermediate_size + 2 * model.hidden_size)
-            for b in routed
-            if b.mlp
-        ]
-        active = [
-            p.num_elements * b.count * b.mlp.experts_per_token / b.mlp.num_experts
-            for b in routed
-            if b.mlp
+        saved = (b.count * _dense_width(b) * (3 if b.mlp.gated else 2) for b in decoders if b.mlp)
+        visits = [(b, b.mlp, b.count * b.mlp.experts_per_token) for b in routed if b.mlp]
+        expert_saved = (
+            visited * ((3 if mlp.gated else 2) * mlp.intermediate_size + 2 * model.hidden_size)
+            for _, mlp, visited in visits
+        )
+        active = (
+            p.num_elements * visited / mlp.num_experts
+            for b, mlp, visited in visits
             for p in b.params
             if _part(p) == "expert"
-        ]
+        )
         outside = [b for b in model.blocks if not b.layers]
         head_params = sum(b.num_params for b in outside if b.name == "head")
         mlp = routed[0].mlp if routed else None
@@ -122,32 +109,25 @@ class ModelNumbers:
             v_width=first.num_heads * first.v_head_dim,
             attentions=attentions,
             matmuls=_matmuls(decoders, layers),
-            normed_width=mean([float(b.count * sum(_head_norms(b))) for b in decoders]),
-            head_norms=mean([float(b.count * len(_head_norms(b))) for b in decoders]),
-            mlp_width=mean([float(b.count * _dense_width(b)) for b in decoders]),
-            mlp_saved_width=mean([float(v) for v in saved]),
+            normed_width=mean(b.count * sum(_head_norms(b)) for b in decoders),
+            head_norms=mean(b.count * len(_head_norms(b)) for b in decoders),
+            mlp_width=mean(b.count * _dense_width(b) for b in decoders),
+            mlp_saved_width=mean(saved),
             expert_width=mlp.intermediate_size if mlp else 0,
             experts=mlp.num_experts if mlp else 0,
-            experts_per_token=mean(
-                [float(b.count * b.mlp.experts_per_token) for b in routed if b.mlp]
-            ),
+            experts_per_token=mean(visited for _, _, visited in visits),
             moe_share=sum(b.count for b in routed) / layers,
-            expert_saved_width=mean([float(v) for v in expert_saved]),
+            expert_saved_width=mean(expert_saved),
             attention_weights=weights("attention"),
             mlp_weights=weights("mlp"),
             expert_weights=weights("expert"),
             active_expert_weights=mean(active),
             vector_weights=weights("vector"),
-            bias_width=mean([float(b.count * _bias_width(b)) for b in decoders]),
+            bias_width=mean(b.count * _bias_width(b) for b in decoders),
             embedding_weights=sum(b.num_params for b in outside) - head_params,
             head_weights=model.vocab_size * model.hidden_size,
             head_params=head_params,
         )
-
-    @property
-    def layer_weights(self) -> float:
-        """All elements of a mean layer."""
-        return self.attention_weights + self.mlp_weights + self.expert_weights + self.vector_weights
 
     @property
     def saved_elements(self) -> float:
@@ -201,11 +181,10 @@ def _bias_width(block: Block) -> int:
 
 
 def _dense_width(block: Block) -> int:
-    if block.mlp is None:
+    mlp = block.mlp
+    if mlp is None:
         return 0
-    return (
-        block.mlp.shared_intermediate_size if block.mlp.num_experts else block.mlp.intermediate_size
-    )
+    return mlp.shared_intermediate_size if mlp.num_experts else mlp.intermediate_size
 
 
 def _matmuls(decoders: Iterable[Block], layers: int) -> tuple[Matmul, ...]:

@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages: decoder layers per stage, by cost.
+"""Where a model is cut into pipeline stages, what one pipeline rank holds, and what its backward recomputes.
 
 The pace of a pipeline is that of its slowest stage, so the cut minimises the largest stage cost, and among the cuts
 that do, the sum of squares, which evens out the rest. Costs are training FLOPs of one token: matmul weights and causal
@@ -8,8 +8,10 @@ nothing, as in `ModelSpec`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
 from itertools import accumulate
 
 from hyper_parallel.errors import NotDivisible
@@ -51,39 +53,28 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
         left = stages - 1 - stage
         return range(count, count + 1) if left == 0 else range(start + 1, count - left + 1)
 
-    largest = [0] * (count + 1)
-    for stage in reversed(range(stages)):
-        largest = [
-            min(
-                (
-                    max(cost(start, stop, stage), largest[stop] if stage < stages - 1 else 0)
-                    for stop in ends(start, stage)
-                ),
-                default=0,
-            )
-            if start < count
-            else 0
-            for start in range(count + 1)
-        ]
-    limit = largest[0]
-    infinite = (stages + 1) * (limit + 1) ** 2
-    # squares[stage][start]: least sum of squares of the stages from `stage` on, the first of which begins at `start`.
-    squares: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
-    for stage in reversed(range(stages)):
-        for start in range(count):
-            options = [
-                (
-                    cost(start, stop, stage) ** 2
-                    + (squares[stage + 1][stop][0] if stage < stages - 1 else 0),
-                    stop,
-                )
-                for stop in ends(start, stage)
-                if cost(start, stop, stage) <= limit
-            ]
-            squares[stage].append(min(options, default=(infinite, count)))
+    @cache
+    def largest(start: int, stage: int) -> int:
+        """Least cost of the most expensive stage from here on."""
+        if stage == stages:
+            return 0
+        stops = ends(start, stage)
+        return min(max(cost(start, s, stage), largest(s, stage + 1)) for s in stops)
+
+    limit = largest(0, 0)
+
+    @cache
+    def squares(start: int, stage: int) -> tuple[float, int]:
+        """Least sum of squares from here on, no stage above the limit, and where this stage stops."""
+        if stage == stages:
+            return 0, count
+        costs_to = {s: cost(start, s, stage) for s in ends(start, stage)}
+        options = ((c**2 + squares(s, stage + 1)[0], s) for s, c in costs_to.items() if c <= limit)
+        return min(options, default=(math.inf, count))
+
     layers, start = [], 0
     for stage in range(stages):
-        stop = squares[stage][start][1]
+        stop = squares(start, stage)[1]
         layers.append(stop - start)
         start = stop
     return tuple(layers)
@@ -132,3 +123,73 @@ def _layer_flops(block: Block, seq_len: int) -> int:
     attention = block.attention
     scores = attention.forward_flops_per_token(seq_len, causal=True) if attention else 0.0
     return 6 * block.num_matmul_params + round(3 * scores)
+
+
+def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> ModelSpec:
+    """The part of a model that a pipeline rank holds, as a model.
+
+    Blocks keep the layers of the rank's stages. The embedding is on the first stage, final norm and head on the last;
+    there a head that shares the embedding's weight holds it under the embedding's name.
+
+    Args:
+        model: The whole model.
+        strategy: Stages and where they lie.
+        seq_len: Tokens per sequence, for a cut by cost.
+        pp_rank: The pipeline rank.
+    """
+    if strategy.pp == 1:
+        return model
+    layers = {i for stage in _stages(model, strategy, seq_len, pp_rank) for i in stage}
+    own = strategy.stages_of(pp_rank)
+    first, last = 0 in own, strategy.stages - 1 in own
+    blocks = []
+    for block in model.blocks:
+        if block.layers:
+            kept = tuple(i for i in block.layers if i in layers)
+            blocks += [replace(block, layers=kept)] if kept else []
+        elif block.name == "embedding":
+            blocks += [block] if first else []
+        elif last:
+            blocks.append(block if first else _untied(block, model))
+    tied = model.tied_embeddings and first and last
+    return replace(model, blocks=tuple(blocks), tied_embeddings=tied)
+
+
+def recomputed_layers(
+    model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int
+) -> frozenset[int]:
+    """Decoder layers of a pipeline rank that backward recomputes; arguments as of `rank_model`."""
+    if strategy.pp == 1:
+        return strategy.recomputed([range(model.num_layers)])
+    return strategy.recomputed(_stages(model, strategy, seq_len, pp_rank))
+
+
+def split_recomputed(
+    blocks: Iterable[Block], recomputed: frozenset[int]
+) -> Iterator[tuple[Block, bool]]:
+    """Every block, and whether backward recomputes it; a block with layers of both kinds comes twice."""
+    for block in blocks:
+        redone = tuple(i for i in block.layers if i in recomputed)
+        kept = tuple(i for i in block.layers if i not in recomputed)
+        if redone:
+            yield replace(block, layers=redone), True
+        if kept or not block.layers:
+            yield replace(block, layers=kept), False
+
+
+def _stages(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> list[range]:
+    """Layers of each stage of a pipeline rank."""
+    per_stage = stage_layers(model, strategy, seq_len)
+    ends = [sum(per_stage[:s]) for s in range(len(per_stage) + 1)]
+    return [range(ends[s], ends[s + 1]) for s in strategy.stages_of(pp_rank)]
+
+
+def _untied(block: Block, model: ModelSpec) -> Block:
+    """A head apart from the embedding: a shared weight is its own, by the name of the first holder."""
+    params = {p.name: p for b in model.blocks for p in b.params}
+    return replace(
+        block,
+        params=tuple(
+            replace(params[p.tied_to], dims=p.dims) if p.tied_to else p for p in block.params
+        ),
+    )
