@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from hyper_parallel.config import Section, problems, raise_all, read_mapping
 from hyper_parallel.errors import CardUnreadable
 
 _FOLDER: Final = Path(__file__).with_name("cards")
+_NO_NUMBERS: Final = ("name", "devices", "sources", "priors")
 _INTERPOLATED: Final = "not on the card: the share of bfloat16"
 
 
@@ -160,6 +161,10 @@ class StackCard:
         return f"stack card {self.name}: {self.sources.get(name, 'default')}"
 
 
+_Table = Mapping[str, Any]
+"""Numbers by name, and tables of them."""
+
+
 class _Number(Section):
     """One number of a card."""
 
@@ -171,16 +176,20 @@ class _Number(Section):
     """What was believed before the number was fitted to runs; fitting starts there."""
 
 
-class _Fewer(Section):
-    """What differs with fewer ranks at work."""
+class _Numbers(Section):
+    """Numbers of cards."""
 
     device: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
     """Numbers of the device card."""
     stack: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
     """Numbers of the stack card."""
 
+    def over(self, device: _Table, stack: _Table) -> tuple[_Table, _Table]:
+        """These numbers over those of other cards; tables entry by entry."""
+        return _over(device, self.device), _over(stack, self.stack)
 
-class _CardFile(Section):
+
+class _CardFile(_Numbers):
     """A card file: a device card, a stack card, or both."""
 
     name: str
@@ -189,14 +198,27 @@ class _CardFile(Section):
     """Shipped card whose numbers are taken where this file has none."""
     devices: tuple[str, ...] = ()
     """Globs over device names that a device card is for."""
-    device: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
-    """Numbers of the device card."""
-    stack: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
-    """Numbers of the stack card."""
     ranks: int | None = Field(default=None, ge=1)
     """Ranks that were at work when the numbers were measured. None: they hold for any number."""
-    fewer: dict[int, _Fewer] = Field(default_factory=dict)
+    fewer: dict[int, _Numbers] = Field(default_factory=dict)
     """What differs while fewer ranks work, by their number."""
+
+    def merged(self) -> tuple[_Table, _Table]:
+        """Numbers of the file over those of the card it extends."""
+        if self.extends is None:
+            return dict(self.device), dict(self.stack)
+        return self.over(*_parsed(_FOLDER / f"{self.extends}.yaml").merged())
+
+    def cards(
+        self, numbers: tuple[_Table, _Table], path: Path
+    ) -> tuple[DeviceCard | None, StackCard | None]:
+        """The cards that have numbers."""
+        device, stack = numbers
+        values = _values(DeviceCard, device, path) if device else {}
+        return (
+            DeviceCard(self.name, self.devices, **values) if device else None,
+            StackCard(self.name, **_values(StackCard, stack, path)) if stack else None,
+        )
 
 
 @cache
@@ -214,8 +236,7 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
     """
     path = Path(path)
     file = _parsed(path)
-    device, stack = _merged(file)
-    return _device(file, device, path), _stack(file.name, stack, path)
+    return file.cards(file.merged(), path)
 
 
 def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
@@ -225,20 +246,19 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
         CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
     """
     file = _parsed(path)
-    device, stack = _merged(file)
-    if file.ranks is None or not device or not stack:
+    numbers = file.merged()
+    if file.ranks is None or not all(numbers):
         raise CardUnreadable(
             "the card of this machine lacks its device, its stack or its number of ranks",
             where=str(path),
             hint="hyper-parallel calibrate",
         )
     cards = {}
-    for ranks, fewer in sorted({**file.fewer, file.ranks: _Fewer()}.items()):
-        on_device = _device(file, _over(device, fewer.device), path)
-        on_stack = _stack(file.name, _over(stack, fewer.stack), path)
-        assert on_device is not None, "the file has a device"
-        assert on_stack is not None, "the file has a stack"
-        cards[ranks] = (on_device, on_stack)
+    for ranks, fewer in sorted({**file.fewer, file.ranks: _Numbers()}.items()):
+        device, stack = file.cards(fewer.over(*numbers), path)
+        assert device is not None, "the file has a device"
+        assert stack is not None, "the file has a stack"
+        cards[ranks] = (device, stack)
     return cards
 
 
@@ -274,9 +294,6 @@ def stack_card(name: str) -> StackCard:
     return card
 
 
-_Numbers = dict[str, Any]
-
-
 def _parsed(path: Path) -> _CardFile:
     data = read_mapping(path, CardUnreadable, "card")
     try:
@@ -293,27 +310,18 @@ def _parsed(path: Path) -> _CardFile:
         raise
 
 
-def _merged(file: _CardFile) -> tuple[_Numbers, _Numbers]:
-    """Numbers of a file over those of the card it extends."""
-    device: _Numbers = {}
-    stack: _Numbers = {}
-    if file.extends is not None:
-        device, stack = _merged(_parsed(_FOLDER / f"{file.extends}.yaml"))
-    return _over(device, file.device), _over(stack, file.stack)
-
-
-def _over(base: _Numbers, own: _Numbers) -> _Numbers:
-    """Numbers over those of another card; tables entry by entry."""
-    merged = dict(base)
+def _over(base: _Table, own: _Table) -> _Table:
+    merged: dict[str, Any] = dict(base)
     for key, value in own.items():
         merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
     return merged
 
 
-def _values(numbers: _Numbers, path: Path, known: set[str]) -> _Numbers:
-    values: _Numbers = {}
-    sources: dict[str, str] = {}
-    priors: dict[str, float] = {}
+def _values(card: type[DeviceCard | StackCard], numbers: _Table, path: Path) -> dict[str, Any]:
+    """What a card is made of: its numbers, their sources and priors."""
+    known = {f.name: f for f in fields(card) if f.name not in _NO_NUMBERS}
+    values: dict[str, Any] = {}
+    named: dict[str, _Number] = {}
     for key, number in numbers.items():
         if key not in known:
             raise CardUnreadable(
@@ -321,29 +329,15 @@ def _values(numbers: _Numbers, path: Path, known: set[str]) -> _Numbers:
             )  # fmt: skip
         if isinstance(number, dict):
             values[key] = {k: n.value for k, n in number.items()}
-            named = {f"{key}.{k}": n for k, n in number.items()}
+            named |= {f"{key}.{k}": n for k, n in number.items()}
         else:
-            values[key], named = number.value, {key: number}
-        sources |= {k: n.source for k, n in named.items()}
-        priors |= {k: n.prior for k, n in named.items() if n.prior is not None}
-    return {**values, "sources": sources, "priors": priors}
-
-
-def _device(file: _CardFile, numbers: _Numbers, path: Path) -> DeviceCard | None:
-    if not numbers:
-        return None
-    known = {f.name for f in fields(DeviceCard)} - {"name", "devices", "sources", "priors"}
-    values = _values(numbers, path, known)
-    if missing := sorted(known - {"latency", "maturing", "pace"} - set(values)):
+            values[key], named[key] = number.value, number
+    needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
+    if missing := sorted(needed - set(values)):
         raise CardUnreadable(
             "a device card lacks numbers", where=str(path), got=f"without {', '.join(missing)}",
             hint="extends: accelerator",
         )  # fmt: skip
-    return DeviceCard(file.name, file.devices, **values)
-
-
-def _stack(name: str, numbers: _Numbers, path: Path) -> StackCard | None:
-    if not numbers:
-        return None
-    known = {f.name for f in fields(StackCard)} - {"name", "sources", "priors"}
-    return replace(StackCard(name), **_values(numbers, path, known))
+    values["sources"] = {k: n.source for k, n in named.items()}
+    values["priors"] = {k: n.prior for k, n in named.items() if n.prior is not None}
+    return values

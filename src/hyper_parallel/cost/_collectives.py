@@ -8,6 +8,7 @@ keeps what it does not free after forward gathered for all of it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hyper_parallel.model import Block, ModelSpec, ParamSpec
 from hyper_parallel.shard import (
     BlockWidths,
     Boundary,
+    Format,
     Projection,
     TokenCut,
     block_boundaries,
@@ -55,8 +57,8 @@ _LAST_NORMS = ("post_feedforward", "post_mlp")
 _TP = ("tp_x", "tp_y")
 _KEYS = ("k_proj", "v_proj")
 
-Entry = tuple[Boundary, int, bool]
-"""A collective, how many layers have it, and whether backward recomputes them."""
+Entries = tuple[int, bool, Iterable[Boundary]]
+"""How many layers have some collectives, and whether backward recomputes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class _Step:
     workload: Workload
     blocks: tuple[tuple[Block, bool], ...]
 
-    def collectives(self, *parts: Iterable[Entry]) -> tuple[Collective, ...]:
+    def collectives(self, *parts: Iterable[Entries]) -> tuple[Collective, ...]:
         """Calls and bytes of entries, summed by kind, axes and purpose."""
         w = self.workload
         compute, param = DTYPE_BYTES[w.compute_dtype], DTYPE_BYTES[w.param_dtype]
@@ -119,7 +121,8 @@ class _Step:
         }  # fmt: skip
         regathers = self.strategy.gathered_inputs == "re-gather"
         total: dict[tuple[str, tuple[str, ...], Purpose], list[int]] = {}
-        for b, layers, recomputed in (entry for part in parts for entry in part):
+        entries = itertools.chain.from_iterable(parts)
+        for layers, recomputed, b in ((n, again, b) for n, again, rows in entries for b in rows):
             more = b.recomputed if recomputed else b.regathered if regathers else 0
             count = layers * (self.microbatches * (b.forward + b.backward + more) + b.once)
             sent = int(count * b.sent_bytes(widths[b.format]))
@@ -150,7 +153,7 @@ class _Step:
     def cuts(self, param: ParamSpec) -> set[str]:
         return {*self.layouts[param.name].sharding_axes}
 
-    def sharing(self) -> Iterator[Entry]:
+    def sharing(self) -> Iterator[Entries]:
         """FSDP: a group for every decoder layer, one for the rest."""
         s = self.strategy
         rest: list[ParamSpec] = []
@@ -158,10 +161,8 @@ class _Step:
             if not block.layers:
                 rest += self.params(block)
                 continue
-            for entry in self.shared(self.params(block), s.frees_gathered):
-                yield entry, block.count, False
-        for entry in self.shared(rest, False):  # empty on middle stages
-            yield entry, 1, False
+            yield block.count, False, self.shared(self.params(block), s.frees_gathered)
+        yield 1, False, self.shared(rest, False)  # empty on middle stages
 
     def shared(self, params: Iterable[ParamSpec], freed: bool) -> Iterator[Boundary]:
         """One FSDP group, dim 0 of every parameter padded to a multiple of the shards; columns divide."""
@@ -187,7 +188,7 @@ class _Step:
         """Whether gradients are reduced once per step."""
         return self.strategy.reduces_once or self.strategy.zero_stage == 0
 
-    def tensor(self) -> Iterator[Entry]:
+    def tensor(self) -> Iterator[Entries]:
         """Tensor parallelism: embedding, head and loss; blocks of layers; gradients of whole parameters."""
         if self.strategy.tp == 1:
             return
@@ -200,14 +201,13 @@ class _Step:
         embedding = vocabulary.get("embedding", False)
         head = vocabulary.get("head", False) or (self.model.tied_embeddings and embedding)
         waits = self.model.family in LINEAR_ENTRY
-        ends = embedding_boundaries(self.cut, hidden, waits) if embedding else ()
-        yield from ((entry, 1, False) for entry in ends)
+        if embedding:
+            yield 1, False, embedding_boundaries(self.cut, hidden, waits)
         if "final_norm" in outside:  # else on another pipeline rank
-            yield from ((entry, 1, False) for entry in head_boundaries(self.cut, hidden, head))
+            yield 1, False, head_boundaries(self.cut, hidden, head)
         for block, recomputed in self.blocks:
-            norms = norm_boundaries(self.cut, self.norms(block))
-            for entry in (*norms, *self.layer(block)):
-                yield entry, block.count, recomputed
+            yield block.count, recomputed, norm_boundaries(self.cut, self.norms(block))
+            yield block.count, recomputed, self.layer(block)
         elements: dict[tuple[str, ...], int] = {}
         for block in self.model.blocks:
             for p in self.params(block):
@@ -218,8 +218,7 @@ class _Step:
                     elements[whole] = elements.get(whole, 0) + size
         for axes, size in elements.items():
             ranks = self.strategy.mesh().degree(axes)
-            purpose = Purpose.WHOLE_PARAMETERS
-            yield Boundary("all_reduce", axes, ranks, size, purpose, "parameter", once=1), 1, False
+            yield _once("all_reduce", axes, ranks, size, Purpose.WHOLE_PARAMETERS)
 
     def norms(self, block: Block) -> int:
         """Statistics that the norms of a block sum over y: one for each norm, two when it has a bias."""
@@ -251,26 +250,19 @@ class _Step:
             attention = block.attention if "attn" in module or "attention" in module else None
             shape = s.attention_shape if attention else s.mlp_shape
             out = [p for p in matrices if "tp_x" in self.layouts[p.name].axes[1]]
+            inputs = (p for p in matrices if p not in out)
             widths = BlockWidths(
                 self.model.hidden_size,
-                tuple(
-                    Projection(p.shape[0], p.size, _leaf(p.name) in _KEYS)
-                    for p in matrices
-                    if p not in out
-                ),
+                tuple(Projection(p.shape[0], p.size, _leaf(p.name) in _KEYS) for p in inputs),
                 tuple(Projection(p.shape[1], p.size) for p in out),
                 attention.num_kv_heads if attention else 0,
             )
             yield from block_boundaries(
-                widths,
-                shape if s.tp_y > 1 else "1d",
-                self.cut,
-                token_scatter=s.attention_scatter == "token",
-                hidden_cut=self.hidden_cut,
-                ends_layer=name == last and not attention and not followed,
-            )
+                widths, shape if s.tp_y > 1 else "1d", self.cut, token_scatter=s.attention_scatter == "token",
+                hidden_cut=self.hidden_cut, ends_layer=name == last and not attention and not followed,
+            )  # fmt: skip
 
-    def projections(self) -> Iterator[Entry]:
+    def projections(self) -> Iterator[Entries]:
         """Packed projections whose columns change hands, and norms over all heads."""
         s, ranks = self.strategy, self.strategy.tp
         if ranks == 1:
@@ -282,21 +274,18 @@ class _Step:
                     # Between blocks of two axes tokens are a padded list, which an MLP of all ranks works on as it is.
                     listed = s.tp_y > 1 and p.dims[0] == "gate_up"
                     tokens = ranks * self.cut.piece if listed else self.cut.tokens
-                    for entry in packed_boundaries(parts, ranks, tokens):
-                        yield entry, block.count, recomputed
+                    yield block.count, recomputed, packed_boundaries(parts, ranks, tokens)
                 elif p.name.endswith("_norm.weight") and p.dims[0] in ("heads", "kv_heads"):
-                    for entry in head_norm_boundaries(self.cut):
-                        yield entry, block.count, recomputed
+                    yield block.count, recomputed, head_norm_boundaries(self.cut)
 
-    def context(self) -> Iterator[Entry]:
+    def context(self) -> Iterator[Entries]:
         """Exchanges of attention over context-parallel ranks."""
         for block, recomputed in self.blocks:
             if self.strategy.cp > 1 and block.attention is not None:
                 gather = self.strategy.cp_kind == "all_gather"
-                for entry in context_boundaries(block.attention, self.cut, gather):
-                    yield entry, block.count, recomputed
+                yield block.count, recomputed, context_boundaries(block.attention, self.cut, gather)
 
-    def experts(self, rows: Mapping[int, Rows] | None) -> Iterator[Entry]:
+    def experts(self, rows: Mapping[int, Rows] | None) -> Iterator[Entries]:
         """FSDP of expert parameters over `edp`, and what routed tokens send."""
         s, mesh = self.strategy, self.strategy.expert_mesh()
         if s.ep == 1:
@@ -305,11 +294,10 @@ class _Step:
         for block in self.model.blocks:
             params = [p for p in block.params if p.name in self.layouts and "ep" in self.cuts(p)]
             shapes = (self.layouts[p.name].max_local_shape(p.shape, mesh) for p in params)
-            for entry in sharing_boundaries(
-                edp * sum(math.prod(shape) for shape in shapes), ("edp",), edp, s.dp_replicate,
-                s.zero_stage, self.once, s.frees_gathered, experts=True,
-            ):  # fmt: skip
-                yield entry, block.count, False
+            elements = edp * sum(math.prod(shape) for shape in shapes)
+            yield block.count, False, sharing_boundaries(
+                elements, ("edp",), edp, s.dp_replicate, s.zero_stage, self.once, s.frees_gathered, experts=True
+            )  # fmt: skip
         tokens = -(-(self.workload.microbatch or 1) * self.workload.seq_len // (s.cp * s.tp))
         for block, recomputed in self.blocks:
             if block.mlp is None or not block.mlp.num_experts:
@@ -323,12 +311,11 @@ class _Step:
                 own = [rows[layer] for layer in block.layers]
                 sent, received = sum(r.sent for r in own), sum(r.received for r in own)
                 moved = Fraction(sent, calls), Fraction(received, calls)
-            for entry in expert_boundaries(
-                self.model.hidden_size, block.mlp.num_experts, s.ep, chosen, *moved
-            ):
-                yield entry, block.count, recomputed
+            hidden, experts = self.model.hidden_size, block.mlp.num_experts
+            table = expert_boundaries(hidden, experts, s.ep, chosen, *moved)
+            yield block.count, recomputed, table
 
-    def pipeline(self, whole: ModelSpec, pp_rank: int) -> Iterator[Entry]:
+    def pipeline(self, whole: ModelSpec, pp_rank: int) -> Iterator[Entries]:
         """Messages to other stages, and the gradient of a weight that the first and the last stage share."""
         s = self.strategy
         if s.pp == 1:
@@ -338,8 +325,7 @@ class _Step:
         onward, back = (
             sum(rank_of.get(stage + step, pp_rank) != pp_rank for stage in own) for step in (1, -1)
         )
-        for entry in pipeline_boundaries(self.cut, self.model.hidden_size, onward, back):
-            yield entry, 1, False
+        yield 1, False, pipeline_boundaries(self.cut, self.model.hidden_size, onward, back)
         ends = {rank_of[0], rank_of[s.stages - 1]}
         if len(ends) == 2 and pp_rank in ends:
             shared = sum(
@@ -348,18 +334,19 @@ class _Step:
                 for p in block.params
                 if p.tied_to and not block.layers
             )
-            purpose = Purpose.SHARED_WEIGHT
-            yield Boundary("send_recv", ("pp",), 2, shared, purpose, "parameter", once=1), 1, False
+            yield _once("send_recv", ("pp",), 2, shared, Purpose.SHARED_WEIGHT)
 
-    def gradient_norm(self) -> Iterator[Entry]:
+    def gradient_norm(self) -> Iterator[Entries]:
         """One number summed over all ranks."""
         axes = tuple(name for name, degree in self.strategy.mesh().axes if degree > 1)
         ranks = self.strategy.mesh().degree(axes)
-        yield (
-            Boundary("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm", once=1),
-            1,
-            False,
-        )
+        yield _once("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm")
+
+
+def _once(
+    kind: str, axes: tuple[str, ...], ranks: int, elements: int, purpose: Purpose, width: Format = "parameter"
+) -> Entries:  # fmt: skip
+    return 1, False, [Boundary(kind, axes, ranks, elements, purpose, width, once=1)]
 
 
 def _parent(name: str) -> str:

@@ -3,6 +3,7 @@
 from hyper_parallel.shard._boundary import (
     BlockWidths,
     Boundary,
+    Format,
     Projection,
     TokenCut,
     ring_bytes,
@@ -37,6 +38,7 @@ __all__ = [
     "STYLES",
     "BlockWidths",
     "Boundary",
+    "Format",
     "Projection",
     "ShardPlan",
     "TokenCut",
