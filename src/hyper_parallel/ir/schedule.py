@@ -45,6 +45,14 @@ _TEXT: Final = re.compile(
     rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)"
 )
 _SLOTS: Final = {"F": 1, "I": 1, "W": 1, "B": 2}
+_SENDS: Final[dict[str, ActionKind]] = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
+PEERS: Final[dict[str, tuple[int, ActionKind]]] = {
+    "SEND_F": (1, "RECV_F"),
+    "RECV_F": (-1, "SEND_F"),
+    "SEND_B": (-1, "RECV_B"),
+    "RECV_B": (1, "SEND_B"),
+}
+"""For every message what the other side does, and how many stages away it is."""
 _OVERLAP: Final = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 
@@ -68,6 +76,18 @@ class Action:
     def leaves(self) -> tuple[Action, ...]:
         """The parts of an OVERLAP_F_B, else the action itself."""
         return self.parts or (self,)
+
+    @property
+    def peer(self) -> Action:
+        """The receive of a send, the send of a receive."""
+        step, kind = PEERS[self.kind]
+        return Action(self.stage + step, kind, self.microbatch)
+
+    @property
+    def send(self) -> Action | None:
+        """The send of what a computation makes for another stage; None for W and what is no computation."""
+        kind = _SENDS.get(self.kind)
+        return Action(self.stage, kind, self.microbatch) if kind else None
 
     @property
     def slots(self) -> int:

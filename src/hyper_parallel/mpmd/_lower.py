@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, ActionKind, Schedule
+from hyper_parallel.ir import Action, Schedule
 from hyper_parallel.ir.schedule import COMPUTE, at
 from hyper_parallel.mpmd._tasks import unit_starts
 
@@ -46,13 +47,18 @@ def lower(
         )
     place = schedule.placement()
     starts = unit_starts(schedule)
-    events = []
-    for rank, actions in enumerate(schedule.ranks):
-        for position, action in enumerate(actions):
-            start = starts[rank][position]
-            # At one time ends (0) come before starts (1): what arrives is received before it is used.
-            events.append((start, 1, rank, position))
-            events.append((start + action.slots, 0, rank, position))
+    events = [
+        # At one time ends (0) come before starts (1): what arrives is received before it is used.
+        (
+            start + (0 if starting else schedule.ranks[rank][position].slots),
+            starting,
+            rank,
+            position,
+        )
+        for rank, row in enumerate(starts)
+        for position, start in enumerate(row)
+        for starting in (0, 1)
+    ]
     out: list[list[Action]] = [[] for _ in schedule.ranks]
     for _, starting, rank, position in sorted(events):
         action = schedule.ranks[rank][position]
@@ -60,10 +66,10 @@ def lower(
             out[rank].append(action)
             continue
         for leaf in action.leaves:
-            message = _message(leaf, schedule.stages)
-            if message and place[message[1].stage] != rank:
-                out[rank].append(message[0])
-                out[place[message[1].stage]].append(message[1])
+            send = leaf.send
+            if send and (to := place.get(send.peer.stage, rank)) != rank:
+                out[rank].append(send)
+                out[to].append(send.peer)
     ranks = [_with_unshard(row, max_unsharded) if unshard else row for row in out]
     if reduce_grad:
         ranks = [_with_reduce(row, schedule.microbatches) for row in ranks]
@@ -90,54 +96,34 @@ def one_by_one(schedule: Schedule) -> Schedule:
     return lower(Schedule(schedule.name, schedule.stages, schedule.microbatches, rows))
 
 
-def _message(action: Action, stages: int) -> tuple[Action, Action] | None:
-    """The send and the receive that carry the result of an action to the neighbouring stage."""
-    s, i = action.stage, action.microbatch
-    if action.kind == "F" and s < stages - 1:
-        return Action(s, "SEND_F", i), Action(s + 1, "RECV_F", i)
-    if action.kind in ("B", "I") and s > 0:
-        return Action(s, "SEND_B", i), Action(s - 1, "RECV_B", i)
-    return None
-
-
 def _with_unshard(row: Sequence[Action], limit: int) -> list[Action]:
     """Keep the stages gathered that the rank needs next, looking ahead over distinct stages."""
-    stages_at = [
-        list(dict.fromkeys(leaf.stage for leaf in a.leaves)) if a.kind in COMPUTE else []
-        for a in row
-    ]
     # The next distinct stages at each position, built from the end.
     ahead: list[list[int]] = []
     following: list[int] = []
-    for stages in reversed(stages_at):
-        following = [*stages, *(s for s in following if s not in stages)]
+    for action in reversed(row):
+        stages = [leaf.stage for leaf in action.leaves if action.kind in COMPUTE]
+        following = list(dict.fromkeys((*stages, *following)))
         ahead.append(following[:limit])
-    ahead.reverse()
     gathered: list[int] = []
     out: list[Action] = []
-
-    def emit(kind: ActionKind, stages: list[int]) -> None:
-        out.extend(Action(s, kind) for s in stages)
-
-    for action, wanted in zip(row, ahead, strict=True):
+    for action, wanted in zip(row, reversed(ahead), strict=True):
         if action.kind in COMPUTE:
-            emit("RESHARD", [s for s in gathered if s not in wanted])
-            emit("UNSHARD", [s for s in wanted if s not in gathered])
+            out += [Action(s, "RESHARD") for s in gathered if s not in wanted]
+            out += [Action(s, "UNSHARD") for s in wanted if s not in gathered]
             gathered = wanted
         out.append(action)
-    emit("RESHARD", gathered)
-    return out
+    return out + [Action(s, "RESHARD") for s in gathered]
 
 
 def _with_reduce(row: Sequence[Action], microbatches: int) -> list[Action]:
     """REDUCE_GRAD after the last backward of each stage."""
-    left: dict[int, int] = {}
+    done = Counter[int]()
     out: list[Action] = []
     for action in row:
         out.append(action)
         for leaf in action.leaves:
-            if leaf.kind in ("B", "W"):
-                left[leaf.stage] = left.get(leaf.stage, microbatches) - 1
-                if not left[leaf.stage]:
-                    out.append(Action(leaf.stage, "REDUCE_GRAD"))
+            done[leaf.stage] += leaf.kind in ("B", "W")
+            if leaf.kind in ("B", "W") and done[leaf.stage] == microbatches:
+                out.append(Action(leaf.stage, "REDUCE_GRAD"))
     return out

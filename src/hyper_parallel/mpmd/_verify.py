@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import NoReturn
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise, product
+from typing import Final, NoReturn, TypeAlias
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, Schedule
-from hyper_parallel.ir.schedule import at
+from hyper_parallel.ir import Action, ActionKind, Schedule
+from hyper_parallel.ir.schedule import COMPUTE, PEERS, at
 from hyper_parallel.mpmd._replay import replay
 
-_Spot = tuple[int, int]
+_Spot: TypeAlias = tuple[int, int]
+_Wrong: TypeAlias = tuple[_Spot, str]
+_USES: Final[dict[str, tuple[ActionKind, ...]]] = {"RECV_F": ("F",), "RECV_B": ("B", "I")}
 
 
 def verify(
@@ -36,11 +39,15 @@ def verify(
         ScheduleError: HP320 for the first thing that is wrong, marked in the grid.
     """
     spots = _index(schedule)
-    _check_compute(schedule, spots)
-    if schedule.has_communication:
-        _check_messages(schedule, spots)
-    _check_sharding(schedule)
-    _check_offload(schedule, spots)
+    place = schedule.placement()
+    wrong = chain(
+        _wrong_computations(schedule, spots),
+        _wrong_messages(schedule, spots, place) if schedule.has_communication else (),
+        _wrong_sharding(schedule, place),
+        _wrong_offload(spots),
+    )
+    for spot, what in wrong:
+        _fail(schedule, spot, what)
     try:
         replay(schedule, rendezvous=rendezvous and schedule.has_communication)
     except ScheduleError:
@@ -70,13 +77,8 @@ def _check_in_flight(schedule: Schedule, limit: int | Sequence[int]) -> None:
         allowed = limit if isinstance(limit, int) else limit[rank]
         for live, position in _live(row):
             if live > allowed:
-                _fail(
-                    schedule,
-                    (rank, position),
-                    f"rank {rank} holds {live} activations at once",
-                    got=live,
-                    allowed=f"at most {allowed}",
-                )
+                what, most = f"rank {rank} holds {live} activations at once", f"at most {allowed}"
+                _fail(schedule, (rank, position), what, got=live, allowed=most)
 
 
 def _fail(schedule: Schedule, spot: _Spot, what: str, **facts: object) -> NoReturn:
@@ -88,160 +90,116 @@ def _index(schedule: Schedule) -> dict[Action, _Spot]:
     spots: dict[Action, _Spot] = {}
     for rank, position, leaf in schedule.leaves():
         spot = (rank, position)
-        if not 0 <= leaf.stage < schedule.stages:
-            _fail(
-                schedule,
-                spot,
-                f"{leaf} is of a stage that does not exist",
-                allowed=f"0 to {schedule.stages - 1}",
-            )
-        if leaf.microbatch is None:
-            continue
-        if not 0 <= leaf.microbatch < schedule.microbatches:
-            _fail(
-                schedule,
-                spot,
-                f"{leaf} is of a microbatch that does not exist",
-                allowed=f"0 to {schedule.microbatches - 1}",
-            )
-        if leaf in spots:
-            _fail(
-                schedule,
-                spot,
-                f"{leaf} happens twice, first as action {spots[leaf][1]} of rank {spots[leaf][0]}",
-            )
-        spots[leaf] = spot
+        for kind, number, count in (
+            ("stage", leaf.stage, schedule.stages),
+            ("microbatch", leaf.microbatch or 0, schedule.microbatches),
+        ):
+            if not 0 <= number < count:
+                what = f"{leaf} is of a {kind} that does not exist"
+                _fail(schedule, spot, what, allowed=f"0 to {count - 1}")
+        if leaf.microbatch is not None and (first := spots.setdefault(leaf, spot)) is not spot:
+            what = f"{leaf} happens twice, first as action {first[1]} of rank {first[0]}"
+            _fail(schedule, spot, what)
     return spots
 
 
-def _check_compute(schedule: Schedule, spots: dict[Action, _Spot]) -> None:
-    schedule.placement()
-    for s in range(schedule.stages):
-        for i in range(schedule.microbatches):
-            f, b, gi, gw = (spots.get(Action(s, kind, i)) for kind in ("F", "B", "I", "W"))
-            if f is None:
-                last = max(spot for a, spot in spots.items() if a.stage == s)
-                _fail(schedule, last, f"stage {s} has no forward of microbatch {i}")
-            if b and (gi or gw):
-                _fail(schedule, b, f"the backward of {s}F{i} happens as a whole and in parts")
-            if bool(gi) != bool(gw):
-                lost, there = ("W", gi) if gi else ("I", gw)
-                assert there is not None
-                _fail(schedule, there, f"the backward of {s}F{i} has no {s}{lost}{i}")
-            if not b and not gi:
-                _fail(schedule, f, f"{s}F{i} has no backward")
-            chain = [spot for spot in (f, gi, gw, b) if spot]
-            for earlier, later in pairwise(chain):
+# Each of the following yields what is wrong, and where. Only the first is reported: what a check finds after it may
+# rest on what was wrong.
+
+
+def _wrong_computations(schedule: Schedule, spots: dict[Action, _Spot]) -> Iterator[_Wrong]:
+    for s, i in product(range(schedule.stages), range(schedule.microbatches)):
+        f, b, gi, gw = (spots.get(Action(s, kind, i)) for kind in ("F", "B", "I", "W"))
+        parts = [spot for spot in (gi, gw) if spot]
+        if not f:
+            last = max(spot for a, spot in spots.items() if a.stage == s)
+            yield last, f"stage {s} has no forward of microbatch {i}"
+        elif b and parts:
+            yield b, f"the backward of {s}F{i} happens as a whole and in parts"
+        elif len(parts) == 1:
+            yield parts[0], f"the backward of {s}F{i} has no {s}{'W' if gi else 'I'}{i}"
+        elif not b and not parts:
+            yield f, f"{s}F{i} has no backward"
+        else:
+            for earlier, later in pairwise((f, *parts, *filter(None, (b,)))):
                 if later <= earlier:
-                    _fail(schedule, later, f"a backward of {s}F{i} stands before what it needs")
+                    yield later, f"a backward of {s}F{i} stands before what it needs"
 
 
-def _check_messages(schedule: Schedule, spots: dict[Action, _Spot]) -> None:
+def _wrong_messages(
+    schedule: Schedule, spots: dict[Action, _Spot], place: dict[int, int]
+) -> Iterator[_Wrong]:
     """Every edge between ranks has its pair, and a pair of ranks agrees on the order of its messages."""
-    place = schedule.placement()
-    expected = set()
-    for s in range(schedule.stages - 1):
-        if place[s] == place[s + 1]:
+    expected: set[Action] = set()
+    for computed, maker in spots.items():
+        send = computed.send
+        if send is None or place.get(send.peer.stage, maker[0]) == maker[0]:
             continue
-        for i in range(schedule.microbatches):
-            for send, recv, makes, uses in (
-                (
-                    Action(s, "SEND_F", i),
-                    Action(s + 1, "RECV_F", i),
-                    (Action(s, "F", i),),
-                    (Action(s + 1, "F", i),),
-                ),
-                (
-                    Action(s + 1, "SEND_B", i),
-                    Action(s, "RECV_B", i),
-                    (Action(s + 1, "B", i), Action(s + 1, "I", i)),
-                    (Action(s, "B", i), Action(s, "I", i)),
-                ),
-            ):
-                maker = next(spots[a] for a in makes if a in spots)
-                user = next(spots[a] for a in uses if a in spots)
-                sent, received = spots.get(send), spots.get(recv)
-                if sent is None:
-                    _fail(schedule, received or maker, f"{recv} has no {send}")
-                if received is None:
-                    _fail(schedule, sent, f"{send} has no {recv}")
-                if sent[0] != maker[0] or sent < maker:
-                    _fail(schedule, sent, f"{send} is not after its computation on rank {maker[0]}")
-                if received[0] != user[0] or received > user:
-                    _fail(schedule, received, f"{recv} is not before its use on rank {user[0]}")
-                expected |= {send, recv}
-    for action, spot in spots.items():
-        if action.kind.startswith(("SEND", "RECV")) and action not in expected:
-            _fail(schedule, spot, f"{action} has no stage on another rank as its peer")
-    _check_message_order(schedule, place)
-
-
-def _check_message_order(schedule: Schedule, place: dict[int, int]) -> None:
-    """What one rank sends another arrives in the order in which it is received: NCCL has no tags to sort it."""
+        receive = send.peer
+        expected |= {send, receive}
+        sent, received = spots.get(send), spots.get(receive)
+        uses = (Action(receive.stage, kind, send.microbatch) for kind in _USES[receive.kind])
+        user = next(spots[use] for use in uses if use in spots)
+        if sent is None:
+            yield received or maker, f"{receive} has no {send}"
+        elif received is None:
+            yield sent, f"{send} has no {receive}"
+        elif sent[0] != maker[0] or sent < maker:
+            yield sent, f"{send} is not after its computation on rank {maker[0]}"
+        elif received[0] != user[0] or received > user:
+            yield received, f"{receive} is not before its use on rank {user[0]}"
     sends: dict[_Spot, list[Action]] = {}
-    receives: dict[_Spot, list[tuple[Action, _Spot]]] = {}
-    for rank, position, a in schedule.leaves():
-        if a.kind == "SEND_F":
-            to = Action(a.stage + 1, "RECV_F", a.microbatch)
-            sends.setdefault((rank, place[to.stage]), []).append(to)
-        elif a.kind == "SEND_B":
-            to = Action(a.stage - 1, "RECV_B", a.microbatch)
-            sends.setdefault((rank, place[to.stage]), []).append(to)
-        elif a.kind in ("RECV_F", "RECV_B"):
-            peer = place[a.stage - 1 if a.kind == "RECV_F" else a.stage + 1]
-            receives.setdefault((peer, rank), []).append((a, (rank, position)))
-    for (sender, receiver), sent in sends.items():
-        for next_sent, (action, spot) in zip(sent, receives[sender, receiver], strict=True):
-            if next_sent != action:
-                what = (
-                    f"rank {receiver} receives {action} where rank {sender} sends for {next_sent}"
-                )
-                _fail(schedule, spot, what)
+    receives: dict[_Spot, list[Action]] = {}
+    for rank, _, a in schedule.leaves():
+        if a.kind not in PEERS:
+            continue
+        if a not in expected:
+            yield spots[a], f"{a} has no stage on another rank as its peer"
+        elif a.kind.startswith("SEND"):
+            sends.setdefault((rank, place[a.peer.stage]), []).append(a.peer)
+        else:
+            receives.setdefault((place[a.peer.stage], rank), []).append(a)
+    # What one rank sends another arrives in the order in which it is received: NCCL has no tags to sort it.
+    for (sender, receiver), sent_for in sends.items():
+        for wanted, a in zip(sent_for, receives[sender, receiver], strict=True):
+            if wanted != a:
+                what = f"rank {receiver} receives {a} where rank {sender} sends for {wanted}"
+                yield spots[a], what
 
 
-def _check_sharding(schedule: Schedule) -> None:
+def _wrong_sharding(schedule: Schedule, place: dict[int, int]) -> Iterator[_Wrong]:
     """With any UNSHARD in the schedule, stages compute gathered; gradients are reduced after the last backward."""
     sharded = any(leaf.kind == "UNSHARD" for _, _, leaf in schedule.leaves())
     gathered: set[int] = set()
-    backwards: dict[int, int] = {}
     reduced: set[int] = set()
+    backwards = Counter[int]()
     for rank, position, a in schedule.leaves():
-        spot = (rank, position)
+        spot, s = (rank, position), a.stage
         if a.kind == "UNSHARD":
-            if a.stage in gathered:
-                _fail(schedule, spot, f"stage {a.stage} is gathered twice")
-            gathered.add(a.stage)
+            if s in gathered:
+                yield spot, f"stage {s} is gathered twice"
+            gathered.add(s)
         elif a.kind == "RESHARD":
-            if a.stage not in gathered:
-                _fail(schedule, spot, f"stage {a.stage} is freed without being gathered")
-            gathered.remove(a.stage)
+            if s not in gathered:
+                yield spot, f"stage {s} is freed without being gathered"
+            gathered.remove(s)
         elif a.kind == "REDUCE_GRAD":
-            if a.stage in reduced or backwards.get(a.stage, 0) != schedule.microbatches:
-                _fail(
-                    schedule,
-                    spot,
-                    f"gradients of stage {a.stage} are reduced twice or before the last backward",
-                )
-            reduced.add(a.stage)
-        elif a.kind in ("F", "B", "I", "W"):
-            if sharded and a.stage not in gathered:
-                _fail(schedule, spot, f"{a} computes with parameters that are not gathered")
-            if a.kind in ("B", "W"):
-                backwards[a.stage] = backwards.get(a.stage, 0) + 1
+            if s in reduced or backwards[s] != schedule.microbatches:
+                yield spot, f"gradients of stage {s} are reduced twice or before the last backward"
+            reduced.add(s)
+        elif a.kind in COMPUTE and sharded and s not in gathered:
+            yield spot, f"{a} computes with parameters that are not gathered"
+        backwards[s] += a.kind in ("B", "W")
     for rank, position, a in schedule.leaves():
         if reduced and a.kind == "F" and a.stage not in reduced:
-            _fail(
-                schedule,
-                (rank, position),
-                f"gradients of stage {a.stage} are never reduced, others are",
-            )
-    if gathered:
-        rank = schedule.placement()[min(gathered)]
-        last = len(schedule.ranks[rank]) - 1
-        _fail(schedule, (rank, last), f"stage {min(gathered)} holds gathered parameters at the end")
+            what = f"gradients of stage {a.stage} are never reduced, others are"
+            yield (rank, position), what
+    for s in sorted(gathered):
+        end = (place[s], len(schedule.ranks[place[s]]) - 1)
+        yield end, f"stage {s} holds gathered parameters at the end"
 
 
-def _check_offload(schedule: Schedule, spots: dict[Action, _Spot]) -> None:
+def _wrong_offload(spots: dict[Action, _Spot]) -> Iterator[_Wrong]:
     """An offloaded activation leaves after its forward and is back before its backward, on its own rank."""
     for action, spot in spots.items():
         if action.kind not in ("OFFLOAD", "RELOAD"):
@@ -249,14 +207,10 @@ def _check_offload(schedule: Schedule, spots: dict[Action, _Spot]) -> None:
         s, i = action.stage, action.microbatch
         partner = spots.get(Action(s, "RELOAD" if action.kind == "OFFLOAD" else "OFFLOAD", i))
         if partner is None:
-            _fail(schedule, spot, f"{action} has no partner")
-        if action.kind == "OFFLOAD":
+            yield spot, f"{action} has no partner"
+        elif action.kind == "OFFLOAD":
             forward = spots[Action(s, "F", i)]
             backward = spots.get(Action(s, "B", i)) or spots[Action(s, "I", i)]
             same = forward[0] == spot[0] == partner[0]
             if not (same and forward < spot < partner < backward):
-                _fail(
-                    schedule,
-                    spot,
-                    f"{action} and its reload do not lie between forward and backward",
-                )
+                yield spot, f"{action} and its reload do not lie between forward and backward"
