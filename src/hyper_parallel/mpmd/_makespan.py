@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Schedule, StageCost, simulate
+from hyper_parallel.mpmd._replay import replay
 from hyper_parallel.mpmd._schedules import make_schedule
-from hyper_parallel.mpmd._tasks import on_shared_cores, schedule_tasks
+from hyper_parallel.mpmd._tasks import action_costs, nanoseconds, on_shared_cores, schedule_tasks
 
 
 def makespan_s(
@@ -70,124 +71,70 @@ class _Program:
 
     Attributes:
         stages: Number of stages.
-        took: Per computation, where its time stands in the table of costs.
-        send: The same for the time its result needs to the stage that waits for it.
-        source: Computation whose result it waits for.
-        before: Computation before it on its rank.
-        link_before: Computation whose result used the same link before its own.
+        times: Per computation, where its time stands in the table of costs, and that of sending its result to the
+            stage that waits for it.
+        waits: Per computation, the one whose result it waits for, the one before it on its rank, and the one whose
+            result used the same link before its own.
         rounds: First computation of every round, and the end.
     """
 
     stages: int
-    took: NDArray[np.intp]
-    send: NDArray[np.intp]
-    source: NDArray[np.intp]
-    before: NDArray[np.intp]
-    link_before: NDArray[np.intp]
+    times: NDArray[np.intp]
+    waits: NDArray[np.intp]
     rounds: tuple[int, ...]
 
     @classmethod
     def of(cls, schedule: Schedule) -> _Program:
-        """Number the computations in an order that respects their dependencies, round by round."""
-        m, stages = schedule.microbatches, schedule.stages
+        """Number the computations of a schedule round by round."""
         place = schedule.placement()
-        places = [place[s] for s in range(stages)]
-        rows = [
-            [(a.stage, _KINDS[a.kind], a.microbatch or 0) for action in rank for a in action.leaves]
-            for rank in schedule.ranks
-        ]
-        forward, backward = [-1] * (stages * m), [-1] * (stages * m)
-        head, last = [0] * len(rows), [-1] * len(rows)
-        links: dict[tuple[int, int], int] = {}
-        took: list[int] = []
-        send: list[int] = []
-        source: list[int] = []
-        before: list[int] = []
-        link_before: list[int] = []
-        rounds = [0]
-        while True:
-            made: list[tuple[int, int]] = []
-            for rank, row in enumerate(rows):
-                if head[rank] == len(row):
-                    continue
-                stage, kind, i = row[head[rank]]
-                waits, to, result = -1, -1, -1
-                if kind == 0:
-                    if stage:
-                        waits = forward[(stage - 1) * m + i]
-                        if waits < 0:
-                            continue
-                    to, result = stage + 1, stage * m + i
-                elif kind != 2:
-                    if stage < stages - 1:
-                        waits = backward[(stage + 1) * m + i]
-                        if waits < 0:
-                            continue
-                    to, result = stage - 1, stage * m + i
-                head[rank] += 1
-                number = len(took)
-                took.append(_ENTRIES * stage + kind)
-                source.append(waits)
-                before.append(last[rank])
-                last[rank] = number
-                if 0 <= to < stages and places[to] != rank:
-                    link = (rank, places[to])
-                    send.append(_ENTRIES * stage + (4 if kind == 0 else 5))
-                    link_before.append(links.get(link, -1))
-                    links[link] = number
-                else:
-                    send.append(_ENTRIES * stage + 6)
-                    link_before.append(-1)
-                if result >= 0:
-                    made.append((number, result if kind == 0 else ~result))
-            if len(took) == rounds[-1]:
-                break
-            for number, result in made:
-                if result >= 0:
-                    forward[result] = number
-                else:
-                    backward[~result] = number
-            rounds.append(len(took))
-        if any(h < len(row) for h, row in zip(head, rows, strict=True)):
-            raise ScheduleError(f"the schedule {schedule.name} deadlocks")
-        columns = (took, send, source, before, link_before)
-        one, two, three, four, five = (np.array(c, dtype=np.intp) for c in columns)
-        return cls(stages, one, two, three, four, five, tuple(rounds))
+        made: dict[tuple[int, str, int | None], int] = {}  # who made an output F, a gradient B
+        on_rank: dict[int, int] = {}
+        on_link: dict[tuple[int, int], int] = {}
+        round_of = {-1: -1}
+        rows: list[tuple[int, ...]] = []
+        for rank, position in replay(schedule):
+            for leaf in schedule.ranks[rank][position].leaves:
+                number, s, i = len(rows), leaf.stage, leaf.microbatch
+                send, source, link_before = "", -1, -1
+                before, on_rank[rank] = on_rank.get(rank, -1), number
+                if leaf.kind != "W":
+                    way, step = ("F", 1) if leaf.kind == "F" else ("B", -1)
+                    source, made[s, way, i] = made.get((s - step, way, i), -1), number
+                    link = rank, place.get(s + step, rank)
+                    if link[1] != rank:
+                        send = f"SEND_{way}"
+                        link_before, on_link[link] = on_link.get(link, -1), number
+                times = [len(_TIMES) * s + _TIMES.index(kind) for kind in (leaf.kind, send)]
+                rows.append((*times, source, before, link_before))
+                round_of[number] = 1 + max(round_of[source], round_of[before])
+        rounds = np.array([round_of[n] for n in range(len(rows))])
+        order = np.argsort(rounds, kind="stable")
+        moved = np.append(np.argsort(order), -1)
+        table = np.array(rows, dtype=np.intp)[order].T
+        stops = np.cumsum(np.bincount(rounds)).tolist()
+        return cls(schedule.stages, table[:2], moved[table[2:]], (0, *stops))
 
     def end(self, costs: Sequence[StageCost]) -> int:
         """Nanoseconds until the last computation ends."""
-        table = np.array([_entries(c) for c in costs], dtype=np.int64).reshape(-1)
-        took, send = table[self.took], table[self.send]
+        took, send = np.array([_times(c) for c in costs], dtype=np.int64).reshape(-1)[self.times]
+        source, before, link_before = self.waits
         # Results may arrive later than they are made; without transfers both are the same.
         ends = np.zeros(len(took) + 1, dtype=np.int64)
         arrives = np.zeros(len(took) + 1, dtype=np.int64) if send.any() else ends
         for first, stop in pairwise(self.rounds):
-            ready = np.maximum(arrives[self.source[first:stop]], ends[self.before[first:stop]])
-            done = ready + took[first:stop]
-            ends[first:stop] = done
+            now = slice(first, stop)
+            ends[now] = done = np.maximum(arrives[source[now]], ends[before[now]]) + took[now]
             if arrives is not ends:
-                free = np.maximum(done, arrives[self.link_before[first:stop]])
-                sent = send[first:stop]
-                arrives[first:stop] = np.where(sent > 0, free + sent, done)
+                free = np.maximum(done, arrives[link_before[now]])
+                arrives[now] = np.where(send[now] > 0, free + send[now], done)
         return int(ends.max())
 
 
-_KINDS: Final = {"F": 0, "I": 1, "W": 2, "B": 3}
-_ENTRIES: Final = 7
+_TIMES: Final = ("F", "I", "W", "B", "SEND_F", "SEND_B", "")
+"""What has a time on a stage; the last one has none."""
 
 
-def _entries(c: StageCost) -> tuple[int, ...]:
-    """Nanoseconds of F, I, W, B, a send forward, a send backward, nothing."""
-
-    def ns(seconds: float) -> int:
-        return round(seconds * 1e9)
-
-    return (
-        ns(c.forward_s) + ns(c.exposed_forward_s),
-        ns(c.input_grad_s) + ns(c.exposed_backward_s),
-        ns(c.weight_grad_s),
-        ns(c.input_grad_s + c.weight_grad_s) + ns(c.exposed_backward_s),
-        ns(c.send_forward_s),
-        ns(c.send_backward_s),
-        0,
-    )
+def _times(cost: StageCost) -> list[int]:
+    """Nanoseconds of `_TIMES`, exposed collectives included."""
+    both = (action_costs(cost)[kind][:2] for kind in _TIMES[:-1])
+    return [*(nanoseconds(own) + nanoseconds(exposed) for own, exposed in both), 0]

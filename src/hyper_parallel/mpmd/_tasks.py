@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import (
@@ -18,6 +18,7 @@ from hyper_parallel.ir import (
     Timeline,
     simulate,
 )
+from hyper_parallel.ir.schedule import COMPUTE, PEERS
 from hyper_parallel.mpmd._replay import replay
 
 
@@ -78,142 +79,114 @@ def unit_starts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, starts))
 
 
+def action_costs(c: StageCost) -> dict[str, tuple[float, float, int, int]]:
+    """By kind: seconds, those of exposed collectives after it, change of bytes at its start and at its end."""
+    held, kept = c.activation_bytes, c.weight_grad_input_bytes
+    return {
+        "F": (c.forward_s, c.exposed_forward_s, held, 0),
+        "I": (c.input_grad_s, c.exposed_backward_s, 0, kept - held),
+        "W": (c.weight_grad_s, 0.0, 0, -kept),
+        "B": (c.input_grad_s + c.weight_grad_s, c.exposed_backward_s, 0, -held),
+        "SEND_F": (c.send_forward_s, 0.0, 0, 0),
+        "SEND_B": (c.send_backward_s, 0.0, 0, 0),
+        "UNSHARD": (c.unshard_s, 0.0, c.parameter_bytes, 0),
+        "RESHARD": (0.0, 0.0, 0, -c.parameter_bytes),
+        "REDUCE_GRAD": (c.reduce_grad_s, 0.0, 0, 0),
+        "OFFLOAD": (c.offload_s, 0.0, 0, -held),
+        "RELOAD": (c.offload_s, 0.0, held, 0),
+    }
+
+
 class _Builder:
     """Adds the tasks of one action after another, remembering which task made what."""
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCost]) -> None:
-        self.stages = schedule.stages
         self.place = schedule.placement()
-        self.costs = costs
+        self.costs = [action_costs(c) for c in costs]
         self.tasks: list[Task] = []
         self.policies: dict[str, Literal["order", "priority"]] = {}
-        # Task that made an output, a gradient, the gathered parameters, the copy of an activation.
-        self.output: dict[tuple[int, int], int] = {}
-        self.gradient: dict[tuple[int, int], int] = {}
-        self.gathered: dict[int, int] = {}
-        self.copied: dict[tuple[int, int], int] = {}
+        # By stage, what it is, and microbatch: the task after which there is an output (F), a gradient (B), the
+        # gathered parameters (UNSHARD), a copied activation (OFFLOAD, RELOAD).
+        self.made: dict[tuple[int, str, int | None], int] = {}
         self.last_compute: dict[int, int] = {}
         self.last_exposed: dict[int, int] = {}
 
     def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
         """Add one action, or the parts of an overlap as one task that takes `factor` of their times' sum."""
-        if actions[0].kind in ("F", "B", "I", "W"):
-            self._compute(rank, actions, factor)
-        elif not actions[0].kind.startswith(("SEND", "RECV")):
-            self._move(rank, actions[0])
-
-    def _append(self, *fields: Any) -> int:
-        self.tasks.append(Task(*fields))
-        return len(self.tasks) - 1
-
-    def _compute(self, rank: int, actions: tuple[Action, ...], factor: float) -> None:
-        seconds, exposed, deps, at_start, at_end = 0.0, 0.0, [], 0, 0
-        if rank in self.last_exposed:
-            deps.append(self.last_exposed[rank])
-        for action in actions:
-            took, needed, starts, ends = self._effect(action)
-            exposed += self._exposed(action)
-            seconds += took
-            deps += needed
-            at_start += starts
-            at_end += ends
-        device = f"rank {rank}/device"
-        task = self._append(
-            str(actions[0]) if len(actions) == 1 else f"({';'.join(map(str, actions))})OVERLAP_F_B",
-            f"rank {rank}/compute",
-            _nanoseconds(seconds * factor),
-            "compute",
-            tuple(deps),
-            0,
-            ((device, at_start),) if at_start else (),
-            ((device, at_end),) if at_end else (),
-        )
+        if actions[0].kind in PEERS:
+            return
+        effects = (self.costs[a.stage][a.kind] for a in actions)
+        seconds, exposed, at_start, at_end = map(sum, zip(*effects, strict=True))
+        name = str(actions[0] if len(actions) == 1 else Action(-1, "OVERLAP_F_B", None, actions))
+        if actions[0].kind not in COMPUTE:
+            self._move(rank, actions[0], seconds, at_start, at_end)
+            return
+        deps = [self.last_exposed[rank]] if rank in self.last_exposed else []
+        deps += (self.made[key] for a in actions for key in _needs(a) if key in self.made)
+        task = self._append(name, rank, "compute", seconds * factor, deps, at_start, at_end)
         if exposed > 0:
-            name, ns = f"{self.tasks[task].name} collectives", _nanoseconds(exposed * factor)
-            task = self._append(name, f"rank {rank}/communication", ns, "communication", (task,))
+            name = f"{name} collectives"
+            task = self._append(name, rank, "communication", exposed * factor, [task])
             self.last_exposed[rank] = task
         self.last_compute[rank] = task
         for a in actions:
-            s, i, cost = a.stage, a.microbatch, self.costs[a.stage]
-            assert i is not None
-            if a.kind == "F":
-                self.output[s, i] = self._sent(rank, s, s + 1, i, task, cost.send_forward_s)
-            elif a.kind != "W":
-                self.gradient[s, i] = self._sent(rank, s, s - 1, i, task, cost.send_backward_s)
+            if a.kind != "W":
+                self._send(rank, a, task)
 
-    def _effect(self, action: Action) -> tuple[float, list[int], int, int]:
-        """Seconds, dependencies, and bytes taken at the start and given back at the end."""
-        s, i, cost = action.stage, action.microbatch, self.costs[action.stage]
-        assert i is not None
-        deps = [self.gathered[s]] if s in self.gathered else []
-        if action.kind == "F":
-            if s:
-                deps.append(self.output[s - 1, i])
-            return cost.forward_s, deps, cost.activation_bytes, 0
-        if action.kind == "W":
-            return cost.weight_grad_s, deps, 0, -cost.weight_grad_input_bytes
-        if s < self.stages - 1:
-            deps.append(self.gradient[s + 1, i])
-        if (s, i) in self.copied:
-            deps.append(self.copied[s, i])
-        if action.kind == "I":
-            kept = cost.weight_grad_input_bytes
-            return cost.input_grad_s, deps, 0, kept - cost.activation_bytes
-        return cost.input_grad_s + cost.weight_grad_s, deps, 0, -cost.activation_bytes
-
-    def _exposed(self, action: Action) -> float:
-        """Seconds of the collectives of an action that nothing hides."""
-        cost = self.costs[action.stage]
-        if action.kind == "W":
-            return 0.0
-        return cost.exposed_forward_s if action.kind == "F" else cost.exposed_backward_s
-
-    def _sent(self, rank: int, s: int, to: int, i: int, task: int, seconds: float) -> int:
-        """The task after which the neighbouring stage has the result: the transfer, or the computation itself."""
-        peer = self.place.get(to, rank)
-        if peer == rank or seconds <= 0:
-            return task
-        link = f"link {rank}->{peer}"
-        self.policies[link] = "priority"
-        name = f"{s}SEND_{'F' if to > s else 'B'}{i}"
-        return self._append(name, link, _nanoseconds(seconds), "communication", (task,))
-
-    def _move(self, rank: int, action: Action) -> None:
-        """Gather, free, reduce on the communication lane; offload and reload on the copy lane."""
-        s, i, cost = action.stage, action.microbatch, self.costs[action.stage]
+    def _append(
+        self,
+        name: str,
+        rank: int,
+        lane: str,
+        seconds: float,
+        deps: Sequence[int] = (),
+        at_start: int = 0,
+        at_end: int = 0,
+    ) -> int:
         device = f"rank {rank}/device"
-        after = (self.last_compute[rank],) if rank in self.last_compute else ()
-        lane, kind = f"rank {rank}/communication", "communication"
-        seconds, deps, starts, ends = 0.0, after, 0, 0
-        if action.kind == "UNSHARD":
-            # Prefetched: it waits only for its turn on the lane, behind the frees that make room.
-            seconds, deps, starts = cost.unshard_s, (), cost.parameter_bytes
-        elif action.kind == "RESHARD":
-            ends = -cost.parameter_bytes
-        elif action.kind == "REDUCE_GRAD":
-            seconds = cost.reduce_grad_s
-        else:
-            assert i is not None
-            lane, kind, seconds = f"rank {rank}/copy", "copy", cost.offload_s
-            if action.kind == "OFFLOAD":
-                deps, ends = (self.output[s, i],), -cost.activation_bytes
-            else:
-                deps, starts = (*after, self.copied[s, i]), cost.activation_bytes
-        task = self._append(
-            str(action),
-            lane,
-            _nanoseconds(seconds),
-            kind,
-            deps,
-            0,
-            ((device, starts),) if starts else (),
-            ((device, ends),) if ends else (),
-        )
-        if action.kind == "UNSHARD":
-            self.gathered[s] = task
-        elif action.kind in ("OFFLOAD", "RELOAD"):
-            assert i is not None
-            self.copied[s, i] = task
+        starts, ends = (((device, n),) if n else () for n in (at_start, at_end))
+        ns, executor = nanoseconds(seconds), f"rank {rank}/{lane}"
+        self.tasks.append(Task(name, executor, ns, lane, tuple(deps), 0, starts, ends))
+        return len(self.tasks) - 1
+
+    def _send(self, rank: int, action: Action, task: int) -> None:
+        """Note after which task the neighbouring stage has a result: the transfer, or the computation itself."""
+        s, i = action.stage, action.microbatch
+        way, to = ("F", s + 1) if action.kind == "F" else ("B", s - 1)
+        seconds = self.costs[s][f"SEND_{way}"][0]
+        peer = self.place.get(to, rank)
+        if peer != rank and seconds > 0:
+            link = f"link {rank}->{peer}"
+            self.policies[link] = "priority"
+            name, ns = f"{s}SEND_{way}{i}", nanoseconds(seconds)
+            self.tasks.append(Task(name, link, ns, "communication", (task,)))
+            task = len(self.tasks) - 1
+        self.made[s, way, i] = task
+
+    def _move(self, rank: int, action: Action, seconds: float, at_start: int, at_end: int) -> None:
+        """Gather, free, reduce on the communication lane; offload and reload on the copy lane."""
+        s, i, kind = action.stage, action.microbatch, action.kind
+        key: tuple[int, str, int | None] = (s, kind, i)
+        lane = "communication"
+        deps = [self.last_compute[rank]] if rank in self.last_compute else []
+        if kind == "UNSHARD":
+            deps = []  # prefetched: it waits only for its turn on the lane, behind the frees that make room
+        elif kind == "OFFLOAD":
+            lane, key, deps = "copy", (s, "copy", i), [self.made[s, "F", i]]
+        elif kind == "RELOAD":
+            lane, key = "copy", (s, "copy", i)
+            deps.append(self.made[key])
+        self.made[key] = self._append(str(action), rank, lane, seconds, deps, at_start, at_end)
+
+
+def _needs(action: Action) -> tuple[tuple[int, str, int | None], ...]:
+    """What a computation may have to wait for, as keys of `_Builder.made`."""
+    s, i = action.stage, action.microbatch
+    if action.kind == "F":
+        return (s, "UNSHARD", None), (s - 1, "F", i)
+    if action.kind == "W":
+        return ((s, "UNSHARD", None),)
+    return (s, "UNSHARD", None), (s + 1, "B", i), (s, "copy", i)
 
 
 def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
@@ -238,7 +211,8 @@ def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
     return replace(graph, tasks=tasks, cores=Cores(tuple(p / exact[0] for p in exact), lanes))
 
 
-def _nanoseconds(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
+    """Whole nanoseconds, the time of task graphs."""
     return round(seconds * 1e9)
 
 
