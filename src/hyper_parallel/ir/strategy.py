@@ -18,8 +18,6 @@ CpKind = Literal["ring", "ulysses", "hybrid", "all_gather"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
 V_SHAPED: Final = ("zbv", "dualpipev")
 """Schedules whose ranks hold two stages each, on the way down and on the way back."""
-SPLIT_BACKWARD: Final = ("zb-h1", "zbv", "dualpipev")
-"""Schedules that make weight gradients apart from input gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +114,7 @@ class Strategy:
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Stages a pipeline rank holds: in a loop (r, r + p, ...), for `zbv` and `dualpipev` in a V (r, 2p - 1 - r)."""
-        if self.schedule in V_SHAPED:
-            return (pp_rank, 2 * self.pp - 1 - pp_rank)
-        return tuple(range(pp_rank, self.stages, self.pp))
+        return rank_stages(self.schedule, pp_rank, self.pp, self.virtual_stages)
 
     def mesh(self) -> Mesh:
         """The mesh with every axis, degree 1 included, in the order of the strategy."""
@@ -237,3 +233,10 @@ class Strategy:
         if [a for a in self.order if a in wide] != wide:
             shown.append("order=" + ">".join(a for a in self.order if a in wide))
         return " ".join(shown) or "one device"
+
+
+def rank_stages(schedule: str, rank: int, ranks: int, per_rank: int) -> tuple[int, ...]:
+    """Stages that a pipeline rank holds: in a loop (r, r + p, ...), for `V_SHAPED` in a V (r, 2p - 1 - r)."""
+    if schedule in V_SHAPED:
+        return rank, 2 * ranks - 1 - rank
+    return tuple(range(rank, ranks * per_rank, ranks))

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
-from hyper_parallel.errors import (
-    BatchMismatch,
-    NotDivisible,
-    ScheduleError,
-    UnsupportedSharding,
-)
+from hyper_parallel.errors import BatchMismatch, NotDivisible, ScheduleError, UnsupportedSharding
 from hyper_parallel.ir import Action, Schedule, Strategy
 from hyper_parallel.ir.schedule import at
 from hyper_parallel.ir.strategy import V_SHAPED
@@ -21,13 +14,13 @@ from hyper_parallel.mpmd._replay import replay
 from hyper_parallel.mpmd._schedules import (
     in_flight_limit,
     is_legal,
+    legal_microbatches,
     make_schedule,
+    microbatch_rule,
 )
 from hyper_parallel.mpmd._verify import verify
 
-_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
-)
+_NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 
 
 def check_pipeline(
@@ -68,21 +61,22 @@ def check_pipeline(
             allowed=f"pp up to {most}",
             changes={"parallel.pp": most},
         )
+    name = schedule_name(s)
     if microbatches < s.pp:
         raise BatchMismatch(
             "a pipeline needs at least one microbatch for every stage",
             where=where,
             got=f"pp={s.pp}, microbatches per step={microbatches}",
             allowed=f"pp up to {microbatches}, or {s.pp} microbatches and more",
-            changes={"training.accumulation_steps": _legal_near(s, s.pp)},
+            changes={"training.accumulation_steps": legal_microbatches(name, s.pp, s.pp)[-1]},
         )
-    if not _runs(s, microbatches):
-        near = [m for m in (_legal_near(s, microbatches, -1), _legal_near(s, microbatches)) if m]
+    if not is_legal(name, s.pp, microbatches):
+        near = [m for m in legal_microbatches(name, s.pp, microbatches) if m >= s.pp]
         raise BatchMismatch(
             f"schedule {s.schedule} cannot run {microbatches} microbatches on {s.pp} pipeline ranks",
             where=where,
             got=f"microbatches per step={microbatches}",
-            allowed=[*near, _rule(s)],
+            allowed=[*near, microbatch_rule(name, s.pp)],
             changes={"training.accumulation_steps": near[-1]},
         )
 
@@ -110,21 +104,6 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
         allowed=allowed,
         changes={f"parallel.{change[0]}": change[1]},
     )
-
-
-def _runs(s: Strategy, microbatches: int) -> bool:
-    return microbatches >= s.pp and is_legal(schedule_name(s), s.pp, microbatches)
-
-
-def _legal_near(s: Strategy, microbatches: int, step: int = 1) -> int:
-    """The nearest number of microbatches that runs, upwards or downwards; 0 when there is none."""
-    while microbatches >= s.pp and not _runs(s, microbatches):
-        microbatches += step
-    return microbatches if microbatches >= s.pp else 0
-
-
-def _rule(s: Strategy) -> str:
-    return f"{2 * s.pp} and more" if s.schedule == "dualpipev" else f"any multiple of {s.pp}"
 
 
 def schedule_name(strategy: Strategy) -> str:
