@@ -38,21 +38,23 @@ from hyper_parallel.ir.placement import (
     placements,
 )
 from hyper_parallel.ir.plan import (
-    PLAN_VERSION,
+    Alternative,
+    Certificate,
     Collective,
     CostTerm,
     MemoryTerm,
     ModelRef,
     Plan,
     Rejected,
+    Sensitivity,
+    Stage,
+    StageCost,
 )
 from hyper_parallel.ir.purpose import Purpose
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
 from hyper_parallel.ir.replay import Replay, replay
 from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
-from hyper_parallel.ir.search import Alternative, Certificate, Sensitivity
 from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some, ulysses_degree
-from hyper_parallel.ir.stage import Stage, StageCost
 from hyper_parallel.ir.strategy import BLOCK_SHAPES, BlockShape, Rule, Strategy
 from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph, peaks, simulate
 from hyper_parallel.ir.timeline import Counter, Span, Timeline
@@ -65,7 +67,6 @@ __all__ = [
     "GRADIENT_PIECES",
     "MEMORY_TIERS",
     "OF_OPERATORS",
-    "PLAN_VERSION",
     "Action",
     "ActionKind",
     "Alternative",

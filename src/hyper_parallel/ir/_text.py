@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.serde import encode
@@ -16,150 +17,131 @@ BAR = 24
 
 def explain(plan: Plan) -> str:
     """Everything a plan decides and predicts, as text of at most about 120 columns."""
+    constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
-        _head(plan),
-        _time(plan),
-        _memory(plan),
-        _layouts(plan),
-        _collectives(plan),
-        _stages(plan),
-        _runners_up(plan),
-        _front(plan),
-        _sensitivity(plan),
-        _notes(plan),
+        _section(_title(plan), _head(plan)),
+        _section("step time", _time(plan)),
+        "\n".join(_section(title, lines) for title, lines in _memory(plan)),
+        _section("layouts", _layouts(plan)),
+        _section("collectives per rank and step", _collectives(plan)),
+        _section("stages", _stages(plan)),
+        _section("why not", _runners_up(plan)),
+        _section("smaller in memory", _front(plan)),
+        _section("what would change the choice", constants),
+        _section("notes", (f"- {note}" for note in plan.notes)),
     )
-    return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
+    return "\n\n".join(filter(None, sections))
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    """Indented lines under a title; nothing without lines."""
+    text = "".join(f"\n  {line}" for line in lines)
+    return title + text if text else ""
+
+
+def _title(plan: Plan) -> str:
+    m = plan.model
+    size = f"{format_count(m.num_params)} parameters"
+    if m.num_active_params != m.num_params:
+        size += f", {format_count(m.num_active_params)} active"
+    return f"{m.name}: {size}, on {plan.strategy.world_size} devices of {plan.topology}"
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    m, w, s = plan.model, plan.workload, plan.strategy
-    active = (
-        f", {format_count(m.num_active_params)} active"
-        if m.num_active_params != m.num_params
-        else ""
-    )
-    yield f"{m.name}: {format_count(m.num_params)} parameters{active}, on {s.world_size} devices of {plan.topology}"
-    yield f"  strategy   {s}"
-    yield f"  mesh       {plan.mesh}"
-    yield (
-        f"  batch      {w.tokens_per_step:,} tokens per step = {w.accumulation_steps} microbatches x {w.microbatch} "
-        f"sequences x {s.dp} data-parallel ranks x {w.seq_len} tokens"
-        if w.tokens_per_step is not None
-        else f"  batch      {w.seq_len} tokens per sequence, not resolved"
-    )
-    yield f"  formats    compute {w.compute_dtype}, parameters {w.param_dtype}, reductions {w.reduce_dtype}"
+    w, s = plan.workload, plan.strategy
+    yield f"strategy   {s}"
+    yield f"mesh       {plan.mesh}"
+    if w.tokens_per_step is None:
+        yield f"batch      {w.seq_len} tokens per sequence, not resolved"
+    else:
+        yield (
+            f"batch      {w.tokens_per_step:,} tokens per step = {w.accumulation_steps} microbatches x "
+            f"{w.microbatch} sequences x {s.dp} data-parallel ranks x {w.seq_len} tokens"
+        )
+    yield f"formats    compute {w.compute_dtype}, parameters {w.param_dtype}, reductions {w.reduce_dtype}"
     tokens = w.tokens_per_step or 0
     rate = tokens / plan.step_s / s.world_size if plan.step_s else 0.0
     yield (
-        f"  predicted  {format_seconds(plan.step_s)} per step, {rate:,.0f} tokens/s/device, "
+        f"predicted  {format_seconds(plan.step_s)} per step, {rate:,.0f} tokens/s/device, "
         f"MFU {plan.predicted_mfu:.1%}, {format_bytes(plan.memory_bytes)} of "
         f"{format_bytes(plan.memory_capacity_bytes)} per device"
     )
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    yield "step time"
     for term in sorted(plan.cost, key=lambda t: -t.seconds):
-        share = term.seconds / plan.step_s if plan.step_s else 0.0
-        yield f"  {format_seconds(term.seconds):>9}  {share:6.1%}  {_bar(share)}  {term.name}: {term.formula}"
+        share = _share(term.seconds, plan.step_s)
+        yield f"{format_seconds(term.seconds):>9}  {share}  {term.name}: {term.formula}"
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[str]]]:
+    """Title and lines of every tier."""
     for tier in dict.fromkeys(term.tier for term in plan.memory):
-        terms = [t for t in plan.memory if t.tier == tier]
+        terms = sorted((t for t in plan.memory if t.tier == tier), key=lambda t: -t.bytes)
         total = sum(t.bytes for t in terms)
         capacity = plan.memory_capacity_bytes if tier == "hbm" else 0
         of = f" of {format_bytes(capacity)} ({total / capacity:.0%})" if capacity else ""
-        yield f"peak memory of the fullest device, {tier}: {format_bytes(total)}{of}"
-        for term in sorted(terms, key=lambda t: -t.bytes):
-            share = term.bytes / (capacity or total or 1)
-            yield f"  {format_bytes(term.bytes):>10}  {share:6.1%}  {_bar(share)}  {term.name}: {term.formula}"
+        yield (
+            f"peak memory of the fullest device, {tier}: {format_bytes(total)}{of}",
+            [
+                f"{format_bytes(t.bytes):>10}  {_share(t.bytes, capacity or total)}  {t.name}: {t.formula}"
+                for t in terms
+            ],
+        )
+
+
+def _share(part: float, whole: float) -> str:
+    """A share as a percentage and a bar."""
+    share = part / whole if whole else 0.0
+    bar = "#" * round(BAR * min(1.0, max(0.0, share)))
+    return f"{share:6.1%}  {bar.ljust(BAR, '.')}"
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
-    if not plan.layouts:
-        return
-    yield "layouts"
+    """Every layout once, with the parameters that have it."""
     groups: dict[str, list[str]] = {}
     for name, layout in plan.layouts.items():
         groups.setdefault(str(layout), []).append(name)
     for text, names in groups.items():
-        yield f"  {text}"
-        for name in names:
-            yield f"      {name}"
+        yield text
+        yield from (f"    {name}" for name in names)
 
 
 def _collectives(plan: Plan) -> Iterator[str]:
-    if not plan.collectives:
-        return
-    yield "collectives per rank and step"
     for c in plan.collectives:
-        yield (
-            f"  {c.kind:<15} {'.'.join(c.axes):<24} {c.count:>7,} x  {format_bytes(c.sent_bytes):>10} sent  {c.purpose}"
-        )
-
-
-def _runners_up(plan: Plan) -> Iterator[str]:
-    if not plan.rejected:
-        return
-    yield "why not"
-    width = max(len(str(r.strategy)) for r in plan.rejected)
-    for r in plan.rejected:
-        time = format_seconds(r.step_s) if r.step_s is not None else "-"
-        memory = format_bytes(r.memory_bytes) if r.memory_bytes is not None else "-"
-        yield f"  {r.strategy!s:<{width}}  {time:>9}  {memory:>10}  {r.reason}"
+        sent = f"{format_bytes(c.sent_bytes):>10} sent"
+        yield f"{c.kind:<15} {'.'.join(c.axes):<24} {c.count:>7,} x  {sent}  {c.purpose}"
 
 
 def _stages(plan: Plan) -> Iterator[str]:
     """Virtual stages, runs of equal ones in one line."""
     if len(plan.stages) < 2:
         return
-    yield "stages"
-    first = 0
-    for index, stage in enumerate(plan.stages):
-        following = plan.stages[index + 1] if index + 1 < len(plan.stages) else None
-        if following is not None and (following.layers, following.cost) == (
-            stage.layers,
-            stage.cost,
-        ):
-            continue
-        recomputed = f", {stage.recomputed} recomputed" if stage.recomputed else ""
-        which = f"{first}" if first == index else f"{first} to {index}"
-        yield (
-            f"  {which:<10} {stage.layers} layers{recomputed}, {format_seconds(stage.cost.microbatch_s)} per microbatch"
-        )
-        first = index + 1
+    index = 0
+    for (layers, cost), run in groupby(plan.stages, key=lambda s: (s.layers, s.cost)):
+        first, *others = run
+        last = index + len(others)
+        which = f"{index} to {last}" if others else f"{index}"
+        again = (others or [first])[-1].recomputed
+        recomputed = f", {again} recomputed" if again else ""
+        seconds = format_seconds(cost.microbatch_s)
+        yield f"{which:<10} {layers} layers{recomputed}, {seconds} per microbatch"
+        index = last + 1
+
+
+def _runners_up(plan: Plan) -> Iterator[str]:
+    width = max((len(str(r.strategy)) for r in plan.rejected), default=0)
+    for r in plan.rejected:
+        time = format_seconds(r.step_s) if r.step_s is not None else "-"
+        memory = format_bytes(r.memory_bytes) if r.memory_bytes is not None else "-"
+        yield f"{r.strategy!s:<{width}}  {time:>9}  {memory:>10}  {r.reason}"
 
 
 def _front(plan: Plan) -> Iterator[str]:
-    if not plan.pareto:
-        return
-    yield "smaller in memory"
-    width = max(len(str(a.strategy)) for a in plan.pareto)
+    width = max((len(str(a.strategy)) for a in plan.pareto), default=0)
     for a in plan.pareto:
-        yield (
-            f"  {a.strategy!s:<{width}}  {format_seconds(a.step_s):>9}  {format_bytes(a.memory_bytes):>10}  "
-            f"{a.microbatch} sequences per microbatch"
-        )
-
-
-def _sensitivity(plan: Plan) -> Iterator[str]:
-    if not plan.sensitivity:
-        return
-    yield "what would change the choice"
-    for s in plan.sensitivity:
-        yield f"  {s.constant} x {s.factor:.3f}: {s.strategy}"
-
-
-def _notes(plan: Plan) -> Iterator[str]:
-    if plan.notes:
-        yield "notes"
-    for note in plan.notes:
-        yield f"  - {note}"
-
-
-def _bar(share: float) -> str:
-    return ("#" * round(BAR * min(1.0, max(0.0, share)))).ljust(BAR, ".")
+        price = f"{format_seconds(a.step_s):>9}  {format_bytes(a.memory_bytes):>10}"
+        yield f"{a.strategy!s:<{width}}  {price}  {a.microbatch} sequences per microbatch"
 
 
 def diff(a: Plan, b: Plan) -> str:

@@ -12,8 +12,6 @@ from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import _text
 from hyper_parallel.ir.layout import Layout
 from hyper_parallel.ir.mesh import Mesh
-from hyper_parallel.ir.search import Alternative, Certificate, Sensitivity
-from hyper_parallel.ir.stage import Stage
 from hyper_parallel.ir.strategy import Strategy
 from hyper_parallel.ir.workload import Workload
 from hyper_parallel.serde import DecodeError, decode, encode
@@ -92,6 +90,126 @@ class ModelRef:
 
 
 @dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one microbatch costs on one stage. A full backward takes both gradient times.
+
+    Attributes:
+        forward_s: Seconds of F.
+        input_grad_s: Seconds of I.
+        weight_grad_s: Seconds of W.
+        send_forward_s: Seconds on the link to carry the output to the next stage, when that is on another rank.
+        send_backward_s: Seconds on the link to carry the gradient to the previous stage.
+        activation_bytes: Held on the device from the start of F to the end of B or I.
+        weight_grad_input_bytes: The part of it that stays from the end of I to the end of W.
+        unshard_s: Seconds to gather the parameters.
+        reduce_grad_s: Seconds to reduce the gradients.
+        offload_s: Seconds to copy the activations to the host, and as many back.
+        parameter_bytes: Gathered parameters, held from UNSHARD to RESHARD.
+        exposed_forward_s: Seconds of collectives inside the forward that no computation hides.
+        exposed_backward_s: The same inside B, or I.
+        update_s: Seconds of the optimizer on the parameters of the stage, once per step.
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    send_forward_s: float = 0.0
+    send_backward_s: float = 0.0
+    activation_bytes: int = 0
+    weight_grad_input_bytes: int = 0
+    unshard_s: float = 0.0
+    reduce_grad_s: float = 0.0
+    offload_s: float = 0.0
+    parameter_bytes: int = 0
+    exposed_forward_s: float = 0.0
+    exposed_backward_s: float = 0.0
+    update_s: float = 0.0
+
+    @property
+    def microbatch_s(self) -> float:
+        """Seconds of one microbatch, forward and backward, exposed collectives included."""
+        own = self.forward_s + self.input_grad_s + self.weight_grad_s
+        return own + self.exposed_forward_s + self.exposed_backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One virtual stage of a plan.
+
+    Attributes:
+        first_layer: Index of its first decoder layer.
+        layers: How many layers it holds; embedding and head lie on the first and the last stage besides.
+        recomputed: How many of them drop their activations and make them again in backward.
+        cost: What one microbatch costs on it.
+    """
+
+    first_layer: int
+    layers: int
+    recomputed: int
+    cost: StageCost
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Why no better strategy exists within the cost model.
+
+    Attributes:
+        objective: What was minimised: `step-time`, `memory`, ...
+        value: Value of the chosen strategy: seconds per step, bytes.
+        bound: Lower bound on every strategy of the space.
+        priced: Complete strategies that were priced.
+        simulated: Strategies whose schedule was simulated.
+        cut: Partial strategies that were cut, by reason; each stands for all its completions.
+        ruled_out: Combinations that are not legal, by reason.
+    """
+
+    objective: str
+    value: float
+    bound: float
+    priced: int
+    simulated: int = 0
+    cut: dict[str, int] = field(default_factory=dict)
+    ruled_out: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """How much better a strategy could at most be, as a share; 0 when the search was complete."""
+        return max(0.0, 1.0 - self.bound / self.value) if self.value else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A strategy on the front of time and memory: nothing is both faster and smaller.
+
+    Attributes:
+        strategy: Degrees and choices.
+        microbatch: Sequences per microbatch.
+        step_s: Predicted seconds per step.
+        memory_bytes: Predicted peak.
+    """
+
+    strategy: Strategy
+    microbatch: int
+    step_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """A constant that would change the choice.
+
+    Attributes:
+        constant: Which one, in words.
+        factor: By how much it would have to be multiplied.
+        strategy: What would win then.
+    """
+
+    constant: str
+    factor: float
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A resolved answer to: how does this model train on this machine.
 
@@ -159,11 +277,8 @@ class Plan:
         """Model FLOP/s utilisation the prediction implies, against the dense peak."""
         tokens = self.workload.tokens_per_step or 0
         peak = self.peak_flops * self.strategy.world_size
-        return (
-            self.model.flops_per_token * tokens / (self.step_s * peak)
-            if self.step_s and peak
-            else 0.0
-        )
+        capacity = self.step_s * peak
+        return self.model.flops_per_token * tokens / capacity if capacity else 0.0
 
     def explain(self) -> str:
         """The plan as text: time and memory by term, layouts, collectives, why the runners-up lost."""
