@@ -11,7 +11,6 @@ not depend on the order of additions.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -123,18 +122,21 @@ def simulate(graph: TaskGraph) -> Timeline:
     """
     tasks = graph.tasks
     lanes = {name: i for i, name in enumerate(dict.fromkeys(t.executor for t in tasks))}
-    by_priority = [graph.policies.get(name) == "priority" for name in lanes]
     lane_of = [lanes[t.executor] for t in tasks]
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in lanes]
     waiting = [len(t.deps) for t in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
-    program: list[deque[int]] = [deque() for _ in lanes]
-    ready: list[list[tuple[int, int, int]]] = [[] for _ in lanes]
+    last: dict[str, int] = {}
     for number, task in enumerate(tasks):
         for dep in task.deps:
             followers[dep].append(number)
-        if not by_priority[lane_of[number]]:
-            program[lane_of[number]].append(number)
-        elif not task.deps:
+        if graph.policies.get(task.executor) != "priority":
+            # To keep to the order of the list is to wait for the task before.
+            if task.executor in last:
+                followers[last[task.executor]].append(number)
+                waiting[number] += 1
+            last[task.executor] = number
+        if not waiting[number]:
             heappush(ready[lane_of[number]], (task.priority, 0, number))
 
     started: list[int] = []
@@ -146,24 +148,14 @@ def simulate(graph: TaskGraph) -> Timeline:
     now = 0
     while True:
         for lane in sorted(touched):
-            if busy[lane]:
+            if busy[lane] or not ready[lane]:
                 continue
-            if by_priority[lane]:
-                if not ready[lane]:
-                    continue
-                number = heappop(ready[lane])[2]
-            else:
-                queue = program[lane]
-                if not queue or waiting[queue[0]]:
-                    continue
-                number = queue.popleft()
-            task = tasks[number]
+            number = heappop(ready[lane])[2]
             busy[lane] = True
-            clock.start(lane, number, task.duration_ns)
+            clock.start(lane, number, tasks[number].duration_ns)
             started.append(number)
             begin[number] = now
-            if task.at_start:
-                memory.change(task.at_start, now)
+            memory.change(tasks[number].at_start, now)
         if clock.idle:
             break
         ended = clock.advance()
@@ -171,18 +163,15 @@ def simulate(graph: TaskGraph) -> Timeline:
         touched.clear()
         for number in ended:
             end[number] = now
-            lane = lane_of[number]
-            busy[lane] = False
-            touched.add(lane)
-            if tasks[number].at_end:
-                memory.change(tasks[number].at_end, now)
+            busy[lane_of[number]] = False
+            touched.add(lane_of[number])
+            memory.change(tasks[number].at_end, now)
             for follower in followers[number]:
                 waiting[follower] -= 1
                 if not waiting[follower]:
-                    target = lane_of[follower]
-                    touched.add(target)
-                    if by_priority[target]:
-                        heappush(ready[target], (tasks[follower].priority, now, follower))
+                    lane = lane_of[follower]
+                    touched.add(lane)
+                    heappush(ready[lane], (tasks[follower].priority, now, follower))
     assert len(started) == len(tasks), "a graph in dependency order cannot get stuck"
     spans = tuple(
         Span(t.executor, t.name, begin[n] / 1e9, (end[n] - begin[n]) / 1e9, t.kind)
