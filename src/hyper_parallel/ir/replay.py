@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir.host_buffers import HostBuffers
@@ -43,21 +43,24 @@ class Replay:
     host_buffers: dict[int, int]
 
 
-@dataclass
 class _Walk:
     """State of a replay: which tier holds which content of every storage."""
 
-    program: MemoryProgram
-    held: list[dict[str, int]]  # per storage: tier -> content version there
-    in_flight: list[dict[str, int]]  # per storage: destination tier -> version being copied
-    version: list[int]
-    live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
-    peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
-    buffers: HostBuffers = field(default_factory=HostBuffers)
-    since: dict[int, int] = field(default_factory=dict)
-    communicating: dict[int, None] = field(default_factory=dict)  # operators begun and not joined
-    updating: dict[int, None] = field(default_factory=dict)  # begun in host memory, not joined
-    stays: list[Extent] = field(default_factory=list)
+    def __init__(self, program: MemoryProgram) -> None:
+        self.program = program
+        self.held: list[dict[str, int]] = [{} for _ in program.storages]  # tier: content version
+        self.in_flight: list[dict[str, int]] = [
+            {} for _ in program.storages
+        ]  # destination: version
+        self.version = [0] * len(program.storages)
+        self.seen: dict[int, tuple[int, ...]] = {}  # versions that an operator read first
+        self.live: dict[str, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.peak: dict[str, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.buffers = HostBuffers()
+        self.since: dict[int, int] = {}
+        self.stays: list[Extent] = []
+        self.communicating: dict[int, None] = {}  # operators begun and not joined
+        self.updating: dict[int, None] = {}  # begun in host memory, not joined
 
     def take(self, storage: int, tier: str, version: int, at: int) -> None:
         if tier not in self.held[storage]:
@@ -77,31 +80,138 @@ class _Walk:
         elif tier == "dram":
             self.buffers.give(self.program.sizes[storage])
 
-    def busy(self, storage: int, tier: str) -> bool:
-        """A copy into or out of `tier` is still running."""
-        return any(tier in (dst, _source(dst, tier)) for dst in self.in_flight[storage])
+    def write(self, op: Operator, tier: str) -> None:
+        for s in op.writes:
+            self.version[s] += 1
+            self.held[s][tier] = self.version[s]
+
+    def copied(self, storage: int, tier: str) -> bool:
+        """A copy into or out of `tier` may be running: one end of every copy is DRAM."""
+        return any(tier == to or "dram" in (tier, to) for to in self.in_flight[storage])
 
     def filled(self, storage: int) -> bool:
         """Other ranks are still writing it."""
-        operators = self.program.operators
-        return any(
-            storage in (*operators[i].writes, *operators[i].allocs) for i in self.communicating
+        operators = (self.program.operators[i] for i in self.communicating)
+        return any(storage in (*op.writes, *op.allocs) for op in operators)
+
+    def used(self, storage: int, by: dict[int, None]) -> bool:
+        """Operators that were begun still read or write it."""
+        return any(storage in self.program.touched[i] for i in by)
+
+    def illegal(self, at: int, action: MemoryAction, why: str) -> MemoryPlanInvalid:
+        names: tuple[Operator, ...] | tuple[Storage, ...]
+        names = self.program.operators if action.kind in OF_OPERATORS else self.program.storages
+        name = names[action.target].name if action.target < len(names) else "?"
+        return MemoryPlanInvalid(
+            f"an action of the memory plan is illegal: {why}",
+            where=f"action {at}: {action.kind} {action.target} ({name}) {action.tier}",
+            hint="plan again; a plan edited by hand must keep every operand on the device while it is used",
         )
 
-    def sent(self, storage: int) -> bool:
-        """Other ranks are still reading or writing it."""
-        return any(storage in self.program.touched[i] for i in self.communicating)
+    def name(self, storage: int) -> str:
+        return f"`{self.program.storages[storage].name}`"
 
-    def updated(self, storage: int) -> bool:
-        """An operator in host memory still reads or writes it there."""
-        return any(storage in self.program.touched[i] for i in self.updating)
+    def run(self, at: int, action: MemoryAction) -> None:
+        op, again = self.program.operators[action.target], action.kind == "recompute"
+        if again != (action.target in self.seen):
+            raise self.illegal(at, action, "never ran" if again else "it ran before")
+        for s in self.program.touched[action.target]:
+            if s in op.allocs:
+                if "device" in self.held[s]:
+                    raise self.illegal(at, action, f"its result {self.name(s)} already exists")
+            elif self.held[s].get("device") != self.version[s] or "device" in self.in_flight[s]:
+                raise self.illegal(at, action, f"{self.name(s)} is not on the device")
+            if self.communicating and (
+                self.used(s, self.communicating) if s in op.writes else self.filled(s)
+            ):
+                raise self.illegal(at, action, f"{self.name(s)} is in use by other ranks")
+        inputs = tuple(self.version[s] for s in op.reads if s not in op.allocs)
+        if again and (not op.repeatable or op.writes or inputs != self.seen[action.target]):
+            raise self.illegal(at, action, "running it again would not give the same result")
+        self.seen[action.target] = inputs
+        for s in op.writes:
+            if self.copied(s, "device"):
+                raise self.illegal(at, action, f"{self.name(s)} is written while it is copied")
+        self.write(op, "device")
+        for s in op.allocs:
+            self.take(s, "device", self.version[s], at)
+        if op.group:
+            self.communicating[action.target] = None
 
+    def update(self, at: int, action: MemoryAction) -> None:
+        op = self.program.operators[action.target]
+        if action.target in self.seen:
+            raise self.illegal(at, action, "it ran before")
+        if op.allocs:
+            raise self.illegal(at, action, "its results come to life on the device")
+        for s in op.touched:
+            # On its way counts: the operator starts when what fills its operands is done.
+            if self.held[s].get("dram") != self.version[s]:
+                raise self.illegal(at, action, f"{self.name(s)} is not in dram")
+            if s in op.writes and any(to != "dram" for to in self.in_flight[s]):
+                raise self.illegal(at, action, f"{self.name(s)} is written while it is copied")
+        self.seen[action.target] = tuple(self.version[s] for s in op.reads)
+        self.write(op, "dram")
+        self.updating[action.target] = None
 
-def _source(destination: str, tier: str) -> str:
-    """The other end of the copy into `destination` that could involve `tier`."""
-    if destination == "dram":
-        return tier if tier in ("device", "flash") else "dram"
-    return "dram"
+    def join(self, at: int, action: MemoryAction) -> None:
+        begun = self.updating if action.target in self.updating else self.communicating
+        if begun.pop(action.target, 0) is not None:
+            raise self.illegal(at, action, "it was not begun, or has ended")
+
+    def copy(self, at: int, action: MemoryAction) -> None:
+        s, (source, to) = action.target, COPIES[action.kind]
+        version = self.held[s].get(source)
+        # A copy may follow another one that fills its source: lanes run in issue order, the second waits for the first.
+        if version is None or version != self.version[s]:
+            raise self.illegal(at, action, f"no current content in {source}")
+        if self.held[s].get(to) == version:
+            raise self.illegal(at, action, f"the content is already in {to}")
+        if to in self.in_flight[s]:
+            raise self.illegal(at, action, f"another copy into {to} is running")
+        if to == "dram" and self.used(s, self.updating):
+            raise self.illegal(at, action, "an operator in host memory uses it")
+        if source == "device" and self.filled(s):
+            raise self.illegal(at, action, "it is in use by other ranks")
+        self.take(s, to, version, at)
+        self.in_flight[s][to] = version
+
+    def wait(self, at: int, action: MemoryAction) -> None:
+        if self.in_flight[action.target].pop(action.tier, None) is None:
+            raise self.illegal(at, action, "there is no such copy to wait for")
+
+    def release(self, at: int, action: MemoryAction) -> None:
+        s = action.target
+        for tier in list(self.held[s]) if action.kind == "free" else [action.tier]:
+            if tier not in self.held[s]:
+                raise self.illegal(at, action, f"it holds no bytes in {tier}")
+            if self.copied(s, tier):
+                raise self.illegal(at, action, f"a copy of it in {tier} is still running")
+            if tier == "dram" and self.used(s, self.updating):
+                raise self.illegal(at, action, "an operator in host memory uses it")
+            if tier == "device" and self.used(s, self.communicating):
+                raise self.illegal(at, action, "it is in use by other ranks")
+            self.drop(s, tier, at + 1)
+
+    def check_end(self, homes: tuple[MemoryTier, ...]) -> None:
+        operators = self.program.operators
+        for index, op in enumerate(operators):
+            if index not in self.seen:
+                raise MemoryPlanInvalid(f"operator {index} ({op.name}) never runs")
+        for index in (*self.communicating, *self.updating):
+            name = operators[index].name
+            raise MemoryPlanInvalid(
+                f"`{name}` is never joined, so the step could end before it has"
+            )
+        for s, storage in enumerate(self.program.storages):
+            home = homes[s] if storage.persistent else "device"
+            want = {home: self.version[s]} if storage.at_end else {}
+            if self.held[s] != want or self.in_flight[s]:
+                raise MemoryPlanInvalid(
+                    f"{self.name(s)} ends the step in the wrong place",
+                    got=f"{self.held[s]}, copies running: {self.in_flight[s]}",
+                    allowed=str(want),
+                )
 
 
 def replay(
@@ -121,39 +231,37 @@ def replay(
     Raises:
         MemoryPlanInvalid: HP404, naming the first illegal action.
     """
-    n = len(program.storages)
-    walk = _Walk(program, [{} for _ in range(n)], [{} for _ in range(n)], [0] * n)
+    walk = _Walk(program)
     for index, storage in enumerate(program.storages):
         if storage.at_start:
             walk.take(index, homes[index] if storage.persistent else "device", 0, 0)
-    seen: dict[int, tuple[int, ...]] = {}
+    steps = {
+        **dict.fromkeys(("run", "recompute"), walk.run),
+        **dict.fromkeys(COPIES, walk.copy),
+        "update": walk.update,
+        "join": walk.join,
+        "wait": walk.wait,
+    }
     profile: list[int] = []
     copied = dict.fromkeys(COPIES, 0)
     recompute_s = 0.0
     best, best_at = walk.live["device"], 0
     for at, action in enumerate(actions):
-        if action.kind in ("run", "recompute"):
-            _step_operator(walk, action, at, seen)
-            if action.kind == "recompute":
-                recompute_s += program.operators[action.target].seconds
-        elif action.kind == "update":
-            _step_update(walk, action, at, seen)
-        elif action.kind == "join":
-            begun = walk.updating if action.target in walk.updating else walk.communicating
-            if begun.pop(action.target, 0) is not None:
-                raise _illegal(walk, at, action, "it was not begun, or has ended")
+        releases = action.kind in ("detach", "free")
+        if not releases:
+            steps[action.kind](at, action)
+        if action.kind == "recompute":
+            recompute_s += program.operators[action.target].seconds
         elif action.kind in COPIES:
-            _step_copy(walk, action, at)
             copied[action.kind] += program.storages[action.target].num_bytes
         profile.append(walk.live["device"])
         if walk.live["device"] > best:
             best, best_at = walk.live["device"], at
-        if action.kind in ("wait", "detach", "free"):
-            _step_release(walk, action, at)
-    _check_end(walk, homes, seen)
-    end = len(profile)
+        if releases:
+            walk.release(at, action)  # the bytes are still taken during the action
+    walk.check_end(homes)
     for index in list(walk.since):
-        walk.drop(index, "device", end)
+        walk.drop(index, "device", len(profile))
     return Replay(
         walk.peak,
         best_at,
@@ -163,133 +271,3 @@ def replay(
         recompute_s,
         dict(walk.buffers.most),
     )
-
-
-def _illegal(walk: _Walk, at: int, action: MemoryAction, why: str) -> MemoryPlanInvalid:
-    names: tuple[Operator, ...] | tuple[Storage, ...]
-    names = walk.program.operators if action.kind in OF_OPERATORS else walk.program.storages
-    name = names[action.target].name if action.target < len(names) else "?"
-    return MemoryPlanInvalid(
-        f"an action of the memory plan is illegal: {why}",
-        where=f"action {at}: {action.kind} {action.target} ({name}) {action.tier}",
-        hint="plan again; a plan edited by hand must keep every operand on the device while it is used",
-    )
-
-
-def _step_operator(
-    walk: _Walk, action: MemoryAction, at: int, seen: dict[int, tuple[int, ...]]
-) -> None:
-    op = walk.program.operators[action.target]
-    if (action.kind == "recompute") != (action.target in seen):
-        raise _illegal(walk, at, action, "it ran before" if action.kind == "run" else "never ran")
-    fresh = set(op.allocs)
-    for s in walk.program.touched[action.target]:
-        if s in fresh:
-            if walk.held[s].get("device") is not None:
-                raise _illegal(walk, at, action, f"its result `{_name(walk, s)}` already exists")
-        elif walk.held[s].get("device") != walk.version[s] or "device" in walk.in_flight[s]:
-            raise _illegal(walk, at, action, f"`{_name(walk, s)}` is not on the device")
-        if walk.communicating and (walk.sent(s) if s in op.writes else walk.filled(s)):
-            raise _illegal(walk, at, action, f"`{_name(walk, s)}` is in use by other ranks")
-    inputs = tuple(walk.version[s] for s in op.reads if s not in fresh)
-    if action.kind == "recompute":
-        if not op.repeatable or op.writes or inputs != seen[action.target]:
-            raise _illegal(walk, at, action, "running it again would not give the same result")
-    else:
-        seen[action.target] = inputs
-        for s in op.writes:
-            if walk.busy(s, "device"):
-                raise _illegal(
-                    walk, at, action, f"`{_name(walk, s)}` is written while it is copied"
-                )
-            walk.version[s] += 1
-            walk.held[s]["device"] = walk.version[s]
-    for s in op.allocs:
-        walk.take(s, "device", walk.version[s], at)
-    if op.group:
-        walk.communicating[action.target] = None
-
-
-def _step_update(
-    walk: _Walk, action: MemoryAction, at: int, seen: dict[int, tuple[int, ...]]
-) -> None:
-    op = walk.program.operators[action.target]
-    if action.target in seen:
-        raise _illegal(walk, at, action, "it ran before")
-    if op.allocs:
-        raise _illegal(walk, at, action, "its results come to life on the device")
-    for s in op.touched:
-        # On its way counts: the operator starts when what fills its operands is done.
-        if walk.held[s].get("dram") != walk.version[s]:
-            raise _illegal(walk, at, action, f"`{_name(walk, s)}` is not in dram")
-        if s in op.writes and any(dst != "dram" for dst in walk.in_flight[s]):
-            raise _illegal(walk, at, action, f"`{_name(walk, s)}` is written while it is copied")
-    seen[action.target] = tuple(walk.version[s] for s in op.reads)
-    for s in op.writes:
-        walk.version[s] += 1
-        walk.held[s]["dram"] = walk.version[s]
-    walk.updating[action.target] = None
-
-
-def _step_copy(walk: _Walk, action: MemoryAction, at: int) -> None:
-    s = action.target
-    src, dst = COPIES[action.kind]
-    version = walk.held[s].get(src)
-    # A copy may follow another one that fills its source: lanes run in issue order and the second waits for the first.
-    if version is None or version != walk.version[s]:
-        raise _illegal(walk, at, action, f"no current content in {src}")
-    if walk.held[s].get(dst) == version:
-        raise _illegal(walk, at, action, f"the content is already in {dst}")
-    if dst in walk.in_flight[s]:
-        raise _illegal(walk, at, action, f"another copy into {dst} is running")
-    if dst == "dram" and walk.updated(s):
-        raise _illegal(walk, at, action, "an operator in host memory uses it")
-    if src == "device" and walk.communicating and walk.filled(s):
-        raise _illegal(walk, at, action, "it is in use by other ranks")
-    walk.take(s, dst, version, at)
-    walk.in_flight[s][dst] = version
-
-
-def _step_release(walk: _Walk, action: MemoryAction, at: int) -> None:
-    s = action.target
-    if action.kind == "wait":
-        if walk.in_flight[s].pop(action.tier, None) is None:
-            raise _illegal(walk, at, action, "there is no such copy to wait for")
-        return
-    tiers = list(walk.held[s]) if action.kind == "free" else [action.tier]
-    for tier in tiers:
-        if tier not in walk.held[s]:
-            raise _illegal(walk, at, action, f"it holds no bytes in {tier}")
-        if walk.busy(s, tier):
-            raise _illegal(walk, at, action, f"a copy of it in {tier} is still running")
-        if tier == "dram" and walk.updated(s):
-            raise _illegal(walk, at, action, "an operator in host memory uses it")
-        if tier == "device" and walk.communicating and walk.sent(s):
-            raise _illegal(walk, at, action, "it is in use by other ranks")
-        walk.drop(s, tier, at + 1)
-
-
-def _check_end(
-    walk: _Walk, homes: tuple[MemoryTier, ...], seen: dict[int, tuple[int, ...]]
-) -> None:
-    if len(seen) != len(walk.program.operators):
-        missing = next(i for i in range(len(walk.program.operators)) if i not in seen)
-        raise MemoryPlanInvalid(
-            f"operator {missing} ({walk.program.operators[missing].name}) never runs"
-        )
-    for index in (*walk.communicating, *walk.updating):
-        name = walk.program.operators[index].name
-        raise MemoryPlanInvalid(f"`{name}` is never joined, so the step could end before it has")
-    for s, storage in enumerate(walk.program.storages):
-        home = homes[s] if storage.persistent else "device"
-        want = {home: walk.version[s]} if storage.at_end else {}
-        if walk.held[s] != want or walk.in_flight[s]:
-            raise MemoryPlanInvalid(
-                f"`{storage.name}` ends the step in the wrong place",
-                got=f"{walk.held[s]}, copies running: {walk.in_flight[s]}",
-                allowed=str(want),
-            )
-
-
-def _name(walk: _Walk, storage: int) -> str:
-    return walk.program.storages[storage].name
