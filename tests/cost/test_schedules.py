@@ -77,19 +77,19 @@ def test_orders_start_with_the_mesh_and_keep_data_parallel_axes_together():
 def test_strides_follow_the_order():
     columns = {"pp": 2, "dp_replicate": 3, "dp_shard": 4, "cp": 2, "tp_x": 2, "tp_y": 2}
     orders = [0, ORDERS.index(("cp", "tp_x", "tp_y", "pp", "dp_replicate", "dp_shard"))]
-    places = Places.of(Candidates.of_columns(order=orders, **columns))
-    assert places.tp_y[1].tolist() == [1, 24]
-    assert places.tp_x[1].tolist() == [2, 48]
-    assert places.cp[1].tolist() == [4, 96]
-    assert places.dp_shard[1].tolist() == [8, 1]
-    assert places.pp[1].tolist() == [96, 12]
+    places = Places(Candidates.of_columns(order=orders, **columns))
+    assert places.axis("tp_y")[1].tolist() == [1, 24]
+    assert places.axis("tp_x")[1].tolist() == [2, 48]
+    assert places.axis("cp")[1].tolist() == [4, 96]
+    assert places.axis("dp_shard")[1].tolist() == [8, 1]
+    assert places.axis("pp")[1].tolist() == [96, 12]
 
 
 def test_experts_fold_over_the_innermost_ranks():
     c = Candidates.of_columns(dp_shard=4, cp=2, tp_x=4, ep=8)
-    places = Places.of(c)
-    degrees = [float(d[0]) for d, _ in places.ep]
-    left = [float(d[0]) for d, _ in places.edp]
+    places = Places(c)
+    degrees = [float(d[0]) for d, _ in places.experts["ep"]]
+    left = [float(d[0]) for d, _ in places.experts["edp"]]
     # Outer to inner: dp_shard, cp, tp_x, tp_y.
     assert degrees == [1, 2, 4, 1]
     assert left == [4, 1, 1, 1]

@@ -19,7 +19,7 @@ from hyper_parallel.cost._cards import (
     stack_card,
 )
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, Rows, step_collectives
-from hyper_parallel.cost._copies import COPIES, Away, Load, mixed_term, put_away
+from hyper_parallel.cost._copies import COPIES, Load, mixed_term, put_away
 from hyper_parallel.cost._machine import Machine, Ring
 from hyper_parallel.cost._memory import few_layers, kept_bytes, memory_key, memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
@@ -31,17 +31,11 @@ from hyper_parallel.cost._own_cards import (
     own_path,
 )
 from hyper_parallel.cost._place import Places
-from hyper_parallel.cost._score import (
-    Scores,
-    peak_memory,
-    score,
-    sharing_seconds,
-    step_cost,
-    step_seconds,
-)
+from hyper_parallel.cost._score import Scores, peak_memory, score, step_cost
 from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
 from hyper_parallel.cost._step import LayerPrices
+from hyper_parallel.cost._time import sharing_seconds, step_seconds
 
 __all__ = [
     "COPIES",
@@ -51,7 +45,6 @@ __all__ = [
     "RECOMPUTE",
     "SCHEDULES",
     "SHAPES",
-    "Away",
     "Candidates",
     "DeviceCard",
     "LayerPrices",

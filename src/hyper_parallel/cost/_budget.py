@@ -14,7 +14,7 @@ from hyper_parallel.cost._memory import chosen, fullest, held_parts, total_bytes
 from hyper_parallel.cost._phases import Parts
 from hyper_parallel.cost._pipeline import in_flight
 from hyper_parallel.cost._setting import Setting
-from hyper_parallel.cost._step import LayerPrices, Pace, Rest
+from hyper_parallel.cost._step import Step
 from hyper_parallel.ir import GRADIENT_PIECES
 
 
@@ -82,11 +82,11 @@ def load_bytes(s: Setting, found: Sequence[Parts] | None = None) -> Load:
     )  # fmt: skip
 
 
-def copy_load(s: Setting, prices: LayerPrices, pace: Pace, rest: Rest) -> Load:
+def copy_load(s: Setting, step: Step, optimizer_s: Array) -> Load:
     """The load with the seconds beside which it copies."""
-    load, work, comm = load_bytes(s), prices.work, prices.comm
-    layers, head = pace.stages.layers, prices.head * pace.stages.head
-    exposed, none = comm.tp + pace.ep + comm.cp, 0.0 * load.need_bytes
+    load, work, comm = load_bytes(s), step.prices.work, step.prices.comm
+    layers, head = step.stages.layers, step.prices.head * step.stages.head
+    exposed, none = comm.tp + step.ep + comm.cp, 0.0 * load.need_bytes
     half = (exposed + comm.fsdp) / 2.0
     forward = layers * (work.forward + work.launch / 3.0 + half) + head / 3.0
     backward = layers * (work.backward + work.recompute + work.launch / 1.5 + half) + head / 1.5
@@ -98,7 +98,7 @@ def copy_load(s: Setting, prices: LayerPrices, pace: Pace, rest: Rest) -> Load:
         products_s=layers * products + none,
         forward_s=np.where(in_turn, forward, forward + backward),
         backward_s=np.where(in_turn, backward, forward + backward),
-        update_s=rest.optimizer + none,
+        update_s=optimizer_s + none,
     )
 
 

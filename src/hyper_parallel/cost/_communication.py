@@ -5,16 +5,14 @@ One decoder layer and one microbatch on one rank, what of it nothing hides, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import SHAPES, Array
 from hyper_parallel.cost._layer import Compute
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._place import Axis, split
 from hyper_parallel.cost._setting import Setting, plain
 from hyper_parallel.ir import Purpose
 from hyper_parallel.model import AttentionSpec
@@ -26,7 +24,6 @@ from hyper_parallel.shard import (
     context_boundaries,
     expert_boundaries,
     pipeline_boundaries,
-    ring_bytes,
     sharing_boundaries,
 )
 
@@ -46,7 +43,6 @@ class Communication:
     cp: Array  # key-value ring beyond the attention it hides behind, and head exchanges
     cp_whole: Array  # all of it
     ep: Array  # all dispatches and combines of experts
-    ep_exchange: Array  # one of the exchanges
     # parameter gathers and gradient scatters per microbatch beyond the layer they hide behind
     fsdp: Array
     fsdp_gather: Array  # one gather of the layer's parameters
@@ -60,53 +56,47 @@ def exposed(traffic: Array, work: Array, overlap: float) -> Array:
     return np.maximum((1.0 - overlap) * traffic, traffic - work)
 
 
+def call_seconds(s: Setting, b: Boundary) -> Array:
+    """Seconds of one call of a collective.
+
+    A message to the next of g ranks is one of the g - 1 rounds of a gather. The relayouts of 2-D tensor parallelism are
+    priced as scatters.
+    """
+    machine, places = s.machine, s.places
+    formats = {"reduce": s.reduce_width, "statistic": max(4.0, machine.width)}
+    size = b.elements * formats.get(b.format, machine.width)
+    if b.kind == "all_to_all" and b.axes == ("ep",):
+        copies = s.n.experts_per_token / s.n.moe_share if machine.stack.ep_dedup else 1.0
+        token = s.n.hidden * machine.width
+        return machine.all_to_all_seconds(size, *places.experts["ep"], copies=copies, message=token)
+    if b.kind == "all_to_all" and b.axes == ("cp",):
+        return machine.all_to_all_seconds(size, (s.c.cp_ulysses, places.axis("cp")[1]))
+    ring = s.ring(b.axes)
+    if b.kind == "send_recv":
+        rounds: Array = np.maximum(b.ranks - 1.0, 1.0)
+        return ring.seconds(size * b.ranks) / rounds
+    return (2.0 if b.kind == "all_reduce" else 1.0) * ring.seconds(size)
+
+
 def layer_communication(s: Setting, work: Compute) -> Communication:
     """Communication of one mean layer, as far as it does not hide behind its compute."""
     n, stack, tp = s.n, s.machine.stack, _tensor(s)
     cp_whole, cp = _context(s, work)
-    ep, exchange = _experts(s)
-    gather = scatter = again = np.zeros(1)
+    gather = scatter = again = outside = np.zeros(1)
     for b in _layers_shared(s, 1.0):
-        if _used(b.forward + b.backward):
-            seconds = _shared_s(s, b)
+        if np.any(b.forward + b.backward):
+            seconds = call_seconds(s, b)
             if b.purpose in _PARAMETERS:
                 gather, again = gather + b.forward * seconds, again + b.backward * seconds
             else:
                 scatter = scatter + b.backward * seconds
     fsdp = exposed(gather, work.forward, stack.overlap_dp)
     fsdp = fsdp + exposed(again + scatter, work.backward, stack.overlap_dp)
-    outside = np.zeros(1)
-    for b in _outside_shared(s, float(n.embedding_weights + n.head_params)):
-        calls = b.forward + b.backward
-        if _used(calls):
-            outside = outside + calls * _shared_s(s, b)
+    for b in _shared(s, float(n.embedding_weights + n.head_params) / s.c.tp, freed=False):
+        if np.any(b.forward + b.backward):
+            outside = outside + (b.forward + b.backward) * call_seconds(s, b)
     hidden = exposed(tp, 3.0 * work.matmul, stack.overlap_tp)
-    return Communication(hidden, tp, cp, cp_whole, ep, exchange, fsdp, gather, scatter, outside)
-
-
-def _used(calls: Array | float) -> bool:
-    return bool(calls.any()) if isinstance(calls, np.ndarray) else bool(calls)
-
-
-def _runs(
-    rows: Iterable[Boundary], full: Array | float, regather: Array | float = 0.0
-) -> Iterator[tuple[Boundary, Array | float]]:
-    """Collectives of a layer and microbatch, and how often each runs; those of one tensor and group are one."""
-    calls: dict[tuple[bool, tuple[str, ...], int], tuple[Boundary, Array, Array, Array]] = {}
-    for b in rows:
-        key = (b.kind == "all_reduce", b.axes, id(b.elements))
-        first, times, redone, gathered = calls.get(key, (b, 0, 0, 0))
-        times = times + b.forward + b.backward
-        calls[key] = first, times, redone + b.recomputed, gathered + b.regathered
-    again = _used(full)
-    kept = (1.0 - full) * regather if _used(regather) else None
-    for b, times, redone, gathered in calls.values():
-        if again:
-            times = times + full * redone
-        if kept is not None:
-            times = times + kept * gathered
-        if _used(times):
-            yield b, times
+    return Communication(hidden, tp, cp, cp_whole, _experts(s), fsdp, gather, scatter, outside)
 
 
 def _tensor(s: Setting) -> Array:
@@ -115,8 +105,7 @@ def _tensor(s: Setting) -> Array:
     Stacks that gather an input again do so behind the backward matmul, so only 8 count in 1-D; where a strategy asks
     our own runtime for it, 10. Recomputation is priced to the end of the layer.
     """
-    n, c, machine, regather = s.n, s.c, s.machine, plain(s.c.regather)
-    links: dict[tuple[str, ...], tuple[Array, Array]] = {}  # seconds per element, per call
+    n, c, regathers = s.n, s.c, (1.0 - s.full) * plain(s.c.regather)
     both = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
     flat = c.tp_y <= 1
     total: Array = np.zeros(1)
@@ -128,23 +117,14 @@ def _tensor(s: Setting) -> Array:
             used = flat | (column == index) if shape == "1d" else ~flat & (column == index)
             if not used.any():
                 continue
-            rows = block_boundaries(
-                block, shape, s.cut, token_scatter=c.attention_tokens,
-                # The stream is cut over y when all matrices of the layers belong to 2d blocks; experts do not.
-                hidden_cut=both & (not n.experts),
-            )  # fmt: skip
-            sums: dict[tuple[str, ...], tuple[Array | float, Array | float]] = {}
-            for b, times in _runs(rows, s.full, regather):
-                elements, calls = sums.get(b.axes, (0.0, 0.0))
-                passes = 2.0 if b.kind == "all_reduce" else 1.0
-                sums[b.axes] = elements + passes * times * b.elements, calls + times
-                if b.axes not in links:
-                    ring = machine.ring(*(getattr(s.places, axis) for axis in b.axes))
-                    element = ring_bytes("all_gather", machine.width, b.ranks) / ring.rate
-                    links[b.axes] = element, ring.delay
             seconds: Array = np.zeros(1)
-            for group, (elements, calls) in sums.items():
-                seconds = seconds + elements * links[group][0] + calls * links[group][1]
+            # The stream is cut over y when all matrices of the layers belong to 2d blocks; experts do not.
+            for b in block_boundaries(
+                block, shape, s.cut, token_scatter=c.attention_tokens, hidden_cut=both & (not n.experts)
+            ):  # fmt: skip
+                times = b.forward + b.backward + s.full * b.recomputed + regathers * b.regathered
+                if np.any(times):
+                    seconds = seconds + times * call_seconds(s, b)
             total = total + layers * np.where(used, seconds, 0.0)
     # What only one layout needs: a group of one rank costs nothing.
     return np.where(c.tp > 1, total, 0.0)
@@ -170,125 +150,90 @@ def _mlp_widths(n: ModelNumbers) -> BlockWidths:
 
 def _context(s: Setting, work: Compute) -> tuple[Array, Array]:
     """All context-parallel traffic of a layer and what attention does not hide: it hides the ring's."""
-    n, c, machine, cut, full = s.n, s.c, s.machine, s.cut, s.full
-    if (c.cp <= 1).all():
-        return np.zeros(1), np.zeros(1)
-    inner, outer = split(s.places.cp, c.cp_ulysses)
+    n, full = s.n, s.full
     ahead = behind = bare = np.zeros(1)
+    if (s.c.cp <= 1).all():
+        return bare, bare
     kinds: dict[AttentionSpec, float] = {}
     for count, attention in n.attentions:  # a window that leaves out rounds is priced as none
         kind = replace(attention, window=None, kind="mla" if attention.kind == "mla" else "full")
         kinds[kind] = kinds.get(kind, 0.0) + count / n.layers
     for attention, share in kinds.items():
-        passed: Array | None = None
-        for b in context_boundaries(attention, cut, c.cp_gather):
+        for b in context_boundaries(attention, s.cut, s.c.cp_gather):
             forward, backward = share * (b.forward + full * b.recomputed), share * b.backward
-            if not (_used(forward) or _used(backward)):
+            if not np.any(forward + backward):
                 continue
-            if b.kind == "send_recv":  # all rounds are one pass of a ring
-                if passed is None:
-                    whole = b.elements * cut.ring * machine.width
-                    passed = machine.ring_seconds(whole, outer) / np.maximum(cut.ring - 1.0, 1.0)
-                ahead, behind = ahead + forward * passed, behind + backward * passed
-                continue
-            width = max(4.0, machine.width) if b.format == "statistic" else machine.width
-            if b.kind == "all_to_all":
-                seconds = machine.all_to_all_seconds(b.elements * width, inner)
+            seconds = call_seconds(s, b)
+            if b.kind == "send_recv":
+                ahead, behind = ahead + forward * seconds, behind + backward * seconds
             else:
-                seconds = machine.ring_seconds(b.elements * width, outer)
-            bare = bare + (forward + backward) * seconds
-    overlap, redone = machine.stack.overlap_cp, 1.0 + full
+                bare = bare + (forward + backward) * seconds
+    overlap, redone = s.machine.stack.overlap_cp, 1.0 + full
     hidden = redone * exposed(ahead / redone, work.attention, overlap)
     hidden = hidden + exposed(behind, work.attention_backward, overlap)
     return ahead + behind + bare, hidden + bare
 
 
-def _experts(s: Setting) -> tuple[Array, Array]:
-    """Seconds of all dispatches and combines of a mean layer, and of one.
+def _experts(s: Setting) -> Array:
+    """Seconds of all dispatches and combines of a mean layer.
 
     Ranks that cut one expert gather each other's rows; without ep that is tensor parallelism's own gather.
     """
-    n, c, machine = s.n, s.c, s.machine
+    n, c = s.n, s.c
+    total: Array = np.zeros(1)
     if not n.experts:
-        return np.zeros(1), np.zeros(1)
-    visited = n.experts_per_token / n.moe_share
-    rows = s.tokens / c.tp * visited * machine.stack.imbalance
-    copies, token = visited if machine.stack.ep_dedup else 1.0, n.hidden * machine.width
-    total = one = np.zeros(1)
-    table = expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=c.etp)
-    for b, times in _runs(table, s.full):
+        return total
+    rows = s.tokens / c.tp * (n.experts_per_token / n.moe_share) * s.machine.stack.imbalance
+    for b in expert_boundaries(n.hidden, n.experts, c.ep, rows, cut_experts=c.etp):
         if b.purpose == Purpose.EXPERT_ROW_COUNTS:  # a few bytes; the router's host work is priced
             continue
-        sent = b.elements * machine.width
-        if b.kind == "all_to_all":
-            seconds = machine.all_to_all_seconds(sent, *s.places.ep, copies=copies, message=token)
-        else:
-            seconds = np.where(c.etp > 1, machine.ring_seconds(sent, *s.places.etp), 0.0)
-        seconds = n.moe_share * np.where(c.ep > 1, seconds, 0.0)
-        total, one = total + times * seconds, one + seconds
-    return total, one
+        used = (c.ep > 1) & (b.ranks > 1)
+        seconds = n.moe_share * np.where(used, call_seconds(s, b), 0.0)
+        total = total + (b.forward + b.backward + s.full * b.recomputed) * seconds
+    return total
 
 
-def hop_seconds(s: Setting, hop: Axis) -> Array:
+def hop_seconds(s: Setting) -> Array:
     """Seconds of sending one microbatch's activations to the next stage, or their gradients to the one before."""
-    message, _ = pipeline_boundaries(s.cut, s.n.hidden, 1, 1)
-    # Sending to one other rank is what a gather over two ranks sends of twice the tensor.
-    return s.machine.ring_seconds(2.0 * message.elements * s.machine.width, hop)
+    return call_seconds(s, next(pipeline_boundaries(s.cut, s.n.hidden, 1, 1)))
 
 
 def _layers_shared(s: Setting, layers: Array | float) -> Iterator[Boundary]:
     """Data-parallel collectives of some mean layers: the part without experts, then experts."""
-    yield from _shared(s, s.dense(layers), s.c.zero > 2)
+    yield from _shared(s, s.dense(layers))
     if s.n.experts:
-        yield from _shared(s, s.experts(layers), s.c.zero > 2, experts=True)
-
-
-def _outside_shared(s: Setting, elements: Array | float) -> Iterator[Boundary]:
-    """Those of embedding and head, which are never freed early; elements before the cut by P."""
-    return _shared(s, elements / s.c.tp, np.zeros(1, dtype=np.bool_))
+        yield from _shared(s, s.experts(layers), experts=True)
 
 
 def _shared(
-    s: Setting, elements: Array, freed: NDArray[np.bool_], experts: bool = False
+    s: Setting, elements: Array, *, freed: bool = True, experts: bool = False
 ) -> Iterator[Boundary]:
+    """Those of a group of parameters; embedding and head are never `freed` early."""
     c, ranks = s.c, s.shards
     if experts:
         ranks = ranks * c.tp / (c.ep * c.etp)
     axes, once = ("edp",) if experts else ("dp_shard", "cp"), (c.pp > 1) | (c.zero < 2)
     return sharing_boundaries(
-        elements, axes, ranks, c.dp_replicate, c.zero, once, freed, experts=experts
+        elements, axes, ranks, c.dp_replicate, c.zero, once, freed & (c.zero > 2), experts=experts
     )
 
 
-def _shared_s(s: Setting, b: Boundary) -> Array:
-    """Seconds of one call."""
-    width = s.reduce_width if b.format == "reduce" else s.machine.width
-    seconds = s.sharing_ring(b.axes[0]).seconds(b.elements * width)
-    return 2.0 * seconds if b.kind == "all_reduce" else seconds
+def step_tail(s: Setting) -> dict[str, Array]:
+    """Seconds of data-parallel traffic of the fullest stage once per step.
 
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """Data-parallel traffic once per step, in seconds."""
-
-    scatter: Array  # reduction of gradients that the last microbatch's backward may hide
-    gather: Array  # gather of updated parameters
-    # gather of a pipeline's layers that are not freed after forward, which the first forward may hide
-    first: Array
-    # what nothing hides: reduction of a pipeline's sharded gradients, and its embedding or head
-    late: Array
-
-
-def step_tail(s: Setting) -> Tail:
-    """Data-parallel traffic of the fullest stage once per step: gradient reduction, and the gather of parameters."""
+    `scatter_s` is the reduction of gradients that the last microbatch's backward may hide, `gather_s` the gather of
+    updated parameters, `first_s` that of a pipeline's layers that are not freed after forward, which the first forward
+    may hide. Nothing hides `late_s`: the reduction of a pipeline's sharded gradients, and its embedding or head.
+    """
     reduced = replicas = np.zeros(1)
     gathers = []
-    for rows in (_layers_shared(s, s.layers), _outside_shared(s, s.outside)):
+    outside = _shared(s, s.outside / s.c.tp, freed=False)
+    for rows in (_layers_shared(s, s.layers), outside):
         gathered = np.zeros(1)
         for b in rows:
             if not np.any(b.once):
                 continue
-            seconds = b.once * _shared_s(s, b)
+            seconds = b.once * call_seconds(s, b)
             if b.purpose in _PARAMETERS:
                 gathered = gathered + seconds
             elif b.purpose == Purpose.REPLICA_GRADIENTS:
@@ -297,12 +242,12 @@ def step_tail(s: Setting) -> Tail:
                 reduced = reduced + seconds
         gathers.append(gathered)
     low = s.c.zero < 2  # else of a pipeline, and 0 without
-    return Tail(
-        scatter=np.where(low, reduced, 0.0) + replicas,
-        gather=np.where(low, gathers[0] + gathers[1], 0.0),
-        first=np.where(low, 0.0, gathers[0]),
-        late=np.where(low, 0.0, reduced + gathers[1]),
-    )
+    return {
+        "scatter_s": np.where(low, reduced, 0.0) + replicas,
+        "gather_s": np.where(low, gathers[0] + gathers[1], 0.0),
+        "first_s": np.where(low, 0.0, gathers[0]),
+        "late_s": np.where(low, 0.0, reduced + gathers[1]),
+    }
 
 
 def tensor_hops(s: Setting) -> Array:

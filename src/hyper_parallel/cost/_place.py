@@ -7,12 +7,11 @@ any order of the axes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import ORDERS, Array, Candidates
 from hyper_parallel.ir import AXES
@@ -21,70 +20,6 @@ Axis = tuple[Array, Array]
 """Degree and stride of one axis of a group."""
 
 _FOLDED = ("dp_shard", "cp", "tp_x", "tp_y")
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Axes of every candidate as (degree, stride), and the groups that fold over several axes."""
-
-    pp: Axis  # pipeline stages
-    dp_replicate: Axis
-    dp_shard: Axis  # FSDP ranks
-    cp: Axis  # context-parallel ranks; the Ulysses ranks are the inner ones
-    tp_x: Axis  # tensor-parallel ranks on x
-    tp_y: Axis  # tensor-parallel ranks on y
-    # axes of the ranks that cut one expert: their parts of dp_shard, cp, tp_x and tp_y
-    etp: tuple[Axis, ...]
-    ep: tuple[Axis, ...]  # the same of an expert-parallel group, outside them
-    # the same of the group that shares the parameters of the same experts, outside those
-    edp: tuple[Axis, ...]
-
-    @classmethod
-    def of(cls, c: Candidates) -> Places:
-        """Places of the axes of candidates."""
-        order, degrees = _order(c), {name: getattr(c, name) for name in AXES}
-        strides = {name: _inside(order, name, AXES, degrees) for name in AXES}
-        etp, ep, edp = [], [], []
-        for name in _FOLDED:
-            degree, stride = degrees[name], strides[name]
-            # Experts take the inner ranks first: what is left of them for this axis is what the inner ones lack.
-            inner = _inside(order, name, _FOLDED, degrees)
-            cut = np.clip(c.etp / inner, 1.0, degree)
-            taken = np.clip(c.etp * c.ep / inner, 1.0, degree)
-            etp.append((cut, stride))
-            ep.append((taken / cut, stride * cut))
-            edp.append((degree / taken, stride * taken))
-        axes = {name: (degrees[name], strides[name]) for name in AXES}
-        return cls(**axes, etp=tuple(etp), ep=tuple(ep), edp=tuple(edp))
-
-
-def neighbours(c: Candidates) -> Axis:
-    """A pipeline stage and the next one, as an axis of two; of one where there is one stage."""
-    degrees = {name: getattr(c, name) for name in AXES}
-    return np.minimum(c.pp, 2.0), _inside(_order(c), "pp", AXES, degrees)
-
-
-def _order(c: Candidates) -> NDArray[np.intp]:
-    """Column `order`, or its one value."""
-    order = np.asarray(c.order, dtype=np.intp)
-    return order.flat[:1] if order.size and (order == order.flat[0]).all() else order
-
-
-def _inside(
-    order: NDArray[np.intp], name: str, among: Sequence[str], degrees: Mapping[str, Array]
-) -> Array:
-    """Product of the degrees of the axes that lie inside an axis."""
-    product: Array = np.ones(1)
-    for other in among:
-        if other != name:
-            lies = _LIES_INSIDE[other, name]
-            if order.size == 1 and lies[order][0]:
-                product = product * degrees[other]
-            elif order.size > 1 and lies.any():
-                product = product * np.where(lies[order], degrees[other], 1.0)
-    return product
-
-
 _LIES_INSIDE: Final = {
     (a, b): np.array([order.index(a) > order.index(b) for order in ORDERS])
     for a in AXES
@@ -93,7 +28,53 @@ _LIES_INSIDE: Final = {
 """Whether axis a lies inside axis b, for every order."""
 
 
-def split(axis: Axis, inner: Array) -> tuple[Axis, Axis]:
-    """An axis as its inner ranks and the rest outside them."""
-    degree, stride = axis
-    return (inner, stride), (degree / inner, stride * inner)
+class Places:
+    """The axes of every candidate, and the groups of experts that fold over several of them."""
+
+    def __init__(self, c: Candidates) -> None:
+        order = np.asarray(c.order, dtype=np.intp)
+        same = order.size and (order == order.flat[0]).all()
+        self._order, self._c = order.flat[:1] if same else order, c
+
+    def axis(self, name: str) -> Axis:
+        """An axis of the mesh."""
+        return getattr(self._c, name), self._inside(name, AXES)
+
+    def group(self, axes: Sequence[str]) -> tuple[Axis, ...]:
+        """A group of the boundary table by the names of its axes.
+
+        Of cp alone those that pass keys around a ring, outside the ranks that exchange heads; of pp a stage and the
+        next one.
+        """
+        if axes == ("pp",):
+            return ((np.minimum(self._c.pp, 2.0), self.axis("pp")[1]),)
+        if axes == ("cp",):
+            (degree, stride), inner = self.axis("cp"), self._c.cp_ulysses
+            return ((degree / inner, stride * inner),)
+        if axes[0] in ("etp", "edp"):
+            return self.experts[axes[0]]
+        return tuple(self.axis(name) for name in axes)
+
+    @cached_property
+    def experts(self) -> dict[str, tuple[Axis, ...]]:
+        """Parts of dp_shard, cp, tp_x and tp_y whose ranks cut one expert (etp), hold all experts (ep) or the same."""
+        c, parts = self._c, []
+        for name in _FOLDED:
+            degree, stride = self.axis(name)
+            # Experts take the inner ranks first: what is left of them for this axis is what the inner ones lack.
+            inner = self._inside(name, _FOLDED)
+            etp = np.clip(c.etp / inner, 1.0, degree)
+            taken = np.clip(c.etp * c.ep / inner, 1.0, degree)
+            parts.append(
+                ((etp, stride), (taken / etp, stride * etp), (degree / taken, stride * taken))
+            )
+        return dict(zip(("etp", "ep", "edp"), zip(*parts, strict=True), strict=True))
+
+    def _inside(self, name: str, among: Sequence[str]) -> Array:
+        """Product of the degrees of the axes that lie inside an axis."""
+        product: Array = np.ones(1)
+        for other in among:
+            lies = _LIES_INSIDE[other, name][self._order]
+            if lies.any():
+                product = product * np.where(lies, getattr(self._c, other), 1.0)
+        return product

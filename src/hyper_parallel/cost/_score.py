@@ -7,15 +7,14 @@ from typing import Literal
 
 import numpy as np
 
-from hyper_parallel.cost._budget import away_from, copy_load
-from hyper_parallel.cost._candidates import Array, Candidates, shape_of
+from hyper_parallel.cost._budget import away_from
+from hyper_parallel.cost._candidates import Array, Candidates
 from hyper_parallel.cost._copies import COPIES, put_away
 from hyper_parallel.cost._machine import Machine
 from hyper_parallel.cost._memory import memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import SpaceTerm
 from hyper_parallel.cost._setting import Setting
-from hyper_parallel.cost._step import LayerPrices, Pace, Rest
 from hyper_parallel.cost._time import TimeTerm, time_terms
 from hyper_parallel.ir import CostTerm, MemoryTerm, Strategy, Workload
 from hyper_parallel.model import ModelSpec
@@ -61,31 +60,6 @@ def score(s: Setting, only: Literal["time", "memory"] | None = None) -> Scores:
     if memory:
         held = away_from(held, s)
     return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), held)
-
-
-def step_seconds(s: Setting, parts: Literal["all", "pace"] = "all") -> Array:
-    """The sum of the time terms without the terms.
-
-    Args:
-        s: What is priced, columns of one length.
-        parts: `pace` leaves out what the sharing of states adds and what comes once per step.
-    """
-    prices = LayerPrices.of(s)
-    pace = Pace.of(s, prices)
-    seconds = pace.seconds(s.c.accumulation, prices)
-    if parts == "all":
-        rest = Rest.of(s, prices, pace.stages.layers)
-        seconds = (seconds + rest.seconds) * (1.0 + rest.noise)
-        if (s.c.offload > 0).any():
-            seconds = seconds + copy_load(s, prices, pace, rest).best()[1]
-    return np.broadcast_to(seconds, shape_of(s.c))
-
-
-def sharing_seconds(s: Setting) -> tuple[Array, Array]:
-    """Seconds of sharing states: their gathers and reductions; the sums of gradients that are added up in full."""
-    prices = LayerPrices.of(s)
-    rest = Rest.of(s, prices, Pace.of(s, prices).stages.layers)
-    return rest.fsdp + rest.tail, rest.accumulated
 
 
 def step_cost(

@@ -22,11 +22,9 @@ class Setting:
 
     n: ModelNumbers
     machine: Machine
-    workload: (
-        Workload  # sequence length and number formats; batch numbers are those of the candidates
-    )
+    workload: Workload  # sequence length and number formats; batch numbers are the candidates'
     c: Candidates
-    _rings: dict[str, Ring] = field(default_factory=dict, init=False, repr=False)
+    _rings: dict[tuple[str, ...], Ring] = field(default_factory=dict, init=False, repr=False)
 
     def under(self, **columns: Array) -> Setting:
         """The same with some columns of the candidates replaced."""
@@ -35,7 +33,7 @@ class Setting:
     @cached_property
     def places(self) -> Places:
         """Where the axes lie."""
-        return Places.of(self.c)
+        return Places(self.c)
 
     @cached_property
     def tokens(self) -> Array:
@@ -86,13 +84,11 @@ class Setting:
         each = self.machine.stack.logit_bytes * max(self.machine.width, 2.0) / 2.0
         return self.tokens * self.n.vocab / self.c.tp * each
 
-    def sharing_ring(self, axis: str) -> Ring:
-        """Ranks that share parameters (axis dp_shard), those of experts (edp), or replicas (dp_replicate)."""
-        if axis not in self._rings:
-            p = self.places
-            groups = {"edp": p.edp, "dp_replicate": (p.dp_replicate,)}
-            self._rings[axis] = self.machine.ring(*groups.get(axis, (p.dp_shard, p.cp)))
-        return self._rings[axis]
+    def ring(self, axes: tuple[str, ...]) -> Ring:
+        """The ring over a group, by the names that the boundary table gives its axes."""
+        if axes not in self._rings:
+            self._rings[axes] = self.machine.ring(*self.places.group(axes))
+        return self._rings[axes]
 
     @property
     def param_width(self) -> float:
