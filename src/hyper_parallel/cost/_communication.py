@@ -109,6 +109,8 @@ def _tensor(s: Setting) -> Array:
     both = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
     flat = c.tp_y <= 1
     total: Array = np.zeros(1)
+    if (c.tp <= 1).all():
+        return total
     for block, column, layers in (
         (_attention_widths(n), c.attention_shape, 1.0),
         (_mlp_widths(n), c.mlp_shape, 1.0 - np.where(c.ep > 1, n.moe_share, 0.0)),
@@ -188,8 +190,9 @@ def _experts(s: Setting) -> Array:
         if b.purpose == Purpose.EXPERT_ROW_COUNTS:  # a few bytes; the router's host work is priced
             continue
         used = (c.ep > 1) & (b.ranks > 1)
-        seconds = n.moe_share * np.where(used, call_seconds(s, b), 0.0)
-        total = total + (b.forward + b.backward + s.full * b.recomputed) * seconds
+        if used.any():
+            seconds = n.moe_share * np.where(used, call_seconds(s, b), 0.0)
+            total = total + (b.forward + b.backward + s.full * b.recomputed) * seconds
     return total
 
 

@@ -35,10 +35,13 @@ class Places:
         order = np.asarray(c.order, dtype=np.intp)
         same = order.size and (order == order.flat[0]).all()
         self._order, self._c = order.flat[:1] if same else order, c
+        self._axes: dict[str, Axis] = {}
 
     def axis(self, name: str) -> Axis:
         """An axis of the mesh."""
-        return getattr(self._c, name), self._inside(name, AXES)
+        if name not in self._axes:
+            self._axes[name] = getattr(self._c, name), self._inside(name, AXES)
+        return self._axes[name]
 
     def group(self, axes: Sequence[str]) -> tuple[Axis, ...]:
         """A group of the boundary table by the names of its axes.
