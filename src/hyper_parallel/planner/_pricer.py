@@ -21,14 +21,12 @@ from hyper_parallel.cost import (
     Setting,
     few_layers,
     offloaded_bytes,
-    sharing_seconds,
     step_seconds,
 )
 from hyper_parallel.ir import Workload
 from hyper_parallel.planner._relaxed import RelaxedMachine
 from hyper_parallel.planner._rows import TIE, SearchGoal
 from hyper_parallel.planner._space import Columns, Space
-from hyper_parallel.units import DTYPE_BYTES
 
 Array = NDArray[np.float64]
 Choice: TypeAlias = tuple[int, int]
@@ -48,7 +46,6 @@ class RowPricer:
         space: What is legal.
         goal: What is searched for.
         relaxed: The machine with every group on its fastest links.
-        free: The machine with communication that takes no time.
         kinds: Kinds of recomputation that may be chosen.
         regathers: Whether inputs may be gathered again; the faster way first.
         rows: Rows priced.
@@ -65,7 +62,6 @@ class RowPricer:
         self.numbers, self.machine, self.workload = numbers, machine, workload
         self.space, self.goal = space, goal
         self.relaxed = RelaxedMachine.around(machine)
-        self.free = RelaxedMachine.without_communication(machine)
         self.kinds, self.regathers = space.recomputes(), space.regathers()
         stack = machine.stack
         if 0 in self.kinds and stack.flash and stack.selective_kept >= 1.0:
@@ -131,42 +127,6 @@ class RowPricer:
         ranks = columns["tp_x"] * columns["tp_y"] * columns["cp"]
         tokens = self.space.limits.num_devices * columns["microbatch"] * self.workload.seq_len
         return step / _MANY * (1 - TIE) * ranks / tokens
-
-    def sharding_s(self, columns: Columns) -> Array:
-        """Least seconds per step of keeping states and gradients on as few ranks as hold them.
-
-        Either gradients are added up in full (ZeRO 0 and 1), where a rank can hold them, or parameters are gathered
-        and gradients scattered over at least as many ranks as the states of the whole model need.
-        """
-        if not len(columns["pp"]):
-            return np.empty(0)
-        n, zeros = self.numbers, self.space.zeros()
-        width = float(DTYPE_BYTES[self.workload.param_dtype])
-        dense = n.layers * (n.attention_weights + n.mlp_weights + n.vector_weights)
-        dense, experts = dense + n.embedding_weights + n.head_params, n.layers * n.expert_weights
-        tp = columns["tp_x"] * columns["tp_y"]
-        inner, fold = tp * columns["cp"], columns["ep"] * columns["etp"]
-        # What host memory holds need not be sharded.
-        offload = self.space.rules.offload
-        states = (0.0 if offload else 4.0) * width * (dense + experts)
-        ranks = np.floor(states / self.goal.capacity_bytes / (columns["pp"] * inner))
-        shard = np.clip(np.maximum(ranks, np.ceil(fold / inner)), 1.0, columns["dp"])
-        rows = {**columns, "dp_shard": shard, "dp_replicate": np.ones(len(shard))}
-
-        def shared(zero: float) -> tuple[Array, Array]:
-            c = self.candidates(rows, recompute=0.0, zero=zero, offload=0.0)
-            return sharing_seconds(Setting(self.numbers, self.relaxed, self.workload, c))
-
-        least = shared(2.0)[0]
-        whole = width * (dense / tp + experts / fold) / columns["pp"]
-        if 1 in zeros:
-            fits = (1.5 * whole <= self.goal.capacity_bytes) | offload
-            fits &= self.space.shards(1, columns)
-            least = np.where(fits, np.minimum(least, shared(1.0)[1]), least)
-        if 0 in zeros:
-            fits = (4.0 * whole <= self.goal.capacity_bytes) | offload
-            least = np.where(fits & self.space.shards(0, columns), 0.0, least)
-        return least * (1 - TIE)
 
     def bare_s(self, columns: Columns, choice: Choice) -> Array:
         """Seconds per step without what data parallelism decides."""

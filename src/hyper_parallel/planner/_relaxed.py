@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import Machine, Ring
+from hyper_parallel.cost import Machine
 from hyper_parallel.topology import Tier
 
 Array = NDArray[np.float64]
@@ -33,11 +33,6 @@ class RelaxedMachine(Machine):
     first_size: int = 1
     joined_size: float = np.inf
     outside_bytes_s: float = np.inf
-
-    def ring(self, *axes: Axis) -> Ring:
-        """Rings that take at most the seconds of those of the real machine."""
-        ring = Machine.ring(self, *axes)
-        return replace(ring, domain=self.joined_size, outside_bytes_s=self.outside_bytes_s)
 
     def all_to_all_seconds(
         self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf
@@ -79,11 +74,6 @@ class RelaxedMachine(Machine):
         if not joined:
             return relaxed
         return replace(relaxed, joined_size=float(joined[0]), outside_bytes_s=sum(sets[1:]))
-
-    @classmethod
-    def without_communication(cls, machine: Machine) -> RelaxedMachine:
-        """Communication takes no time."""
-        return cls._on(machine, 1e30, 0.0, 1.0, 1)
 
     @classmethod
     def _on(

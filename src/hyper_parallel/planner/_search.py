@@ -5,9 +5,8 @@ What is bounded above the best strategies found, or above the memory of a device
 most promising first. When nothing is left, the best found is the best there is within the cost model: that is the
 certificate. The bounds hold because they price the partial strategy with what is still open at its best:
 
-    tuple      tp_x, tp_y, cp, sequences per microbatch: computation only, with the best blocks; every stage as full
-               as the average
-    blocks     also shapes, ep, etp, Ulysses: with their communication, any group on the best links of the machine
+    blocks     tp_x, tp_y, cp, sequences per microbatch, shapes, ep, etp, Ulysses: computation and communication of the
+               layers, any group on the best links of the machine, every stage as full as the average
     pipeline   also pp, the schedule and its bubble; nothing of data parallelism, nothing recomputed; memory with
                everything sharded, offloaded and recomputed that may be
     states     also data parallelism and recomputation; any group on the best links of the machine
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Final
@@ -29,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import SCHEDULES, SHAPES, Candidates, Machine, ModelNumbers, distinct
+from hyper_parallel.cost import SCHEDULES, Candidates, Machine, ModelNumbers
 from hyper_parallel.ir import AXES, Workload
 from hyper_parallel.planner._complete import Completer, LevelPrices, select
 from hyper_parallel.planner._pricer import FULL, RowPricer
@@ -41,11 +39,9 @@ Array = NDArray[np.float64]
 
 TOO_BIG_KEPT: Final = 2
 TOO_BIG_PRICED: Final = 64
-SLICES: Final = (192, 768, 1024, 1024, 1024)
+SLICES: Final = (768, 1024, 1024, 1024)
 """Partial strategies of each level that are completed at once: many, since a price has a fixed part."""
 
-HARD_ROWS: Final = 400_000
-"""Prices after which a search spends more on its bounds: what sharding the states takes at least."""
 MOST_ROWS: Final = 2_500_000
 """Prices after which a search ends with what it has; the certificate then tells the gap."""
 
@@ -106,7 +102,6 @@ class _Search:
     def run(self) -> SearchResult:
         """Complete partial strategies, the deepest and most promising first, until none is left."""
         levels: tuple[Callable[[Columns, Array], tuple[Columns, Array]], ...] = (
-            self._blocks,
             self._pipelines,
             self._states,
             self._inner_orders,
@@ -125,7 +120,7 @@ class _Search:
                     open_[level], (float(bound[which[0]]), next(serial), part, bound[which])
                 )
 
-        push(0, *self._tuples())
+        push(0, *self._blocks())
         while any(open_) and self.pricer.rows < MOST_ROWS:
             # Orders that are seldom of use come when the best is known.
             level = max((i for i in range(last) if open_[i]), default=last)
@@ -136,11 +131,6 @@ class _Search:
             columns, bound = levels[level](columns, bound)
             if level < last:
                 push(level + 1, *self._within(columns, bound))
-        if open_[0]:
-            # What was never begun is bounded by its computation alone: for the gap its communication counts, too.
-            for _, _, columns, bound in open_[0]:
-                push(1, *self._within(*self._blocks(*self._within(columns, bound))))
-            open_[0].clear()
         left = [waiting[0][0] for waiting in open_ if waiting]
         return self._result(min([self.completer.threshold, *left]))
 
@@ -159,44 +149,12 @@ class _Search:
         self.completer.cut["slower by its bound"] += int((~keep).sum())
         return select(columns, keep), bound[keep]
 
-    def _tuples(self) -> tuple[Columns, Array]:
-        """Distinct tuples, bounded by their computation with the best blocks."""
-        keys = np.array(list(self.rows_of), dtype=np.float64).reshape(-1, len(_TUPLE))
-        columns = dict(zip(_TUPLE, keys.T, strict=True))
-        if not len(keys):
+    def _blocks(self) -> tuple[Columns, Array]:
+        """Degrees with their blocks, bounded by computation and communication of the layers."""
+        rows = np.array(list(self.rows_of), dtype=np.float64).reshape(-1, len(_TUPLE))
+        columns: Columns = dict(zip(_TUPLE, rows.T, strict=True))
+        if not len(rows):
             return columns, np.empty(0)
-        # Without communication only the tokens of a rank matter: microbatch over cp, in lowest terms.
-        both = keys[:, 2:].astype(np.int64)
-        lowest = both / np.gcd(both[:, 0], both[:, 1])[:, None]
-        first, which = distinct([*keys[:, :2].T, *lowest.T])
-        tuples = np.column_stack([keys[:, :2], lowest])[first]
-        options = self._block_kinds()
-        rows = np.repeat(tuples, len(options), axis=0)
-        kinds = np.tile(np.array(options, dtype=np.float64), (len(tuples), 1))
-        tp = rows[:, 0] * rows[:, 1]
-        asked: Columns = {
-            "tp_x": rows[:, 0],
-            "tp_y": rows[:, 1],
-            "cp": rows[:, 2],
-            "cp_ulysses": np.ones(len(rows)),
-            "microbatch": rows[:, 3],
-            "attention_shape": kinds[:, 0],
-            "mlp_shape": kinds[:, 1],
-            "ep": kinds[:, 2],
-            "etp": np.where(kinds[:, 3] > 0, tp, 1.0),
-        }
-        per_token = self.pricer.microbatch_s(asked, self.pricer.free)
-        return columns, per_token.reshape(len(tuples), len(options)).min(axis=1)[which]
-
-    def _block_kinds(self) -> list[tuple[int, ...]]:
-        """Shapes of both blocks, ep and whether tp cuts experts: what computation alone depends on."""
-        shapes = range(len(SHAPES))
-        most = math.gcd(self.space.rules.experts, self.space.limits.num_devices)
-        experts = [(1, 1), (1, 0), (most, 0), (most, 1)] if self.space.rules.experts else [(1, 1)]
-        return [(a, b, *e) for a in shapes for b in shapes for e in experts]
-
-    def _blocks(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
-        """Tuples with their blocks, bounded by computation and communication of the layers."""
         keys = zip(*(columns[n].astype(int).tolist() for n in _TUPLE[:3]), strict=True)
         parts = [self._remembered(self._blocks_of, *key) for key in keys]
         source = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
@@ -237,8 +195,6 @@ class _Search:
         self.lost.append({n: c[:TOO_BIG_PRICED] for n, c in lost.items()})
         columns = {n: c for n, c in rows.columns.items() if n not in FREED}
         least = rows.per_token_s
-        if self.pricer.rows > HARD_ROWS:
-            least = least + self.pricer.sharding_s(columns) / self.pricer.tokens(columns)
         return columns, least * (1 - TIE)
 
     def _pipelines_of(self, *key: float) -> Array:
