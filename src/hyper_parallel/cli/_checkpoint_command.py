@@ -71,6 +71,7 @@ def export(
 
 def _print_steps(run_dir: Path, *, contents: bool) -> bool:
     """One line per checkpoint, newest last; whether all are intact."""
+    from hyper_parallel.trainer._files import Damaged, check_files
     from hyper_parallel.trainer.checkpoints import _manifest as files
     from hyper_parallel.units import format_bytes
 
@@ -80,10 +81,8 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
         path = directory / files.step_name(step)
         try:
             manifest: Manifest = files.read_manifest(path)
-            files.check_sizes(path, manifest)
-            if contents:
-                files.check_contents(path, manifest, sorted(manifest.files))
-        except files.Damaged as error:
+            check_files(path, manifest.files, sorted(manifest.files) if contents else ())
+        except Damaged as error:
             intact = False
             typer.echo(f"step {step:>8}  DAMAGED: {error}")
             continue

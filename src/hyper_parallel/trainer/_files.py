@@ -1,10 +1,14 @@
-"""Where a run writes: files that a reader never sees half of, directories that are checked first."""
+"""Where a run writes: files and directories that a reader never sees half of, and the checksums that tell damage."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hyper_parallel.errors import OutputNotWritable
@@ -22,6 +26,67 @@ def write_text(path: Path, text: str) -> None:
 def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write a timeline as JSON."""
     write_text(path, json.dumps(encode(timeline)))
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size and SHA-256 of a file."""
+
+    size_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """Read back from disk."""
+        with path.open("rb") as file:
+            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+class Damaged(Exception):
+    """A file is missing, truncated or altered; the message begins with its path."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+
+
+def check_files(
+    directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()
+) -> None:
+    """Compare the sizes of all files of a directory with its `entries`, then the checksums of the files `contents`.
+
+    Raises:
+        Damaged: With the first file that is missing or differs.
+    """
+    for name, entry in sorted(entries.items()):
+        path = directory / name
+        if not path.is_file():
+            raise Damaged(path, "missing")
+        size = path.stat().st_size
+        if size != entry.size_bytes:
+            raise Damaged(path, f"{size} bytes instead of {entry.size_bytes}")
+    for name in contents:
+        path = directory / name
+        try:
+            same = FileEntry.of(path) == entries[name]
+        except OSError as error:
+            raise Damaged(path, f"not readable ({error.strerror})") from None
+        if not same:
+            raise Damaged(path, "content differs from its checksum")
+
+
+def replace_directory(written: Path, target: Path) -> None:
+    """Give a written directory its name, in place of an earlier one, and flush the renaming to the disk."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    written.rename(target)
+    handle = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def check_writable(directory: Path, key: str) -> None:

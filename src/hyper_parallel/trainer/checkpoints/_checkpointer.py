@@ -42,9 +42,10 @@ from hyper_parallel.errors import (
     HyperParallelError,
     OutputNotWritable,
 )
+from hyper_parallel.trainer._files import Damaged, FileEntry, check_files
 from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._boxes import boxed
-from hyper_parallel.trainer.checkpoints._manifest import Damaged, Manifest
+from hyper_parallel.trainer.checkpoints._manifest import Manifest
 
 T = TypeVar("T")
 
@@ -212,9 +213,8 @@ class Checkpointer:
             def check(path: Path = path) -> Manifest | str:
                 try:
                     manifest = files.read_manifest(path)
-                    files.check_sizes(path, manifest)
-                    names = sorted(manifest.files)[self._rank :: self._world_size]
-                    files.check_contents(path, manifest, names)
+                    mine = sorted(manifest.files)[self._rank :: self._world_size]
+                    check_files(path, manifest.files, mine)
                 except Damaged as error:
                     return str(error)
                 return manifest
@@ -246,13 +246,13 @@ class Checkpointer:
                     no_dist=self._group is None,
                 )
 
-        def own_files() -> dict[str, files.FileEntry]:
+        def own_files() -> dict[str, FileEntry]:
             if self._rank == 0:
                 files.write_json(path / files.EXTRA, extra)
             mine = [p for p in path.iterdir() if p.name.startswith(f"__{self._rank}_")]
             if self._rank == 0:
                 mine += [path / files.EXTRA, path / ".metadata"]
-            return {p.name: files.digest(p) for p in mine}
+            return {p.name: FileEntry.of(p) for p in mine}
 
         def prepare() -> None:
             self.directory.mkdir(parents=True, exist_ok=True)

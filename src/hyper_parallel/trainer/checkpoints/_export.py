@@ -25,6 +25,7 @@ from hyper_parallel.backends.torch.weights._initialise import (
     canonical_name,
 )
 from hyper_parallel.errors import BadValue, ModelUnreadable, OutputNotWritable
+from hyper_parallel.trainer._files import replace_directory
 from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
 
@@ -184,12 +185,7 @@ class _Writer:
                 source = Path(tokenizer_dir) / name
                 if source.is_file():
                     shutil.copyfile(source, self._temporary / name)
-        old = self._out.parent / f".{self._out.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if self._out.exists():
-            self._out.rename(old)
-        self._temporary.rename(self._out)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_directory(self._temporary, self._out)
 
 
 def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:

@@ -11,31 +11,22 @@ checkpoints/
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hyper_parallel import serde
+from hyper_parallel.trainer._files import Damaged, FileEntry, replace_directory
 
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
 FORMAT = 1
 
 _STEP = re.compile(r"step_(\d{8,})")
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One file of a checkpoint."""
-
-    size_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +38,6 @@ class Manifest:
     world_size: int
     fingerprint: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
-
-
-class Damaged(Exception):
-    """A file of a checkpoint is missing, truncated or altered; `path` names it."""
-
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path}: {why}")
-        self.path = path
-        self.why = why
 
 
 def step_name(step: int) -> str:
@@ -74,13 +56,6 @@ def steps(directory: Path) -> list[int]:
         return []
     matches = (_STEP.fullmatch(p.name) for p in directory.iterdir() if p.is_dir())
     return sorted(int(m.group(1)) for m in matches if m)
-
-
-def digest(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file, read back from disk."""
-    with path.open("rb") as file:
-        value = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileEntry(path.stat().st_size, value)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -111,53 +86,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
-    """Compare the size of every file with the manifest.
-
-    Raises:
-        Damaged: With the first file that is missing or has another size.
-    """
-    for name, entry in sorted(manifest.files.items()):
-        path = checkpoint / name
-        if not path.is_file():
-            raise Damaged(path, "missing")
-        size = path.stat().st_size
-        if size != entry.size_bytes:
-            raise Damaged(path, f"{size} bytes, the manifest says {entry.size_bytes}")
-
-
-def check_contents(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare the checksums of the files `names` with the manifest.
-
-    Raises:
-        Damaged: With the first file whose content differs.
-    """
-    for name in names:
-        path = checkpoint / name
-        try:
-            same = digest(path) == manifest.files[name]
-        except OSError as error:
-            raise Damaged(path, f"not readable ({error.strerror})") from None
-        if not same:
-            raise Damaged(path, "content differs from the checksum in the manifest")
-
-
 def publish(directory: Path, step: int, keep: int) -> None:
     """Rename the written checkpoint to its final name, then remove all but the `keep` newest."""
-    target = directory / step_name(step)
-    previous = directory / f".{step_name(step)}.old"
-    if target.exists():
-        target.rename(previous)
-    temporary(directory, step).rename(target)
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    shutil.rmtree(previous, ignore_errors=True)
+    replace_directory(temporary(directory, step), directory / step_name(step))
     for old in steps(directory)[:-keep]:
         # Hidden first: a run killed half-way through the removal must not leave a visible broken checkpoint.
-        hidden = directory / f".{step_name(old)}.tmp"
+        hidden = temporary(directory, old)
         (directory / step_name(old)).rename(hidden)
         shutil.rmtree(hidden)
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.errors import OutputNotWritable
+from hyper_parallel.serde import decode, encode
 from hyper_parallel.topology import cache_dir
+from hyper_parallel.trainer._files import Damaged, FileEntry, check_files, check_writable
 from hyper_parallel.units import MiB
 
 logger = logging.getLogger(__name__)
@@ -28,20 +28,13 @@ _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
 def cache_root(directory: str | None) -> Path:
-    """Directory of the cache: `directory`, else `data` in the user's cache directory of this package."""
+    """Directory of the cache: `directory`, else `data` in the user's cache directory of this package.
+
+    Raises:
+        OutputNotWritable: HP105.
+    """
     root = (Path(directory) if directory else cache_dir() / "data").expanduser().absolute()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        problem = None if os.access(root, os.W_OK) else "permission denied"
-    except OSError as error:
-        problem = error.strerror
-    if problem:
-        raise OutputNotWritable(
-            "the data cache cannot be written",
-            where=f"data.cache_dir: {root}",
-            got=problem,
-            hint="data.cache_dir=DIRECTORY_YOU_CAN_WRITE",
-        )
+    check_writable(root, "data.cache_dir")
     return root
 
 
@@ -49,12 +42,6 @@ def digest(value: Any) -> str:
     """Short hash of JSON values, for names of cache entries."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def entry(
@@ -78,10 +65,7 @@ def entry(
         partial.mkdir()
         try:
             meta = build(partial)
-            files = sorted(p for p in partial.iterdir() if p.is_file())
-            meta["files"] = {
-                p.name: {"bytes": p.stat().st_size, "sha256": file_digest(p)} for p in files
-            }
+            meta["files"] = encode({p.name: FileEntry.of(p) for p in sorted(partial.iterdir())})
             (partial / _META).write_text(json.dumps(meta, indent=1))
             partial.rename(target)
         finally:
@@ -109,17 +93,10 @@ def _intact(directory: Path) -> dict[str, Any] | None:
         return None
     try:
         meta: dict[str, Any] = json.loads((directory / _META).read_text())
-        damaged = [n for n, facts in meta["files"].items() if not _agrees(directory / n, facts)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("cache entry %s is unreadable (%s); it is built again", directory, error)
-        return None
-    if damaged:
-        logger.warning("cache entry %s is damaged (%s); it is built again", directory, damaged[0])
+        files = decode(dict[str, FileEntry], meta["files"])
+        small = [n for n, file in files.items() if file.size_bytes <= _CHECKSUM_LIMIT_BYTES]
+        check_files(directory, files, small)
+    except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("cache entry %s is damaged (%s); it is built again", directory, error)
         return None
     return meta
-
-
-def _agrees(path: Path, facts: dict[str, Any]) -> bool:
-    if not path.is_file() or path.stat().st_size != facts["bytes"]:
-        return False
-    return facts["bytes"] > _CHECKSUM_LIMIT_BYTES or file_digest(path) == facts["sha256"]

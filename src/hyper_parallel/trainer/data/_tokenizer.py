@@ -15,7 +15,8 @@ from typing import Any
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
-from hyper_parallel.trainer.data._cache import byte_bar, digest, entry, file_digest
+from hyper_parallel.trainer._files import FileEntry
+from hyper_parallel.trainer.data._cache import byte_bar, digest, entry
 from hyper_parallel.trainer.data._chat import CHATML, PLAIN
 from hyper_parallel.trainer.data._sources import Source
 from hyper_parallel.units import MiB
@@ -106,7 +107,7 @@ def _save(hf: Any, target: Path) -> dict[str, Any]:
 def _fingerprint(directory: Path) -> str:
     names = (*_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json")
     files = [directory / n for n in (*names, "added_tokens.json", "chat_template.jinja")]
-    return digest({f.name: file_digest(f) for f in files if f.is_file()})
+    return digest({f.name: FileEntry.of(f).sha256 for f in files if f.is_file()})
 
 
 def _train(data: Data, source: Source, target: Path, show: bool) -> dict[str, Any]:
