@@ -10,24 +10,67 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
+
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from hyper_parallel.errors import MissingDependency, NoData
 
 Message = dict[str, str]
 """One turn of a conversation: `role` (system, user or assistant) and `content`."""
 
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
+Record = Mapping[str, Any]
+
+_SAME_ROLE: Final = {"human": "user", "gpt": "assistant"}
+_TURNS: Final = ("conversations", "messages")
+
+
+class _Turn(BaseModel):
+    role: Literal["system", "user", "human", "assistant", "gpt"] = Field(
+        validation_alias=AliasChoices("from", "role")
+    )
+    content: str = Field(validation_alias=AliasChoices("value", "content"))
+
+
+class _Sharegpt(BaseModel):
+    """A sharegpt (`conversations`: from, value) or OpenAI (`messages`: role, content) record."""
+
+    system: str | None = None
+    turns: list[_Turn] = Field(validation_alias=AliasChoices(*_TURNS))
+
+    def exchanges(self) -> Iterator[tuple[str, str]]:
+        """Role and content of every turn."""
+        return ((_SAME_ROLE.get(t.role, t.role), t.content) for t in self.turns)
+
+
+class _Alpaca(BaseModel):
+    """An alpaca record: history pairs, then the instruction with its input, and the output."""
+
+    system: str | None = None
+    history: list[tuple[str, str]] = []
+    instruction: str
+    input: str = ""
+    output: str
+
+    def exchanges(self) -> Iterator[tuple[str, str]]:
+        """Role and content of every turn."""
+        question = "\n".join(t for t in (self.instruction, self.input) if t)
+        for asked, answer in (*self.history, (question, self.output)):
+            yield "user", asked
+            yield "assistant", answer
+
+
+_CONVERSATIONS: Final[dict[str, tuple[type[_Sharegpt | _Alpaca], str]]] = {
+    "sharegpt": (
+        _Sharegpt,
+        "`conversations` with from and value, or `messages` with role and content; optional: system",
+    ),
+    "alpaca": (_Alpaca, "instruction, output; optional: input, system, history"),
 }
-_CONVERSATION_KEYS = ("conversations", "messages")
+"""How a format is read, and what its records hold in words."""
 
 
-def read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     """(where, record) of a parquet, JSON lines or JSON array file; NoData (HP602) names the line or row."""
     reader = _read_parquet if path.suffix == ".parquet" else _read_json
     for where, record in reader(path):
@@ -91,104 +134,52 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         ) from error
 
 
-def shape_of(record: Mapping[str, Any], text_key: str, where: str) -> str:
+def shape_of(record: Record, text_key: str, where: str) -> str:
     """Which shape a record has: `sharegpt`, `alpaca` or `records` (text under `text_key`)."""
-    if _turns(record) is not None:
+    shape = _conversation(record)
+    if shape is None:
+        text_of(record, text_key, where)
+    return shape or "records"
+
+
+def _conversation(record: Record) -> str | None:
+    if any(isinstance(record.get(key), list) for key in _TURNS):
         return "sharegpt"
-    if "instruction" in record and "output" in record:
-        return "alpaca"
-    if text_key in record:
-        return "records"
+    return "alpaca" if "instruction" in record and "output" in record else None
+
+
+def text_of(record: Record, text_key: str, where: str) -> str:
+    """Text of a record."""
+    value = record.get(text_key)
+    if isinstance(value, str):
+        return value
+    texts = {key: len(text) for key, text in record.items() if isinstance(text, str)}
     raise NoData(
-        "the first record has no key that holds text",
+        f"a record has no text under `{text_key}`",
         where=where,
-        got=sorted(record),
-        allowed=f"`{text_key}` (data.text_key); `conversations` or `messages`; `instruction` and `output`",
-        hint=_text_key_hint(record),
+        got=f"{text_key}: {type(value).__name__}" if text_key in record else sorted(record),
+        allowed="; ".join(
+            (f"`{text_key}` (data.text_key)", *(a for _, a in _CONVERSATIONS.values()))
+        ),
+        hint=f"data.text_key={max(texts, key=lambda key: texts[key])}" if texts else None,
     )
 
 
-def _text_key_hint(record: Mapping[str, Any]) -> str | None:
-    keys = [k for k, v in record.items() if isinstance(v, str)]
-    return f"data.text_key={max(keys, key=lambda k: len(record[k]))}" if keys else None
-
-
-def text_of(record: Mapping[str, Any], text_key: str, where: str) -> str:
-    """Text of a record."""
-    value = record.get(text_key)
-    if not isinstance(value, str):
-        found = f"{text_key}: {type(value).__name__}" if text_key in record else sorted(record)
+def messages_of(record: Record, shape: str, where: str) -> tuple[Message, ...]:
+    """Turns of an alpaca or sharegpt record, the system's first; NoData (HP602) names the turn that is wrong."""
+    model, allowed = _CONVERSATIONS[shape]
+    try:
+        read = model.model_validate({k: v for k, v in record.items() if v is not None})
+    except ValidationError as error:
+        problem, other = error.errors(include_url=False)[0], _conversation(record)
+        turn = next((f", turn {part + 1}" for part in problem["loc"] if isinstance(part, int)), "")
+        key, found = ".".join(map(str, problem["loc"])), problem["input"]
         raise NoData(
-            f"a record has no text under `{text_key}`",
-            where=where,
-            got=found,
-            allowed=f"a string under `{text_key}`",
-            hint=_text_key_hint(record),
-        )
-    return value
-
-
-def alpaca_messages(record: Mapping[str, Any], where: str) -> list[Message]:
-    """Turns of an alpaca record: system, history pairs, instruction with input, output."""
-    for key in ("instruction", "output"):
-        if not isinstance(record.get(key), str):
-            swapped = any(k in record for k in _CONVERSATION_KEYS)
-            raise NoData(
-                f"an alpaca record has no text under `{key}`",
-                where=where,
-                got=sorted(record),
-                allowed="instruction, output; optional: input, system, history",
-                hint="data.format=sharegpt" if swapped else None,
-            )
-    question = "\n".join(t for t in (record["instruction"], record.get("input") or "") if t)
-    messages = _system(record)
-    for asked, answer in [*(record.get("history") or []), (question, record["output"])]:
-        messages += [
-            {"role": "user", "content": asked},
-            {"role": "assistant", "content": answer},
-        ]
-    return messages
-
-
-def sharegpt_messages(record: Mapping[str, Any], where: str) -> list[Message]:
-    """Turns of a sharegpt (`conversations`: from, value) or OpenAI (`messages`: role, content) record."""
-    turns = _turns(record)
-    if turns is None:
-        raise NoData(
-            "a sharegpt record has no list of turns",
-            where=where,
-            got=sorted(record),
-            allowed="`conversations` with from and value, or `messages` with role and content",
-            hint="data.format=alpaca" if "instruction" in record else None,
-        )
-    messages = _system(record)
-    for number, turn in enumerate(turns, start=1):
-        spot = f"{where}, turn {number}"
-        keys = turn if isinstance(turn, Mapping) else {}
-        role = keys.get("from", keys.get("role"))
-        content = keys.get("value", keys.get("content"))
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise NoData(
-                "a turn of a conversation lacks its speaker or its text",
-                where=spot,
-                got=sorted(turn) if isinstance(turn, Mapping) else type(turn).__name__,
-                allowed="from and value, or role and content, both text",
-            )
-        if role not in _ROLES:
-            raise NoData(
-                "a turn has a speaker that is not supported",
-                where=spot,
-                got=role,
-                allowed=sorted(_ROLES),
-            )
-        messages.append({"role": _ROLES[role], "content": content})
-    return messages
-
-
-def _turns(record: Mapping[str, Any]) -> list[Any] | None:
-    return next((record[k] for k in _CONVERSATION_KEYS if isinstance(record.get(k), list)), None)
-
-
-def _system(record: Mapping[str, Any]) -> list[Message]:
-    system = record.get("system")
-    return [{"role": "system", "content": system}] if system else []
+            f"a record is not {shape}: `{key}`, {problem['msg']}",
+            where=where + turn,
+            got=sorted(found) if isinstance(found, dict) else f"{found!r:.60}",
+            allowed=allowed,
+            hint=f"data.format={other}" if other not in (None, shape) else None,
+        ) from error
+    turns = [("system", read.system)] if read.system else []
+    return tuple({"role": r, "content": c} for r, c in (*turns, *read.exchanges()))

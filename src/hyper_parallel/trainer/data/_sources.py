@@ -13,24 +13,30 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import Contradiction, NoData
 from hyper_parallel.trainer.data._records import (
     Message,
-    alpaca_messages,
+    messages_of,
     read_records,
     shape_of,
-    sharegpt_messages,
     text_of,
 )
 
 STDLIB = "python-stdlib"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_JSON = frozenset({".json", ".jsonl", ".ndjson"})
-_PARQUET = frozenset({".parquet"})
-_SUFFIXES = {"jsonl": _JSON, "parquet": _PARQUET, "alpaca": _JSON | _PARQUET}
-_SUFFIXES["sharegpt"] = _SUFFIXES["alpaca"]
+_KINDS: Final = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+"""What a file holds, by its suffix; every other file is text."""
+_FORMATS: Final = {
+    "text": {"text", "json", "parquet"},
+    "jsonl": {"json"},
+    "parquet": {"parquet"},
+    "alpaca": {"json", "parquet"},
+    "sharegpt": {"json", "parquet"},
+}
+"""Kinds of files that are read with a `data.format`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +63,13 @@ class Source:
     """The files of a recipe, resolved: `files` in reading order."""
 
     name: str
-    shape: (
-        str  # `text` (a file is a document), `records` (text under a key), `alpaca` or `sharegpt`
-    )
+    shape: str
+    """`text` (a file is a document), `records` (text under a key), `alpaca` or `sharegpt`."""
     files: tuple[Path, ...]
     text_key: str
     max_bytes: int | None
-    counts: Counter[str] = field(default_factory=Counter)  # what was left out, by reason
+    counts: Counter[str] = field(default_factory=Counter)
+    """What was left out, by reason."""
 
     @property
     def is_conversations(self) -> bool:
@@ -104,17 +110,15 @@ class Source:
 
     def _all_documents(self) -> Iterator[Document]:
         if self.shape == "text":
-            for path in self.files:
-                yield from self._text_document(path)
+            yield from filter(None, map(self._text_document, self.files))
             return
-        read = alpaca_messages if self.shape == "alpaca" else sharegpt_messages
         for where, record in itertools.chain.from_iterable(map(read_records, self.files)):
             if self.shape == "records":
                 yield Document(where, text_of(record, self.text_key, where))
             else:
-                yield Document(where, messages=tuple(read(record, where)))
+                yield Document(where, messages=messages_of(record, self.shape, where))
 
-    def _text_document(self, path: Path) -> Iterator[Document]:
+    def _text_document(self, path: Path) -> Document | None:
         try:
             raw = path.read_bytes()
         except OSError as error:
@@ -128,16 +132,28 @@ class Source:
                     allowed="text, .jsonl, .json, .parquet",
                 )
             self.counts["binary files left out"] += 1
-            return
+            return None
         text = raw.decode("utf-8", "replace")
         if "\ufffd" in text and "\ufffd".encode() not in raw:
             self.counts["files with bytes that are not UTF-8 (replaced by U+FFFD)"] += 1
-        yield Document(str(path), text)
+        return Document(str(path), text)
 
 
 def resolve(data: Data, stage: str) -> Source:
-    """Find the files of `data.source` and their format."""
-    files, shape = _stdlib(data) if data.source == STDLIB else _local(data)
+    """Find the files of `data.source` and their format.
+
+    Raises:
+        NoData: HP602 when there are no files to read, or their format cannot be told.
+        Contradiction: HP104 when source, format and stage do not go together.
+    """
+    if data.source == STDLIB and data.format not in ("auto", "text"):
+        raise Contradiction(
+            f"`data.source: {STDLIB}` is text",
+            got=f"data.format={data.format}",
+            hint="data.format=text",
+        )
+    files = _files(data)
+    shape = _shape(files[0], data)
     source = Source(data.source, shape, tuple(files), data.text_key, data.max_bytes)
     if stage == "sft" and not source.is_conversations:
         raise Contradiction(
@@ -150,23 +166,32 @@ def resolve(data: Data, stage: str) -> Source:
     return source
 
 
-def _stdlib(data: Data) -> tuple[list[Path], str]:
-    if data.format not in ("auto", "text"):
-        raise Contradiction(
-            f"`data.source: {STDLIB}` is text",
-            got=f"data.format={data.format}",
-            hint="data.format=text",
-        )
-    root = Path(sysconfig.get_path("stdlib"))
-    found = _sorted_files(root, "*.py")
-    files = [p for p in found if not _STDLIB_SKIP & set(p.relative_to(root).parts)]
+def _files(data: Data) -> list[Path]:
+    """The files to read, in order; at least one of them holds something."""
+    where = f"data.source: {data.source}"
+    if data.source == STDLIB:
+        path = Path(sysconfig.get_path("stdlib"))
+        below = _sorted_files(path, "*.py")
+        files = [f for f in below if not _STDLIB_SKIP & set(f.relative_to(path).parts)]
+    else:
+        path = Path(data.source).expanduser()
+        if not path.exists():
+            raise NoData(
+                "the data source does not exist",
+                where=where,
+                got=str(path.absolute()),
+                allowed=f"{STDLIB}, a file or a directory",
+                hint=f"data.source={_nearest(path)}",
+            )
+        path = path.absolute()
+        files = [path] if path.is_file() else _sorted_files(path)
     if not files:
-        raise NoData(
-            "this Python has no source files of its standard library",
-            where=str(root),
-            hint="data.source=PATH_TO_TEXT",
-        )
-    return files, "text"
+        raise NoData("the data directory holds no files", where=where, got=str(path))
+    if path.is_dir():
+        files = _of_one_kind(path, files, data.format)
+    if all(f.stat().st_size == 0 for f in files):
+        raise NoData("the data source is empty", where=where, got="0 bytes")
+    return files
 
 
 def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
@@ -174,27 +199,6 @@ def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
     found = {p.relative_to(root): p for p in root.rglob(pattern) if p.is_file()}
     shown = (name for name in found if not any(part.startswith(".") for part in name.parts))
     return [found[name] for name in sorted(shown, key=Path.as_posix)]
-
-
-def _local(data: Data) -> tuple[list[Path], str]:
-    path = Path(data.source).expanduser()
-    if not path.exists():
-        raise NoData(
-            "the data source does not exist",
-            where=f"data.source: {data.source}",
-            got=str(path.absolute()),
-            allowed=f"{STDLIB}, a file or a directory",
-            hint=f"data.source={_nearest(path)}",
-        )
-    path = path.absolute()
-    files = [path] if path.is_file() else _sorted_files(path)
-    if not files:
-        raise NoData("the data directory holds no files", where=f"data.source: {path}")
-    if path.is_dir():
-        files = _of_one_kind(path, files, data.format)
-    if all(f.stat().st_size == 0 for f in files):
-        raise NoData("the data source is empty", where=f"data.source: {path}", got="0 bytes")
-    return files, _shape(files[0], data)
 
 
 def _nearest(path: Path) -> str:
@@ -205,14 +209,9 @@ def _nearest(path: Path) -> str:
 
 def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
     """Files of a directory that belong to the format; with `auto` all of them must be of one kind."""
-    if format_ == "text":
-        return files
-    wanted = _SUFFIXES.get(format_)
+    kinds = _FORMATS.get(format_) or {_kind(f) for f in files}
     found = ", ".join(sorted({f.suffix or f.name for f in files}))
-    if wanted is None:
-        kinds = {_kind(f) for f in files}
-        if len(kinds) == 1:
-            return files
+    if format_ == "auto" and len(kinds) > 1:
         raise NoData(
             "the data directory mixes kinds of files",
             where=f"data.source: {root}",
@@ -220,26 +219,24 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
             allowed="one of text, JSON, parquet; or a format that says which files to take",
             hint=f"data.format={'parquet' if 'parquet' in kinds else 'jsonl'}",
         )
-    chosen = [f for f in files if f.suffix in wanted]
+    chosen = [f for f in files if _kind(f) in kinds]
     if not chosen:
         raise NoData(
             f"the data directory holds no file of the format {format_}",
             where=f"data.source: {root}",
             got=found,
-            allowed=sorted(wanted),
+            allowed=sorted(suffix for suffix, kind in _KINDS.items() if kind in kinds),
         )
     return chosen
 
 
 def _kind(path: Path) -> str:
-    return "json" if path.suffix in _JSON else "parquet" if path.suffix in _PARQUET else "text"
+    return _KINDS.get(path.suffix, "text")
 
 
 def _shape(first: Path, data: Data) -> str:
-    if data.format in ("jsonl", "parquet"):
-        return "records"
     if data.format != "auto":
-        return data.format
+        return "records" if data.format in ("jsonl", "parquet") else data.format
     if _kind(first) == "text":
         return "text"
     for where, record in read_records(first):
