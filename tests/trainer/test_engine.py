@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer import prepare_job
-from tests.e2e.runs import curve, rows
+from tests.e2e.runs import CONFIG, curve, rows
 
 pytestmark = pytest.mark.torch
 
@@ -119,3 +120,16 @@ parallel: {{dp_shard: 1}}
     assert rows(tmp_path / "whole" / "metrics.jsonl")[-1]["tokens_seen"] == 6 * 64
     assert (tmp_path / "whole" / "run.json").exists()
     assert not any((tmp_path / "whole").glob("timeline.json"))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be that is the question " * 400)
+    (tmp_path / "small.json").write_text(json.dumps(CONFIG | {"vocab_size": 270}))
+    recipe = tmp_path / "recipe.yaml"
+    data = f"{{source: {tmp_path}/text.txt, seq_len: 32, vocab_size: 300, cache_dir: {tmp_path}/cache}}"
+    recipe.write_text(
+        f"model: {{path: {tmp_path}/small.json}}\ndata: {data}\noutput_dir: {tmp_path}/out\n"
+    )
+    with pytest.raises(BadValue, match="model=270") as caught:
+        prepare_job(load_recipe(recipe, ["parallel.dp_shard=1"]), progress=False)
+    assert caught.value.hint == "data.vocab_size=270"

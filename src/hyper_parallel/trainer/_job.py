@@ -132,6 +132,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
         model_path=recipe.model.path,
         seed=recipe.training.seed,
         progress=progress,
+        vocab_limit=len(model.get_input_embeddings().weight),
     )
     job = Job(recipe, plan, packed, output_dir)
     job.train_batches(), job.holdout_batches()

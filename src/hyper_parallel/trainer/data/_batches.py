@@ -58,19 +58,14 @@ class PackedSequences:
     def __repr__(self) -> str:
         return f"PackedSequences({self.split}, {len(self)} x {self.seq_len})"
 
-    @property
-    def num_tokens(self) -> int:
-        """Positions of all sequences, padding included: N * S."""
-        return len(self) * self.seq_len
-
-    def num_valid(self, indices: Int64 | None = None) -> int:
-        """Labels that carry loss in the sequences `indices` (None: in all); -1 stands for a dummy row."""
-        if indices is not None:
-            indices = indices[indices >= 0]
-        if self._num_valid is None:
-            return (len(self) if indices is None else len(indices)) * self.seq_len
-        counts = self._num_valid if indices is None else self._num_valid[indices]
-        return int(counts.sum())
+    def num_valid(self, indices: Int64) -> int:
+        """Labels that carry loss in the sequences `indices`; -1 stands for a dummy row."""
+        real = indices[indices >= 0]
+        return (
+            len(real) * self.seq_len
+            if self._num_valid is None
+            else int(self._num_valid[real].sum())
+        )
 
     def read(self, indices: Int64) -> tuple[Int64, Int64]:
         """Inputs and shifted labels, int64 [len(indices), S] each; index -1 gives a row of token 0 without labels."""
@@ -153,11 +148,6 @@ class Batches:
     def steps_per_epoch(self) -> int:
         """Steps that visit every sequence at least once, counted from the start of an epoch."""
         return -(-self.num_sequences // self.sequences_per_step)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Positions of one step over all ranks."""
-        return self.sequences_per_step * self.sequences.seq_len
 
     def step_batch(self, step: int) -> Int64:
         """Indices of the sequences of a step over all ranks, [sequences_per_step]; -1 is a dummy row."""

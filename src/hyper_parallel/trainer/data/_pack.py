@@ -6,16 +6,18 @@ document; the tokens of each part copied, in document order, into its final arra
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.config import Data
+from hyper_parallel.errors import NoData
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data._cache import byte_bar
 from hyper_parallel.trainer.data._chat import encode_conversation, render
 from hyper_parallel.trainer.data._sources import Document, Source
@@ -24,7 +26,6 @@ from hyper_parallel.units import MiB
 
 _BATCH_BYTES = 4 * MiB
 _OPEN_ROWS = 64  # rows first-fit may still add to; more gains little and costs time
-_COPY_TOKENS = 4 * MiB
 
 
 @dataclass(frozen=True)
@@ -36,36 +37,68 @@ class Flat:
     learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
 
 
+def pack(directory: Path, flat: Flat, data: Data, pad_id: int, seed: int) -> list[str]:
+    """Write the training and the held-out sequences of a stream; returns what was cut or left out, in words."""
+    notes: list[str] = []
+    train, holdout = split_documents(flat, data.holdout, seed, data.seq_len)
+    for split, spans in (("train", train), ("holdout", holdout)):
+        if flat.learn is None:
+            write_text(flat, spans, directory / f"{split}.npy")
+        else:
+            notes += write_conversations(flat, spans, directory, split, data.seq_len, pad_id)
+    if len(PackedSequences(directory, "train", data.seq_len)) == 0:
+        raise _too_short(flat, data, sum(map(_length, train)))
+    if data.holdout and len(PackedSequences(directory, "holdout", data.seq_len)) == 0:
+        notes.append("nothing held out: too little text for one more sequence")
+    return notes
+
+
+def _too_short(flat: Flat, data: Data, num_train: int) -> NoData:
+    where = f"data.source: {data.source}"
+    if flat.learn is not None:
+        return NoData(
+            "no conversation has a token of the assistant within one sequence",
+            where=where,
+            got=f"seq_len={data.seq_len}",
+            hint=f"data.seq_len={data.seq_len * 4}",
+        )
+    return NoData(
+        "the text is shorter than one training sequence",
+        where=where,
+        got=f"{len(flat.tokens)} tokens, {num_train} of them for training, seq_len={data.seq_len}",
+        allowed=f"more than {data.seq_len} training tokens",
+        hint=f"data.seq_len={max(2, num_train // 4)}" if num_train > 8 else "data.holdout=0",
+    )
+
+
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
     """Narrowest type that holds every token id."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
-    """Write the tokens of every document to `directory`, text closed by the end-of-text token."""
+    """Tokens of every document, text closed by the end-of-text token, in unnamed files in `directory`."""
     dtype = token_dtype(tokenizer.vocab_size)
-    lengths: list[int] = []
-    files = directory / "flat.tokens", directory / "flat.learn"
+    spans: list[slice] = []
+    end = 0
     with (
         byte_bar("tokenise", source.num_bytes, show) as advance,
-        files[0].open("wb") as tokens_file,
-        files[1].open("wb") as learn_file,
+        TemporaryFile(dir=directory) as tokens_file,
+        TemporaryFile(dir=directory) as learn_file,
     ):
         for batch in _batches(source.documents()):
             for ids, learn in _encode(batch, tokenizer.hf, stage):
-                lengths.append(len(ids))
-                tokens_file.write(np.asarray(ids, dtype).tobytes())
-                if learn is not None:
-                    learn_file.write(np.asarray(learn, np.bool_).tobytes())
+                spans.append(slice(end, end + len(ids)))
+                end += len(ids)
+                tokens_file.write(np.asarray(ids, dtype))
+                learn_file.write(np.asarray(learn, np.bool_))
             advance(sum(d.num_bytes for d in batch))
-    ends = np.cumsum(lengths, dtype=np.int64).tolist()
-    spans = [slice(*ends) for ends in itertools.pairwise((0, *ends))]
-    tokens, learn = _map(files[0], dtype), _map(files[1], np.bool_)
-    return Flat(tokens, spans, learn if stage == "sft" else None)
+        tokens = _map(tokens_file, dtype)
+        return Flat(tokens, spans, _map(learn_file, np.bool_) if stage == "sft" else None)
 
 
-def _map(path: Path, dtype: Any) -> NDArray[Any]:
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
+    return np.memmap(file, dtype, mode="r") if file.tell() else np.zeros(0, dtype)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -83,26 +116,23 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 def _encode(
     batch: list[Document], hf: Any, stage: str
-) -> Iterator[tuple[list[int], list[bool] | None]]:
+) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+    """Tokens of each document; of a conversation also whether the assistant wrote them."""
     if stage == "sft":
         for document in batch:
             yield encode_conversation(hf, document.messages, document.where)
         return
     texts = [d.text or render(hf, d.messages, where=d.where) for d in batch]
-    for ids in _encode_texts(hf, texts):
-        yield [*ids, hf.eos_token_id], None
-
-
-def _encode_texts(hf: Any, texts: list[str]) -> Iterator[list[int]]:
-    if not hf.is_fast:
-        yield from hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return
-    # Straight to the Rust library: the wrapper also builds masks and offsets, which doubles the time.
-    backend = hf.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
-        yield encoding.ids
+    if hf.is_fast:
+        # Straight to the Rust library: the wrapper also builds masks and offsets, which doubles the time.
+        backend = hf.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        encoded = [e.ids for e in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    else:
+        encoded = hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    for ids in encoded:
+        yield [*ids, hf.eos_token_id], ()
 
 
 def split_documents(
@@ -142,33 +172,30 @@ def _length(span: slice) -> int:
     return int(span.stop - span.start)
 
 
-def write_text(flat: Flat, spans: list[slice], directory: Path, split: str) -> None:
-    """Copy spans of the stream into `split.npy`, one flat array."""
-    path, dtype, size = directory / f"{split}.npy", flat.tokens.dtype, sum(map(_length, spans))
+def write_text(flat: Flat, spans: list[slice], path: Path) -> None:
+    """Copy spans of the stream into one flat array."""
+    dtype, size = flat.tokens.dtype, sum(map(_length, spans))
     if size == 0:
         np.save(path, np.zeros(0, dtype))
         return
     out = np.lib.format.open_memmap(path, "w+", dtype=dtype, shape=(size,))
     at = 0
     for span in spans:
-        for start in range(span.start, span.stop, _COPY_TOKENS):
-            part = flat.tokens[start : min(start + _COPY_TOKENS, span.stop)]
-            out[at : at + len(part)] = part
-            at += len(part)
+        out[at : at + _length(span)] = flat.tokens[span]
+        at += _length(span)
     out.flush()
 
 
 def write_conversations(
     flat: Flat, spans: list[slice], directory: Path, split: str, seq_len: int, pad_id: int
-) -> tuple[int, int]:
+) -> list[str]:
     """Pack conversations into rows of `seq_len` and write inputs, shifted labels and the labels per row.
 
     A conversation of T tokens takes T - 1 positions (its last token is only a label). One that is longer than a row
-    is cut to its first `seq_len` + 1 tokens; one without a token to learn is left out. Returns how many of each.
+    is cut to its first `seq_len` + 1 tokens; one without a token to learn is left out. Returns how many, in words.
     """
     assert flat.learn is not None
     kept = [slice(s.start, min(s.stop, s.start + seq_len + 1)) for s in spans]
-    num_cut = sum(k.stop < s.stop for k, s in zip(kept, spans, strict=True))
     used = [k for k in kept if flat.learn[k.start + 1 : k.stop].any()]
     rows = first_fit([_length(s) - 1 for s in used], seq_len)
     inputs = np.full((len(rows), seq_len), pad_id, flat.tokens.dtype)
@@ -184,7 +211,11 @@ def write_conversations(
     np.save(directory / f"{split}.npy", inputs)
     np.save(directory / f"{split}_labels.npy", labels)
     np.save(directory / f"{split}_num_valid.npy", (labels != IGNORE_INDEX).sum(1, dtype=np.int64))
-    return num_cut, len(kept) - len(used)
+    counts = {
+        f"cut to seq_len={seq_len}": sum(k != s for k, s in zip(kept, spans, strict=True)),
+        "left out: no token of the assistant in them": len(kept) - len(used),
+    }
+    return [f"{count} {split} conversations {what}" for what, count in counts.items() if count]
 
 
 def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -63,11 +63,11 @@ class _Alpaca(BaseModel):
 _CONVERSATIONS: Final[dict[str, tuple[type[_Sharegpt | _Alpaca], str]]] = {
     "sharegpt": (
         _Sharegpt,
-        "`conversations` with from and value, or `messages` with role and content; optional: system",
+        "`conversations` with from and value, or `messages` with role and content",
     ),
     "alpaca": (_Alpaca, "instruction, output; optional: input, system, history"),
 }
-"""How a format is read, and what its records hold in words."""
+"""How a conversation is read, and what its record holds in words."""
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -158,9 +158,7 @@ def text_of(record: Record, text_key: str, where: str) -> str:
         f"a record has no text under `{text_key}`",
         where=where,
         got=f"{text_key}: {type(value).__name__}" if text_key in record else sorted(record),
-        allowed="; ".join(
-            (f"`{text_key}` (data.text_key)", *(a for _, a in _CONVERSATIONS.values()))
-        ),
+        allowed=f"a string under `{text_key}`; sharegpt or alpaca records",
         hint=f"data.text_key={max(texts, key=lambda key: texts[key])}" if texts else None,
     )
 

@@ -7,11 +7,10 @@ alphabet: no text is unknown to it. Source of the method: Sennrich et al. 2016 (
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
@@ -23,30 +22,46 @@ from hyper_parallel.units import MiB
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
-SPECIAL_TOKENS = (END_OF_TEXT, PAD, "<|im_start|>", "<|im_end|>")
+TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabulary
 _VERSION = 1
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+TOKENIZER_FILES: Final = (
+    *_VOCABULARIES,
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What makes up a tokenizer in a Hugging Face directory; one of the first four is always there."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A transformers tokenizer, the directory where it lies, and the hash of its files."""
+    """A transformers tokenizer, and the directory where it lies."""
 
     hf: Any
     directory: Path
-    fingerprint: str
 
     @property
     def vocab_size(self) -> int:
         """Largest token id plus one."""
         return max(self.hf.get_vocab().values()) + 1
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of its files."""
+        files = [self.directory / name for name in TOKENIZER_FILES]
+        return digest({f.name: FileEntry.of(f).sha256 for f in files if f.is_file()})
+
 
 def has_tokenizer(directory: str | Path | None) -> bool:
     """Whether a directory holds tokenizer files."""
-    return directory is not None and any((Path(directory) / name).is_file() for name in _FILES)
+    return directory is not None and any((Path(directory) / n).is_file() for n in _VOCABULARIES)
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -58,7 +73,7 @@ def load_tokenizer(directory: str | Path) -> Any:
         raise NoData(
             "the tokenizer directory holds no tokenizer",
             where=f"data.tokenizer: {directory}",
-            allowed=f"a directory with one of {', '.join(_FILES)}",
+            allowed=f"a directory with one of {', '.join(_VOCABULARIES)}",
         )
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
@@ -79,38 +94,35 @@ def obtain(
     if given:
         directory = Path(given).expanduser().absolute()
     else:
-        key = digest([_VERSION, source.identity(), data.vocab_size, _TRAIN_BYTES])
-        directory, _ = entry(
-            cache / "tokenizers", key, lambda target: _train(data, source, target, show)
-        )
-    hf = load_tokenizer(directory)
-    if hf.eos_token_id is None:
+        matters = [_VERSION, source.identity(), data.vocab_size, _TRAIN_BYTES]
+        directory = _saved(cache, matters, lambda: _train(data.vocab_size, source, show))
+    tokenizer = Tokenizer(load_tokenizer(directory), directory)
+    if tokenizer.hf.eos_token_id is None:
         raise BadValue(
             "the tokenizer has no end-of-text token, so documents cannot be joined",
             where=f"data.tokenizer: {directory}",
             hint="add `eos_token` to its tokenizer_config.json",
         )
-    if source.is_conversations and not hf.chat_template:
+    if source.is_conversations and not tokenizer.hf.chat_template:
         # A copy with the plain template, so that `generate --chat` knows it.
-        hf.chat_template = PLAIN
-        key = digest([_VERSION, _fingerprint(directory), PLAIN])
-        directory, _ = entry(cache / "tokenizers", key, lambda target: _save(hf, target))
-        hf = load_tokenizer(directory)
-    return Tokenizer(hf, directory, _fingerprint(directory))
+        tokenizer.hf.chat_template = PLAIN
+        matters = [_VERSION, tokenizer.fingerprint, PLAIN]
+        directory = _saved(cache, matters, lambda: tokenizer.hf)
+        tokenizer = Tokenizer(load_tokenizer(directory), directory)
+    return tokenizer
 
 
-def _save(hf: Any, target: Path) -> dict[str, Any]:
-    hf.save_pretrained(str(target))
-    return {}
+def _saved(cache: Path, matters: list[Any], make: Callable[[], Any]) -> Path:
+    """Directory of the cached tokenizer that `matters` decides; what `make` gives is saved there when it is absent."""
+
+    def build(target: Path) -> dict[str, Any]:
+        make().save_pretrained(str(target))
+        return {}
+
+    return entry(cache / "tokenizers", digest(matters), build)[0]
 
 
-def _fingerprint(directory: Path) -> str:
-    names = (*_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json")
-    files = [directory / n for n in (*names, "added_tokens.json", "chat_template.jinja")]
-    return digest({f.name: FileEntry.of(f).sha256 for f in files if f.is_file()})
-
-
-def _train(data: Data, source: Source, target: Path, show: bool) -> dict[str, Any]:
+def _train(vocab_size: int, source: Source, show: bool) -> Any:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -128,8 +140,8 @@ def _train(data: Data, source: Source, target: Path, show: bool) -> dict[str, An
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=data.vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PAD, *TURN_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -139,24 +151,8 @@ def _train(data: Data, source: Source, target: Path, show: bool) -> dict[str, An
         tokenizer_object=backend,
         eos_token=END_OF_TEXT,
         pad_token=PAD,
-        additional_special_tokens=list(SPECIAL_TOKENS[2:]),
+        additional_special_tokens=list(TURN_TOKENS),
         clean_up_tokenization_spaces=False,
     )
     hf.chat_template = CHATML
-    return _save(hf, target)
-
-
-def model_vocab_size(model_path: str | None) -> int | None:
-    """`vocab_size` of a model directory or config.json; None when the path is neither (a preset name)."""
-    if model_path is None:
-        return None
-    path = Path(model_path).expanduser()
-    config = path / "config.json" if path.is_dir() else path
-    if config.suffix != ".json" or not config.is_file():
-        return None
-    try:
-        values = json.loads(config.read_text())
-    except ValueError:
-        return None  # the model room reports an unreadable config with its own code
-    size = values.get("vocab_size", values.get("text_config", {}).get("vocab_size"))
-    return size if isinstance(size, int) else None
+    return hf
