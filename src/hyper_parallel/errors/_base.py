@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class HyperParallelError(Exception):
     """Base of all coded errors.
 
-    A subclass is one code; its docstring is the documentation page of the code (what it means, why it is refused,
-    how to fix it). Constructor arguments are the facts of one occurrence.
+    A subclass is one code, `class NoData(HyperParallelError, code="HP602")`; its docstring is the documentation page of
+    the code (what it means, why it is refused, how to fix it). Constructor arguments are the facts of one occurrence.
 
     Args:
         what: One sentence: what is wrong.
@@ -23,6 +23,9 @@ class HyperParallelError(Exception):
     """
 
     code: ClassVar[str] = "HP000"
+
+    def __init_subclass__(cls, *, code: str) -> None:
+        cls.code = code
 
     def __init__(
         self,
@@ -44,9 +47,6 @@ class HyperParallelError(Exception):
         self.hint = overrides(self.changes) if hint is None and self.changes else hint
         self.others = tuple(others)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.what), vars(self))
-
     def __str__(self) -> str:
         return self.render()
 
@@ -55,12 +55,8 @@ class HyperParallelError(Exception):
         lines = [f"error[{self.code}]: {self.what}"]
         if self.where is not None:
             lines.append(f"  --> {self.where}")
-        facts = []
-        if self.got is not None:
-            facts.append(f"got: {_plain(self.got)}")
-        if self.allowed is not None:
-            facts.append(f"allowed: {_plain(self.allowed)}")
-        if facts:
+        named = {"got": self.got, "allowed": self.allowed}
+        if facts := [f"{k}: {_plain(v)}" for k, v in named.items() if v is not None]:
             lines.append("  " + "      ".join(facts))
         if self.hint is not None:
             lines += ["", f"hint: {self.hint}"]
@@ -71,21 +67,12 @@ class HyperParallelError(Exception):
 
 def overrides(changes: Mapping[str, object]) -> str:
     """Changes as overrides that a shell takes: `parallel.pp=2 'parallel.stage_layers=[4, 4]'`."""
-    texts = (
-        (f"{key}={list(value) if isinstance(value, tuple) else value}")
-        for key, value in changes.items()
-    )
-    return " ".join(f"'{text}'" if text.endswith("]") else text for text in texts)
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items()}
+    return " ".join(f"'{k}={v}'" if str(v).endswith("]") else f"{k}={v}" for k, v in plain.items())
 
 
 def _plain(value: object) -> str:
-    return (
-        ", ".join(str(v) for v in value) if isinstance(value, (list, tuple, range)) else str(value)
-    )
-
-
-def _rebuild(cls: type[HyperParallelError], what: str) -> HyperParallelError:
-    return cls(what)
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple, range)) else str(value)
 
 
 def all_codes() -> dict[str, type[HyperParallelError]]:
@@ -94,11 +81,8 @@ def all_codes() -> dict[str, type[HyperParallelError]]:
     Raises:
         TypeError: Two classes share a code; a test calls this.
     """
-    found: dict[str, type[HyperParallelError]] = {}
-    waiting = list(HyperParallelError.__subclasses__())
-    while waiting:
-        cls = waiting.pop()
-        waiting += cls.__subclasses__()
-        if found.setdefault(cls.code, cls) is not cls:
-            raise TypeError(f"error code {cls.code} is used twice: {found[cls.code]} and {cls}")
-    return dict(sorted(found.items()))
+    classes = sorted(HyperParallelError.__subclasses__(), key=lambda cls: cls.code)
+    codes = {cls.code: cls for cls in classes}
+    if len(codes) < len(classes):
+        raise TypeError(f"an error code is used twice: {classes}")
+    return codes

@@ -3,236 +3,186 @@
 from hyper_parallel.errors._base import HyperParallelError
 
 
-class UnknownKey(HyperParallelError):
+class UnknownKey(HyperParallelError, code="HP101"):
     """A recipe, override or file holds a key that does not exist.
 
     Why: a misspelt key that is ignored would silently change the run. Fix: use the nearest key named in the hint.
     """
 
-    code = "HP101"
 
-
-class BadValue(HyperParallelError):
+class BadValue(HyperParallelError, code="HP102"):
     """A value has the wrong type or lies outside what its key allows.
 
     Fix: write one of the allowed values.
     """
 
-    code = "HP102"
 
-
-class RecipeUnreadable(HyperParallelError):
+class RecipeUnreadable(HyperParallelError, code="HP103"):
     """The recipe file is missing, is not YAML or JSON, or is not a mapping.
 
     Fix: check the path and the line that is named.
     """
 
-    code = "HP103"
 
-
-class Contradiction(HyperParallelError):
+class Contradiction(HyperParallelError, code="HP104"):
     """Two values that are each allowed cannot hold together.
 
     Fix: change or remove one of the two values named.
     """
 
-    code = "HP104"
 
-
-class OutputNotWritable(HyperParallelError):
+class OutputNotWritable(HyperParallelError, code="HP105"):
     """A directory that is to be written cannot be created or written.
 
     Fix: choose another directory for the key that is named, or change the permissions.
     """
 
-    code = "HP105"
 
-
-class MeshError(HyperParallelError):
+class MeshError(HyperParallelError, code="HP201"):
     """A mesh names an axis twice, has a degree below one, or does not cover its devices.
 
     Fix: let the degrees multiply to the number of devices.
     """
 
-    code = "HP201"
 
-
-class LayoutError(HyperParallelError):
+class LayoutError(HyperParallelError, code="HP202"):
     """A layout uses an axis twice, or an axis that the mesh does not have.
 
     Why: two tensor dims split over one axis describe no tensor. Fix: use each axis once.
     """
 
-    code = "HP202"
 
-
-class NotDivisible(HyperParallelError):
+class NotDivisible(HyperParallelError, code="HP203"):
     """A size of the model is not divisible by the degree that would split it.
 
     Why: whole attention heads and equal slices keep the result exact. Fix: choose one of the allowed degrees.
     """
 
-    code = "HP203"
 
-
-class RuleError(HyperParallelError):
+class RuleError(HyperParallelError, code="HP204"):
     """A sharding rule matches no parameter, or names a style that does not exist.
 
     Fix: check the glob against the parameter names of the model.
     """
 
-    code = "HP204"
 
-
-class UnsupportedSharding(HyperParallelError):
+class UnsupportedSharding(HyperParallelError, code="HP205"):
     """The combination of model and parallel axes is not implemented.
 
     Why: an answer that is not exact is refused, never approximated. Fix: use the axes named in the hint.
     """
 
-    code = "HP205"
 
-
-class AuditError(HyperParallelError):
+class AuditError(HyperParallelError, code="HP206"):
     """After parallelize, a parameter does not lie as its plan says.
 
     Fix: this is a defect of hyper_parallel or of a module that replaced its own parameters; report the name.
     """
 
-    code = "HP206"
 
-
-class DegreesMismatch(HyperParallelError):
+class DegreesMismatch(HyperParallelError, code="HP301"):
     """The parallel degrees do not multiply to the number of ranks.
 
     Fix: change one degree as the hint shows, or start another number of ranks.
     """
 
-    code = "HP301"
 
-
-class NoLegalStrategy(HyperParallelError):
+class NoLegalStrategy(HyperParallelError, code="HP302"):
     """No combination of degrees is legal and fits for this model, machine and workload.
 
     Fix: the hint names the nearest change that makes one possible.
     """
 
-    code = "HP302"
 
-
-class UnknownTopology(HyperParallelError):
+class UnknownTopology(HyperParallelError, code="HP303"):
     """The topology is neither a preset, nor a YAML file, nor `local`.
 
     Fix: take one of the presets that the message lists, or give the path of a topology file.
     """
 
-    code = "HP303"
 
-
-class UnknownModel(HyperParallelError):
+class UnknownModel(HyperParallelError, code="HP304"):
     """The model is neither a preset, nor a directory with a config.json, nor a config file.
 
     Fix: give a path, or one of the presets listed.
     """
 
-    code = "HP304"
 
-
-class ModelUnreadable(HyperParallelError):
+class ModelUnreadable(HyperParallelError, code="HP305"):
     """The config of the model lacks what is needed to plan it.
 
     Fix: the message names the missing keys; add them or use a model of a family that is read.
     """
 
-    code = "HP305"
 
-
-class PlanUnreadable(HyperParallelError):
+class PlanUnreadable(HyperParallelError, code="HP306"):
     """A plan file is not JSON, has another schema version, or a value of the wrong type.
 
     Fix: make the plan again with `hyper-parallel plan ... -o plan.json`.
     """
 
-    code = "HP306"
 
-
-class PlanMismatch(HyperParallelError):
+class PlanMismatch(HyperParallelError, code="HP307"):
     """A plan was made for another model, number of devices or workload than it is applied to.
 
     Fix: make a plan for this model and machine.
     """
 
-    code = "HP307"
 
-
-class BatchMismatch(HyperParallelError):
+class BatchMismatch(HyperParallelError, code="HP308"):
     """tokens_per_step, microbatch and accumulation do not agree, or do not divide.
 
     Why: of the three batch numbers two are given and the third is derived. Fix: take the value in the hint.
     """
 
-    code = "HP308"
 
-
-class TopologyUnreadable(HyperParallelError):
+class TopologyUnreadable(HyperParallelError, code="HP309"):
     """A topology file cannot be read, is not YAML, or is not a mapping.
 
     Fix: check the path and the line that is named; the presets are examples of the form.
     """
 
-    code = "HP309"
 
-
-class UnknownPeak(HyperParallelError):
+class UnknownPeak(HyperParallelError, code="HP310"):
     """The topology does not say how fast its device is in the number format that is asked for.
 
     Why: peak rates of two formats are not related by a rule that holds on every device.
     Fix: plan in a listed format, or add the number with its source to a copy of the topology file.
     """
 
-    code = "HP310"
 
-
-class TopologyTooSmall(HyperParallelError):
+class TopologyTooSmall(HyperParallelError, code="HP311"):
     """More devices are used than the outermost tier of the topology connects.
 
     Why: how the devices beyond it would talk to each other is not known.
     Fix: use fewer devices, or add an outer tier to a copy of the topology file.
     """
 
-    code = "HP311"
 
-
-class UnknownDevice(HyperParallelError):
+class UnknownDevice(HyperParallelError, code="HP312"):
     """This machine has an accelerator that no preset describes.
 
     Why: its peak rates and links are unknown, and a guess would decide the plan.
     Fix: write a topology file for it, with the nearest preset as the example, and give its path as the topology.
     """
 
-    code = "HP312"
 
-
-class CardUnreadable(HyperParallelError):
+class CardUnreadable(HyperParallelError, code="HP313"):
     """A card of device or stack numbers cannot be read, or holds a number that nothing reads.
 
     Why: a number that is silently ignored would decide predictions by its absence.
     Fix: take a shipped card as the example, or make one with `hyper-parallel calibrate`.
     """
 
-    code = "HP313"
 
-
-class RunsUnreadable(HyperParallelError):
+class RunsUnreadable(HyperParallelError, code="HP314"):
     """A CSV of runs cannot be read, or no row of it holds what a prediction needs.
 
     Fix: the message names the columns; every row's own problem is in the column `assumptions` of the output.
     """
 
-    code = "HP314"
 
-
-class ScheduleError(HyperParallelError):
+class ScheduleError(HyperParallelError, code="HP320"):
     """A pipeline schedule is impossible, would deadlock, computes something twice or not at all, or cannot be read.
 
     Why: a wrong schedule hangs or gives other gradients, so it is refused before any process starts.
@@ -240,23 +190,17 @@ class ScheduleError(HyperParallelError):
     microbatch counts that are listed.
     """
 
-    code = "HP320"
 
-
-class TaskGraphError(HyperParallelError):
+class TaskGraphError(HyperParallelError, code="HP321"):
     """A task graph lists a task before what it depends on, or has a negative duration.
 
     Why: the order of the list is the proof that the graph has no cycle and that its executors cannot deadlock.
     Fix: list every task after the tasks it depends on.
     """
 
-    code = "HP321"
 
-
-class DeadlineMissed(HyperParallelError):
+class DeadlineMissed(HyperParallelError, code="HP322"):
     """No strategy on the devices that there are makes a step as short as the deadline asks.
 
     Fix: take the deadline in the hint, which is met, or give more devices.
     """
-
-    code = "HP322"

@@ -6,16 +6,14 @@ from types import MappingProxyType
 from hyper_parallel.errors._base import HyperParallelError
 
 
-class DoesNotFit(HyperParallelError):
+class DoesNotFit(HyperParallelError, code="HP401"):
     """The predicted peak memory exceeds a tier of the machine.
 
     Fix: the hint names the nearest change that fits: more devices, recompute, or a smaller microbatch.
     """
 
-    code = "HP401"
 
-
-class BudgetImpossible(HyperParallelError):
+class BudgetImpossible(HyperParallelError, code="HP402"):
     """No memory plan fits the byte budget.
 
     An operator needs all its operands on the device at once, so no plan can go below the largest working set. The
@@ -23,61 +21,51 @@ class BudgetImpossible(HyperParallelError):
     operator smaller (a chunked loss, a smaller microbatch).
     """
 
-    code = "HP402"
     least_bytes: int = 0
     """A budget that a plan was found for."""
 
 
-class TierFull(HyperParallelError):
+class TierFull(HyperParallelError, code="HP403"):
     """A memory tier cannot hold what the plan or the run puts there.
 
     A plan that is refused names, for each tier, the bytes with which one was made while the other tiers stay as they
     are. Fix: allow more bytes in the tier, add a flash tier, or raise the device budget so that less is moved.
     """
 
-    code = "HP403"
     enough_bytes: Mapping[str, int] = MappingProxyType({})
     """By tier, bytes with which a plan was found while the other tiers stay as they are."""
 
 
-class MemoryPlanInvalid(HyperParallelError):
+class MemoryPlanInvalid(HyperParallelError, code="HP404"):
     """A memory plan is not legal: an action uses bytes that are not where it needs them.
 
     A plan is checked by replay before it runs. Fix: plan again for this program.
     """
 
-    code = "HP404"
 
-
-class MissingDependency(HyperParallelError):
+class MissingDependency(HyperParallelError, code="HP501"):
     """A package that the command needs is not installed or is too old.
 
     Fix: run the install command in the hint.
     """
 
-    code = "HP501"
 
-
-class DeviceUnavailable(HyperParallelError):
+class DeviceUnavailable(HyperParallelError, code="HP502"):
     """More ranks were asked for than the machine has accelerators, or the device kind is not present.
 
     Fix: lower the degrees, or start the run on more machines with torchrun.
     """
 
-    code = "HP502"
 
-
-class CaptureUnsupported(HyperParallelError):
+class CaptureUnsupported(HyperParallelError, code="HP511"):
     """The step does something that a captured program cannot repeat faithfully.
 
     Examples: a result whose size depends on the data, a storage that is resized, a sparse tensor. Fix: the hint
     names the setting of the model or optimizer that avoids it.
     """
 
-    code = "HP511"
 
-
-class StepChanged(HyperParallelError):
+class StepChanged(HyperParallelError, code="HP512"):
     """A captured step met values, shapes, a model or an optimizer that it was not captured for.
 
     A branch of the model depends on a value; the capture recorded the branch that was taken. Or something has changed
@@ -85,94 +73,72 @@ class StepChanged(HyperParallelError):
     capture again, or run this step without the plan.
     """
 
-    code = "HP512"
 
-
-class TransferFailed(HyperParallelError):
+class TransferFailed(HyperParallelError, code="HP513"):
     """A copy between memory tiers failed: disk full, file truncated or changed, copy thread died.
 
     The step is stopped; nothing reads bytes that did not arrive. Fix: the message names the tier and the cause.
     """
 
-    code = "HP513"
 
-
-class RankFailed(HyperParallelError):
+class RankFailed(HyperParallelError, code="HP601"):
     """A rank ended with an error; the first one to fail is printed in full.
 
     Fix: read the first failure; the other ranks were stopped because of it.
     """
 
-    code = "HP601"
 
-
-class NoData(HyperParallelError):
+class NoData(HyperParallelError, code="HP602"):
     """The data source is missing, unreadable, or yields no training tokens.
 
     Fix: check the path, the format, and that `data.seq_len` is shorter than the text.
     """
 
-    code = "HP602"
 
-
-class RunUnreadable(HyperParallelError):
+class RunUnreadable(HyperParallelError, code="HP603"):
     """A run directory lacks the files the command needs.
 
     Fix: give the directory that `hyper-parallel train` wrote.
     """
 
-    code = "HP603"
 
-
-class LossNotFinite(HyperParallelError):
+class LossNotFinite(HyperParallelError, code="HP604"):
     """The loss became NaN or infinite; the step was not applied and the last checkpoint is intact.
 
     Fix: lower `training.lr`, or resume from the last checkpoint with other data.
     """
 
-    code = "HP604"
 
-
-class ForkUnsafe(HyperParallelError):
+class ForkUnsafe(HyperParallelError, code="HP605"):
     """Local ranks were to be forked from a process that is a member of a process group.
 
     Fix: close the world (`World.close`, or leave its `with` block) before `launch`, or start the ranks with torchrun.
     """
 
-    code = "HP605"
 
-
-class CheckpointCorrupt(HyperParallelError):
+class CheckpointCorrupt(HyperParallelError, code="HP701"):
     """A file of a checkpoint is missing, truncated or altered, and no older intact one exists.
 
     Fix: restore the file named, or start again without resume.
     """
 
-    code = "HP701"
 
-
-class CheckpointMismatch(HyperParallelError):
+class CheckpointMismatch(HyperParallelError, code="HP702"):
     """A checkpoint belongs to another model or optimizer than the run that loads it.
 
     Fix: use the recipe the checkpoint was written with; only `parallel.*` and the world size may change.
     """
 
-    code = "HP702"
 
-
-class WeightsUnreadable(HyperParallelError):
+class WeightsUnreadable(HyperParallelError, code="HP703"):
     """A weight file of a model directory is missing, truncated, or lacks a parameter.
 
     Fix: fetch the file named again; names and shapes must match `config.json`.
     """
 
-    code = "HP703"
 
-
-class WeightsUninitialised(HyperParallelError):
+class WeightsUninitialised(HyperParallelError, code="HP704"):
     """A parameter or buffer has no initialisation rule, so training would start from undefined memory.
 
     Fix: give the module that holds it a `reset_parameters` method, or handle it in the model's `_init_weights`.
     """
-
-    code = "HP704"
