@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from hyper_parallel.config._sections import Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
@@ -16,163 +16,130 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
         recipe: A recipe whose sections are each valid.
         where: Origin of a dotted key.
     """
-    return [
-        *_conversations(recipe, where),
-        *_schedule(recipe, where),
-        *_degrees(recipe, where),
-        *_zero(recipe, where),
-        *_recompute(recipe, where),
-        *_offload(recipe, where),
-        *_resume(recipe, where),
-    ]
+    data, training, p = recipe.data, recipe.training, recipe.parallel
+    offload, checkpoint = recipe.offload, recipe.checkpoint
+    found: list[HyperParallelError] = []
 
+    def clash(key: str, what: str, got: str, hint: str, allowed: str | None = None) -> None:
+        error = DegreesMismatch if key == "parallel.world_size" else Contradiction
+        found.append(error(what, where=where(key), got=got, allowed=allowed, hint=hint))
 
-def _conversations(recipe: Recipe, where: Callable[[str], str]) -> Iterator[HyperParallelError]:
-    data = recipe.data
-    if recipe.stage != "sft":
-        return
-    if data.format not in ("auto", "alpaca", "sharegpt"):
-        yield Contradiction(
+    if recipe.stage == "sft" and data.format not in ("auto", "alpaca", "sharegpt"):
+        clash(
+            "data.format",
             "`stage: sft` needs conversations, and the format of the data holds plain text",
-            where=where("data.format"),
-            got=f"stage=sft, data.format={data.format}",
-            allowed="auto, alpaca, sharegpt",
-            hint="set `data.format=auto`, or `stage=pt` to learn every token",
+            f"stage=sft, data.format={data.format}",
+            "set `data.format=auto`, or `stage=pt` to learn every token",
+            "auto, alpaca, sharegpt",
         )
-    elif data.source == "python-stdlib":
-        yield Contradiction(
+    elif recipe.stage == "sft" and data.source == "python-stdlib":
+        clash(
+            "data.source",
             "`stage: sft` needs conversations, and the source text of the standard library has none",
-            where=where("data.source"),
-            got="stage=sft, data.source=python-stdlib",
-            allowed="a file or directory of conversations",
-            hint="set `data.source=conversations.jsonl`, or `stage=pt`",
+            "stage=sft, data.source=python-stdlib",
+            "set `data.source=conversations.jsonl`, or `stage=pt`",
+            "a file or directory of conversations",
         )
 
-
-def _schedule(recipe: Recipe, where: Callable[[str], str]) -> Iterator[HyperParallelError]:
-    training = recipe.training
-    decay = training.decay_steps
-    if training.warmup_steps > training.steps:
-        yield Contradiction(
+    steps, warmup, decay = training.steps, training.warmup_steps, training.decay_steps
+    if warmup > steps:
+        clash(
+            "training.warmup_steps",
             "the warm-up is longer than the run, so the peak learning rate is never reached",
-            where=where("training.warmup_steps"),
-            got=f"warmup_steps={training.warmup_steps}, steps={training.steps}",
-            allowed=f"0..{training.steps}",
-            hint=f"set `training.warmup_steps={training.steps // 10}`",
+            f"warmup_steps={warmup}, steps={steps}",
+            f"set `training.warmup_steps={steps // 10}`",
+            f"0..{steps}",
         )
     elif decay is not None and training.lr_schedule != "wsd":
-        yield Contradiction(
+        clash(
+            "training.decay_steps",
             "`training.decay_steps` belongs to the schedule wsd and would have no effect",
-            where=where("training.decay_steps"),
-            got=f"decay_steps={decay}, lr_schedule={training.lr_schedule}",
-            hint="set `training.lr_schedule=wsd`, or `training.decay_steps=null`",
+            f"decay_steps={decay}, lr_schedule={training.lr_schedule}",
+            "set `training.lr_schedule=wsd`, or `training.decay_steps=null`",
         )
-    elif decay is not None and training.warmup_steps + decay > training.steps:
-        longest = training.steps - training.warmup_steps
-        yield Contradiction(
+    elif decay is not None and warmup + decay > steps:
+        clash(
+            "training.decay_steps",
             "warm-up and decay together are longer than the run",
-            where=where("training.decay_steps"),
-            got=f"warmup_steps={training.warmup_steps}, decay_steps={decay}, steps={training.steps}",
-            allowed=f"0..{longest}",
-            hint=f"set `training.decay_steps={longest}`",
+            f"warmup_steps={warmup}, decay_steps={decay}, steps={steps}",
+            f"set `training.decay_steps={steps - warmup}`",
+            f"0..{steps - warmup}",
         )
-    if training.eval_every and recipe.data.holdout == 0:
-        yield Contradiction(
+    if training.eval_every and data.holdout == 0:
+        clash(
+            "training.eval_every",
             "evaluation is asked for and no text is held out for it",
-            where=where("training.eval_every"),
-            got=f"eval_every={training.eval_every}, data.holdout=0",
-            hint="set `data.holdout=0.02`, or `training.eval_every=0`",
+            f"eval_every={training.eval_every}, data.holdout=0",
+            "set `data.holdout=0.02`, or `training.eval_every=0`",
         )
 
-
-def _degrees(recipe: Recipe, where: Callable[[str], str]) -> Iterator[HyperParallelError]:
-    p = recipe.parallel
     ranks = math.prod((p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp_x, p.tp_y))
-    if p.auto or p.world_size is None or p.world_size == ranks:
-        return
-    yield DegreesMismatch(
-        "the degrees do not multiply to the number of ranks that is asked for",
-        where=where("parallel.world_size"),
-        got=f"degrees multiply to {ranks}, world_size={p.world_size}",
-        hint=f"set `parallel.world_size={ranks}`, or `parallel.auto=true` to let the planner fill the rest",
-    )
+    if not p.auto and p.world_size not in (None, ranks):
+        clash(
+            "parallel.world_size",
+            "the degrees do not multiply to the number of ranks that is asked for",
+            f"degrees multiply to {ranks}, world_size={p.world_size}",
+            f"set `parallel.world_size={ranks}`, or `parallel.auto=true` to let the planner fill the rest",
+        )
+    if p.zero is not None and p.pp > 1:
+        clash(
+            "parallel.zero",
+            "pipeline stages reduce gradients once per step in any case; `zero: 1` is a choice without them",
+            f"zero={p.zero}, pp={p.pp}",
+            "set `parallel.zero=null` and `parallel.reshard_after_forward=false`",
+        )
 
-
-def _zero(recipe: Recipe, where: Callable[[str], str]) -> Iterator[HyperParallelError]:
-    p = recipe.parallel
-    if p.zero is None or p.pp == 1:
-        return
-    yield Contradiction(
-        "pipeline stages reduce gradients once per step in any case; `zero: 1` is a choice without them",
-        where=where("parallel.zero"),
-        got=f"zero={p.zero}, pp={p.pp}",
-        hint="set `parallel.zero=null` and `parallel.reshard_after_forward=false`",
-    )
-
-
-def _recompute(recipe: Recipe, where: Callable[[str], str]) -> Iterator[HyperParallelError]:
-    layers, kind = recipe.training.recompute_layers, recipe.training.recompute
-    if layers is None:
-        return
-    if kind != "full":
-        yield Contradiction(
+    layers = training.recompute_layers
+    if layers is not None and training.recompute != "full":
+        clash(
+            "training.recompute_layers",
             "`training.recompute_layers` says how many layers are redone, and none is",
-            where=where("training.recompute_layers"),
-            got=f"recompute_layers={layers}, recompute={kind}",
-            hint="set `training.recompute=full`, or `training.recompute_layers=null`",
+            f"recompute_layers={layers}, recompute={training.recompute}",
+            "set `training.recompute=full`, or `training.recompute_layers=null`",
         )
-    elif recipe.parallel.auto:
-        yield Contradiction(
+    elif layers is not None and p.auto:
+        clash(
+            "training.recompute_layers",
             "with `parallel: auto` the planner says how many layers are redone",
-            where=where("training.recompute_layers"),
-            got=f"recompute_layers={layers}, parallel=auto",
-            hint="set `training.recompute_layers=null`, or the degrees",
+            f"recompute_layers={layers}, parallel=auto",
+            "set `training.recompute_layers=null`, or the degrees",
         )
 
-
-def _offload(recipe: Recipe, where: Callable[[str], str]) -> Iterator[HyperParallelError]:
-    offload = recipe.offload
-    given = sorted(offload.model_fields_set - {"budget", "max_slowdown"})
     if offload.budget is not None and offload.max_slowdown is not None:
-        yield Contradiction(
+        clash(
+            "offload.max_slowdown",
             "offload has two goals: least time under a budget, or least memory under a slowdown",
-            where=where("offload.max_slowdown"),
-            got=f"budget={offload.budget}, max_slowdown={offload.max_slowdown}",
-            hint="set `offload.max_slowdown=null`, or `offload.budget=null`",
+            f"budget={offload.budget}, max_slowdown={offload.max_slowdown}",
+            "set `offload.max_slowdown=null`, or `offload.budget=null`",
         )
-    if not offload.on:
-        changed = [k for k in given if getattr(offload, k) != type(offload).model_fields[k].default]
-        if changed:
-            yield Contradiction(
-                f"`offload.{changed[0]}` has no effect, because offload has no goal and is off",
-                where=where(f"offload.{changed[0]}"),
-                got="budget=null, max_slowdown=null",
-                hint="set `offload.budget=auto`, or `offload.max_slowdown=0.02`",
-            )
-        return
-    if offload.flash is not None and offload.flash_dir is None:
-        yield Contradiction(
+    changed = sorted(offload.model_dump(exclude_defaults=True))
+    if changed and not offload.on:
+        clash(
+            f"offload.{changed[0]}",
+            f"`offload.{changed[0]}` has no effect, because offload has no goal and is off",
+            "budget=null, max_slowdown=null",
+            "set `offload.budget=auto`, or `offload.max_slowdown=0.02`",
+        )
+    if offload.on and offload.flash is not None and offload.flash_dir is None:
+        clash(
+            "offload.flash",
             "`offload.flash` limits files that no directory is given for",
-            where=where("offload.flash"),
-            got=f"flash={offload.flash}, flash_dir=null",
-            hint="set `offload.flash_dir=/scratch`, or `offload.flash=null`",
+            f"flash={offload.flash}, flash_dir=null",
+            "set `offload.flash_dir=/scratch`, or `offload.flash=null`",
         )
-    if recipe.training.compile:
-        yield Contradiction(
+    if offload.on and training.compile:
+        clash(
+            "training.compile",
             "a compiled layer chooses its own order and buffers, so its memory cannot be planned",
-            where=where("training.compile"),
-            got="training.compile=true with offload",
-            hint="set `training.compile=false`, or `offload.budget=null`",
+            "training.compile=true with offload",
+            "set `training.compile=false`, or `offload.budget=null`",
         )
 
-
-def _resume(recipe: Recipe, where: Callable[[str], str]) -> Iterator[HyperParallelError]:
-    checkpoint = recipe.checkpoint
-    if checkpoint.from_dir is None or checkpoint.resume != "never":
-        return
-    yield Contradiction(
-        "`checkpoint.from_dir` names checkpoints that `checkpoint.resume: never` forbids to read",
-        where=where("checkpoint.from_dir"),
-        got=f"from_dir={checkpoint.from_dir}, resume=never",
-        hint="set `checkpoint.resume=must`, or `checkpoint.from_dir=null`",
-    )
+    if checkpoint.from_dir is not None and checkpoint.resume == "never":
+        clash(
+            "checkpoint.from_dir",
+            "`checkpoint.from_dir` names checkpoints that `checkpoint.resume: never` forbids to read",
+            f"from_dir={checkpoint.from_dir}, resume=never",
+            "set `checkpoint.resume=must`, or `checkpoint.from_dir=null`",
+        )
+    return found

@@ -16,8 +16,6 @@ from pydantic.fields import FieldInfo
 
 from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey
 
-Path = tuple[str | int, ...]
-
 
 def dotted(path: Sequence[str | int]) -> str:
     """`("tiers", 0, "size")` as `tiers[0].size`."""
@@ -31,37 +29,28 @@ def section_of(annotation: object) -> type[BaseModel] | None:
     """The section class of a field annotation, also inside `X | None`, tuple[X, ...] and dict[str, X]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for argument in typing.get_args(annotation):
-        found = section_of(argument)
-        if found is not None:
-            return found
-    return None
+    inner = (section_of(argument) for argument in typing.get_args(annotation))
+    return next((section for section in inner if section is not None), None)
 
 
 def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
     """The field a path points into, or None when there is none; list indices and mapping keys are stepped over."""
-    current: type[BaseModel] | None = model
+    section: type[BaseModel] | None = model
     field: FieldInfo | None = None
-    for part in path:
-        if field is not None:
-            current = section_of(field.annotation)
-            if _is_container(field.annotation) and (current is None or isinstance(part, int)):
-                continue
-            if is_mapping(field.annotation):
-                continue
-        if current is None or not isinstance(part, str) or part not in current.model_fields:
+    parts = iter(path)
+    for part in parts:
+        field = None if section is None else section.model_fields.get(str(part))
+        if field is None:
             return None
-        field = current.model_fields[part]
+        section = section_of(field.annotation)
+        if typing.get_origin(field.annotation) in (dict, Mapping, list, tuple):
+            next(parts, None)
     return field
 
 
 def is_mapping(annotation: object) -> bool:
     """Whether a field is a mapping with free keys."""
     return typing.get_origin(annotation) in (dict, Mapping)
-
-
-def _is_container(annotation: object) -> bool:
-    return typing.get_origin(annotation) in (dict, Mapping, list, tuple)
 
 
 def describe(field: FieldInfo) -> str:
@@ -117,17 +106,20 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
     """The dotted key that was probably meant by an unknown one: a sibling, or the same word in another section."""
-    parent = field_at(model, path[:-1])
-    section = model if parent is None else section_of(parent.annotation)
+    section = _section_at(model, path[:-1])
     if section is None:
         return None
     word, prefix = str(path[-1]), dotted(path[:-1])
-    near = difflib.get_close_matches(word, keys_of(section), n=1)
-    if near:
+    if near := difflib.get_close_matches(word, keys_of(section), n=1):
         return f"{prefix}.{near[0]}" if prefix else near[0]
     everywhere = {key.rpartition(".")[2]: key for key, _ in reversed(list(leaves(model)))}
     near = difflib.get_close_matches(word, everywhere, n=1, cutoff=0.75)
     return everywhere[near[0]] if near else None
+
+
+def _section_at(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
+    field = field_at(model, path)
+    return section_of(field.annotation) if field is not None else None if path else model
 
 
 def problems(
@@ -144,59 +136,35 @@ def problems(
         where: Origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
         pasteable: A key and a value as the user would write them.
     """
-    found = []
+    found: list[HyperParallelError] = []
     for item in error.errors(include_url=False):
-        path: Path = tuple(item["loc"])
-        key = dotted(path)
-        if item["type"] == "extra_forbidden":
-            found.append(_unknown(model, path, item["input"], where(key), pasteable))
-            continue
-        field = field_at(model, path)
+        path, value = item["loc"], item["input"]
+        key, field = dotted(path), field_at(model, path)
         allowed = None if field is None else describe(field)
-        if item["type"] == "missing":
-            found.append(
-                BadValue(f"`{key}` is missing", where=where(key), got="nothing", allowed=allowed)
+        if item["type"] == "extra_forbidden":
+            near, section = nearest_key(model, path), _section_at(model, path[:-1])
+            problem: HyperParallelError = UnknownKey(
+                f"unknown key `{key}`",
+                allowed=None if section is None else sorted(keys_of(section)),
+                hint=None if near is None else f"write `{pasteable(near, value)}`",
             )
+        elif item["type"] == "missing":
+            problem = BadValue(f"`{key}` is missing", got="nothing", allowed=allowed)
         elif item["type"] == "value_error":
-            message = str(item["msg"]).removeprefix("Value error, ")
-            what = f"`{key}`: {message}" if key else message
-            found.append(BadValue(what, where=where(key), got=_short(item["input"])))
+            message = item["msg"].removeprefix("Value error, ")
+            problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value))
         else:
-            found.append(_bad(key, item["input"], allowed or item["msg"], where, pasteable))
+            allowed = allowed or item["msg"]
+            word = difflib.get_close_matches(str(value), allowed.split(", "), n=1)
+            problem = BadValue(
+                f"`{key}` has a value that is not allowed",
+                got=_short(value),
+                allowed=allowed,
+                hint=f"write `{pasteable(key, word[0])}`" if word else None,
+            )
+        problem.where = where(key)
+        found.append(problem)
     return found
-
-
-def _bad(
-    key: str,
-    got: object,
-    allowed: str,
-    where: Callable[[str], str],
-    pasteable: Callable[[str, object], str],
-) -> HyperParallelError:
-    hint = None
-    near = difflib.get_close_matches(str(got), allowed.split(", "), n=1)
-    if near:
-        hint = f"write `{pasteable(key, near[0])}`"
-    what = f"`{key}` has a value that is not allowed"
-    return BadValue(what, where=where(key), got=_short(got), allowed=allowed, hint=hint)
-
-
-def _unknown(
-    model: type[BaseModel],
-    path: Path,
-    value: object,
-    where: str,
-    pasteable: Callable[[str, object], str],
-) -> HyperParallelError:
-    key, near = dotted(path), nearest_key(model, path)
-    parent = field_at(model, path[:-1])
-    section = model if parent is None else section_of(parent.annotation)
-    return UnknownKey(
-        f"unknown key `{key}`",
-        where=where,
-        allowed=None if section is None else sorted(keys_of(section)),
-        hint=None if near is None else f"write `{pasteable(near, value)}`",
-    )
 
 
 def _short(value: object) -> str:
