@@ -18,9 +18,10 @@ from hyper_parallel.shard._rules import (
     match,
     normalise_plan,
 )
-from hyper_parallel.shard._sizes import check_axes, check_context, legal_tp
+from hyper_parallel.shard._sizes import legal_tp
 from hyper_parallel.shard._table import (
     block_boundaries,
+    block_program,
     context_boundaries,
     embedding_boundaries,
     expert_boundaries,
@@ -43,8 +44,7 @@ __all__ = [
     "ShardPlan",
     "TokenCut",
     "block_boundaries",
-    "check_axes",
-    "check_context",
+    "block_program",
     "completed_rules",
     "context_boundaries",
     "embedding_boundaries",

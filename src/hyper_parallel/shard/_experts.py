@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
-from hyper_parallel.shard._fit import Param, module_of
+from hyper_parallel.shard._fit import Param, divisors, module_of
 
 EXPERTS = "experts"
 
@@ -43,20 +43,21 @@ def mark_experts(found: list[Param]) -> list[Param]:
     ]
 
 
-def check_experts(found: list[Param], strategy: Strategy, where: str | None) -> None:
-    """Refuse a degree of `ep` that the experts of the model do not allow.
+def check_folding(strategy: Strategy) -> None:
+    """Refuse a degree of `ep` that does not divide the ranks it folds over, HP203."""
+    s = strategy
+    what = f"dp_shard * cp * tp = {_inner(s)}, the ranks that experts fold over"
+    _check_divides(s, _inner(s), what, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}")
 
-    Raises:
-        UnsupportedSharding: HP205 for a model without experts, or whose experts are neither fused nor in a list.
-        NotDivisible: HP203 when ep does not divide their number.
-    """
+
+def check_experts(found: list[Param], strategy: Strategy) -> None:
+    """Refuse a degree of `ep` that the experts of the model do not allow, HP205 or HP203."""
     if strategy.ep == 1:
         return
     experts = [p for p in found if p.style == EXPERTS]
     if not experts:
         raise UnsupportedSharding(
             "expert parallelism needs routed experts, and no module of this model is known to hold any",
-            where=where,
             got=f"ep={strategy.ep}",
             changes={"parallel.ep": 1},
         )
@@ -64,20 +65,25 @@ def check_experts(found: list[Param], strategy: Strategy, where: str | None) -> 
         if not in_list(param) and (container(param) != param.module or len(param.shape) < 2):
             raise UnsupportedSharding(
                 f"`{param.pattern}` holds experts in a form that ep cannot divide",
-                where=where,
                 got=f"ep={strategy.ep}, {param.name} {param.shape}",
                 allowed="parameters [experts, ...], or modules experts.0, experts.1, ...",
                 changes={"parallel.ep": 1},
             )
     number = math.gcd(*(p.shape[0] for p in experts if not in_list(p)), *_lengths(experts))
+    _check_divides(strategy, number, f"the {number} experts of a layer", f"experts={number}")
+
+
+def _inner(strategy: Strategy) -> int:
+    return strategy.dp_shard * strategy.cp * strategy.tp
+
+
+def _check_divides(strategy: Strategy, number: int, what: str, got: str) -> None:
     if number % strategy.ep:
-        inner = math.gcd(number, strategy.dp_shard * strategy.cp * strategy.tp)
-        allowed = [e for e in range(1, inner + 1) if inner % e == 0]
+        allowed = divisors(math.gcd(number, _inner(strategy)))
         raise NotDivisible(
-            f"ep={strategy.ep} does not divide the {number} experts of a layer",
-            where=where,
-            got=f"experts={number}, ep={strategy.ep}",
-            allowed=f"ep {', '.join(str(e) for e in allowed)}",
+            f"ep={strategy.ep} does not divide {what}",
+            got=f"{got}, ep={strategy.ep}",
+            allowed=f"ep {', '.join(map(str, allowed))}",
             changes={"parallel.ep": max(e for e in allowed if e <= strategy.ep)},
         )
 

@@ -17,14 +17,15 @@ from hyper_parallel.shard._rules import REFUSED
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter with the rule it found, and how many of its parts are cut apart."""
+    """A parameter with the rule it found."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     owner: str
     style: str | None
-    parts: int = 1
+    parts: int = 1  # stacked projections that are cut apart
+    role: str | None = None  # cut by heads, kv_heads or width
 
     @property
     def module(self) -> str:
@@ -38,6 +39,11 @@ class Param:
     def cut_size(self) -> int:
         """Size of the dim that tensor parallelism cuts."""
         return self.shape[-1 if self.style == "rowwise" else 0]
+
+    @property
+    def leaf(self) -> str:
+        """Last part of the module's name."""
+        return self.module.rpartition(".")[2]
 
     @property
     def pattern(self) -> str:
@@ -61,11 +67,15 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    where: str | None
 
     @property
     def tp(self) -> int:
         return self.strategy.tp
+
+    @property
+    def without_tp(self) -> dict[str, object]:
+        """Recipe keys that use the same ranks for FSDP."""
+        return {"parallel.tp": 1, "parallel.dp_shard": self.strategy.dp_shard * self.tp}
 
 
 def module_of(name: str) -> str:
@@ -81,8 +91,8 @@ def rule_hint(rules: Mapping[str, str]) -> str:
     return f"'parallel.rules={{{', '.join(f'{p}: {s}' for p, s in rules.items())}}}'"
 
 
-def _without_tp(strategy: Strategy) -> dict[str, object]:
-    return {"parallel.tp": 1, "parallel.dp_shard": strategy.dp_shard * strategy.tp}
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
@@ -91,26 +101,23 @@ def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
         if param.style is not None and param.style in REFUSED:
             raise UnsupportedSharding(
                 f"`{param.pattern}` cannot be split by tensor parallelism: {REFUSED[param.style]}",
-                where=sizes.where,
                 got=f"tp={sizes.tp}, style {param.style}",
                 allowed="dp_replicate, dp_shard",
-                changes=_without_tp(sizes.strategy),
+                changes=sizes.without_tp,
             )
     for param in found:
         if param.style is None and not _is_norm(param):
             raise UnsupportedSharding(
                 f"no rule covers `{_starred(param.name)}`: tensor parallelism is not known to be exact",
-                where=sizes.where,
                 got=f"shape {param.shape}, tp={sizes.tp}",
-                changes=_without_tp(sizes.strategy),
-                hint=overrides(_without_tp(sizes.strategy)) + _or_replicate(param),
+                changes=sizes.without_tp,
+                hint=overrides(sizes.without_tp) + _or_replicate(param),
             )
         if param.style not in (None, "replicate", "experts") and not 1 <= len(param.shape) <= 2:
             raise UnsupportedSharding(
                 f"style `{param.style}` needs a matrix or a vector, `{param.name}` is neither",
-                where=sizes.where,
                 got=f"shape {param.shape}",
-                changes=_without_tp(sizes.strategy),
+                changes=sizes.without_tp,
             )
 
 
@@ -161,10 +168,9 @@ def check_pairs(found: list[Param], sizes: Sizes) -> None:
             raise UnsupportedSharding(
                 f"the parts of `{_starred(parent)}` do not fit together: "
                 f"`{odd[0].pattern}` is {odd[0].style or 'whole'}",
-                where=sizes.where,
-                got=", ".join(f"{p.module.rpartition('.')[2]}={p.style}" for p in matrices),
+                got=", ".join(f"{p.leaf}={p.style}" for p in matrices),
                 allowed="colwise projections in and rowwise projections out",
-                changes=_without_tp(sizes.strategy) if odd[0].in_attention else None,
+                changes=sizes.without_tp if odd[0].in_attention else None,
                 hint=None if odd[0].in_attention else rule_hint({_starred(parent): "replicate"}),
             )
 

@@ -60,19 +60,11 @@ def _on_stream(param: Param) -> bool:
 
 
 def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
-    """Axes of tensor parallelism that cut each dim of a parameter.
-
-    Args:
-        param: A parameter with its final style.
-        strategy: The strategy, with tensor parallelism.
-        hidden_cut: Whether the residual stream is cut over y.
-    """
+    """Axes of tensor parallelism that cut each dim of a parameter with its final style."""
     whole: Axes = ((),) * len(param.shape)
     both = (X, Y) if strategy.tp_y > 1 else (X,)
-    if param.style in ("vocab", "head"):
+    if param.style in ("vocab", "head", "norm_heads"):
         return (both, *whole[1:])
-    if param.style == "norm_heads":
-        return (both,)
     if param.style not in _REGION_STYLES:
         cut = hidden_cut and param.style in (None, "replicate") and _on_stream(param)
         return ((Y,),) if cut else whole
@@ -85,13 +77,9 @@ def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
         # A vector of the attention module itself, such as its sinks, goes with the heads a rank computes.
         own = param.owner == param.name and not exchanges_rows(strategy)
         return (both,) if shape == "1d" or own else ((X,),)
-    columns: dict[BlockShape, Axes] = {
-        "1d": (both, ()),
-        "2d": ((X,), (Y,)),
-        "weight": (both, ()),
-    }
-    styles: dict[str | None, dict[BlockShape, Axes]] = {
-        "rowwise": {"1d": ((), both), "2d": ((Y,), (X,)), "weight": ((Y,), (X,))},
-        "kv_replicate": {"1d": ((), ()), "2d": ((), (Y,)), "weight": ((Y,), ())},
-    }
-    return styles.get(param.style, columns)[shape]
+    if param.style == "rowwise":
+        return ((), both) if shape == "1d" else ((Y,), (X,))
+    columns = (Y,) if shape == "2d" else ()
+    if param.style == "kv_replicate":
+        return ((Y,) if shape == "weight" else (), columns)
+    return ((X,) if shape == "2d" else both, columns)

@@ -17,11 +17,12 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hyper_parallel.errors import RuleError
+from hyper_parallel.errors import HyperParallelError, RuleError
 from hyper_parallel.ir import Layout, Rule, Strategy
 from hyper_parallel.shard._experts import (
     EXPERTS,
     check_experts,
+    check_folding,
     container,
     expert_layout,
     mark_experts,
@@ -37,7 +38,7 @@ from hyper_parallel.shard._fit import (
 )
 from hyper_parallel.shard._grid import cuts_hidden, tensor_axes
 from hyper_parallel.shard._rules import STYLES, applies
-from hyper_parallel.shard._sizes import check_axes, check_context, fit_sizes
+from hyper_parallel.shard._sizes import check_context, fit_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,33 +94,27 @@ def plan_layouts(
         UnsupportedSharding: HP205 for axes that are not implemented, and for modules that this version cannot run
             exactly under tensor parallelism.
     """
-    check_axes(strategy, where)
-    check_context(strategy, num_heads, where)
     listed = list(params)
-    _check_rules(strategy.rules, [name for name, _, _ in listed], where)
-    found = mark_experts([_find(p, (*strategy.rules, *rules)) for p in listed])
-    check_experts(found, strategy, where)
-    notes: list[str] = []
-    if strategy.tp > 1:
-        sizes = Sizes(strategy, num_heads, num_kv_heads, head_dim, vocab_size, where)
-        refuse_inexact(found, sizes)
-        found = fit_sizes(fit_vocabulary(found, sizes, notes), sizes, notes)
-        check_pairs(found, sizes)
-    else:
-        found = [
-            param if param.style == EXPERTS else replace(param, style="replicate")
-            for param in found
-        ]
-    hidden_cut = cuts_hidden(found, strategy)
-    layouts = {param.name: _layout(param, strategy, hidden_cut) for param in found}
-    for name, source in (tied or {}).items():
-        if name in layouts and source in layouts and layouts[name].axes != layouts[source].axes:
-            raise RuleError(
-                f"`{name}` and `{source}` are one parameter but get two layouts",
-                where=where,
-                got=f"{layouts[name]} and {layouts[source]}",
-                hint=rule_hint({module_of(name): "replicate", module_of(source): "replicate"}),
-            )
+    try:
+        check_folding(strategy)
+        check_context(strategy, num_heads)
+        _check_rules(strategy.rules, [name for name, _, _ in listed])
+        found = mark_experts([_find(p, (*strategy.rules, *rules)) for p in listed])
+        check_experts(found, strategy)
+        notes: list[str] = []
+        if strategy.tp > 1:
+            sizes = Sizes(strategy, num_heads, num_kv_heads, head_dim, vocab_size)
+            refuse_inexact(found, sizes)
+            found = fit_sizes(fit_vocabulary(found, sizes, notes), sizes, notes)
+            check_pairs(found, sizes)
+        else:
+            found = [p if p.style == EXPERTS else replace(p, style="replicate") for p in found]
+        hidden_cut = cuts_hidden(found, strategy)
+        layouts = {param.name: _layout(param, strategy, hidden_cut) for param in found}
+        _check_tied(layouts, tied or {})
+    except HyperParallelError as error:
+        error.where = where
+        raise
     styles = {
         container(p) if p.style == EXPERTS else p.owner: p.style or "replicate" for p in found
     }
@@ -135,13 +130,22 @@ def _find(param: tuple[str, tuple[int, ...], tuple[str, ...]], rules: Sequence[R
     return Param(name, shape, dims, module_of(name) or name, None)
 
 
-def _check_rules(rules: Sequence[Rule], names: Sequence[str], where: str | None) -> None:
+def _check_tied(layouts: Mapping[str, Layout], tied: Mapping[str, str]) -> None:
+    for name, source in tied.items():
+        if name in layouts and source in layouts and layouts[name].axes != layouts[source].axes:
+            raise RuleError(
+                f"`{name}` and `{source}` are one parameter but get two layouts",
+                got=f"{layouts[name]} and {layouts[source]}",
+                hint=rule_hint({module_of(name): "replicate", module_of(source): "replicate"}),
+            )
+
+
+def _check_rules(rules: Sequence[Rule], names: Sequence[str]) -> None:
     for rule in rules:
         if rule.style not in STYLES:
             near = difflib.get_close_matches(rule.style, STYLES, n=1)
             raise RuleError(
                 f"the rule for `{rule.pattern}` names a style that does not exist",
-                where=where,
                 got=rule.style,
                 allowed=tuple(STYLES),
                 hint=rule_hint({rule.pattern: near[0] if near else "replicate"}),
@@ -151,7 +155,6 @@ def _check_rules(rules: Sequence[Rule], names: Sequence[str], where: str | None)
             near = difflib.get_close_matches(rule.pattern, modules, n=1, cutoff=0.0)
             raise RuleError(
                 f"the rule for `{rule.pattern}` matches no module",
-                where=where,
                 got=rule.pattern,
                 hint=rule_hint({near[0]: rule.style}) if near else None,
             )

@@ -42,23 +42,16 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Styles a model's own plan may hold that are refused under tensor parallelism, with what they stand for."""
 
-_FROM_HUGGING_FACE: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "colwise": "colwise",
-        "rowwise": "rowwise",
-        "colwise_gather_output": "gather_output",
-        "colwise_rep": "gather_output",
-        "rowwise_split_input": "split_input",
-        "rowwise_rep": "split_input",
-        "embedding_rowwise": "vocab",
-        "packed_colwise": "packed_colwise",
-        "packed_rowwise": "packed_rowwise",
-        "moe_tp_experts": "experts",
-        "replicated_with_grad_allreduce": "replicate",
-        "sequence_parallel": "replicate",
-        "replicate": "replicate",
-    }
-)
+_FROM_HUGGING_FACE: Final = {
+    **{style: style for style in ("colwise", "rowwise", "packed_colwise", "packed_rowwise")},
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), "gather_output"),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), "split_input"),
+    **dict.fromkeys(
+        ("replicated_with_grad_allreduce", "sequence_parallel", "replicate"), "replicate"
+    ),
+    "embedding_rowwise": "vocab",
+    "moe_tp_experts": "experts",
+}
 
 
 def match(pattern: str, name: str) -> str | None:
@@ -86,12 +79,9 @@ def applies(rule: Rule, param: str) -> str | None:
     styles that are refused also hold for everything inside a module.
     """
     found = match(rule.pattern, param)
-    if found is None:
-        return None
-    inside = param[len(found) + 1 :].count(".")
-    whole_subtree = rule.style in ("replicate", "experts") or rule.style in REFUSED
-    if found == param or inside == 0:
+    if found is None or "." not in param[len(found) + 1 :]:
         return found
+    whole_subtree = rule.style in ("replicate", "experts", *REFUSED)
     return param.rpartition(".")[0] if whole_subtree else None
 
 
@@ -129,86 +119,55 @@ def normalise_plan(
     return tuple(rules), tuple(notes)
 
 
-_ATTENTION: Final = {
-    "self_attn.q_proj": "colwise",
-    "self_attn.k_proj": "colwise",
-    "self_attn.v_proj": "colwise",
-    "self_attn.o_proj": "rowwise",
-}
-_HEAD_NORMS: Final = {"self_attn.q_norm": "replicate", "self_attn.k_norm": "replicate"}
-_GATED_MLP: Final = {
-    "mlp.gate_proj": "colwise",
-    "mlp.up_proj": "colwise",
-    "mlp.down_proj": "rowwise",
-}
+def _of(module: str, **styles: str) -> dict[str, str]:
+    """Styles of the parts of one module of a layer."""
+    return {f"{module}.{part}": style for part, style in styles.items()}
+
+
+_ATTENTION: Final = _of(
+    "self_attn", q_proj="colwise", k_proj="colwise", v_proj="colwise", o_proj="rowwise"
+)
+_HEAD_NORMS: Final = _of("self_attn", q_norm="replicate", k_norm="replicate")
+_GATED: Final = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+_LLAMA: Final = {**_ATTENTION, **_of("mlp", **_GATED)}
+_QWEN3: Final = {**_LLAMA, **_HEAD_NORMS}
 _EXPERTS: Final = {
-    "mlp.experts.gate_up_proj": "experts",
-    "mlp.experts.down_proj": "experts",
+    **_of("mlp.experts", gate_up_proj="experts", down_proj="experts"),
     "mlp.experts": "experts",
 }
-_SHARED_EXPERTS: Final = {
-    "mlp.shared_experts.gate_proj": "colwise",
-    "mlp.shared_experts.up_proj": "colwise",
-    "mlp.shared_experts.down_proj": "rowwise",
-}
-_GATHERED_MLP: Final = {"mlp.gate_up_proj": "gather_output", "mlp.down_proj": "split_input"}
-_LLAMA: Final = {**_ATTENTION, **_GATED_MLP}
+_GATHERED_MLP: Final = _of("mlp", gate_up_proj="gather_output", down_proj="split_input")
 _GLM: Final = {**_ATTENTION, **_GATHERED_MLP}
 _OLMO: Final = {
-    **{f"self_attn.{p}_proj": "gather_output" for p in "qkv"},
-    "self_attn.o_proj": "split_input",
-    **_GATED_MLP,
+    **dict.fromkeys((f"self_attn.{p}_proj" for p in "qkv"), "gather_output"),
+    **_of("self_attn", o_proj="split_input"),
+    **_of("mlp", **_GATED),
 }
-_FAMILIES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
-    {
-        "llama": _LLAMA,
-        "mistral": _LLAMA,
-        "qwen2": _LLAMA,
-        "gemma": _LLAMA,
-        "gemma2": _LLAMA,
-        "qwen3": {**_LLAMA, **_HEAD_NORMS},
-        "gemma3_text": {**_LLAMA, **_HEAD_NORMS},
-        "qwen3_moe": {**_LLAMA, **_HEAD_NORMS, **_EXPERTS},
-        "mixtral": {**_ATTENTION, **_EXPERTS},
-        "deepseek_v3": {**_EXPERTS, **_SHARED_EXPERTS, **_GATED_MLP},
-        "gpt_oss": {},  # its configuration class plans expert parallelism only
-        "phi3": {
-            "self_attn.qkv_proj": "gather_output",
-            "self_attn.o_proj": "split_input",
-            **_GATHERED_MLP,
-        },
-        "glm": _GLM,
-        "glm4": _GLM,
-        "olmo2": _OLMO,
-        "olmo3": _OLMO,
-    }
-)
-_PACKED_MLP: Final = {"mlp.gate_up_proj": "gate_up", "mlp.down_proj": "rowwise"}
-_NORMED_HEADS: Final = {
-    **_ATTENTION,
-    "self_attn.q_norm": "norm_heads",
-    "self_attn.k_norm": "norm_heads",
+_PHI: Final = {**_of("self_attn", qkv_proj="gather_output", o_proj="split_input"), **_GATHERED_MLP}
+_FAMILIES: Final[Mapping[str, Mapping[str, str]]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "gemma2"), _LLAMA),
+    **dict.fromkeys(("qwen3", "gemma3_text"), _QWEN3),
+    "qwen3_moe": {**_QWEN3, **_EXPERTS},
+    "mixtral": {**_ATTENTION, **_EXPERTS},
+    "deepseek_v3": {**_EXPERTS, **_of("mlp.shared_experts", **_GATED), **_of("mlp", **_GATED)},
+    "gpt_oss": {},  # its configuration class plans expert parallelism only
+    "phi3": _PHI,
+    **dict.fromkeys(("glm", "glm4"), _GLM),
+    **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
 }
-_COMPLETED: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
-    {
-        "phi3": {"self_attn.qkv_proj": "qkv", "self_attn.o_proj": "rowwise", **_PACKED_MLP},
-        "glm": _PACKED_MLP,
-        "glm4": _PACKED_MLP,
-        "olmo2": _NORMED_HEADS,
-        "olmo3": _NORMED_HEADS,
-        "gpt_oss": {**_ATTENTION, "self_attn.sinks": "colwise"},
-        "deepseek_v3": {
-            "self_attn.q_proj": "colwise",
-            "self_attn.q_a_proj": "latent",
-            "self_attn.q_a_layernorm": "latent",
-            "self_attn.q_b_proj": "colwise",
-            "self_attn.kv_a_proj_with_mqa": "latent",
-            "self_attn.kv_a_layernorm": "latent",
-            "self_attn.kv_b_proj": "colwise",
-            "self_attn.o_proj": "rowwise",
-        },
-    }
-)
+"""Plans of configuration classes, as `normalise_plan` reads them."""
+_PACKED_MLP: Final = _of("mlp", gate_up_proj="gate_up", down_proj="rowwise")
+_NORMED_HEADS: Final = {**_ATTENTION, **_of("self_attn", q_norm="norm_heads", k_norm="norm_heads")}
+_LATENT: Final = _of(
+    "self_attn", q_proj="colwise", q_a_proj="latent", q_a_layernorm="latent", q_b_proj="colwise",
+    kv_a_proj_with_mqa="latent", kv_a_layernorm="latent", kv_b_proj="colwise", o_proj="rowwise",
+)  # fmt: skip
+_COMPLETED: Final[Mapping[str, Mapping[str, str]]] = {
+    "phi3": {**_of("self_attn", qkv_proj="qkv", o_proj="rowwise"), **_PACKED_MLP},
+    **dict.fromkeys(("glm", "glm4"), _PACKED_MLP),
+    **dict.fromkeys(("olmo2", "olmo3"), _NORMED_HEADS),
+    "gpt_oss": {**_ATTENTION, "self_attn.sinks": "colwise"},
+    "deepseek_v3": _LATENT,
+}
 """What the plan of a configuration class leaves whole, or gathers, although it splits exactly."""
 FAMILIES: Final = tuple(_FAMILIES)
 """Model types with a plan of their own in the table."""
@@ -234,7 +193,8 @@ def family_rules(model_type: str) -> tuple[Rule, ...]:
             covers and refuses tensor parallelism.
     """
     layer = _FAMILIES.get(model_type, _LLAMA)
+    layer = _FAMILIES.get(model_type, _LLAMA)
     rules = [Rule(f"model.layers.*.{name}", style) for name, style in layer.items()]
     rules.sort(key=lambda rule: -len(rule.pattern.split(".")))
-    rules = [*completed_rules(model_type), *rules]
-    return (*rules, Rule("model.embed_tokens", "vocab"), Rule("lm_head", "head"))
+    ends = Rule("model.embed_tokens", "vocab"), Rule("lm_head", "head")
+    return (*completed_rules(model_type), *rules, *ends)

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hyper_parallel.ir import Part, Purpose, exchanged_rows
+from hyper_parallel.ir import Part, Purpose, Strategy, exchanged_rows
 from hyper_parallel.ir.strategy import BlockShape
 from hyper_parallel.model import AttentionSpec
 from hyper_parallel.shard._boundary import (
@@ -118,6 +118,27 @@ def block_boundaries(
             "reduce_scatter", X, cut.x, along_x, Purpose.SEQUENCE_SCATTER, redone=redone
         )
         yield from _mirrored(*turned, calls=relayout, redone=redone)
+
+
+def block_program(
+    strategy: Strategy, kv_heads: int, hidden_cut: bool, *, keys: bool = False
+) -> dict[Purpose, Boundary]:
+    """What forward of a block sends, by purpose: kinds and axes, without elements.
+
+    Args:
+        strategy: Shapes of blocks.
+        kv_heads: Key and value heads; 0 for an MLP.
+        hidden_cut: The residual stream is cut over y.
+        keys: As a key or value projection sees it.
+    """
+    s = strategy
+    shape = s.attention_shape if kv_heads else s.mlp_shape
+    one = Projection(0, 0, keys)
+    table = block_boundaries(
+        BlockWidths(0, (one,), (one,), kv_heads), shape if s.tp_y > 1 else "1d", TokenCut(s.tp_x, s.tp_y, 0, 0, 0),
+        token_scatter=s.attention_scatter == "token", hidden_cut=hidden_cut,
+    )  # fmt: skip
+    return {b.purpose: b for b in table if b.forward}
 
 
 def _moved_weights(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
