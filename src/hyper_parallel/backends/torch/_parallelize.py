@@ -68,7 +68,7 @@ def apply_plan(
 
     # What every parallel axis remembers of a forward pass.
     decoder = decoder_of(model)
-    tp = tensor_state(tp_mesh, strategy)
+    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut)
     stage_layers = None if stages is None else stages.num_running
     context = apply_context_parallel(model, decoder, strategy, mesh, stage_layers)
     experts = expert_state(
@@ -91,8 +91,8 @@ def apply_plan(
     loop_over_experts(model, compute)
     if experts is not None:
         apply_to_experts(model, experts, tp, context, in_decoder=decoder is not None)
-    if tp is not None and tp_mesh is not None:
-        apply_tensor_parallel(model, decoder, shard_plan, tp, tp_mesh, strategy)
+    if tp is not None:
+        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
     if hasattr(type(model), "loss_function"):
         model.loss_function = loss_function(tp, lambda loss: add_aux_loss(loss, experts, tp, plan))
     if stages is not None:
@@ -109,8 +109,8 @@ def apply_plan(
         pipeline = Pipeline(
             model, stages, strategy, group, ranks.device, tp, context, balance, fsdp
         )
-    if tp is not None and tp_mesh is not None and decoder is not None:
-        watch_gradients(model, layouts, tp, tp_mesh)
+    if tp is not None and decoder is not None:
+        watch_gradients(model, layouts, tp)
 
     attach(model, Handle(plan, ranks, layouts, shapes, tp, context, experts, pipeline, fsdp))
     audit(model)

@@ -103,8 +103,8 @@ def _own_mask(state: ExpertState, tp: TpState | None, logits: Tensor) -> Tensor 
     mask = state.mask.to(logits.device, torch.float64)
     if tp is None:
         return mask
-    if tp.order is not None:
-        places = tp.order().to(mask.device)
+    if tp.by_sequence:
+        places = tp.grid.places(tp.rank).to(mask.device)
         return mask[places[places >= 0]]
     start = tp.rank * piece_size(mask.numel(), tp.degree)
     return mask[start : start + logits.shape[0]]

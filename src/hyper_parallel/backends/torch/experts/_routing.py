@@ -56,8 +56,8 @@ class Tokens:
     def among(self, rows: int, device: torch.device) -> Tensor | None:
         """Indices of the rows that are tokens; None: all of them."""
         start, total = 0, rows
-        if self.tp is not None and self.tp.order is not None:
-            real = self.tp.order() >= 0
+        if self.tp is not None and self.tp.by_sequence:
+            real = self.tp.grid.places(self.tp.rank) >= 0
             return None if bool(real.all()) else real.nonzero().squeeze(1).to(device)
         if self.tp is not None:
             total = math.prod(self.tp.batch)

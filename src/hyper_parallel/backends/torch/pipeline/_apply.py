@@ -106,7 +106,9 @@ class Pipeline:
     def message(self, batch: Microbatch) -> Tensor:
         """Memory for the activations of a microbatch, or their gradient: this rank's part of [B, S, D]."""
         stages, tp, tokens = self.stages, self._tp, self._tokens(batch)
-        shape = (*tokens, stages.width) if tp is None else tp.part(tokens, stages.width)
+        shape = (*tokens, stages.width)
+        if tp is not None:
+            shape = tp.grid_of(tokens).part_shape(stages.width)
         return torch.empty(shape, dtype=stages.dtype, device=self.device)
 
     def enter(self, batch: Microbatch) -> None:

@@ -13,38 +13,35 @@ understand them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._collectives import sum_backward, sum_both, sum_forward
-from hyper_parallel.backends.torch._regather import instead_of
 from hyper_parallel.backends.torch._resolve import final_norm
-from hyper_parallel.backends.torch.tensor._collectives import (
-    join_columns,
-    join_tokens,
-    slice_tokens,
-)
-from hyper_parallel.backends.torch.tensor._gradients import Summed, show_local, to_local
+from hyper_parallel.backends.torch.tensor._collectives import join
+from hyper_parallel.backends.torch.tensor._gradients import Summed, show_local
 from hyper_parallel.backends.torch.tensor._packed_heads import exchange_packed, norm_heads
-from hyper_parallel.backends.torch.tensor._projections import Projections, Region, require_linear
+from hyper_parallel.backends.torch.tensor._projections import (
+    Region,
+    colwise,
+    require_linear,
+    rowwise,
+)
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
-from hyper_parallel.backends.torch.tensor._state import TpState
-from hyper_parallel.backends.torch.tensor._stream import TokenGrid, TokenList
+from hyper_parallel.backends.torch.tensor._state import TP, TpState, X, Y
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy
-from hyper_parallel.shard import ShardPlan
+from hyper_parallel.shard import block_program
 
 Forward = Callable[..., Any]
-TP_AXES = ("tp_x", "tp_y")
 _INTO = ("colwise", "kv_replicate", "qkv", "gate_up")
 """Styles of projections into a split width; the modules that own one are regions."""
 
@@ -53,65 +50,56 @@ def tensor_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh | Non
     """The mesh parameters are cut on by tensor parallelism: one axis, or both; None without."""
     if mesh is None or strategy.tp == 1:
         return None
-    return mesh[TP_AXES[0]] if strategy.tp_y == 1 else mesh[TP_AXES]
+    return mesh["tp_x"] if strategy.tp_y == 1 else mesh[TP]
 
 
-def tensor_state(tp_mesh: DeviceMesh | None, strategy: Strategy) -> TpState | None:
+def tensor_state(
+    tp_mesh: DeviceMesh | None, strategy: Strategy, hidden_cut: bool
+) -> TpState | None:
     """The state of a strategy with tensor parallelism; None without."""
     if tp_mesh is None:
         return None
-    return TpState(_group(tp_mesh, TP_AXES), strategy.gathered_inputs == "re-gather")
-
-
-def _group(tp_mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """This rank's group over some tensor-parallel axes; axes the mesh lacks have one rank."""
-    names = tuple(a for a in axes if a in (tp_mesh.mesh_dim_names or ()))
-    if len(names) == 1:
-        return tp_mesh.get_group(names[0])
-    return tp_mesh[names]._flatten("_".join(names)).get_group()
+    groups = {X: tp_mesh["tp_x"].get_group()}
+    groups[TP] = groups[X]
+    by_sequence = strategy.tp_y > 1 and strategy.attention_shape == "weight"
+    if strategy.tp_y > 1:
+        groups[Y] = tp_mesh["tp_y"].get_group()
+        groups[TP] = tp_mesh._flatten("_".join(TP)).get_group()
+    return TpState(groups, hidden_cut, by_sequence, strategy.gathered_inputs == "re-gather")
 
 
 def apply_tensor_parallel(
     model: nn.Module,
     decoder: tuple[nn.Module, nn.ModuleList] | None,
-    shard_plan: ShardPlan,
+    styles: dict[str, str],
     state: TpState,
-    tp_mesh: DeviceMesh,
     strategy: Strategy,
 ) -> None:
-    """Put tensor parallelism around the modules of a model, its parameters already DTensors on `tp_mesh`."""
-    stream: TokenList | TokenGrid = TokenList(state)
-    if strategy.tp_y > 1:
-        if decoder is None:
-            raise UnsupportedSharding(
-                "two-dimensional tensor parallelism needs a Hugging Face model with a list of decoder layers",
-                where=type(model).__name__,
-                hint=f"parallel.tp_x={strategy.tp} parallel.tp_y=1",
-            )
-        x, y = (_group(tp_mesh, (axis,)) for axis in TP_AXES)
-        by_sequence = strategy.attention_shape == "weight"
-        stream = TokenGrid(state, x, y, shard_plan.hidden_cut, by_sequence)
-        state.order = stream.order if stream.by_sequence else None
-        state.shape = stream.part_shape
-    parallel = TensorParallel(model, shard_plan.styles, state, stream, strategy)
-    if decoder is None:
+    """Put tensor parallelism around the modules of a model, its parameters already DTensors."""
+    parallel = TensorParallel(model, styles, state, strategy)
+    if decoder is not None:
+        parallel.apply_to_decoder(*decoder)
+    elif strategy.tp_y == 1:
         parallel.apply_to_modules()
     else:
-        parallel.apply_to_decoder(*decoder)
+        raise UnsupportedSharding(
+            "two-dimensional tensor parallelism needs a Hugging Face model with a list of decoder layers",
+            where=type(model).__name__,
+            hint=f"parallel.tp_x={strategy.tp} parallel.tp_y=1",
+        )
 
 
-def watch_gradients(
-    model: nn.Module, layouts: dict[str, Layout], state: TpState, tp_mesh: DeviceMesh
-) -> None:
+def watch_gradients(model: nn.Module, layouts: dict[str, Layout], state: TpState) -> None:
     """Sum the gradients of parameters that some tensor-parallel axis does not cut; called after FSDP was put around."""
+    axes = TP if Y in state.groups else X
 
     def find() -> Iterator[Summed]:
         for name, param in model.named_parameters():
             cuts = layouts[name].sharding_axes
-            missing = [a for a in tp_mesh.mesh_dim_names or () if a not in cuts]
+            missing = tuple(a for a in axes if a not in cuts)
             # Experts are reduced over the ranks that hold the same ones.
             if missing and "ep" not in cuts:
-                yield param, _group(tp_mesh, missing)
+                yield param, state.groups[missing]
 
     state.gradients.watch(find)
     # After FSDP's own hook, so that its callback at the end of backward comes first.
@@ -122,81 +110,86 @@ class TensorParallel:
     """Puts tensor parallelism around the modules of one model; arguments as of `apply_tensor_parallel`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        styles: dict[str, str],
-        state: TpState,
-        stream: TokenList | TokenGrid,
-        strategy: Strategy,
+        self, model: nn.Module, styles: dict[str, str], state: TpState, strategy: Strategy
     ) -> None:
-        self.model, self.state, self.stream = model, state, stream
+        self.model, self.state, self.strategy = model, state, strategy
         self.modules = dict(model.named_modules())
         # What another pipeline rank holds has no parameters here.
         present = {n for n, m in self.modules.items() if any(True for _ in m.parameters())}
         self.styles = {name: style for name, style in styles.items() if name in present}
         # A rule may name a parameter of a module, such as the sinks of attention.
-        owners = {n: n.rpartition(".")[0] for n in styles if n not in self.modules}
+        owners = {n: _parent(n) for n in styles if n not in self.modules}
         self.own_parameters = {n: styles[n] for n, owner in owners.items() if owner in present}
         config = getattr(model, "config", None)
         self.config = None if config is None else config.get_text_config()
-        self.regions = {}
+        self.regions: dict[str, Region] = {}
         if self.config is not None:
-            inside = [n.rpartition(".")[0] for n, s in self.styles.items() if s in _INTO]
-            self.regions = {n: self._region_of(n, strategy) for n in dict.fromkeys(inside)}
-        self.projections = Projections(state, stream, self.regions, self.config)
+            inside = [_parent(n) for n, s in self.styles.items() if s in _INTO]
+            self.regions = {n: self._make_region(n) for n in dict.fromkeys(inside)}
 
-    def _region_of(self, name: str, strategy: Strategy) -> Region:
-        last, module = name.rpartition(".")[2], self.modules[name]
+    def _make_region(self, name: str) -> Region:
+        s, last, module = self.strategy, name.rpartition(".")[2], self.modules[name]
         attention = "attn" in last or "attention" in last
-        region, ranks = Region("1d", attention), strategy.tp
-        if isinstance(self.stream, TokenGrid):
-            region.shape = strategy.attention_shape if attention else strategy.mlp_shape
-            on_tokens = region.shape == "2d" and strategy.attention_scatter == "token"
-            if attention and (region.shape == "weight" or on_tokens):
-                region.spans = SpanAttention.attach(module, self.stream, name)
-                ranks = strategy.tp_x
         heads = self.config.num_attention_heads
+        kv_heads = getattr(self.config, "num_key_value_heads", heads) if attention else 0
+        hidden_cut = self.state.hidden_cut
+        program, keys = (block_program(s, kv_heads, hidden_cut, keys=k) for k in (False, True))
+        region = Region(self.state, name, program, keys, kv_heads)
+        ranks = s.tp
+        if Purpose.KEY_VALUE_GATHER in program:
+            region.spans = SpanAttention.attach(module, self.state, name)
+            ranks = s.tp_x
         # Several ranks work on one key and value head: each has it alone.
-        shared = getattr(self.config, "num_key_value_heads", heads) % ranks
-        if attention and shared and hasattr(module, "num_key_value_groups"):
+        if kv_heads % ranks and hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = heads // ranks
         return region
+
+    def _colwise(self, name: str, rows: slice | None = None) -> None:
+        region = self.regions.get(_parent(name)) or Region(self.state)
+        colwise(self.modules[name], name, region, rows)
+
+    def _rowwise(self, name: str) -> None:
+        region = self.regions.get(_parent(name)) or Region(self.state)
+        rowwise(self.modules[name], name, region)
+
+    def _key_value_rows(self, module: nn.Module) -> slice:
+        """Rows of the key and value head that this rank's queries use, of several ranks' common one."""
+        heads = self.config.num_key_value_heads
+        width = module.weight.shape[0] // heads
+        row = self.state.rank // (self.state.degree // heads) * width
+        return slice(row, row + width)
 
     def apply_to_decoder(self, base: nn.Module, layers: nn.ModuleList) -> None:
         """Wrap embedding, regions, layers, final norm and head of a Hugging Face model."""
         embedding, head = base.get_input_embeddings(), self.model.get_output_embeddings()
-        projections, names = self.projections, {m: n for n, m in self.modules.items()}
+        names = {m: n for n, m in self.modules.items()}
         for name, style in self.styles.items():
             module = self.modules[name]
-            if style == "colwise":
-                projections.colwise(module, name)
-            elif style == "kv_replicate" and isinstance(module, nn.Linear):
-                projections.colwise(module, name, projections.key_value_rows(module))
-            elif style in ("norm_heads", "kv_replicate"):
-                split = style == "norm_heads"
-                rows = None if split else projections.key_value_rows(module)
+            rows = self._key_value_rows(module) if style == "kv_replicate" else None
+            if style == "norm_heads" or (rows and not isinstance(module, nn.Linear)):
                 norm_heads(module, name, rows, self.state)
-            elif style in ("qkv", "gate_up"):
-                projections.colwise(module, name)
-                owner = self.modules[name.rpartition(".")[0]]
-                exchange_packed(module, owner, style, self.config, self.state)
+            elif style in _INTO:
+                self._colwise(name, rows)
+                if style in ("qkv", "gate_up"):
+                    owner = self.modules[_parent(name)]
+                    exchange_packed(module, owner, style, self.config, self.state)
             elif style == "rowwise":
-                projections.rowwise(module, name)
+                self._rowwise(name)
             elif style == "vocab":
-                linear_entry = self.model.config.model_type in LINEAR_ENTRY
-                self._embedding(module, None if linear_entry else sum_both)
+                waits = self.model.config.model_type in LINEAR_ENTRY
+                self._embedding(module, None if waits else sum_both)
             elif style != "experts" and module not in (embedding, head):
                 self._whole(module, name)
-        for name in dict.fromkeys(n.rpartition(".")[0] for n in self.own_parameters):
+        for name in dict.fromkeys(_parent(n) for n in self.own_parameters):
             self._whole(self.modules[name], name)
         for name, region in self.regions.items():
-            self._gather_tokens(self.modules[name], name, region)
+            _wrap(self.modules[name], region.forward)
         if self.styles.get(names[embedding], "replicate") == "replicate":
             self._whole(embedding, names[embedding])
         if head is not None and hasattr(head, "weight"):  # else on another pipeline rank
             self._head(head, names[head])
-        self._enter(layers[0])
-        _wrap(final_norm(base), lambda inner, *a, **k: self.stream.leave(inner(*a, **k)))
+        _wrap(layers[0], self._enter)
+        _wrap(final_norm(base), lambda inner, *a, **k: self.state.leave(inner(*a, **k)))
         self._guard()
 
     def apply_to_modules(self) -> None:
@@ -209,14 +202,14 @@ class TensorParallel:
         for name, style in self.styles.items():
             module = self.modules[name]
             if style in ("colwise", "head", "gate_up"):
-                self.projections.colwise(module, name)
+                self._colwise(name)
                 if style == "gate_up":
                     exchange_packed(module, module, style, None, self.state)
                 _wrap(module, whole_input)
                 if style == "head":
-                    _wrap(module, lambda inner, x: join_columns(inner(x), group))
+                    _wrap(module, lambda inner, x: join(inner(x), -1, group))
             elif style == "rowwise":
-                self.projections.rowwise(module, name, tokens=False)
+                self._rowwise(name)
             elif style == "vocab":
                 self._embedding(module, sum_forward)
             else:
@@ -240,7 +233,7 @@ class TensorParallel:
         def forward(ids: Tensor) -> Tensor:
             outside = (ids < first) | (ids >= first + rows)
             index = (ids - first).masked_fill_(outside, 0)
-            out = F.embedding(index, to_local(module.weight, state.gradients), pad)
+            out = F.embedding(index, state.local(module.weight), pad)
             out = out.masked_fill(outside.unsqueeze(-1), 0)
             if scale is not None:
                 out = out * scale.to(out.dtype)
@@ -262,9 +255,8 @@ class TensorParallel:
             state.head = "vocabulary" if split else "tokens"
             if not split:
                 state.head_batch = tuple(x.shape[:-1])
-                x = slice_tokens(x, state.group)
-            bias = None if module.bias is None else to_local(module.bias, state.gradients)
-            return F.linear(x, to_local(module.weight, state.gradients), bias)
+                x = state.own(state.list_of(state.head_batch).parts(x))
+            return F.linear(x, state.local(module.weight), state.local(module.bias))
 
         module.forward = forward
 
@@ -274,7 +266,7 @@ class TensorParallel:
         A norm on a stream that is cut over y computes its statistics over all features.
         """
         params = list(module.parameters(recurse=False))
-        styles = {s for n, s in self.own_parameters.items() if n.rpartition(".")[0] == name}
+        styles = {s for n, s in self.own_parameters.items() if _parent(n) == name}
         if len(styles) > 1:
             raise UnsupportedSharding(
                 "the parameters of one module have several styles", where=name, got=sorted(styles)
@@ -283,54 +275,14 @@ class TensorParallel:
             return
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext
         cut = not styles and any(p.is_shard() for w in params for p in w.placements)
-        if cut and isinstance(self.stream, TokenGrid):
-            inside = partial(SpreadNorm, self.stream.y, name)
+        if cut and Y in self.state.groups:
+            inside = partial(SpreadNorm, self.state.groups[Y], name)
         show_local(module, self.state.gradients, inside)
 
-    def _gather_tokens(self, module: nn.Module, name: str, region: Region) -> None:
-        """Gather the tokens where a region begins; its rowwise module scatters them again."""
-        state, stream = self.state, self.stream
-
-        def gather(part: Tensor) -> Tensor:
-            return stream.gather(part, region.shape, region.attention)
-
-        def forward(inner: Forward, *args: Any, **kwargs: Any) -> Any:
-            named = "hidden_states" in kwargs
-            if not named and not (args and isinstance(args[0], Tensor)):
-                raise UnsupportedSharding(
-                    "the module takes its activations neither first nor as `hidden_states`",
-                    where=name,
-                    got=f"arguments {', '.join(kwargs) or 'none'}",
-                )
-            part = stream.align(kwargs["hidden_states"] if named else args[0], region.shape)
-            tokens, kept = gather(part), part.detach()
-            shown = region.shown(tokens, stream)
-            if named:
-                kwargs["hidden_states"] = shown
-            else:
-                args = (shown, *args[1:])
-            if region.spans is not None:
-                kwargs = region.spans.cut(kwargs, tokens.device)
-            with region.watch(state):
-                scope = region.scope if state.regathers else None
-                with instead_of(scope, tokens, state.later(lambda: gather(kept))):
-                    out = inner(*args, **kwargs)
-            region.tokens = region.scope = None
-            return out
-
-        _wrap(module, forward)
-
-    def _enter(self, layer: nn.Module) -> None:
+    def _enter(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Cut the stream where the first layer begins."""
-        state = self.state
-
-        def forward(inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            state.batch = tuple(hidden_states.shape[:-1])
-            part = self.stream.enter(hidden_states, state.partial_embedding)
-            state.partial_embedding = False
-            return inner(part, *args, **kwargs)
-
-        _wrap(layer, forward)
+        self.state.batch = tuple(hidden_states.shape[:-1])
+        return inner(self.state.enter(hidden_states), *args, **kwargs)
 
     def _guard(self) -> None:
         """At the root: refuse outputs that would be pieces, and never return a piece of the logits."""
@@ -362,9 +314,10 @@ class TensorParallel:
             if state.loss_taken:
                 output.logits = None
             elif state.head == "vocabulary":
-                output.logits = join_columns(logits, state.group)
+                output.logits = join(logits, -1, state.group)
             else:
-                output.logits = join_tokens(logits, state.head_batch, state.group)
+                whole = state.list_of(state.head_batch).whole
+                output.logits = whole(join(logits, 1, state.group))
 
         self.model.register_forward_pre_hook(before, with_kwargs=True)
         self.model.register_forward_hook(after, with_kwargs=True)
@@ -378,3 +331,7 @@ def _wrap(module: nn.Module, outer: Callable[..., Any]) -> None:
         return outer(inner, *args, **kwargs)
 
     module.forward = forward
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]

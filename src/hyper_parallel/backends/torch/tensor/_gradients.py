@@ -16,37 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch._collectives import all_reduce
+from hyper_parallel.backends.torch._collectives import all_reduce, paired
 from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.ir import Purpose
 
 Summed = tuple[nn.Parameter, dist.ProcessGroup]
 """A parameter, and the ranks that each hold one summand of its gradient."""
-
-
-class _Local(torch.autograd.Function):
-    """The local part of a DTensor parameter; backward tells the gradient owner that a backward pass runs."""
-
-    @staticmethod
-    def forward(ctx: Any, param: DTensor, owner: TpGradients | None) -> Tensor:
-        ctx.owner = owner
-        ctx.spec = param._spec
-        return param._local_tensor.view_as(param._local_tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
-        if ctx.owner is not None:
-            ctx.owner.backward_runs()
-        spec = ctx.spec
-        out = DTensor.from_local(
-            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
-        return out, None
 
 
 def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
@@ -59,7 +37,16 @@ def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
     # Traceable; the model's outputs tell the owner that backward runs.
     if torch.compiler.is_compiling():
         return param.to_local()
-    return _Local.apply(param, owner)
+    spec = param._spec
+
+    def back(grad: Tensor) -> DTensor:
+        if owner is not None:
+            owner.backward_runs()
+        return DTensor.from_local(
+            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+
+    return paired(lambda p: p._local_tensor.view_as(p._local_tensor), back, param)  # type: ignore[no-any-return]
 
 
 def show_local(

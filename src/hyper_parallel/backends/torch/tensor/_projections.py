@@ -1,4 +1,4 @@
-"""Forwards of linear modules under tensor parallelism, by their style and the shape of the block around them.
+"""Blocks of a decoder under tensor parallelism, and the forwards of the linear modules in them.
 
     1d                   [T, D] @ [F/P, D] -> [T, F/P] @ [D, F/P] -> scatter tokens over all P ranks
     2d, attention        gather tokens over x -> [T, D/y] @ [q/x, D/y] -> scatter heads over y -> attention on q/P heads
@@ -7,33 +7,31 @@
                          [T/y, F/x] -> gather tokens over y -> [T, F/x] @ [D/y, F/x] -> scatter tokens over x
     weight               the 1d block of the x ranks on T/y tokens; each weight is gathered over y where it is used
 
+Which of these a block runs, and over which ranks, is what the boundary table says (`shard.block_program`); here is how.
 Backward mirrors every collective. Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, section 3.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch._collectives import sum_both, sum_forward
-from hyper_parallel.backends.torch._regather import RegatherScope, instead_of
-from hyper_parallel.backends.torch.tensor._collectives import (
-    gather_features,
-    gather_tokens,
-    scatter_features,
-    scatter_tokens,
-)
-from hyper_parallel.backends.torch.tensor._gradients import to_local
+from hyper_parallel.backends.torch._regather import RegatherScope
+from hyper_parallel.backends.torch.tensor._collectives import gather, padded, reshard, scatter
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
-from hyper_parallel.backends.torch.tensor._state import TpState
-from hyper_parallel.backends.torch.tensor._stream import TokenGrid, TokenList
+from hyper_parallel.backends.torch.tensor._state import TpState, Y
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
+from hyper_parallel.shard import Boundary
+
+Program = Mapping[Purpose, Boundary]
 
 
 @dataclass(slots=True)
@@ -41,185 +39,184 @@ class Region:
     """One attention or MLP module: tokens are gathered where it begins, scattered where it ends.
 
     Attributes:
-        shape: 1d, 2d or weight.
-        attention: Whether it mixes positions.
+        name: Of the module.
+        program: What its forward sends; empty where activations between modules are whole on every rank.
+        key_program: The same for key and value projections.
+        kv_heads: Key and value heads of the model; 0 for a module that takes tokens in any order.
         spans: Attention on one span of every sequence, or None.
         scope: What backward gathers again, while the module's forward runs.
         tokens: Gathered input that the projections read in place of what they are given, while forward runs.
+        listed: Rows of the gathered list of tokens, padding included.
     """
 
-    shape: str = "1d"
-    attention: bool = False
+    state: TpState
+    name: str = ""
+    program: Program = field(default_factory=dict)
+    key_program: Program = field(default_factory=dict)
+    kv_heads: int = 0
     spans: SpanAttention | None = None
     scope: RegatherScope | None = None
     tokens: Tensor | None = None
+    listed: int = 0
 
-    def watch(self, state: TpState) -> AbstractContextManager[Any]:
-        """Watch what the module saves, when anything in it may be gathered again."""
-        wanted = state.regathers or (self.shape == "weight" and not state.recomputed)
-        self.scope = RegatherScope() if wanted else None
-        return nullcontext() if self.scope is None else self.scope.open()
+    def group(self, purpose: Purpose) -> ProcessGroup:
+        """The ranks of a collective of the program."""
+        return self.state.groups[self.program[purpose].axes]
 
-    def shown(self, tokens: Tensor, stream: TokenList | TokenGrid) -> Tensor:
+    def forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The module's forward on gathered tokens."""
+        named, state = "hidden_states" in kwargs, self.state
+        if not named and not (args and isinstance(args[0], Tensor)):
+            raise UnsupportedSharding(
+                "the module takes its activations neither first nor as `hidden_states`",
+                where=self.name,
+                got=f"arguments {', '.join(kwargs) or 'none'}",
+            )
+
+        def run(tokens: Tensor) -> Any:
+            more, shown = kwargs, self._shown(tokens)
+            if self.spans is not None:
+                more = self.spans.cut(kwargs, tokens.device)
+            if named:
+                return inner(*args, **{**more, "hidden_states": shown})
+            return inner(shown, *args[1:], **more)
+
+        part = kwargs["hidden_states"] if named else args[0]
+        if (
+            Purpose.RELAYOUT in self.program
+        ):  # a rank's tokens with all features, to all tokens with its own
+            (part,) = reshard((part,), 2, 1, self.group(Purpose.RELAYOUT), Purpose.RELAYOUT)
+        moves = Purpose.WEIGHT_GATHER in self.program and not state.recomputed
+        self.scope = RegatherScope() if state.regathers or moves else None
+        with nullcontext() if self.scope is None else self.scope.open():
+            out = state.gathered(self._gather, part, run, self.input_scope)
+        self.tokens = self.scope = None
+        return out
+
+    @property
+    def input_scope(self) -> RegatherScope | None:
+        """The scope of gathered inputs; None: they are kept."""
+        return self.scope if self.state.regathers else None
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """[B, S, .]: whole sequences, or spans; on two axes for attention only, else all tokens in any order."""
+        tokens = gather(part, 1, self.group(Purpose.SEQUENCE_GATHER), Purpose.SEQUENCE_GATHER)
+        self.listed = tokens.shape[1]
+        if not self.kv_heads and Y in self.state.groups:
+            return tokens
+        grid = self.state.grid
+        length = grid.span if grid.by_sequence else grid.batch[1]
+        return grid.listed(tokens, (grid.batch[0], length))
+
+    def _shown(self, tokens: Tensor) -> Tensor:
         """What the module is given. With spans on y it gets the shape of its span only, filled with NaN.
 
         The projections of 2d attention read all tokens and return one span; the module must see the span's shape.
         """
-        if self.shape != "2d" or self.spans is None:
+        if self.spans is None or Purpose.HEAD_SCATTER not in self.program:
             return tokens
-        assert isinstance(stream, TokenGrid)
         self.tokens = tokens
         empty = tokens.new_full((1, 1, 1), float("nan"))
-        return empty.expand(tokens.shape[0], stream.span, tokens.shape[2])
+        return empty.expand(tokens.shape[0], self.state.grid.span, tokens.shape[2])
+
+    def scatter(self, out: Tensor) -> Tensor:
+        """This rank's part of the sum of every rank's output."""
+        tokens = padded(out.reshape(1, -1, out.shape[-1]), self.listed)
+        return scatter(tokens, 1, self.group(Purpose.SEQUENCE_SCATTER), Purpose.SEQUENCE_SCATTER)
+
+    def with_weight(self, module: nn.Module, use: Callable[[Tensor], Tensor]) -> Tensor:
+        """`use` of a weight, gathered where weights move; a gathered one is not kept for backward."""
+        weight = self.state.local(module.weight)
+        if Purpose.WEIGHT_GATHER not in self.program:
+            return use(weight)
+        y = self.group(Purpose.WEIGHT_GATHER)
+        return self.state.gathered(
+            lambda part: gather(part, 0, y, Purpose.WEIGHT_GATHER), weight, use, self.scope
+        )
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What a 2d block left on the y ranks, heads, spans or tokens, together again."""
+        purpose = Purpose.HEAD_GATHER if self.kv_heads else Purpose.WIDTH_GATHER
+        y = self.group(purpose)
+        if self.kv_heads and self.spans is None:
+            return gather(x, -1, y, purpose)
+        tokens = gather(x.reshape(1, -1, x.shape[-1]), 1, y, purpose)
+        return tokens if self.spans is None else self.state.grid.from_spans(tokens)
+
+    def sum_heads(
+        self, out: Tensor, bias: Tensor | None, rows: slice | None, boundary: Boundary
+    ) -> tuple[Tensor, Tensor | None]:
+        """A projection of 2d attention summed over y to whole heads, or to a span of the sequences; and its bias."""
+        y = self.state.groups[boundary.axes]
+        if self.spans is not None:
+            grid = self.state.grid
+            out = scatter(grid.spans(out), 1, y, Purpose.HEAD_SCATTER)
+            return out.view(grid.batch[0], grid.span, -1), bias
+        if boundary.kind == "reduce_scatter":
+            out = scatter(out, -1, y, Purpose.HEAD_SCATTER)
+            return out, None if bias is None else bias.chunk(y.size())[y.rank()]
+        # Fewer heads than y ranks: every y rank gets the sum and takes the head its queries use.
+        heads = 1 if rows else self.kv_heads // self.state.grid.x
+        head = y.rank() // (y.size() // heads)
+        out = sum_both(out, y, Purpose.HEAD_SCATTER).chunk(heads, -1)[head]
+        return out, None if bias is None else bias.chunk(heads)[head]
 
 
-class Projections:
-    """Gives the linear modules of one model their forwards; one of no region, by name, is in shape 1d."""
+def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = None) -> None:
+    """A projection into a split width.
 
-    def __init__(
-        self,
-        state: TpState,
-        stream: TokenList | TokenGrid,
-        regions: dict[str, Region],
-        config: Any,
-    ) -> None:
-        self.state, self.stream, self.regions, self.config = state, stream, regions, config
+    `rows` of a weight that is whole over x are for the heads that this rank's queries use; None: all it holds.
+    """
+    require_linear(module, name)
+    state, keys = region.state, name.rpartition(".")[2] in ("k_proj", "v_proj")
+    program = region.key_program if keys else region.program
+    heads, width = (program.get(p) for p in (Purpose.HEAD_SCATTER, Purpose.WIDTH_SCATTER))
 
-    @property
-    def _grid(self) -> TokenGrid:
-        assert isinstance(self.stream, TokenGrid), "a block of two axes on one"
-        return self.stream
+    def forward(x: Tensor) -> Tensor:
+        x = x if region.tokens is None else region.tokens
+        bias = state.local(module.bias, rows)
 
-    def _region(self, name: str) -> Region:
-        return self.regions.get(name.rpartition(".")[0], Region())
+        def product(weight: Tensor) -> Tensor:
+            mine = weight if rows is None else weight[rows]
+            return F.linear(x, mine, None if heads or width else bias)
 
-    def _local(self, param: Any, rows: slice | None = None) -> Any:
-        if param is None:
-            return None
-        part = to_local(param, self.state.gradients)
-        return part if rows is None else part[rows]
+        out = region.with_weight(module, product)
+        if heads is not None:
+            out, bias = region.sum_heads(out, bias, rows, heads)
+        elif width is not None:  # every y rank keeps its part of the tokens
+            out = scatter(out, 1, state.groups[width.axes], Purpose.WIDTH_SCATTER)
+        else:
+            return out
+        return out if bias is None else out + bias
 
-    def key_value_rows(self, module: nn.Module) -> slice:
-        """Rows of the key and value head that this rank's queries use, of several ranks' common one."""
-        heads = self.config.num_key_value_heads
-        width = module.weight.shape[0] // heads
-        row = self.state.rank // (self.state.degree // heads) * width
-        return slice(row, row + width)
+    module.forward = forward
 
-    def colwise(self, module: nn.Module, name: str, rows: slice | None = None) -> None:
-        """A projection into a split width.
 
-        `rows` of a weight that is whole over x are for the heads that this rank's queries use; None: all it holds.
-        """
-        require_linear(module, name)
-        region = self._region(name)
+def rowwise(module: nn.Module, name: str, region: Region) -> None:
+    """The projection back: sum, each rank keeps its part of the tokens or all of them; then add the bias once."""
+    require_linear(module, name)
+    state, program = region.state, region.program
+    inner = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
 
-        def plain(x: Tensor) -> Tensor:
-            return F.linear(x, self._local(module.weight, rows), self._local(module.bias, rows))
-
-        def weight(x: Tensor) -> Tensor:
-            bias = self._local(module.bias, rows)
-            return self._with_weight(
-                region, module, lambda w: F.linear(x, w if rows is None else w[rows], bias)
+    def forward(x: Tensor) -> Tensor:
+        def product(weight: Tensor) -> Tensor:
+            if not inner:
+                return F.linear(x, weight)
+            return state.gathered(
+                region.inner, x, lambda whole: F.linear(whole, weight), region.input_scope
             )
 
-        def width(x: Tensor) -> Tensor:
-            """Sum over y, each y rank keeps its part of the tokens."""
-            out = F.linear(x, self._local(module.weight))
-            out = scatter_tokens(out, self._grid.y, Purpose.WIDTH_SCATTER)
-            return out if module.bias is None else out + self._local(module.bias)
-
-        if region.shape == "2d" and region.attention:
-            self._heads(module, name, region, rows)
+        out = region.with_weight(module, product)
+        if Purpose.SEQUENCE_SCATTER in program:
+            out = region.scatter(out)
         else:
-            module.forward = {"1d": plain, "weight": weight, "2d": width}[region.shape]
+            out = sum_forward(out, state.group, Purpose.ACTIVATIONS)
+        out = out if module.bias is None else out + state.local(module.bias)
+        if Purpose.RELAYOUT in program:
+            (out,) = reshard((out,), 1, 2, region.group(Purpose.RELAYOUT), Purpose.RELAYOUT)
+        return out
 
-    def _heads(self, module: nn.Module, name: str, region: Region, rows: slice | None) -> None:
-        """A projection of 2d attention: sum over y, each y rank keeps whole heads, or its span of the sequences."""
-        grid = self._grid
-        y, kv_heads = grid.y, self.config.num_key_value_heads
-        # Fewer heads than y ranks: every y rank gets the sum and takes the head its queries use.
-        doubled = (
-            region.spans is None
-            and name.rpartition(".")[2] in ("k_proj", "v_proj")
-            and kv_heads % self.state.degree
-        )
-        local_heads = 1 if rows else kv_heads // grid.x.size()
-
-        def head(x: Tensor) -> Tensor:
-            width = x.shape[-1] // local_heads
-            first = y.rank() // (y.size() // local_heads) * width
-            return x[..., first : first + width]
-
-        def forward(x: Tensor) -> Tensor:
-            x = x if region.tokens is None else region.tokens
-            out = F.linear(x, self._local(module.weight, rows))
-            bias = self._local(module.bias, rows)
-            if region.spans is not None:
-                out = scatter_tokens(grid.spans(out), y, Purpose.HEAD_SCATTER)
-                out = out.view(x.shape[0], grid.span, -1)
-            elif doubled:
-                out = head(sum_both(out, y, Purpose.HEAD_SCATTER))
-                bias = None if bias is None else head(bias)
-            else:
-                out = scatter_features(out, y, Purpose.HEAD_SCATTER)
-                bias = None if bias is None else bias.chunk(y.size())[y.rank()]
-            return out if bias is None else out + bias
-
-        module.forward = forward
-
-    def rowwise(self, module: nn.Module, name: str, tokens: bool = True) -> None:
-        """The projection back: sum, each rank keeps its part of the tokens or all of them; then add the bias once."""
-        require_linear(module, name)
-        region, state, stream = self._region(name), self.state, self.stream
-
-        def forward(x: Tensor) -> Tensor:
-            if region.shape == "weight":
-                out = self._with_weight(region, module, lambda w: F.linear(x, w))
-            elif region.shape == "2d":
-                out = self._joined(x, region, self._local(module.weight))
-            else:
-                out = F.linear(x, self._local(module.weight))
-            if tokens:
-                out = stream.scatter(out, region.shape, region.attention)
-            else:
-                out = sum_forward(out, state.group, Purpose.ACTIVATIONS)
-            out = out if module.bias is None else out + self._local(module.bias)
-            return stream.back(out, region.shape)
-
-        module.forward = forward
-
-    def _with_weight(
-        self, region: Region, module: nn.Module, use: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Call `use` with a weight gathered over y, which is not kept for backward; its gradient is scattered."""
-        y, part = self._grid.y, self._local(module.weight)
-        whole = (1, y.size() * part.shape[0])
-
-        def gather(part: Tensor) -> Tensor:
-            return gather_tokens(part, whole, y, Purpose.WEIGHT_GATHER)
-
-        weight, kept = gather(part)[0], part.detach()
-        with instead_of(region.scope, weight, lambda: gather(kept)):
-            return use(weight)
-
-    def _joined(self, x: Tensor, region: Region, weight: Tensor) -> Tensor:
-        """The product with what a 2d block's inner part leaves on the y ranks: heads, spans, or tokens."""
-        grid, kept = self._grid, x.detach()
-        name = Purpose.HEAD_GATHER if region.attention else Purpose.WIDTH_GATHER
-
-        def gather(x: Tensor) -> Tensor:
-            if region.attention and region.spans is None:
-                return gather_features(x, grid.y, name)
-            rows = x.shape[0] * x.shape[1]
-            whole = (1, grid.y.size() * rows)
-            out = gather_tokens(x.reshape(1, rows, -1), whole, grid.y, name)
-            return grid.from_spans(out) if region.attention else out
-
-        whole = gather(x)
-        scope = region.scope if self.state.regathers else None
-        with instead_of(scope, whole, self.state.later(lambda: gather(kept))):
-            return F.linear(whole, weight)
+    module.forward = forward
 
 
 def require_linear(module: nn.Module, name: str) -> None:

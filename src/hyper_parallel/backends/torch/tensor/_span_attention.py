@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.tensor._collectives import gather_tokens
-from hyper_parallel.backends.torch.tensor._stream import TokenGrid
+from hyper_parallel.backends.torch.tensor._collectives import gather
+from hyper_parallel.backends.torch.tensor._state import TpState, Y
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
 
@@ -28,11 +28,11 @@ _ATTRIBUTE = "_hyper_parallel_spans"
 class SpanAttention:
     """Span of one model's y rank; `inner` is the attention implementation the model was made with."""
 
-    grid: TokenGrid
+    state: TpState
     inner: str
 
     @classmethod
-    def attach(cls, attention: nn.Module, grid: TokenGrid, name: str) -> SpanAttention:
+    def attach(cls, attention: nn.Module, state: TpState, name: str) -> SpanAttention:
         """Let one attention module call this; an implementation whose masks have no rows is refused."""
         from transformers import AttentionInterface
 
@@ -50,7 +50,7 @@ class SpanAttention:
         own = copy.copy(config)  # other modules, and masks, keep the model's own
         own._attn_implementation_internal = _INTERFACE
         attention.config = own
-        spans = cls(grid, inner)
+        spans = cls(state, inner)
         object.__setattr__(attention, _ATTRIBUTE, spans)
         return spans
 
@@ -63,9 +63,9 @@ class SpanAttention:
                 allowed="attention_shape 1d, or 2d with attention_scatter head",
                 hint="use_cache=False",
             )
-        grid = self.grid
-        length = grid.state.batch[1]
-        first = grid.y.rank() * grid.span
+        grid = self.state.grid
+        length = grid.batch[1]
+        first = self.state.groups[Y].rank() * grid.span
         # The last span is padded by its last position again: its rows are dropped behind attention.
         rows = torch.arange(first, first + grid.span, device=device).clamp_(max=length - 1)
         out = dict(kwargs)
@@ -85,14 +85,13 @@ class SpanAttention:
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of whole sequences, [B, H, S, K], from every span's."""
-        grid = self.grid
         widths = (key.shape[-1], value.shape[-1])
         joined = torch.cat((key, value), dim=-1).transpose(1, 2)  # B, span, H, K
         batch, span, heads, _ = joined.shape
         flat = joined.reshape(1, batch * span, -1)
-        whole = (1, grid.y.size() * batch * span)
-        spans = gather_tokens(flat, whole, grid.y, Purpose.KEY_VALUE_GATHER)
-        joined = grid.from_spans(spans).reshape(batch, -1, heads, sum(widths)).transpose(1, 2)
+        spans = gather(flat, 1, self.state.groups[Y], Purpose.KEY_VALUE_GATHER)
+        whole = self.state.grid.from_spans(spans)
+        joined = whole.reshape(batch, -1, heads, sum(widths)).transpose(1, 2)
         return joined.split(widths, dim=-1)  # type: ignore[no-any-return]
 
 

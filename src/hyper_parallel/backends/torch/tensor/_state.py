@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.backends.torch.tensor._gradients import TpGradients
+from hyper_parallel.backends.torch._regather import RegatherScope, instead_of
+from hyper_parallel.backends.torch.tensor._collectives import gather, scatter
+from hyper_parallel.backends.torch.tensor._gradients import TpGradients, to_local
+from hyper_parallel.backends.torch.tensor._stream import TokenGrid
+from hyper_parallel.ir import Purpose
+
+X, Y = ("tp_x",), ("tp_y",)
+TP = (*X, *Y)
 
 
 @dataclass(slots=True)
@@ -18,6 +24,9 @@ class TpState:
     """Tensor-parallel state of one model.
 
     Attributes:
+        groups: This rank's group over axes, as the boundary table names them; without tp_y on one axis.
+        hidden_cut: The residual stream is cut over tp_y.
+        by_sequence: Sequences are cut over tp_y before their tokens are cut over tp_x.
         regather: Gathered inputs are gathered again in backward instead of being kept.
         batch: Shape of the tokens of the running forward pass, (B, S); set where the first decoder layer begins.
         head_batch: Shape of the tokens the head saw, when it works on pieces of them.
@@ -25,13 +34,11 @@ class TpState:
         loss_taken: The loss function has consumed this pass's logits.
         head: How logits lie: whole, split over the vocabulary, or over the tokens.
         recomputed: The running layer is recomputed in backward, which gathers its inputs anyway.
-        order: The place of each row of this rank's piece in the list of tokens, -1 for padding; None: pieces follow
-            one another, and padding is behind the last token.
-        shape: Shape of this rank's part of the residual stream, of a batch (B, S) and the number of features; None:
-            pieces of ceil(B S / tp) tokens with all features.
     """
 
-    group: dist.ProcessGroup
+    groups: Mapping[tuple[str, ...], dist.ProcessGroup]
+    hidden_cut: bool = False
+    by_sequence: bool = False
     regather: bool = False
     gradients: TpGradients = field(default_factory=TpGradients)
     batch: tuple[int, ...] = ()
@@ -40,19 +47,11 @@ class TpState:
     loss_taken: bool = False
     head: str = "whole"
     recomputed: bool = False
-    order: Callable[[], Tensor] | None = None
-    shape: Callable[[tuple[int, ...], int], tuple[int, ...]] | None = None
 
     @property
-    def regathers(self) -> bool:
-        """Whether what the running layer gathers is not kept but gathered again."""
-        return self.regather and not self.recomputed
-
-    def part(self, batch: tuple[int, ...], width: int) -> tuple[int, ...]:
-        """Shape of this rank's part of the residual stream of [*batch, width]."""
-        if self.shape is not None:
-            return self.shape(batch, width)
-        return (1, -(-math.prod(batch) // self.degree), width)
+    def group(self) -> dist.ProcessGroup:
+        """All tensor-parallel ranks."""
+        return self.groups[TP]
 
     @property
     def degree(self) -> int:
@@ -64,21 +63,65 @@ class TpState:
         """This rank's position in the group."""
         return self.group.rank()
 
-    @contextmanager
-    def pass_of(self, batch: tuple[int, ...]) -> Iterator[None]:
-        """Inside, the forward pass of this batch counts as running: another may have passed in between."""
-        running, self.batch = self.batch, batch
-        try:
-            yield
-        finally:
-            self.batch = running
+    @property
+    def regathers(self) -> bool:
+        """Whether what the running layer gathers is not kept but gathered again."""
+        return self.regather and not self.recomputed
 
-    def later(self, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`make`, called in backward with the batch of this forward pass."""
-        batch = self.batch
+    def grid_of(self, batch: tuple[int, ...]) -> TokenGrid:
+        """How the residual stream of a batch lies."""
+        y = self.groups[Y].size() if Y in self.groups else 1
+        return TokenGrid(batch, self.groups[X].size(), y, self.hidden_cut, self.by_sequence)
 
-        def run() -> Tensor:
-            with self.pass_of(batch):
-                return make()
+    @property
+    def grid(self) -> TokenGrid:
+        """How the residual stream of the running pass lies."""
+        return self.grid_of(self.batch)
 
-        return run
+    def list_of(self, batch: tuple[int, ...]) -> TokenGrid:
+        """A batch cut as one list of tokens, whatever the residual stream is."""
+        return TokenGrid(batch, self.degree, 1, False, False)
+
+    def enter(self, full: Tensor) -> Tensor:
+        """This rank's part of the stream of [B, S, D], which the embedding may have left as one summand per rank."""
+        parts, summand = self.grid.parts(full), self.partial_embedding
+        self.partial_embedding = False
+        return (
+            scatter(parts, 1, self.group, Purpose.SEQUENCE_SCATTER) if summand else self.own(parts)
+        )
+
+    def own(self, parts: Tensor) -> Tensor:
+        """This rank's part of all parts, equal on all ranks and one after the other."""
+        return parts.chunk(self.degree, dim=1)[self.rank].clone()
+
+    def leave(self, part: Tensor) -> Tensor:
+        """[B, S, D] on every rank from every rank's part."""
+        return self.grid.whole(gather(part, 1, self.group, Purpose.SEQUENCE_GATHER))
+
+    def local(self, param: Any, rows: slice | None = None) -> Any:
+        """Some rows of the local part of a parameter, or all; None, which stands for no bias, stays None."""
+        if param is None:
+            return None
+        part = to_local(param, self.gradients)
+        return part if rows is None else part[rows]
+
+    def gathered(
+        self,
+        gather: Callable[[Tensor], Tensor],
+        piece: Tensor,
+        use: Callable[[Tensor], Any],
+        scope: RegatherScope | None,
+    ) -> Any:
+        """`use` of `gather(piece)`, which backward gathers once more in a scope; None: it is kept."""
+        whole, kept, batch = gather(piece), piece.detach(), self.batch
+
+        def regather() -> Tensor:
+            # Another pass may run when backward asks.
+            running, self.batch = self.batch, batch
+            try:
+                return gather(kept)
+            finally:
+                self.batch = running
+
+        with instead_of(scope, whole, regather):
+            return use(whole)
