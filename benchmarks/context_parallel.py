@@ -73,7 +73,7 @@ def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
     object.__setattr__(module, ATTRIBUTE, context)
 
     def step() -> float:
-        context.view = SequenceView(cut, None, {}, torch.tensor(size.seq_len - 1))
+        context.view = SequenceView(cut, torch.tensor(size.seq_len - 1))
         out, _ = context_attention(module, q, k, v, None, sliding_window=size.window or None)
         out.backward(torch.ones_like(out))
         total = out.detach().double().sum() + sum(x.grad.double().abs().sum() for x in (q, k, v))

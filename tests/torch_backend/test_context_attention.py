@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyper_parallel.backends.torch.context import _block_attention
-from hyper_parallel.backends.torch.context._attention import _Blocks
+from hyper_parallel.backends.torch.context._attention import PlaceAttention
 from hyper_parallel.backends.torch.context._block_attention import (
     AttentionBlock,
     AttentionRules,
@@ -41,18 +41,18 @@ def ring(q, k, v, grad, rules, view):
     held = [torch.tensor([p for a, b in s for p in range(a, b)]) for s in cut.spans]
     out, dq, dk, dv = (torch.zeros_like(x, dtype=wide(q.dtype)) for x in (grad, q, k, v))
     for place, mine in enumerate(held):
-        blocks = _Blocks(view, rules, place)
+        own = PlaceAttention(view, rules, place)
         local, g = q[:, :, mine], grad[:, :, mine]
         part = torch.empty_like(g, dtype=out.dtype)
         lse = torch.empty_like(part[..., 0])
         d_local = torch.zeros_like(local, dtype=out.dtype)
         order = [(place - d) % cut.ring for d in range(cut.ring)]
         for other in order:
-            blocks.forward(local, k[:, :, held[other]], v[:, :, held[other]], other, part, lse)
+            own.forward(local, k[:, :, held[other]], v[:, :, held[other]], other, part, lse)
         saved = (part.to(q.dtype), lse, (g * part).sum(-1))
         for other in order:
             there = held[other]
-            found = blocks.backward(g, local, k[:, :, there], v[:, :, there], saved, other, d_local)
+            found = own.backward(g, local, k[:, :, there], v[:, :, there], saved, other, d_local)
             dk.index_add_(2, there, found[0])
             dv.index_add_(2, there, found[1])
         out[:, :, mine], dq[:, :, mine] = part, d_local

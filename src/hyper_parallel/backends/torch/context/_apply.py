@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._collectives import gather_rows, paired
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE, register
 from hyper_parallel.backends.torch.context._state import ContextState
+from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Purpose, Strategy
+from hyper_parallel.ir import Strategy
 
 FORGETFUL = ("gpt_oss",)
 """Families whose masks ignore `position_ids`."""
@@ -139,17 +139,7 @@ def _join(context: ContextState, local: Tensor) -> Tensor:
     held = [p for rank in range(group.size()) for p in cut.positions(rank)]
     # For every position the place of its token among the tokens of all ranks, laid end to end.
     order = torch.tensor(held, device=local.device).argsort()[: cut.seq_len]
-    batch, count, *rest = local.shape
-
-    def join(x: Tensor) -> Tensor:
-        rows = gather_rows(x, group, Purpose.LOGITS)
-        return rows.transpose(0, 1).flatten(1, 2).index_select(1, order)
-
-    def own(grad: Tensor) -> Tensor:
-        out = grad.new_zeros(batch, group.size() * count, *rest).index_copy_(1, order, grad)
-        return out.narrow(1, group.rank() * count, count).contiguous()
-
-    return paired(join, own, local)  # type: ignore[no-any-return]
+    return join(local, 1, group).index_select(1, order)
 
 
 def _rope_types(config: Any) -> set[str | None]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyper_parallel.backends.torch._loss import shifted
-from hyper_parallel.ir import Interval, SequenceCut, Strategy, ulysses_degree
+from hyper_parallel.ir import Interval, SequenceCut, Strategy
 
 _IGNORED = -100  # `ignore_index` of torch's cross entropy, which Hugging Face labels use too
 
@@ -22,12 +22,12 @@ class SequenceView:
     """What attention must know of the sequences of one forward pass."""
 
     cut: SequenceCut
-    documents: Tensor | None
-    """[B, padded length] number of the document of every position; None: each row is one."""
-    bounds: Mapping[Interval, tuple[tuple[int, int], ...]]
-    """Per span of positions and row the first and last document; empty without documents."""
     last: Tensor
     """Largest position of the pass, padding left out, a scalar."""
+    documents: Tensor | None = None
+    """[B, padded length] number of the document of every position; None: each row is one."""
+    bounds: Mapping[Interval, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """Per span of positions and row the first and last document; empty without documents."""
 
 
 @dataclass(slots=True)
@@ -52,13 +52,17 @@ class ContextState:
     @classmethod
     def of(cls, strategy: Strategy, group: dist.ProcessGroup) -> ContextState:
         """The state of a strategy with cp above one."""
-        ulysses = ulysses_degree(strategy.cp, strategy.cp_kind, strategy.cp_ulysses)
-        return cls(group, strategy.cp_kind == "all_gather", ulysses)
+        return cls(group, strategy.cp_kind == "all_gather", strategy.ulysses)
 
     @property
     def ring(self) -> int:
         """Places of the ring, each of `ulysses` ranks."""
         return self.group.size() // self.ulysses
+
+    @property
+    def place(self) -> int:
+        """This rank's place."""
+        return self.group.rank() // self.ulysses
 
     def cut(self, seq_len: int) -> SequenceCut:
         """How sequences of a length are cut."""
@@ -81,7 +85,7 @@ class ContextState:
         mine = self._positions[length, device]
         positions = given.get("position_ids")
         if positions is None:
-            self.view = SequenceView(cut, None, {}, torch.tensor(length - 1, device=device))
+            self.view = SequenceView(cut, torch.tensor(length - 1, device=device))
             given["position_ids"] = mine.unsqueeze(0)
         else:
             last = positions.max()
@@ -123,6 +127,6 @@ def view_of(cut: SequenceCut, positions: Tensor, last: Tensor) -> SequenceView:
     ends = torch.tensor([p for a, b in spans for p in (a, b - 1)], device=positions.device)
     at = documents.index_select(1, ends).unflatten(1, (-1, 2)).transpose(0, 1).tolist()
     if not any(last for rows in at for _, last in rows):
-        return SequenceView(cut, None, {}, last)
+        return SequenceView(cut, last)
     bounds = {s: tuple((a, b) for a, b in rows) for s, rows in zip(spans, at, strict=True)}
-    return SequenceView(cut, documents, bounds, last)
+    return SequenceView(cut, last, documents, bounds)
