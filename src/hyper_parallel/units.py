@@ -14,7 +14,6 @@ MiB: Final = 2**20
 GiB: Final = 2**30
 TiB: Final = 2**40
 GB: Final = 10**9
-TB: Final = 10**12
 TFLOP: Final = 10**12
 
 DTYPE_BYTES: Final[dict[str, int]] = {

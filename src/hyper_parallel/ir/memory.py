@@ -4,8 +4,6 @@ The unit is the storage (one allocation), not the tensor: a view is an address i
 pins nothing and needs no rule of its own. A `MemoryProgram` is what a model does in one step; a `MemoryPlan` is the
 same work in a chosen order with residency actions in between. Every number of a plan (peak per tier, residency,
 validity) comes from `replay`, which walks the actions one by one; nothing is declared.
-
-This file holds the program and the actions; `replay.py` walks them; `memory_plan.py` is the plan.
 """
 
 from __future__ import annotations
@@ -141,22 +139,20 @@ class MemoryProgram:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Rounded bytes of every storage."""
-        unit = self.alignment_bytes
-        return tuple(-(-s.num_bytes // unit) * unit for s in self.storages)
+        return tuple(_round_up(s.num_bytes, self.alignment_bytes) for s in self.storages)
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
         """Bytes of every storage in the arena: `sizes`, rounded up to whole addresses."""
-        unit = self.address_bytes
-        return tuple(-(-size // unit) * unit for size in self.sizes)
+        return tuple(_round_up(size, self.address_bytes) for size in self.sizes)
 
     @cached_property
     def staging_bytes(self) -> int:
         """Most bytes that one operator makes beside the arena, on the way to it."""
-        unit = self.alignment_bytes
-        return max(
-            (sum(-(-n // unit) * unit for n in op.beside) for op in self.operators), default=0
+        beside = (
+            sum(_round_up(n, self.alignment_bytes) for n in op.beside) for op in self.operators
         )
+        return max(beside, default=0)
 
     @cached_property
     def touched(self) -> tuple[tuple[int, ...], ...]:
@@ -166,10 +162,8 @@ class MemoryProgram:
     @cached_property
     def operands(self) -> tuple[tuple[int, ...], ...]:
         """What of `touched` every operator finds when it begins: all but its results."""
-        return tuple(
-            tuple(s for s in touched if s not in op.allocs)
-            for op, touched in zip(self.operators, self.touched, strict=True)
-        )
+        pairs = zip(self.operators, self.touched, strict=True)
+        return tuple(tuple(s for s in touched if s not in op.allocs) for op, touched in pairs)
 
     @property
     def on_device(self) -> tuple[MemoryTier, ...]:
@@ -191,6 +185,10 @@ class MemoryProgram:
     def comm_seconds(self) -> float:
         """Seconds of the step on the communication lane."""
         return sum(op.comm_s for op in self.operators)
+
+
+def _round_up(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir.host_buffers import slab_bytes
 from hyper_parallel.ir.memory import Choice, Extent, MemoryAction, MemoryProgram, MemoryTier
 from hyper_parallel.ir.replay import Replay, replay
-from hyper_parallel.serde import DecodeError, decode, encode
+from hyper_parallel.serde import decode, encode
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class MemoryPlan:
         """
         try:
             plan = decode(MemoryPlan, json.loads(text))
-        except (DecodeError, json.JSONDecodeError) as error:
+        except ValueError as error:
             raise MemoryPlanInvalid("the memory plan cannot be read", got=str(error)) from error
         _ = plan.replayed
         return plan

@@ -74,18 +74,11 @@ class Mesh:
 
     def position(self, device: int) -> int:
         """Row-major position of a device id."""
-        if not self.devices:
-            if not 0 <= device < self.size:
-                raise MeshError(
-                    "the device is not in the mesh", got=device, allowed=f"0..{self.size - 1}"
-                )
-            return device
-        try:
-            return self.devices.index(device)
-        except ValueError:
-            raise MeshError(
-                "the device is not in the mesh", got=device, allowed=self.devices
-            ) from None
+        held = self.devices or range(self.size)
+        if device not in held:
+            allowed = self.devices or f"0..{self.size - 1}"
+            raise MeshError("the device is not in the mesh", got=device, allowed=allowed)
+        return held.index(device)
 
     def coordinate(self, device: int) -> dict[str, int]:
         """Coordinate of a device on every axis."""
@@ -109,24 +102,19 @@ class Mesh:
 
     def group(self, device: int, axes: str | Sequence[str]) -> tuple[int, ...]:
         """Devices that differ from `device` only on `axes`, ordered by the axes as given, first outermost."""
-        wanted = (axes,) if isinstance(axes, str) else tuple(axes)
-        base = self.coordinate(device)
-        group = [base]
-        for axis in wanted:
+        group = [self.coordinate(device)]
+        for axis in (axes,) if isinstance(axes, str) else axes:
             group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]
         return tuple(self.at(c) for c in group)
 
     def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups over `axes`; each device is in exactly one."""
-        seen: set[int] = set()
-        groups = []
-        for position in range(self.size):
-            device = self.device(position)
-            if device not in seen:
+        groups: dict[int, tuple[int, ...]] = {}
+        for device in self.devices or range(self.size):
+            if device not in groups:
                 group = self.group(device, axes)
-                seen.update(group)
-                groups.append(group)
-        return tuple(groups)
+                groups |= dict.fromkeys(group, group)
+        return tuple(dict.fromkeys(groups.values()))
 
     def submesh(self, axes: Sequence[str], device: int) -> Mesh:
         """The mesh over `axes` that contains `device`."""

@@ -74,59 +74,48 @@ def redistribute(
         LayoutError: HP202 when a layout does not fit the shape or the mesh, the memory kinds differ, or `dst` holds
             partial sums over an axis where `src` holds none.
     """
-    _check(src, dst, mesh, shape)
-    start, goal = _without_trivial(src, mesh), _without_trivial(dst, mesh)
-    axes = sorted({*start.sharding_axes, *start.partial, *goal.sharding_axes, *goal.partial})
-    goal_key = _key(goal)
-    order = (
-        count()
-    )  # equal costs leave the heap first in, first out: the result does not depend on hashing
-    heap: list[tuple[int, int, int, Layout, tuple[CollectiveStep, ...]]] = [
-        (0, 0, next(order), start, ())
-    ]
-    done: set[tuple[object, ...]] = set()
-    while heap:
-        sent, length, _, layout, path = heapq.heappop(heap)
-        key = _key(layout)
-        if key == goal_key:
-            return path
-        if key in done:
-            continue
-        done.add(key)
-        for step in _steps(layout, axes, mesh, shape, dtype_bytes):
-            if _key(step.layout) not in done:
-                heapq.heappush(
-                    heap,
-                    (sent + step.sent_bytes, length + 1, next(order), step.layout, (*path, step)),
-                )
-    raise AssertionError("every layout is reachable by gathering and slicing")
-
-
-def _check(src: Layout, dst: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
     for layout in (src, dst):
-        layout.check(mesh)
-        if len(layout.axes) != len(shape):
-            raise LayoutError(
-                "a layout has another number of dims than the tensor",
-                got=f"{len(layout.axes)} dims, shape {tuple(shape)}",
-            )
-        if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
-            raise LayoutError("redistribution does not move parts that are cut apart", got=layout)
-        if layout.one_of:
-            raise LayoutError("redistribution does not move whole tensors of one rank", got=layout)
+        _check(layout, mesh, shape)
+    start = _without_trivial(src, mesh)
+    goal = _without_trivial(replace(src, axes=dst.axes, partial=dst.partial), mesh)
     if src.memory != dst.memory:
-        raise LayoutError(
-            "redistribution does not move a tensor between memories",
-            got=f"{src.memory} to {dst.memory}",
-        )
-    held = set(_without_trivial(src, mesh).partial)
-    new = [a for a in _without_trivial(dst, mesh).partial if a not in held]
-    if new:
+        moved = f"{src.memory} to {dst.memory}"
+        raise LayoutError("redistribution does not move a tensor between memories", got=moved)
+    if new := [a for a in goal.partial if a not in start.partial]:
         raise LayoutError(
             "redistribution does not split a whole tensor into partial sums",
             got=f"partial({', '.join(new)})",
-            allowed=f"partial({', '.join(sorted(held))}) or less",
+            allowed=f"partial({', '.join(start.partial)}) or less",
         )
+    axes = sorted({*start.sharding_axes, *start.partial, *goal.sharding_axes, *goal.partial})
+    # Equal costs leave the heap first in, first out: the result does not depend on hashing.
+    order = count()
+    heap: list[tuple[int, int, int, Layout, tuple[CollectiveStep, ...]]] = []
+    heapq.heappush(heap, (0, 0, next(order), start, ()))
+    done: set[Layout] = set()
+    while True:
+        sent, length, _, layout, path = heapq.heappop(heap)
+        if layout == goal:
+            return path
+        if layout in done:
+            continue
+        done.add(layout)
+        for step in _steps(layout, axes, mesh, shape, dtype_bytes):
+            cost = sent + step.sent_bytes
+            heapq.heappush(heap, (cost, length + 1, next(order), step.layout, (*path, step)))
+
+
+def _check(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
+    layout.check(mesh)
+    if len(layout.axes) != len(shape):
+        raise LayoutError(
+            "a layout has another number of dims than the tensor",
+            got=f"{len(layout.axes)} dims, shape {tuple(shape)}",
+        )
+    if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
+        raise LayoutError("redistribution does not move parts that are cut apart", got=layout)
+    if layout.one_of:
+        raise LayoutError("redistribution does not move whole tensors of one rank", got=layout)
 
 
 def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
@@ -136,20 +125,11 @@ def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
     return replace(layout, axes=axes, partial=partial)
 
 
-def _key(layout: Layout) -> tuple[object, ...]:
-    return layout.axes, layout.partial
-
-
 def _steps(
     layout: Layout, axes: Sequence[str], mesh: Mesh, shape: Sequence[int], dtype_bytes: int
 ) -> Iterator[CollectiveStep]:
     """Every step that the layout allows."""
     part = layout.max_local_shape(shape, mesh)
-    part_bytes = math.prod(part) * dtype_bytes
-
-    def after_bytes(new: Layout) -> int:
-        return math.prod(new.max_local_shape(shape, mesh)) * dtype_bytes
-
     for axis in axes:
         others = mesh.degree(axis) - 1
         holder = next((i for i, dim in enumerate(layout.axes) if axis in dim), None)
@@ -159,24 +139,19 @@ def _steps(
             yield CollectiveStep("all_reduce", axis, None, None, 2 * others * slot_bytes, summed)
             for dim in range(len(shape)):
                 new = summed.split(dim, axis)
-                yield CollectiveStep(
-                    "reduce_scatter", axis, dim, None, others * after_bytes(new), new
-                )
+                sent = others * math.prod(new.max_local_shape(shape, mesh)) * dtype_bytes
+                yield CollectiveStep("reduce_scatter", axis, dim, None, sent, new)
         elif holder is None:
             for dim in range(len(shape)):
                 yield CollectiveStep("slice", axis, dim, None, 0, layout.split(dim, axis))
         elif layout.axes[holder][-1] == axis:
             freed = tuple(d[:-1] if i == holder else d for i, d in enumerate(layout.axes))
             gathered = replace(layout, axes=freed)
-            yield CollectiveStep("all_gather", axis, holder, None, others * part_bytes, gathered)
+            sent = others * math.prod(part) * dtype_bytes
+            yield CollectiveStep("all_gather", axis, holder, None, sent, gathered)
             for dim in range(len(shape)):
                 if dim != holder:
                     block = [-(-s // (others + 1)) if i == dim else s for i, s in enumerate(part)]
-                    yield CollectiveStep(
-                        "all_to_all",
-                        axis,
-                        holder,
-                        dim,
-                        others * math.prod(block) * dtype_bytes,
-                        gathered.split(dim, axis),
-                    )
+                    sent = others * math.prod(block) * dtype_bytes
+                    new = gathered.split(dim, axis)
+                    yield CollectiveStep("all_to_all", axis, holder, dim, sent, new)

@@ -194,11 +194,7 @@ class Schedule:
                     where=at(self, rank, position),
                     hint="schedule.to_csv(extended=True)",
                 )
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows(
-            [str(a) for a in rank] for rank in self.ranks
-        )
-        return out.getvalue()
+        return "".join(",".join(map(str, rank)) + "\n" for rank in self.ranks)
 
     @staticmethod
     def from_csv(text: str, name: str = "csv") -> Schedule:
@@ -207,30 +203,21 @@ class Schedule:
         Raises:
             ScheduleError: HP320 for a cell that is no action, with its row and column, or a file without actions.
         """
-        ranks = []
-        for row, cells in enumerate(csv.reader(io.StringIO(text))):
-            actions = []
-            for column, cell in enumerate(cells):
+        ranks: list[list[Action]] = []
+        for row, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+            ranks.append([])
+            for column, cell in enumerate(cells, start=1):
                 try:
-                    if cell.strip():
-                        actions.append(Action.parse(cell))
+                    ranks[-1] += [Action.parse(cell)] if cell.strip() else []
                 except ScheduleError as error:
-                    raise ScheduleError(
-                        error.what,
-                        where=f"{name}: row {row + 1}, column {column + 1}",
-                        got=error.got,
-                        allowed=error.allowed,
-                    ) from None
-            ranks.append(tuple(actions))
+                    error.where = f"{name}: row {row}, column {column}"
+                    raise
         leaves = [leaf for rank in ranks for a in rank for leaf in a.leaves]
         if not leaves:
             raise ScheduleError("the schedule has no actions", where=name)
-        return Schedule(
-            name,
-            1 + max(leaf.stage for leaf in leaves),
-            1 + max(-1 if leaf.microbatch is None else leaf.microbatch for leaf in leaves),
-            tuple(ranks),
-        )
+        stages = 1 + max(leaf.stage for leaf in leaves)
+        numbers = [leaf.microbatch for leaf in leaves if leaf.microbatch is not None]
+        return Schedule(name, stages, 1 + max(numbers, default=-1), tuple(map(tuple, ranks)))
 
 
 def grid(
@@ -251,7 +238,6 @@ def grid(
         mark: Rank and position of an action to mark with `>` and `<`.
         around: Show only this many slots before and after the marked one.
     """
-    width = len(schedule.ranks)
     cells: dict[tuple[int, int], str] = {}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
@@ -264,15 +250,14 @@ def grid(
     if mark and around is not None:
         centre = starts[mark[0]][mark[1]] if starts else mark[1]
         first, last = max(first, centre - around), min(last, centre + around)
-    slots = range(first, last + 1)
+    ranks, slots = range(len(schedule.ranks)), range(first, last + 1)
     if rows == "slots":
-        head = ["slot", *(f"rank {r}" for r in range(width))]
-        body = [[str(s), *(cells.get((s, r), "") for r in range(width))] for s in slots]
+        table = [["slot", *(f"rank {r}" for r in ranks)]]
+        table += [[str(s), *(cells.get((s, r), "") for r in ranks)] for s in slots]
     else:
-        head = ["rank", *(str(s) for s in slots)]
-        body = [[str(r), *(cells.get((s, r), "") for s in slots)] for r in range(width)]
-    table = [head, *body]
-    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        table = [["rank", *map(str, slots)]]
+        table += [[str(r), *(cells.get((s, r), "") for s in slots)] for r in ranks]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     if rows == "ranks":
         # Time runs to the right: every slot is equally wide.
         widths[1:] = [max(widths[1:], default=0)] * len(widths[1:])

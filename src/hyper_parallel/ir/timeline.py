@@ -64,10 +64,3 @@ class Timeline:
     def end_s(self) -> float:
         """End of the last span."""
         return max((span.end_s for span in self.spans), default=0.0)
-
-    def seconds_by_category(self) -> dict[str, float]:
-        """Sum of the durations per category over all lanes."""
-        total: dict[str, float] = {}
-        for span in self.spans:
-            total[span.category] = total.get(span.category, 0.0) + span.duration_s
-        return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hyper_parallel.errors import BatchMismatch
@@ -73,7 +73,4 @@ class Workload:
                 allowed=[f"microbatch={m}" for m in divisors],
                 changes={f"training.{name}": value},
             )
-        return Workload(
-            self.seq_len, tokens, micro, steps,
-            self.compute_dtype, self.param_dtype, self.reduce_dtype, self.optimizer,
-        )  # fmt: skip
+        return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)
