@@ -46,6 +46,11 @@ def _graphs(draw, policies=("order",)):
     return TaskGraph(tuple(tasks), chosen)
 
 
+def _even(count, lanes):
+    """So many cores without anything else to share: while k work, each works at the rate min(1, count / k)."""
+    return Cores(tuple(min(Fraction(1), count / k) for k in range(1, len(lanes) + 1)), lanes)
+
+
 def _starts(timeline):
     return {int(s.name): round(s.start_s * 1e9) for s in timeline.spans}
 
@@ -218,7 +223,7 @@ def test_tasks_on_shared_cores_slow_each_other_by_hand():
     lanes = frozenset({"rank 0", "rank 1", "rank 2"})
     ends = {
         s.name: round(s.end_s * 1e9)
-        for s in simulate(TaskGraph(tasks, cores=Cores.even(Fraction(2), lanes))).spans
+        for s in simulate(TaskGraph(tasks, cores=_even(Fraction(2), lanes))).spans
     }
     # From 3 on b and c have a core each: b ends at 5. Then `after` and c run, to 6 and 7.
     assert ends == {"a": 3, "b": 5, "copy": 5, "after": 6, "c": 7}
@@ -229,13 +234,13 @@ def test_tasks_on_shared_cores_slow_each_other_by_hand():
 def test_shared_cores_are_never_idle_beside_waiting_work(graph, quarters):
     """Work done equals what the cores give while tasks run; as many cores as executors change nothing."""
     lanes = frozenset(t.executor for t in graph.tasks)
-    assert simulate(replace(graph, cores=Cores.even(Fraction(4), lanes))) == simulate(graph)
+    assert simulate(replace(graph, cores=_even(Fraction(4), lanes))) == simulate(graph)
     coarse = replace(
         graph, tasks=tuple(replace(t, duration_ns=t.duration_ns * 1_000_000) for t in graph.tasks)
     )
     count = Fraction(quarters, 4)
-    timeline = simulate(replace(coarse, cores=Cores.even(count, lanes)))
-    assert timeline == simulate(replace(coarse, cores=Cores.even(count, lanes)))
+    timeline = simulate(replace(coarse, cores=_even(count, lanes)))
+    assert timeline == simulate(replace(coarse, cores=_even(count, lanes)))
     instants = sorted({round(x * 1e9) for s in timeline.spans for x in (s.start_s, s.end_s)})
     given_ns = Fraction(0)
     for start, stop in itertools.pairwise(instants):

@@ -1,7 +1,14 @@
 """The central types: pure, frozen values that every room exchanges. No framework, no I/O but a plan's own file."""
 
 from hyper_parallel.ir.host_buffers import HostBuffers, slab_bytes, slabs
-from hyper_parallel.ir.layout import Layout, MemoryKind
+from hyper_parallel.ir.layout import (
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    StridedShard,
+    placements,
+)
 from hyper_parallel.ir.memory import (
     COPIES,
     GRADIENT_PIECES,
@@ -29,14 +36,6 @@ from hyper_parallel.ir.packed import (
     qkv_parts,
     working_rows,
 )
-from hyper_parallel.ir.placement import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-    placements,
-)
 from hyper_parallel.ir.plan import (
     Alternative,
     Certificate,
@@ -52,10 +51,10 @@ from hyper_parallel.ir.plan import (
 )
 from hyper_parallel.ir.purpose import Purpose
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
-from hyper_parallel.ir.replay import Replay, replay
+from hyper_parallel.ir.replay import replay
 from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
-from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some, ulysses_degree
-from hyper_parallel.ir.strategy import BLOCK_SHAPES, BlockShape, Rule, Strategy
+from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some
+from hyper_parallel.ir.strategy import BLOCK_SHAPES, BlockShape, Rule, Strategy, ulysses_degree
 from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph, peaks, simulate
 from hyper_parallel.ir.timeline import Counter, Span, Timeline
 from hyper_parallel.ir.workload import Workload
@@ -84,7 +83,6 @@ __all__ = [
     "Layout",
     "MemoryAction",
     "MemoryActionKind",
-    "MemoryKind",
     "MemoryPlan",
     "MemoryProgram",
     "MemoryTerm",
@@ -95,11 +93,9 @@ __all__ = [
     "Part",
     "Partial",
     "Phase",
-    "Placement",
     "Plan",
     "Purpose",
     "Rejected",
-    "Replay",
     "Replicate",
     "Rule",
     "Schedule",

@@ -8,18 +8,17 @@ Uneven sizes follow torch's chunk rule, applied axis by axis: each axis cuts wha
 of ceil(size / degree); the last slices may be shorter or empty. Order is part of the value: (tp_x, dp_shard) and
 (dp_shard, tp_x) put different rows on a rank, which a list of DTensor placements cannot say without a strided shard.
 
-A tensor may also lie whole on one rank of some axes and not at all on the others, as an expert does that is a module
-of its own: `[mlp, embed] @ hbm, one of ep`.
-
-A dim may stack equal parts that are cut apart (gate and up in one weight): with two parts, `gate_up/2:tp_x` gives a
-rank its slice of the first half and its slice of the second.
+`placements` shows a layout from the mesh, one entry per mesh axis, as DTensor describes it. Such a list has no order of
+its own for two axes that split one dim: the axis that comes first in the mesh makes the large cuts. A layout that wants
+another order needs a strided shard: with FSDP inside tensor parallelism the mesh is (dp_shard, tp_x), dim 0 is split by
+(tp_x, dp_shard), and the entry of dp_shard becomes StridedShard(dim=0, split_factor=tp).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from hyper_parallel.errors import LayoutError
 from hyper_parallel.ir.mesh import Mesh
@@ -36,8 +35,10 @@ class Layout:
         partial: Axes over which each rank holds one summand; the tensor is their sum.
         memory: Memory kind the local part lives in.
         dims: Logical names of the dims, for people; () when unknown.
-        parts: Per dim the equal parts it stacks, each cut apart by the axes of the dim; () is one part each.
-        one_of: Axes of which one coordinate holds the tensor; ranks at the others hold nothing of it.
+        parts: Per dim the equal parts it stacks, each cut apart by the axes of the dim; () is one part each. With gate
+            and up in one weight, `gate_up/2:tp_x` gives a rank its slice of each half.
+        one_of: Axes of which one coordinate holds the tensor, as an expert that is a module of its own (`[mlp, embed]
+            @ hbm, one of ep`); ranks at the others hold nothing of it.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -114,11 +115,11 @@ class Layout:
             LayoutError: HP202 for a dim whose parts are cut apart; `ranges` gives one range per part.
         """
         result = self.ranges(shape, mesh, coordinate)
-        apart = [i for i, runs in enumerate(result) if len(runs) > 1]
-        if apart:
-            raise LayoutError(
-                "a rank holds several ranges of a dim", got=f"dim {apart[0]} of {self}"
-            )
+        for dim, runs in enumerate(result):
+            if len(runs) > 1:
+                raise LayoutError(
+                    "a rank holds several ranges of a dim", got=f"dim {dim} of {self}"
+                )
         return tuple(runs[0] for runs in result)
 
     def ranges(
@@ -129,25 +130,21 @@ class Layout:
         Raises:
             LayoutError: HP202 when a dim does not divide into its parts.
         """
-        return tuple(
-            self._ranges(dim, size, mesh, coordinate)
-            for dim, (size, _) in enumerate(zip(shape, self.axes, strict=True))
-        )
-
-    def _ranges(
-        self, dim: int, size: int, mesh: Mesh, coordinate: Mapping[str, int]
-    ) -> tuple[tuple[int, int], ...]:
-        parts = self.parts_of(dim)
-        if size % parts:
-            raise LayoutError(f"dim {dim} does not divide into its parts", got=f"{size} / {parts}")
         result = []
-        for part in range(parts):
-            start, stop = part * (size // parts), (part + 1) * (size // parts)
-            for axis in self.axes[dim]:
-                chunk = -(-(stop - start) // mesh.degree(axis))
-                begin = min(start + coordinate.get(axis, 0) * chunk, stop)
-                start, stop = begin, min(begin + chunk, stop)
-            result.append((start, stop))
+        for dim, (size, axes) in enumerate(zip(shape, self.axes, strict=True)):
+            parts = self.parts_of(dim)
+            if size % parts:
+                sizes = f"{size} / {parts}"
+                raise LayoutError(f"dim {dim} does not divide into its parts", got=sizes)
+            runs = []
+            for part in range(parts):
+                start, stop = part * (size // parts), (part + 1) * (size // parts)
+                for axis in axes:
+                    chunk = -(-(stop - start) // mesh.degree(axis))
+                    start = min(start + coordinate.get(axis, 0) * chunk, stop)
+                    stop = min(start + chunk, stop)
+                runs.append((start, stop))
+            result.append(tuple(runs))
         return tuple(result)
 
     def local_shape(
@@ -162,10 +159,81 @@ class Layout:
         return self.local_shape(shape, mesh, {})
 
     def __str__(self) -> str:
-        names = self.dims or tuple(f"d{i}" for i in range(len(self.axes)))
-        stacked = [self.parts_of(i) for i in range(len(self.axes))]
-        names = tuple(f"{n}/{p}" if p > 1 else n for n, p in zip(names, stacked, strict=True))
-        parts = [f"{n}:{'.'.join(a)}" if a else n for n, a in zip(names, self.axes, strict=True)]
+        shown = []
+        for dim, axes in enumerate(self.axes):
+            name = self.dims[dim] if self.dims else f"d{dim}"
+            parts = f"/{self.parts_of(dim)}" if self.parts_of(dim) > 1 else ""
+            shown.append(f"{name}{parts}:{'.'.join(axes)}" if axes else name)
         partial = f" partial({', '.join(self.partial)})" if self.partial else ""
         one_of = f", one of {'.'.join(self.one_of)}" if self.one_of else ""
-        return f"[{', '.join(parts)}]{partial} @ {self.memory}{one_of}"
+        return f"[{', '.join(shown)}]{partial} @ {self.memory}{one_of}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank along the axis holds the same part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank along the axis holds one summand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The axis cuts a tensor dim into consecutive slices."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """The axis cuts each of `split_factor` equal pieces of a dim; a rank holds its slice of every piece."""
+
+    dim: int
+    split_factor: int
+
+
+Placement: TypeAlias = Replicate | Partial | Shard | StridedShard
+
+
+def placements(
+    layout: Layout, mesh: Mesh, axes: Sequence[str] | None = None
+) -> tuple[Placement, ...]:
+    """The layout as one placement per mesh axis.
+
+    The split factor of an axis is the product of the degrees of the axes that follow it in the mesh but cut the dim
+    before it, times the parts the dim stacks. The two descriptions hold the same elements when every cut of the dim is
+    even.
+
+    Args:
+        layout: Layout to describe.
+        mesh: Mesh that gives the degrees.
+        axes: Axes of the list, outer to inner; None: all axes of the mesh. An axis that the layout uses may be left
+            out only when its degree is 1.
+
+    Raises:
+        LayoutError: HP202 when the layout uses an axis that is left out.
+    """
+    names = mesh.names if axes is None else tuple(axes)
+    lost = [
+        a for a in (*layout.sharding_axes, *layout.partial) if a not in names and mesh.degree(a) > 1
+    ]
+    if lost:
+        raise LayoutError(
+            "a layout uses an axis that its placements leave out", got=lost, allowed=names
+        )
+    holder = {a: i for i, dim in enumerate(layout.axes) for a in dim}
+    entries: list[Placement] = []
+    for position, axis in enumerate(names):
+        if axis in layout.partial:
+            entries.append(Partial())
+        elif axis not in holder:
+            entries.append(Replicate())
+        else:
+            dim = holder[axis]
+            cut_before = layout.axes[dim][: layout.axes[dim].index(axis)]
+            factor = mesh.degree(a for a in cut_before if a in names[position + 1 :])
+            factor *= layout.parts_of(dim)
+            entries.append(StridedShard(dim, factor) if factor > 1 else Shard(dim))
+    return tuple(entries)

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from hyper_parallel.ir.strategy import CpKind
+from hyper_parallel.ir.strategy import CpKind, ulysses_degree
 
 Interval = tuple[int, int]
 """Half-open range of positions in a sequence."""
@@ -88,13 +88,6 @@ class SequenceCut:
                 for k in self.spans[(j - d) % self.ring]
             )
         )
-
-
-def ulysses_degree(cp: int, kind: CpKind, cp_ulysses: int) -> int:
-    """Ulysses ranks inside cp: all of them, some, or one."""
-    if cp == 1:
-        return 1
-    return {"ulysses": cp, "hybrid": cp_ulysses}.get(kind, 1)
 
 
 def sees_some(queries: Interval, keys: Interval, window: int | None) -> bool:

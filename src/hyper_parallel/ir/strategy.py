@@ -159,9 +159,7 @@ class Strategy:
     @property
     def ulysses(self) -> int:
         """Ranks inside cp that exchange heads for sequence."""
-        if self.cp == 1:
-            return 1
-        return {"ulysses": self.cp, "hybrid": self.cp_ulysses}.get(self.cp_kind, 1)
+        return ulysses_degree(self.cp, self.cp_kind, self.cp_ulysses)
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:
@@ -207,32 +205,26 @@ class Strategy:
         return {**{name: int(getattr(self, name)) for name in AXES}, "ep": self.ep}
 
     def __str__(self) -> str:
-        shown = [f"{k}={v}" for k, v in self.degrees().items() if v > 1]
-        if self.tp_y > 1:
-            shown.append(f"shapes={self.attention_shape}/{self.mlp_shape}")
-            if self.attention_shape == "2d" and self.attention_scatter == "token":
-                shown.append("attention_scatter=token")
-        if self.tp > 1 and self.gathered_inputs == "re-gather":
-            shown.append("gathered_inputs=re-gather")
-        if self.cp > 1:
-            split = f":{self.cp_ulysses}" if self.cp_kind == "hybrid" else ""
-            shown.append(f"cp_kind={self.cp_kind}{split}")
-        if self.pp > 1:
-            virtual = f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
-            shown.append(f"schedule={self.schedule}{virtual}")
-        if self.etp is not None and self.ep > 1:
-            shown.append(f"etp={self.etp}")
-        if self.dp_shard * self.cp > 1 and self.zero_stage != 3:
-            shown.append(f"zero={self.zero_stage}")
-        if self.recompute != "none":
-            some = "" if self.recompute_layers is None else f":{self.recompute_layers}"
-            shown.append(f"recompute={self.recompute}{some}")
-        if self.offload:
-            shown.append("offload")
+        split = f":{self.cp_ulysses}" if self.cp_kind == "hybrid" else ""
+        virtual = f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
+        some = "" if self.recompute_layers is None else f":{self.recompute_layers}"
         wide = [a for a in AXES if getattr(self, a) > 1]
-        if [a for a in self.order if a in wide] != wide:
-            shown.append("order=" + ">".join(a for a in self.order if a in wide))
-        return " ".join(shown) or "one device"
+        order = [a for a in self.order if a in wide]
+        token = self.attention_shape == "2d" and self.attention_scatter == "token"
+        shown = {
+            **{f"{k}={v}": v > 1 for k, v in self.degrees().items()},
+            f"shapes={self.attention_shape}/{self.mlp_shape}": self.tp_y > 1,
+            "attention_scatter=token": self.tp_y > 1 and token,
+            "gathered_inputs=re-gather": self.tp > 1 and self.gathered_inputs == "re-gather",
+            f"cp_kind={self.cp_kind}{split}": self.cp > 1,
+            f"schedule={self.schedule}{virtual}": self.pp > 1,
+            f"etp={self.etp}": self.etp is not None and self.ep > 1,
+            f"zero={self.zero_stage}": self.dp_shard * self.cp > 1 and self.zero_stage != 3,
+            f"recompute={self.recompute}{some}": self.recompute != "none",
+            "offload": self.offload,
+            f"order={'>'.join(order)}": order != wide,
+        }
+        return " ".join(text for text, says in shown.items() if says) or "one device"
 
 
 def rank_stages(schedule: str, rank: int, ranks: int, per_rank: int) -> tuple[int, ...]:
@@ -240,3 +232,8 @@ def rank_stages(schedule: str, rank: int, ranks: int, per_rank: int) -> tuple[in
     if schedule in V_SHAPED:
         return rank, 2 * ranks - 1 - rank
     return tuple(range(rank, ranks * per_rank, ranks))
+
+
+def ulysses_degree(cp: int, kind: CpKind, cp_ulysses: int) -> int:
+    """Ulysses ranks inside cp: all of them, some, or one."""
+    return 1 if cp == 1 else {"ulysses": cp, "hybrid": cp_ulysses}.get(kind, 1)

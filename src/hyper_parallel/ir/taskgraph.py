@@ -60,12 +60,6 @@ class Cores:
     rates: tuple[Fraction, ...]
     executors: frozenset[str]
 
-    @classmethod
-    def even(cls, count: Fraction, executors: frozenset[str]) -> Cores:
-        """`count` cores without anything else to share: while k work, each works at the rate min(1, count / k)."""
-        busy = range(1, len(executors) + 1)
-        return cls(tuple(min(Fraction(1), count / k) for k in busy), executors)
-
     def rate(self, busy: int) -> Fraction:
         """Rate of each of so many executors at work."""
         most = len(self.rates)
