@@ -9,12 +9,12 @@ from typing import Final
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Schedule
 from hyper_parallel.ir.strategy import rank_stages
-from hyper_parallel.mpmd import _phases
-from hyper_parallel.mpmd._phases import RankProgram
+from hyper_parallel.mpmd import _rank_program as phases
+from hyper_parallel.mpmd._rank_program import RankProgram
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Form:
     """One schedule, for p ranks, m microbatches and v stages per rank.
 
     Attributes:
@@ -34,27 +34,27 @@ class _Kind:
 
 _ANY: Final = range(1, 1 << 30)
 _V: Final = range(2, 3)
-_KINDS: Final = {
-    "gpipe": _Kind(_phases.gpipe, lambda r, p, m, v: m),
-    "1f1b": _Kind(_phases.one_f_one_b, lambda r, p, m, v: min(m, p - r)),
-    "interleaved_1f1b": _Kind(
-        _phases.interleaved,
+_FORMS: Final = {
+    "gpipe": _Form(phases.gpipe, lambda r, p, m, v: m),
+    "1f1b": _Form(phases.one_f_one_b, lambda r, p, m, v: min(m, p - r)),
+    "interleaved_1f1b": _Form(
+        phases.interleaved,
         lambda r, p, m, v: min(m * v, 2 * (p - r - 1) + (v - 1) * (m // max(1, m // p)) + 1),
         _ANY,
         lambda p, m: m % max(1, m // p) == 0,
         lambda p: f"any multiple of {p}",
     ),
-    "zb_h1": _Kind(_phases.zb_h1, lambda r, p, m, v: min(m, p)),
-    "zbv": _Kind(_phases.zbv, lambda r, p, m, v: min(2 * m, 2 * p), _V),
-    "dualpipev": _Kind(
-        _phases.dualpipev,
+    "zb_h1": _Form(phases.zb_h1, lambda r, p, m, v: min(m, p)),
+    "zbv": _Form(phases.zbv, lambda r, p, m, v: min(2 * m, 2 * p), _V),
+    "dualpipev": _Form(
+        phases.dualpipev,
         lambda r, p, m, v: min(2 * m, 2 * p + 1),
         _V,
         lambda p, m: m >= 2 * p,
         lambda p: f"{2 * p} (two per rank) and more",
     ),
 }
-SCHEDULES: Final = tuple(_KINDS)
+SCHEDULES: Final = tuple(_FORMS)
 
 
 def make_schedule(
@@ -77,18 +77,18 @@ def make_schedule(
     Source: gpipe: Huang et al. 2019; 1f1b and interleaved_1f1b: Narayanan et al. 2021, section 2.2; zb_h1 and zbv: Qi
         et al. 2024, "Zero Bubble Pipeline Parallelism"; dualpipev: the V form of DeepSeek-AI 2024, section 3.2.1.
     """
-    if name not in _KINDS:
+    if name not in _FORMS:
         raise ScheduleError(f"there is no schedule `{name}`", got=name, allowed=SCHEDULES)
     if ranks < 1:
         raise ScheduleError("a pipeline needs at least one rank", got=ranks, allowed="1 and more")
-    kind, p, m = _KINDS[name], ranks, microbatches
-    v = min(2, kind.stages[-1]) if stages_per_rank is None else stages_per_rank
-    if v not in kind.stages:
-        only = len(kind.stages) == 1
+    form, p, m = _FORMS[name], ranks, microbatches
+    v = min(2, form.stages[-1]) if stages_per_rank is None else stages_per_rank
+    if v not in form.stages:
+        only = len(form.stages) == 1
         raise ScheduleError(
             f"schedule {name} does not have {v} stages per rank",
             got=f"stages_per_rank={v}",
-            allowed=f"{kind.stages[0]}{'' if only else ' and more'}",
+            allowed=f"{form.stages[0]}{'' if only else ' and more'}",
             hint=f"schedule={'interleaved_1f1b' if v > 1 else '1f1b'}",
         )
     if not is_legal(name, p, m):
@@ -102,19 +102,19 @@ def make_schedule(
     rows = []
     for rank in range(p):
         program = RankProgram(rank_stages(name, rank, p, v))
-        kind.write(program, rank, p, m, v)
+        form.write(program, rank, p, m, v)
         rows.append(tuple(a for a in program.actions if a.microbatch is None or a.microbatch < m))
     return Schedule(name, p * v, m, tuple(rows))
 
 
 def is_legal(name: str, ranks: int, microbatches: int) -> bool:
     """Whether a schedule can run that many microbatches."""
-    return microbatches >= 1 and _KINDS[name].legal(ranks, microbatches)
+    return microbatches >= 1 and _FORMS[name].legal(ranks, microbatches)
 
 
 def microbatch_rule(name: str, ranks: int) -> str:
     """Which numbers of microbatches a schedule can run, in words."""
-    return _KINDS[name].rule(ranks)
+    return _FORMS[name].rule(ranks)
 
 
 def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
@@ -132,5 +132,5 @@ def in_flight_limit(
     Reached exactly, but for the V-shaped schedules with fewer than two microbatches per rank, where it is an upper
     bound.
     """
-    held = _KINDS[name].in_flight
+    held = _FORMS[name].in_flight
     return [held(rank, ranks, microbatches, stages_per_rank) for rank in range(ranks)]
