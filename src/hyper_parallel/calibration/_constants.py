@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.calibration._prediction import Cards
-from hyper_parallel.cost import DeviceCard, StackCard
+from hyper_parallel.cost import DeviceCard, StackCard, numbers_of, with_numbers
 
 Array = NDArray[np.float64]
 C = TypeVar("C", DeviceCard, StackCard)
@@ -84,43 +84,29 @@ CONSTANTS: Final = (
 
 def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
     """Cards with the log factors of constants applied to what is believed of them."""
-    device: dict[str, DeviceCard] = dict(cards.device)
-    stack: dict[str, StackCard] = dict(cards.stack)
+    device, stack = dict(cards.device), dict(cards.stack)
     for constant, log_factor in zip(constants, factors, strict=True):
-        factor = math.exp(float(log_factor))
         for name in constant.cards:
-            for attribute in constant.attributes:
-                for table in (device, stack):
-                    if name in table and hasattr(table[name], attribute.partition(".")[0]):
-                        table[name] = _scaled(table[name], attribute, factor, constant.rest)  # type: ignore[assignment, type-var]
+            if name in device:
+                device[name] = _scaled(device[name], constant, math.exp(log_factor))
+            if name in stack:
+                stack[name] = _scaled(stack[name], constant, math.exp(log_factor))
     return Cards(device, stack)
 
 
-def _scaled(card: C, attribute: str, factor: float, rest: bool) -> C:
-    name, _, key = attribute.partition(".")
-    old: Any = getattr(card, name)
-
-    def new(value: float) -> float:
-        return max(0.0, 1.0 - (1.0 - value) * factor) if rest else value * factor
-
-    value: Any = new(old) if isinstance(old, float | int) else dict(old)
-    if isinstance(value, dict):
-        value |= {k: new(v) for k, v in old.items() if not key or k == key}
-    changed: dict[str, Any] = {name: value}
-    return replace(card, **changed)
+def _scaled(card: C, constant: Constant, factor: float) -> C:
+    """A card with the numbers of a constant times a factor."""
+    changed = {}
+    for path, value in numbers_of(card).items():
+        if {path, path.partition(".")[0]} & {*constant.attributes}:
+            left = max(0.0, 1.0 - (1.0 - value) * factor)
+            changed[path] = left if constant.rest else value * factor
+    return with_numbers(card, changed)
 
 
 def believed(cards: Cards) -> Cards:
     """Cards with every fitted number set back to its prior."""
-
-    def back(card: C) -> C:
-        values: dict[str, Any] = {}
-        for path, prior in card.priors.items():
-            name, _, key = path.partition(".")
-            old = values.get(name, getattr(card, name))
-            values[name] = {**old, key: prior} if key else prior
-        return replace(card, **values)
-
     return Cards(
-        {k: back(v) for k, v in cards.device.items()}, {k: back(v) for k, v in cards.stack.items()}
+        {name: with_numbers(card, card.priors) for name, card in cards.device.items()},
+        {name: with_numbers(card, card.priors) for name, card in cards.stack.items()},
     )

@@ -22,7 +22,7 @@ from hyper_parallel.calibration._prediction import Cards, machine_of, predict, s
 from hyper_parallel.calibration._published_run import PublishedRun, read_run
 from hyper_parallel.calibration._row import RowError, read_rows
 from hyper_parallel.calibration._write import write_card
-from hyper_parallel.cost import ModelNumbers, step_seconds
+from hyper_parallel.cost import ModelNumbers, numbers_of, step_seconds
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.units import GiB
 
@@ -324,14 +324,11 @@ def _described(
     }
 
     def describe(old: C, new: C) -> C:
-        sources, priors = dict(old.sources), dict(old.priors)
-        for path in old.sources:
-            name, _, key = path.partition(".")
-            a, b = getattr(old, name), getattr(new, name)
-            a, b = (a[key], b[key]) if key else (a, b)
-            if a != b:
+        sources, priors, fitted = dict(old.sources), dict(old.priors), numbers_of(new)
+        for path, value in numbers_of(old).items():
+            if path in sources and fitted[path] != value:
                 sources[path] = _FITTED + sources[path].removeprefix(_FITTED)
-                priors[path] = a
+                priors[path] = value
         return replace(new, sources=sources, priors=priors)
 
     stack = {k: describe(start.stack[k], v) for k, v in fitted.stack.items()}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.cost import DeviceCard, StackCard
+from hyper_parallel.cost import DeviceCard, StackCard, by_field, numbers_of
 
 
 def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, name: str) -> None:
@@ -51,16 +50,5 @@ def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
         prior = {"prior": card.priors[path]} if path in card.priors else {}
         return {"value": float(f"{value:.4g}"), **prior, "source": card.sources[path]}
 
-    numbers: dict[str, Any] = {}
-    for name in (f.name for f in fields(card)):
-        value = getattr(card, name)
-        if name in card.sources:
-            numbers[name] = number(name, value)
-        elif isinstance(value, Mapping) and name not in ("sources", "priors"):
-            table = {
-                k: number(f"{name}.{k}", v)
-                for k, v in value.items()
-                if f"{name}.{k}" in card.sources
-            }
-            numbers |= {name: table} if table else {}
-    return numbers
+    numbers = numbers_of(card).items()
+    return by_field({path: number(path, value) for path, value in numbers if path in card.sources})

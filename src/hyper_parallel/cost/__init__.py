@@ -12,11 +12,14 @@ from hyper_parallel.cost._candidates import (
 from hyper_parallel.cost._cards import (
     DeviceCard,
     StackCard,
+    by_field,
     card_names,
     device_card,
     load_card,
+    numbers_of,
     read_card,
     stack_card,
+    with_numbers,
 )
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, Rows, step_collectives
 from hyper_parallel.cost._copies import COPIES, Load, mixed_term, put_away
@@ -58,6 +61,7 @@ __all__ = [
     "Setting",
     "StackCard",
     "at_ranks",
+    "by_field",
     "card_names",
     "check_stage_layers",
     "cut_layers",
@@ -69,6 +73,7 @@ __all__ = [
     "memory_key",
     "memory_terms",
     "mixed_term",
+    "numbers_of",
     "offloaded_bytes",
     "own_cards",
     "own_cards_by_ranks",
@@ -83,4 +88,5 @@ __all__ = [
     "step_collectives",
     "step_cost",
     "step_seconds",
+    "with_numbers",
 ]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hyper_parallel.cost._candidates import SCHEDULES, Array, shape_of
 from hyper_parallel.cost._copies import Load
 from hyper_parallel.cost._memory import chosen, fullest, held_parts, total_bytes, under
-from hyper_parallel.cost._phases import Parts
+from hyper_parallel.cost._phases import Parts, moving
 from hyper_parallel.cost._pipeline import in_flight
 from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._step import Step
@@ -50,7 +50,7 @@ def load_bytes(s: Setting, found: Sequence[Parts] | None = None) -> Load:
     c, machine, layers, shape = s.c, s.machine, s.layers, shape_of(s.c)
     found = held_parts(s) if found is None else found
     floor, frag = _operands(s), 1.0 + machine.card.fragmentation
-    going = [np.maximum(p.moving * frag - floor, 0.0) for p in found]
+    going = [np.maximum(moving(p) * frag - floor, 0.0) for p in found]
     totals = total_bytes(found, s)
     need, full = _over(found, totals, s)
     # When activations are gone what stays must fit: states that are away free the most then.
@@ -60,11 +60,10 @@ def load_bytes(s: Setting, found: Sequence[Parts] | None = None) -> Load:
     staged = _staged(s) + np.zeros(shape)
     flight = np.broadcast_to(in_flight(c), shape)
     some = np.broadcast_to(1.0 - 1.0 / np.maximum(layers, 1.0), shape)
-    states = [(p.states.optimizer, p.states.parameters, p.gradients) for p in found]
     # States of both moments: what only one of them has cannot help the other.
     optimizer, parameters, gradients = (
-        some * np.minimum(chosen(each, full), chosen(each, empty))
-        for each in zip(*states, strict=True)
+        some * np.minimum(*(chosen([p[name] for p in found], which) for which in (full, empty)))
+        for name in ("optimizer states", "parameters", "gradients")
     )
     held = chosen(going, full)
     passing, products = _again_bytes(s)
@@ -140,7 +139,7 @@ def _over(
 ) -> tuple[Array, NDArray[np.intp]]:
     """Bytes over the device's memory in the fullest phase that has activations, or has none; and which that is."""
     over = [
-        np.where((parts.activations > 0.0) != ending, total - s.machine.memory_bytes, -np.inf)
+        np.where((parts["activations"] > 0.0) != ending, total - s.machine.memory_bytes, -np.inf)
         for parts, total in zip(found, totals, strict=True)
     ]
     most, which = fullest(over, shape_of(s.c))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -161,8 +161,41 @@ class StackCard:
         return f"stack card {self.name}: {self.sources.get(name, 'default')}"
 
 
-_Table = Mapping[str, Any]
-"""Numbers by name, and tables of them."""
+C = TypeVar("C", DeviceCard, StackCard)
+
+
+def numbers_of(card: DeviceCard | StackCard) -> dict[str, float]:
+    """All numbers of a card by path: `link`, `matmul.bfloat16`."""
+    named = {f.name: getattr(card, f.name) for f in fields(card) if f.name not in _NO_NUMBERS}
+    return _by_path(named)
+
+
+def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given by field, by path: the inverse of `by_field`."""
+    flat: dict[str, Any] = {}
+    for name, value in named.items():
+        table = isinstance(value, Mapping)
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if table else {name: value}
+    return flat
+
+
+def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given by path, by field of a card: `matmul.bfloat16` is an entry of `matmul`."""
+    named: dict[str, Any] = {}
+    for path, value in values.items():
+        name, _, key = path.partition(".")
+        if key:
+            named.setdefault(name, {})[key] = value
+        else:
+            named[name] = value
+    return named
+
+
+def with_numbers(card: C, values: Mapping[str, float]) -> C:
+    """A card with other numbers, by path."""
+    named = by_field(values)
+    tables = {k: {**getattr(card, k), **v} for k, v in named.items() if isinstance(v, dict)}
+    return replace(card, **(named | tables))
 
 
 class _Number(Section):
@@ -176,7 +209,11 @@ class _Number(Section):
     """What was believed before the number was fitted to runs; fitting starts there."""
 
 
-class _Numbers(Section):
+_Numbers = dict[str, _Number]
+"""Numbers by path."""
+
+
+class _Part(Section):
     """Numbers of cards."""
 
     device: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
@@ -184,12 +221,12 @@ class _Numbers(Section):
     stack: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
     """Numbers of the stack card."""
 
-    def over(self, device: _Table, stack: _Table) -> tuple[_Table, _Table]:
-        """These numbers over those of other cards; tables entry by entry."""
-        return _over(device, self.device), _over(stack, self.stack)
+    def over(self, base: tuple[_Numbers, _Numbers]) -> tuple[_Numbers, _Numbers]:
+        """These numbers by path, of the device and of the stack, over those of other cards."""
+        return base[0] | _by_path(self.device), base[1] | _by_path(self.stack)
 
 
-class _CardFile(_Numbers):
+class _CardFile(_Part):
     """A card file: a device card, a stack card, or both."""
 
     name: str
@@ -200,25 +237,23 @@ class _CardFile(_Numbers):
     """Globs over device names that a device card is for."""
     ranks: int | None = Field(default=None, ge=1)
     """Ranks that were at work when the numbers were measured. None: they hold for any number."""
-    fewer: dict[int, _Numbers] = Field(default_factory=dict)
+    fewer: dict[int, _Part] = Field(default_factory=dict)
     """What differs while fewer ranks work, by their number."""
 
-    def merged(self) -> tuple[_Table, _Table]:
+    def numbers(self) -> tuple[_Numbers, _Numbers]:
         """Numbers of the file over those of the card it extends."""
-        if self.extends is None:
-            return dict(self.device), dict(self.stack)
-        return self.over(*_parsed(_FOLDER / f"{self.extends}.yaml").merged())
+        base = _parsed(_FOLDER / f"{self.extends}.yaml").numbers() if self.extends else ({}, {})
+        return self.over(base)
 
     def cards(
-        self, numbers: tuple[_Table, _Table], path: Path
+        self, numbers: tuple[_Numbers, _Numbers], path: Path
     ) -> tuple[DeviceCard | None, StackCard | None]:
         """The cards that have numbers."""
         device, stack = numbers
-        values = _values(DeviceCard, device, path) if device else {}
         return (
-            DeviceCard(self.name, self.devices, **values) if device else None,
+            DeviceCard(self.name, self.devices, **_values(DeviceCard, device, path)) if device else None,
             StackCard(self.name, **_values(StackCard, stack, path)) if stack else None,
-        )
+        )  # fmt: skip
 
 
 @cache
@@ -236,7 +271,7 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
     """
     path = Path(path)
     file = _parsed(path)
-    return file.cards(file.merged(), path)
+    return file.cards(file.numbers(), path)
 
 
 def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
@@ -246,7 +281,7 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
         CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
     """
     file = _parsed(path)
-    numbers = file.merged()
+    numbers = file.numbers()
     if file.ranks is None or not all(numbers):
         raise CardUnreadable(
             "the card of this machine lacks its device, its stack or its number of ranks",
@@ -254,11 +289,11 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
             hint="hyper-parallel calibrate",
         )
     cards = {}
-    for ranks, fewer in sorted({**file.fewer, file.ranks: _Numbers()}.items()):
-        device, stack = file.cards(fewer.over(*numbers), path)
+    for ranks, fewer in sorted({**file.fewer, file.ranks: _Part()}.items()):
+        device, stack = file.cards(fewer.over(numbers), path)
         assert device is not None, "the file has a device"
         assert stack is not None, "the file has a stack"
-        cards[ranks] = (device, stack)
+        cards[ranks] = device, stack
     return cards
 
 
@@ -310,34 +345,23 @@ def _parsed(path: Path) -> _CardFile:
         raise
 
 
-def _over(base: _Table, own: _Table) -> _Table:
-    merged: dict[str, Any] = dict(base)
-    for key, value in own.items():
-        merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
-    return merged
-
-
-def _values(card: type[DeviceCard | StackCard], numbers: _Table, path: Path) -> dict[str, Any]:
+def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -> dict[str, Any]:
     """What a card is made of: its numbers, their sources and priors."""
     known = {f.name: f for f in fields(card) if f.name not in _NO_NUMBERS}
-    values: dict[str, Any] = {}
-    named: dict[str, _Number] = {}
-    for key, number in numbers.items():
-        if key not in known:
+    for number in numbers:
+        name, _, key = number.partition(".")
+        if name not in known or bool(key) != ("Mapping" in str(known[name].type)):
             raise CardUnreadable(
-                "a card holds a number that nothing reads", where=str(path), got=key, allowed=sorted(known)
+                "a card holds a number that nothing reads", where=str(path), got=number, allowed=sorted(known)
             )  # fmt: skip
-        if isinstance(number, dict):
-            values[key] = {k: n.value for k, n in number.items()}
-            named |= {f"{key}.{k}": n for k, n in number.items()}
-        else:
-            values[key], named[key] = number.value, number
+    values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(needed - set(values)):
         raise CardUnreadable(
             "a device card lacks numbers", where=str(path), got=f"without {', '.join(missing)}",
             hint="extends: accelerator",
         )  # fmt: skip
-    values["sources"] = {k: n.source for k, n in named.items()}
-    values["priors"] = {k: n.prior for k, n in named.items() if n.prior is not None}
-    return values
+    return {
+        **values, "sources": {key: number.source for key, number in numbers.items()},
+        "priors": {key: number.prior for key, number in numbers.items() if number.prior is not None},
+    }  # fmt: skip

@@ -8,25 +8,41 @@ at the end of forward of the last microbatch in flight, plus one layer being wor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import SOME, Array, Candidates, shape_of
 from hyper_parallel.cost._phases import (
+    FORMULAS,
+    LayerMemory,
     Parts,
-    SpaceTerm,
-    StageMemory,
-    Weights,
+    moving,
     phases,
     stage_elements,
     state_bytes,
+    staying,
 )
 from hyper_parallel.cost._pipeline import in_flight, lay_out
 from hyper_parallel.cost._setting import Setting
+from hyper_parallel.ir import MemoryTerm
 
 _TIE = 1e-9  # of a layer: what rounding may add to the layers that fit
 _LEFT = 2.0  # layers at the end of every stage that are not recomputed, so that nothing is made again at the peak
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceTerm:
+    """One cause of memory over all candidates."""
+
+    name: str
+    bytes: Array
+    formula: str
+
+    def at(self, index: int) -> MemoryTerm:
+        """The term of one candidate."""
+        return MemoryTerm(self.name, "hbm", int(np.ceil(self.bytes[index])), self.formula)
 
 
 def activation_bytes(s: Setting) -> Array:
@@ -90,22 +106,26 @@ def memory_terms(s: Setting, again: int | None = None) -> tuple[SpaceTerm, ...]:
     if again is None:
         found = held_parts(s)
     else:
-        some = (c.recompute > 1) & (again <= s.layers - _LEFT * c.vpp)
+        some, share = (c.recompute > 1) & (again <= s.layers - _LEFT * c.vpp), again / s.layers
         plain = held_parts(s.under(recompute=0.0 * c.recompute))
         other = held_parts(s.under(recompute=np.where(some, SOME, c.recompute)))
-        found = [a.mixed(b, again / s.layers) for a, b in zip(plain, other, strict=True)]
+        states = ("parameters", "optimizer states")
+        found = [
+            {k: v if k in states else (1.0 - share) * v + share * b[k] for k, v in a.items()}
+            for a, b in zip(plain, other, strict=True)
+        ]
     _, which = fullest(total_bytes(found, s), shape_of(c))
-    each = [parts.terms(card.context_bytes) for parts in found]
-    terms = [
-        SpaceTerm(column[0].name, chosen([t.bytes for t in column], which), column[0].formula)
-        for column in zip(*each, strict=True)
-    ]
-    moving = sum((t.bytes for t in terms[3:-1]), np.zeros(which.shape))
-    lost = SpaceTerm(
-        "fragmentation", card.fragmentation * moving,
-        f"{card.fragmentation:.0%} of what comes and goes: all but states and context",
+    held = {name: chosen([parts[name] for parts in found], which) for name in FORMULAS}
+    terms = [SpaceTerm(name, held[name], formula) for name, formula in FORMULAS.items()]
+    context = np.full(which.shape, card.context_bytes)
+    return (
+        *terms,
+        SpaceTerm("device context", context, "driver context, communicators and workspaces"),
+        SpaceTerm(
+            "fragmentation", card.fragmentation * moving(held),
+            f"{card.fragmentation:.0%} of what comes and goes: all but states and context",
+        ),
     )  # fmt: skip
-    return (*terms, lost)
 
 
 def few_layers(s: Setting, kind: int, capacity_bytes: float) -> tuple[Array, Array]:
@@ -156,7 +176,8 @@ def under(s: Setting, choices: Sequence[tuple[int, int]]) -> Setting:
 
 def memory_key(columns: Mapping[str, Array]) -> list[Array]:
     """What memory reads of strategies: rows that agree in it hold as much."""
-    named = [
+    c = columns
+    named = (
         "pp",
         "vpp",
         "schedule",
@@ -166,14 +187,9 @@ def memory_key(columns: Mapping[str, Array]) -> list[Array]:
         "accumulation",
         "zero",
         "offload",
-    ]
-    c = columns
-    return [
-        *(c[name] for name in named if name in c),
-        c["tp_x"] * c["tp_y"],
-        c["ep"] * c["etp"],
-        np.minimum(c["ep"], 2.0),
-    ]
+    )
+    products = (c["tp_x"] * c["tp_y"], c["ep"] * c["etp"], np.minimum(c["ep"], 2.0))
+    return [*(c[name] for name in named if name in c), *products]
 
 
 def fullest(totals: Sequence[Array], shape: tuple[int, ...]) -> tuple[Array, NDArray[np.intp]]:
@@ -197,7 +213,9 @@ def chosen(values: Sequence[Array], which: NDArray[np.intp]) -> Array:
 def total_bytes(found: Sequence[Parts], s: Setting) -> list[Array]:
     """Bytes of each of `held_parts`; minus infinity where it does not describe a candidate."""
     card = s.machine.card
-    totals = [p.moving * (1.0 + card.fragmentation) + p.staying + card.context_bytes for p in found]
+    totals = [
+        moving(p) * (1.0 + card.fragmentation) + staying(p) + card.context_bytes for p in found
+    ]
     if len(found) > 1:
         sharded = (s.c.zero > 1) & (s.machine.stack.phased > 0.0)
         if not sharded.all():
@@ -212,73 +230,77 @@ def held_parts(s: Setting) -> list[Parts]:
 
     The first of them stands for everything at once; where all candidates have phases it is one of these.
     """
-    n, c, stack = s.n, s.c, s.machine.stack
-    one_layer = activation_bytes(s)
-    kept = kept_bytes(s, one_layer)
-    worked = np.where((c.recompute > 1) & (c.recompute < SOME), one_layer, 0.0)
-    freed = np.where(c.recompute < SOME, kept, one_layer)
-    routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * s.machine.width
-    exchange = np.zeros(1)
-    if n.experts:
-        exchange = np.where(c.ep > 1, 2.0 * s.tokens / c.tp * (routed * stack.imbalance), 0.0)
+    c, layer = s.c, _layer_memory(s)
     found: list[Parts] = []
-    if stack.phased and bool((c.zero > 1).any()):
-        stages = _stages(s, kept, freed, worked, exchange)
-        # Without a pipeline the last stage is the first.
-        for stage in stages[: 2 if bool((c.pp > 1).any()) else 1]:
-            found += phases(s, stage)
+    if s.machine.stack.phased and bool((c.zero > 1).any()):
+        found = _phases_of_stages(s, layer)
         if bool((c.zero > 1).all()):
             return found
-    layers, logits = s.layers, s.logits
-    saved = layers * in_flight(c) * kept
+    logits, saved = s.logits, s.layers * in_flight(c) * layer.kept
     # With a pipeline the first stage holds most activations and the last one the logits: the fuller of the two.
-    last_saved = layers * kept * np.where(c.pp > 1, in_flight_last(c), 1.0)
+    last_saved = s.layers * layer.kept * np.where(c.pp > 1, in_flight_last(c), 1.0)
     head_fuller = (c.pp > 1) & (last_saved + logits > saved)
     saved = np.where(head_fuller, last_saved, saved)
     logits = np.where((c.pp > 1) & ~head_fuller, 0.0, logits)
-    return [_at_once(s, saved + worked, exchange, logits), *found]
+    return [_at_once(s, layer, saved, logits), *found]
 
 
-def _stages(
-    s: Setting, kept: Array, freed: Array, worked: Array, exchange: Array
-) -> tuple[StageMemory, StageMemory]:
-    """The first stage, which has the embedding and most in flight, and the last one, which has the head."""
+def _layer_memory(s: Setting) -> LayerMemory:
+    n, c = s.n, s.c
+    one_layer = activation_bytes(s)
+    kept = kept_bytes(s, one_layer)
+    exchange = np.zeros(1)
+    if n.experts:
+        routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * s.machine.width
+        held = 2.0 * s.tokens / c.tp * (routed * s.machine.stack.imbalance)
+        exchange = np.where(c.ep > 1, held, 0.0)
+    worked = np.where((c.recompute > 1) & (c.recompute < SOME), one_layer, 0.0)
+    return LayerMemory(kept, np.where(c.recompute < SOME, kept, one_layer), worked, exchange)
+
+
+def _phases_of_stages(s: Setting, layer: LayerMemory) -> list[Parts]:
+    """Of the first stage, which has the embedding and most in flight, and of the last one, which has the head."""
     n, c, one = s.n, s.c, s.c.pp <= 1
-    layer = 6.0 * (n.attention_weights + n.mlp_weights + n.active_expert_weights)
-    layer = layer + 3.0 * n.attention_flops(s.workload.seq_len)
+    flops = 6.0 * (n.attention_weights + n.mlp_weights + n.active_expert_weights)
+    flops = flops + 3.0 * n.attention_flops(s.workload.seq_len)
     even, head = bool(s.machine.stack.even_stages), np.full(1, 6.0 * n.head_weights)
-    cut = lay_out(c, n.layers, np.full(1, layer), head, even)
+    cut = lay_out(c, n.layers, np.full(1, flops), head, even)
     # Every stage has a layer.
-    last_layers = np.where(one, n.layers, np.maximum(cut.last, 1.0))
-    most = np.where(one, n.layers, np.ceil((n.layers - last_layers) / np.maximum(c.pp - 1.0, 1.0)))
+    last = np.where(one, n.layers, np.maximum(cut.last, 1.0))
+    most = np.where(one, n.layers, np.ceil((n.layers - last) / np.maximum(c.pp - 1.0, 1.0)))
     every = n.embedding_weights + n.head_params
-    shared = (kept, freed, worked, exchange)
-    first = np.where(one, every, n.embedding_weights) * 1.0
-    last = np.where(one, every, n.head_weights) * 1.0
-    return (
-        StageMemory(most, first, in_flight(c), np.where(one, s.logits, 0.0), *shared),
-        StageMemory(last_layers, last, np.where(one, 1.0, in_flight_last(c)), s.logits, *shared),
+    embedding, output = (
+        np.where(one, every, part) * 1.0 for part in (n.embedding_weights, n.head_weights)
     )
+    found = phases(s, layer, most, embedding, in_flight(c), np.where(one, s.logits, 0.0))
+    if one.all():  # the last stage is the first
+        return list(found)
+    flight = np.where(one, 1.0, in_flight_last(c))
+    return [*found, *phases(s, layer, last, output, flight, s.logits)]
 
 
-def _at_once(s: Setting, activations: Array, exchange: Array, logits: Array) -> Parts:
+def _at_once(s: Setting, layer: LayerMemory, saved: Array, logits: Array) -> Parts:
     """All of it at the same time."""
-    n, c, stack, width, layers = s.n, s.c, s.machine.stack, s.machine.width, s.layers
-    elements = stage_elements(s)
-    states, w = state_bytes(s, elements), Weights.of(s)
-    vocabulary = w.vocabulary
+    n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
+    elements, one, vocabulary = stage_elements(s), s.dense() + s.experts(), s.outside / c.tp
+    states = state_bytes(s, elements)
     if stack.vocabulary_groups > 1:
         vocabulary = np.minimum(vocabulary, max(n.embedding_weights, n.head_weights) / c.tp)
-    gathered_layers = np.where(c.zero > 2, np.minimum(2.0, layers), layers)
-    gathered = np.where(w.copies, (gathered_layers * w.layer + vocabulary) * width, 0.0)
-    reduced = np.where(w.sharded, s.reduce_width + width, width)
-    buffers = np.where(w.copies, np.maximum(w.layer, vocabulary) * reduced, 0.0)
-    gradients = states.gradients + stack.gradient_copy_bytes * np.where(
-        c.zero < 2, elements[0], 0.0
-    )
-    # The backward of one layer holds the gradient of a gathered input.
-    working = np.where(c.tp > 1, s.tokens * n.hidden * width, 0.0)
-    return Parts(states, gradients, gathered, buffers, activations, working, exchange, logits)
+    gathered_layers = np.where(c.zero > 2, np.minimum(2.0, s.layers), s.layers)
+    reduced = np.where(s.sharded, s.reduce_width + width, width)
+    second_copy = stack.gradient_copy_bytes * np.where(c.zero < 2, elements[0], 0.0)
+    return states | {
+        "gradients": states["gradients"] + second_copy,
+        "gathered parameters": np.where(
+            s.copies, (gathered_layers * one + vocabulary) * width, 0.0
+        ),
+        "gradient buffers": np.where(s.copies, np.maximum(one, vocabulary) * reduced, 0.0),
+        "activations": saved + layer.worked,
+        # The backward of one layer holds the gradient of a gathered input.
+        "work space": np.where(c.tp > 1, s.tokens * n.hidden * width, 0.0),
+        "exchange buffers": layer.exchange,
+        "logits": logits,
+    }
 
 
 def in_flight_last(c: Candidates) -> Array:

@@ -10,18 +10,23 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from hyper_parallel.cost._cards import DeviceCard, StackCard, read_cards_by_ranks
+from hyper_parallel.cost._cards import (
+    C,
+    DeviceCard,
+    StackCard,
+    numbers_of,
+    read_cards_by_ranks,
+    with_numbers,
+)
 from hyper_parallel.topology import cache_dir
 
 LOCAL_CARD: Final = "local"
 """Name of a card that was measured on this machine."""
 
 Cards = tuple[DeviceCard, StackCard]
-_Card = TypeVar("_Card", DeviceCard, StackCard)
 
 
 def own_path() -> Path:
@@ -70,7 +75,7 @@ def at_ranks(by_ranks: Mapping[int, Cards], ranks: int) -> Cards:
     return _between(device, crowded, share), _between(stack, slower, share)
 
 
-def _between(low: _Card, high: _Card, share: float) -> _Card:
+def _between(low: C, high: C, share: float) -> C:
     """Numbers between those of two cards, in the logarithm where both are positive."""
 
     def mixed(a: float, b: float) -> float:
@@ -78,13 +83,6 @@ def _between(low: _Card, high: _Card, share: float) -> _Card:
             return math.exp((1.0 - share) * math.log(a) + share * math.log(b))
         return (1.0 - share) * a + share * b
 
-    changed: dict[str, Any] = {}
-    for f in fields(high):
-        a, b = getattr(low, f.name), getattr(high, f.name)
-        if a == b or f.name in ("sources", "priors"):
-            continue
-        if isinstance(b, Mapping):
-            changed[f.name] = {k: mixed(a[k], v) if k in a else v for k, v in b.items()}
-        elif isinstance(b, float):
-            changed[f.name] = mixed(a, b)
-    return replace(high, **changed)
+    below = numbers_of(low)
+    changed = {k: b for k, b in numbers_of(high).items() if below.get(k, b) != b}
+    return with_numbers(high, {k: mixed(below[k], b) for k, b in changed.items()})

@@ -15,24 +15,40 @@ reduces them at the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import Array
 from hyper_parallel.cost._setting import Setting
-from hyper_parallel.ir import MemoryTerm
+
+FORMULAS: Final = {
+    "parameters": "elements of the stage / P; ZeRO 2, 3: / d, in the parameter format, else in the compute format",
+    "gradients": "elements of the stage / P in the parameter format; ZeRO 2, 3: / d",
+    "optimizer states": "two AdamW moments in the parameter format, ZeRO 0, 1: and a copy of the parameters; "
+    "ZeRO > 0: / d",
+    "gathered parameters": "layers (all, when not resharded) and the embedding or head, / P, in the compute format",
+    "gradient buffers": "unsharded gradients before and in reduction; of a pipeline those of the whole stage",
+    "activations": "layers * microbatches in flight * T b ((4h + 2q + 2k + 3f) / P + gathered inputs), T b h / P",
+    "work space": "gradients of activations of the layer or the loss being worked on",
+    "exchange buffers": "dispatched tokens of one expert layer, sent and received",
+    "logits": "T V / P: the logits, float32 probabilities and their gradient",
+}
+"""What a device holds at one time or another, by the names of its terms; the phases of a step add up some of it."""
+_STATES: Final = ("parameters", "gradients", "optimizer states")
+Parts = dict[str, Array]
+"""Bytes of each."""
 
 
-@dataclass(frozen=True, slots=True)
-class States:
-    """Bytes of what lives through the whole step, and what the optimizer moves."""
+def staying(parts: Parts) -> Array:
+    """What lives through the step, or is added up in it."""
+    return np.asarray(sum(parts[name] for name in _STATES))
 
-    parameters: Array
-    gradients: Array
-    optimizer: Array
-    optimizer_moved: Array
+
+def moving(parts: Parts) -> Array:
+    """What comes and goes."""
+    return np.asarray(sum(parts[name] for name in FORMULAS if name not in _STATES))
 
 
 def stage_elements(
@@ -54,169 +70,98 @@ def stage_elements(
     return dense + experts, dense / s.shards + experts / share
 
 
-def state_bytes(s: Setting, elements: tuple[Array, Array] | None = None) -> States:
-    """Parameters, gradients and optimizer states of a rank, the fullest when its elements are not given.
+def state_bytes(s: Setting, elements: tuple[Array, Array]) -> Parts:
+    """Parameters, gradients and optimizer states of a rank with so many `stage_elements`.
 
     Source: Rajbhandari et al. 2020 (ZeRO), section 3.
     """
     param, compute = s.param_width, s.machine.width
-    whole, sharded = elements or stage_elements(s)
-    master = param if param != compute else 0.0
-    mine = np.where(s.c.zero > 0, sharded, whole)
+    whole, sharded = elements
     fully = s.c.zero > 1
-    parameters = np.where(fully, sharded * param, whole * compute)
-    gradients = np.where(fully, sharded, whole) * param
-    states = mine * (2.0 * param + np.where(fully, 0.0, master))
-    # AdamW reads gradient, parameter and two moments and writes three of them; a copy in the compute format is written.
-    moved = mine * (7.0 * param + np.where(fully, 0.0, compute))
-    return States(parameters, gradients, states, moved)
+    master = np.where(fully | (param == compute), 0.0, param)
+    return {
+        "parameters": np.where(fully, sharded * param, whole * compute),
+        "gradients": np.where(fully, sharded, whole) * param,
+        "optimizer states": np.where(s.c.zero > 0, sharded, whole) * (2.0 * param + master),
+    }
+
+
+def moved_bytes(s: Setting, elements: tuple[Array, Array]) -> Array:
+    """Bytes that AdamW moves.
+
+    It reads gradient, parameter and two moments and writes three of them; a copy in the compute format is written.
+    """
+    mine = np.where(s.c.zero > 0, elements[1], elements[0])
+    return mine * (7.0 * s.param_width + np.where(s.c.zero > 1, 0.0, s.machine.width))
 
 
 @dataclass(frozen=True, slots=True)
-class SpaceTerm:
-    """One cause of memory over all candidates."""
+class LayerMemory:
+    """Bytes of one mean layer and microbatch."""
 
-    name: str
-    bytes: Array
-    formula: str
-
-    def at(self, index: int) -> MemoryTerm:
-        """The term of one candidate."""
-        return MemoryTerm(self.name, "hbm", int(np.ceil(self.bytes[index])), self.formula)
+    kept: Array  # from forward to backward
+    freed: Array  # of that what goes when the backward of the last layer is done
+    worked: Array  # what recomputation makes again
+    exchange: Array  # dispatched tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a device holds at one time or another, bytes; the phases of a step add up some of it."""
+def phases(
+    s: Setting, layer: LayerMemory, layers: Array, outside: Array, flight: Array, logits: Array
+) -> tuple[Parts, ...]:
+    """The four phases of a stage.
 
-    states: States
-    gradients: Array
-    gathered: Array
-    buffers: Array
-    activations: Array
-    working: Array
-    exchange: Array
-    logits: Array
-
-    def mixed(self, other: Parts, share: Array) -> Parts:
-        """What is held when a share of the layers is as in the other one."""
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(Parts)}
-        del pairs["states"]
-        return replace(self, **{k: (1.0 - share) * a + share * b for k, (a, b) in pairs.items()})
-
-    @property
-    def staying(self) -> Array:
-        """What lives through the step, or is added up in it."""
-        return self.states.parameters + self.gradients + self.states.optimizer
-
-    @property
-    def moving(self) -> Array:
-        """What comes and goes."""
-        held = self.gathered + self.buffers + self.activations
-        return held + self.working + self.exchange + self.logits
-
-    def terms(self, context_bytes: float) -> tuple[SpaceTerm, ...]:
-        """One term for each, and the device's context."""
-        states = self.states
-        return (
-            SpaceTerm("parameters", states.parameters,
-                      "elements of the stage / P; ZeRO 2, 3: / d, in the parameter format, else in the compute format"),
-            SpaceTerm("gradients", self.gradients,
-                      "elements of the stage / P in the parameter format; ZeRO 2, 3: / d"),
-            SpaceTerm("optimizer states", states.optimizer,
-                      "two AdamW moments in the parameter format, ZeRO 0, 1: and a copy of the parameters; "
-                      "ZeRO > 0: / d"),
-            SpaceTerm("gathered parameters", self.gathered,
-                      "layers (all, when not resharded) and the embedding or head, / P, in the compute format"),
-            SpaceTerm("gradient buffers", self.buffers,
-                      "unsharded gradients before and in reduction; of a pipeline those of the whole stage"),
-            SpaceTerm("activations", self.activations,
-                      "layers * microbatches in flight * T b ((4h + 2q + 2k + 3f) / P + gathered inputs), T b h / P"),
-            SpaceTerm("work space", self.working, "gradients of activations of the layer or the loss being worked on"),
-            SpaceTerm("exchange buffers", self.exchange, "dispatched tokens of one expert layer, sent and received"),
-            SpaceTerm("logits", self.logits, "T V / P: the logits, float32 probabilities and their gradient"),
-            SpaceTerm("device context", np.full(1, context_bytes), "driver context, communicators and workspaces"),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Elements of a rank before data sharding: one mean layer, the vocabulary of its stage, and the head."""
-
-    layer: Array
-    vocabulary: Array
-    head: Array
-    sharded: NDArray[np.bool_]
-    copies: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, s: Setting, outside: Array | None = None) -> Weights:
-        """Elements of a rank; `outside` are those of embedding and head in its stage, None: the larger."""
-        zero, tp = s.c.zero, s.c.tp
-        sharded = (s.shards > 1) & (zero > 1)
-        # A copy exists where parameters are gathered or where the compute format differs from the stored one.
-        copies = (zero > 1) & (sharded | (s.machine.width != s.param_width))
-        vocabulary = (s.outside if outside is None else outside) / tp
-        return cls(s.dense() + s.experts(), vocabulary, s.n.head_params / tp, sharded, copies)
-
-
-@dataclass(frozen=True, slots=True)
-class StageMemory:
-    """One stage of every candidate, and what its activations are made of."""
-
-    layers: Array
-    outside: Array  # elements of embedding and head, before tensor parallelism
-    flight: Array  # microbatches in flight
-    logits: Array  # bytes of logits and their gradient; 0 where the head is elsewhere
-    kept: Array  # bytes that a layer and microbatch keeps
-    freed: Array  # bytes of one that go when the backward of the last layer is done
-    worked: Array  # bytes that recomputation makes again of one layer
-    exchange: Array  # bytes of the dispatched tokens of one layer
-
-
-def phases(s: Setting, stage: StageMemory) -> tuple[Parts, ...]:
-    """The four phases of a stage."""
+    Args:
+        s: What is priced.
+        layer: What a layer keeps.
+        layers: Layers of the stage.
+        outside: Elements of embedding and head, before tensor parallelism.
+        flight: Microbatches in flight.
+        logits: Bytes of logits and their gradient; 0 where the head is elsewhere.
+    """
     n, c, width, wide = s.n, s.c, s.machine.width, s.reduce_width
-    layers, tokens, none = stage.layers, s.tokens, np.zeros(1)
-    states = state_bytes(s, stage_elements(s, layers, stage.outside))
-    w = Weights.of(s, stage.outside)
+    tokens, none = s.tokens, np.zeros(1)
+    states = state_bytes(s, stage_elements(s, layers, outside))
+    one, vocabulary = s.dense() + s.experts(), outside / c.tp
     piped, several = c.pp > 1, c.accumulation > 1
-    copies = np.where(w.copies, width, 0.0)
-    root = copies * w.vocabulary
+    copies = np.where(s.copies, width, 0.0)
+    root = copies * vocabulary
     # A pipeline's stage gathers its first layer for the next microbatch early.
     most = np.where(piped, layers + 1.0, layers)
-    coming = copies * np.where(c.zero > 2, np.minimum(1.0, most), layers) * w.layer
-    two = copies * np.where(c.zero > 2, np.minimum(2.0, most), layers) * w.layer
+    coming = copies * np.where(c.zero > 2, np.minimum(1.0, most), layers) * one
+    two = copies * np.where(c.zero > 2, np.minimum(2.0, most), layers) * one
     # Unsharded sums of a pipeline's gradients; without copies the gradients are what they are.
-    sums = np.where(piped & w.copies, wide * (w.vocabulary + layers * w.layer), 0.0)
-    mine = np.where(piped & w.copies, 0.0, states.gradients)
+    sums = np.where(piped & s.copies, wide * (vocabulary + layers * one), 0.0)
+    mine = np.where(piped & s.copies, 0.0, states["gradients"])
     before = np.where(several, mine, 0.0)
-    shards = np.where(w.sharded, s.shards, 1.0)
-    outer = w.vocabulary / shards * wide
+    outer = vocabulary / np.where(s.sharded, s.shards, 1.0) * wide
     inner = np.maximum(mine - outer, 0.0)
     # Before reduction in the compute format, in reduction wide; a group of one rank makes a wide copy of it all.
-    reduced = np.where(w.copies, np.where(w.sharded, width + wide, 2.0 * wide), 0.0)
-    single = np.where(w.copies, np.where(w.sharded, width + wide, 3.0 * wide), 0.0)
-    head = np.where(piped, 0.0, copies * w.head)
+    reduced = np.where(s.copies, np.where(s.sharded, width + wide, 2.0 * wide), 0.0)
+    single = np.where(s.copies, np.where(s.sharded, width + wide, 3.0 * wide), 0.0)
+    head = np.where(piped, 0.0, copies * (n.head_params / c.tp))
     # The final norm keeps its input wide, and both formats of its output.
-    final = np.where(stage.logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) / c.tp, 0.0)
+    final = np.where(logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) / c.tp, 0.0)
     # Stages keep what they receive of every microbatch in flight, and hold a message in and one out.
     message = np.where(piped, tokens * n.hidden * width / c.tp, 0.0)
-    held = layers * stage.flight * stage.kept
+    held = layers * flight * layer.kept
     # Where every forward comes before the first backward, the sums come as the first microbatch goes.
-    fewer = np.maximum(held - sums, layers * (stage.flight - 1.0) * stage.kept)
-    held = np.where(piped & (stage.flight >= c.accumulation), fewer, held)
-    saved = held + message * (stage.flight + 2.0)
-    gradients = tokens * width * (2.0 * n.hidden + 2.0 * n.mlp_width) / c.tp
-    gradients = gradients + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
-    left = np.maximum(saved - stage.freed, 0.0) + stage.worked
-    return (
-        Parts(states, before, root + coming, sums, saved + final, none, none, stage.logits),
-        Parts(states, before, root + two, sums + head, saved + stage.worked, gradients, stage.exchange, none),
-        Parts(states, np.maximum(before, inner / np.maximum(layers, 1.0)), root + two,
-              np.where(piped, sums + wide * copies / width * w.layer, head + reduced * w.layer),
-              left, none, stage.exchange, none),
-        Parts(states, np.where(several, mine, inner + np.where(w.copies, 0.0, outer)), np.where(piped, root, 0.0),
-              np.where(piped, sums + np.where(w.copies, wide, 0.0) * w.vocabulary, single * w.vocabulary),
-              none, none, none, none),
+    fewer = np.maximum(held - sums, layers * (flight - 1.0) * layer.kept)
+    held = np.where(piped & (flight >= c.accumulation), fewer, held)
+    saved = held + message * (flight + 2.0)
+    working = tokens * width * (2.0 * n.hidden + 2.0 * n.mlp_width) / c.tp
+    working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
+    left = np.maximum(saved - layer.freed, 0.0) + layer.worked
+    at_end = np.where(several, mine, inner + np.where(s.copies, 0.0, outer))
+    next_buffers = np.where(piped, sums + wide * copies / width * one, head + reduced * one)
+    columns = (
+        # loss, last layer, next layer, end
+        ("gradients", before, before, np.maximum(before, inner / np.maximum(layers, 1.0)), at_end),
+        ("gathered parameters", root + coming, root + two, root + two, np.where(piped, root, 0.0)),
+        ("gradient buffers", sums, sums + head, next_buffers,
+         np.where(piped, sums + np.where(s.copies, wide, 0.0) * vocabulary, single * vocabulary)),
+        ("activations", saved + final, saved + layer.worked, left, none),
+        ("work space", none, working, none, none),
+        ("exchange buffers", none, layer.exchange, layer.exchange, none),
+        ("logits", logits, none, none, none),
     )  # fmt: skip
+    return tuple(states | {name: each[phase] for name, *each in columns} for phase in range(4))

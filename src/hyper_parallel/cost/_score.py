@@ -11,9 +11,8 @@ from hyper_parallel.cost._budget import away_from
 from hyper_parallel.cost._candidates import Array, Candidates
 from hyper_parallel.cost._copies import COPIES, put_away
 from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._memory import memory_terms
+from hyper_parallel.cost._memory import SpaceTerm, memory_terms
 from hyper_parallel.cost._numbers import ModelNumbers
-from hyper_parallel.cost._phases import SpaceTerm
 from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._time import TimeTerm, time_terms
 from hyper_parallel.ir import CostTerm, MemoryTerm, Strategy, Workload

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hyper_parallel.cost._candidates import Array, Candidates
 from hyper_parallel.cost._machine import Machine, Ring
@@ -83,6 +84,16 @@ class Setting:
         """Bytes at the peak of the loss."""
         each = self.machine.stack.logit_bytes * max(self.machine.width, 2.0) / 2.0
         return self.tokens * self.n.vocab / self.c.tp * each
+
+    @cached_property
+    def sharded(self) -> NDArray[np.bool_]:
+        """Whether gradients, and parameters at home, are shards."""
+        return (self.shards > 1) & (self.c.zero > 1)
+
+    @cached_property
+    def copies(self) -> NDArray[np.bool_]:
+        """Whether matmuls read copies of parameters, which are gathered or of another format than the stored ones."""
+        return (self.c.zero > 1) & (self.sharded | (self.machine.width != self.param_width))
 
     def ring(self, axes: tuple[str, ...]) -> Ring:
         """The ring over a group, by the names that the boundary table gives its axes."""

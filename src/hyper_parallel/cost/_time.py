@@ -14,7 +14,7 @@ from hyper_parallel.cost._budget import copy_load
 from hyper_parallel.cost._candidates import Array, shape_of
 from hyper_parallel.cost._communication import exposed, hop_seconds, step_tail, tensor_hops
 from hyper_parallel.cost._copies import COPIES, FORMULA, SOURCE
-from hyper_parallel.cost._phases import stage_elements, state_bytes
+from hyper_parallel.cost._phases import moved_bytes, stage_elements
 from hyper_parallel.cost._pipeline import bubble_seconds
 from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._step import Step
@@ -200,7 +200,7 @@ def rest_terms(s: Setting, step: Step) -> list[TimeTerm]:
     tail = tail + exposed(once["first_s"], work.forward * layers, overlap) + tensor_hops(s)
     norm = machine.ring_seconds(np.full(1, 4.0), *s.places.group(AXES))
     elements = stage_elements(s)
-    moved = state_bytes(s, elements).optimizer_moved
+    moved = moved_bytes(s, elements)
     added = (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (s.shards > 1)))
     sums = m * 8.0 * card.saturation * elements[0] / machine.stream_bytes_s
     return [
