@@ -119,6 +119,12 @@ def test_file_with_gaps_bad_rows_and_measured_values(tmp_path):
     assert "is missing" in six["assumptions"]
 
 
+def test_a_plain_feed_forward_part_is_half_of_a_gated_ones_input_whatever_the_attention():
+    moe = {"model": "DeepSeek-V3", "hidden": 7168, "experts": 8, "topk": 2, "moe_ffn": 512, "tp": 1}
+    gated, plain = (read_run(row(**moe, gated=g)).model for g in (1, 0))
+    assert gated.num_params - plain.num_params == 32 * 8 * 512 * 7168
+
+
 def predicted(changes):
     return predict(read_run(row(**changes)))
 

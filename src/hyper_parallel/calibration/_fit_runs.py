@@ -8,7 +8,7 @@ count linearly (Huber). So a constant that no run speaks about stays what it was
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,11 +115,11 @@ class Fit:
             log_ratios: `before`, `after` or `left_out`.
             kind: dense or moe.
         """
-        groups: dict[str, list[float]] = {}
+        groups = defaultdict[str, list[float]](list)
         for run, value in zip(self.runs, log_ratios, strict=True):
             if run.kind == kind:
-                groups.setdefault(run.group, []).append(abs(math.expm1(float(value))))
-        return np.asarray([float(np.median(values)) for values in groups.values()])
+                groups[run.group].append(abs(math.expm1(float(value))))
+        return np.asarray([np.median(values) for values in groups.values()])
 
     def summary(self) -> list[str]:
         """The accuracy and the constants as lines of text."""
@@ -133,10 +133,8 @@ class Fit:
                 lines.append(
                     f"{kind}, {columns[0].size} groups: believed {shown[0]}, fitted {shown[1]}, left out {shown[2]}"
                 )
-        lines += [
-            f"{kind}: {share:.0%} of what was left out lies in its 80 % interval"
-            for kind, share in self.coverage.items()
-        ]
+        for kind, share in self.coverage.items():
+            lines.append(f"{kind}: {share:.0%} of what was left out lies in its 80 % interval")
         lines.append("factors on what was believed:")
         lines += [f"  {name}: {math.exp(value):.3f}" for name, value in self.factors.items()]
         return lines
@@ -195,39 +193,36 @@ def fit_runs(
         if np.abs((factors - last) / widths).max() < _SETTLED:
             break
 
-    def without(fold: Callable[[PublishedRun], str], unknown_stack: bool = False) -> Array:
+    folds = {k: np.asarray([fold(run) for run in runs]) for k, fold in FOLDS.items()}
+
+    def without(fold: str, unknown_stack: bool = False) -> Array:
         """Residual of each run by cards fitted without its fold; linear in the factors around the full fit."""
-        left_out, folds = now.copy(), np.asarray([fold(run) for run in runs])
-        for name in dict.fromkeys(folds):
+        left_out = now.copy()
+        for name in dict.fromkeys(folds[fold]):
             if not name:
                 continue
-            others = _solve(now, slopes, factors, votes * (folds != name), widths)
-            cards = apply(start, others, constants)
-            for i in np.flatnonzero(folds == name):
+            mine = folds[fold] == name
+            cards = apply(start, _solve(now, slopes, factors, votes * ~mine, widths), constants)
+            for i in np.flatnonzero(mine):
                 case = cases[i]
                 if unknown_stack:
                     case = replace(case, run=case.run.priced_as_unknown())
                 left_out[i] = case.log_ratio(cards)
         return left_out
 
-    left_out, interval, covered = now, dict[str, float](), dict[str, float]()
-    kinds = np.asarray([run.kind for run in runs])
-    # A new run is most often of a model that no run has shown, and sometimes of a stack that none has.
-    unseen = without(FOLDS["model"]) if leave_out else now
-    strange = without(FOLDS["stack"], unknown_stack=True) if leave_out else now
-    models, stacks = (np.asarray([FOLDS[k](run) for run in runs]) for k in ("model", "stack"))
+    left_out = unseen = strange = now
     if leave_out:
-        left_out = without(FOLDS[leave_out])
-    folds = np.asarray([FOLDS[leave_out or "group"](run) for run in runs])
+        left_out = without(leave_out)
+        # A new run is most often of a model that no run has shown, and sometimes of a stack that none has.
+        unseen, strange = without("model"), without("stack", unknown_stack=True)
+    interval, covered = dict[str, float](), dict[str, float]()
     for kind in sorted({run.kind for run in runs}):
-        mine = kinds == kind
-        width = half_width(unseen[mine], votes[mine], models[mine])
-        interval[kind] = width
-        interval[f"{kind}_unknown_stack"] = max(
-            width, half_width(strange[mine], votes[mine], stacks[mine])
-        )
-        if leave_out and len(set(folds[mine])) > 1:
-            covered[kind] = coverage(left_out[mine], votes[mine], folds[mine])
+        mine = np.asarray([run.kind == kind for run in runs])
+        width = half_width(unseen[mine], votes[mine], folds["model"][mine])
+        other = half_width(strange[mine], votes[mine], folds["stack"][mine])
+        interval |= {kind: width, f"{kind}_unknown_stack": max(width, other)}
+        if leave_out and len(set(folds[leave_out][mine])) > 1:
+            covered[kind] = coverage(left_out[mine], votes[mine], folds[leave_out][mine])
     fitted = _memory_not_too_low(apply(start, factors, constants), runs)
     cards = _described(start, fitted, constants, interval)
     named = {c.name: float(f) for c, f in zip(constants, factors, strict=True)}
@@ -237,13 +232,7 @@ def fit_runs(
 def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Array) -> Array:
     """Log factors that minimise the residuals, linear around `factors`: Huber's loss times votes, and the priors.
 
-    Args:
-        now: Residuals at `factors`, [runs].
-        slopes: Their derivatives, [runs, constants].
-        factors: Log factors, [constants].
-        votes: Weight of each run.
-        widths: Widths of the priors.
-
+    Residuals `now` are [runs], their `slopes` [runs, constants]; `widths` are those of the priors.
     Source: robust regression, Huber 1964; priors as ridge penalties.
     """
     from scipy.optimize import least_squares
@@ -253,15 +242,11 @@ def _solve(now: Array, slopes: Array, factors: Array, votes: Array, widths: Arra
 
     def loss(squares: Array) -> Any:
         """Value and two derivatives by the square: linear in it up to the knee, in its root beyond."""
-        root = np.sqrt(np.maximum(squares, 1e-24))
-        inside, reach = squares <= knee, HUBER / root
-        return weights * np.stack(
-            [
-                np.where(inside, squares, 2.0 * HUBER * root - HUBER**2),
-                np.where(inside, 1.0, reach),
-                np.where(inside, 0.0, -0.5 * reach / np.maximum(squares, 1e-24)),
-            ]
-        )
+        squares = np.maximum(squares, 1e-24)
+        inside, reach = squares <= knee, HUBER / np.sqrt(squares)
+        value = np.where(inside, squares, 2.0 * HUBER * np.sqrt(squares) - HUBER**2)
+        slope = np.where(inside, 1.0, reach)
+        return weights * np.stack([value, slope, np.where(inside, 0.0, -0.5 * reach / squares)])
 
     result = least_squares(
         lambda f: np.concatenate([(now + slopes @ (f - factors)) / NOISE, f / widths]),
@@ -316,10 +301,9 @@ def _described(
 ) -> Cards:
     """Fitted cards that say of every changed number what was believed and that it was fitted."""
     changed = {name for c in constants for name in c.cards}
-    sources_of_interval = {
-        f"interval.{kind}": "80 % of runs whose "
-        + ("stack was left out and priced as another" if "_" in kind else "model was left out")
-        + ", one vote per group"
+    left = {True: "stack was left out and priced as another", False: "model was left out"}
+    of_interval = {
+        f"interval.{kind}": f"80 % of runs whose {left['_' in kind]}, one vote per group"
         for kind in interval
     }
 
@@ -331,13 +315,9 @@ def _described(
                 priors[path] = value
         return replace(new, sources=sources, priors=priors)
 
+    device = {k: describe(start.device[k], v) for k, v in fitted.device.items()}
     stack = {k: describe(start.stack[k], v) for k, v in fitted.stack.items()}
-    return Cards(
-        {k: describe(start.device[k], v) for k, v in fitted.device.items()},
-        {
-            k: replace(v, interval=dict(interval), sources={**v.sources, **sources_of_interval})
-            if k in changed
-            else v
-            for k, v in stack.items()
-        },
-    )
+    for name in changed & {*stack}:
+        sources = {**stack[name].sources, **of_interval}
+        stack[name] = replace(stack[name], interval=dict(interval), sources=sources)
+    return Cards(device, stack)

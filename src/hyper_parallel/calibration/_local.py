@@ -28,10 +28,12 @@ from hyper_parallel.cost import (
     device_card,
     stack_card,
     step_seconds,
+    with_numbers,
 )
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.topology import Supernode
+from hyper_parallel.units import DTYPE_BYTES
 
 Array = NDArray[np.float64]
 
@@ -47,6 +49,8 @@ _HOST_PULL: Final = 0.01
 """The same for host work, of which they say nothing: towards none."""
 _UNITS: Final = {"kernel_s": 1e-5, "step_s": 1e-2, "moe_host_s": 1e-3}
 """Seconds that a constant is counted in, so that all unknowns are near one; host work of axes as of experts."""
+_ON_DEVICE: Final = ("kernel_s", "latency", "link")
+"""The constants that are numbers of the device card; the others are of the stack card."""
 _ROUNDS: Final = 2
 """Linear but for the pace of pipelines, which depends on how even their stages are: a second round is exact there."""
 _FASTEST: Final = 1e9
@@ -117,20 +121,14 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
     """
     device = supernode.device
     base = device_card(device.name, device.kind)
-    cpu = device.kind == "cpu"
+    dtype = _compute_dtype(supernode)
     # Where a matmul reaches half its rate in elements, for a saturation of one on the card.
-    unit = (
-        supernode.peak_flops("float32" if cpu else "bfloat16")
-        / device.memory_bytes_s.value
-        * (2.0 if cpu else 1.0)
-    )
+    unit = supernode.peak_flops(dtype) / device.memory_bytes_s.value * DTYPE_BYTES[dtype] / 2.0
     saturation, matmul = _fit_shares(
         rates.matmul, supernode, lambda s, sizes: _matmul_flops(s * unit, sizes), _SATURATIONS
     ) or (base.saturation, {})
-    head, attention = _fit_shares(rates.attention, supernode, _attention_flops, _HEADS) or (
-        base.attention_head,
-        {},
-    )
+    fitted = _fit_shares(rates.attention, supernode, _attention_flops, _HEADS)
+    head, attention = fitted or (base.attention_head, {})
     passes = _base_stack(supernode).passes
     moved = sum(passes * size for size, _ in rates.passing)
     elementwise = moved / sum(s for _, s in rates.passing) / device.memory_bytes_s.value
@@ -140,13 +138,8 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
         "saturation": saturation, "attention_head": head, "elementwise": elementwise, "stream": stream, "link": link,
         "latency": latency,
     }  # fmt: skip
-    pace = _fit_pace(rates)
-    measured = [
-        *(f"pace.{share}" for share in pace),
-        *numbers,
-        *(f"matmul.{d}" for d in matmul),
-        *(f"attention.{d}" for d in attention),
-    ]
+    tables = {"pace": _fit_pace(rates), "matmul": matmul, "attention": attention}
+    measured = [*numbers, *(f"{name}.{key}" for name, table in tables.items() for key in table)]
     return replace(
         base,
         name=LOCAL_CARD,
@@ -155,7 +148,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
         attention={**base.attention, **attention},
         attention_len=_TINY,
         portable=1.0,
-        pace=pace,
+        pace=tables["pace"],
         sources={**base.sources, **dict.fromkeys(measured, source)},
         priors={},
         **numbers,
@@ -176,19 +169,14 @@ def _fit_shares(
 ) -> tuple[float, dict[str, float]] | None:
     """One constant of the shape for all formats and a share of the peak for each, least squares of the log ratio.
 
-    Args:
-        rates: By format, sizes and seconds of each measurement.
-        supernode: The machine.
-        flops: FLOPs of the sizes, times what the shape costs with the constant.
-        bounds: Where the constant is looked for.
+    `rates` are sizes and seconds by format; `flops` are FLOPs of the sizes, times what the shape costs with a constant
+    within the bounds.
     """
     from scipy.optimize import minimize_scalar
 
     if not rates:
         return None
-    columns = {
-        d: [np.asarray(c, float) for c in zip(*rows, strict=True)] for d, rows in rates.items()
-    }
+    columns = {d: list(np.asarray(rows, dtype=float).T) for d, rows in rates.items()}
 
     def log_shares(log_constant: float) -> dict[str, Array]:
         return {
@@ -204,16 +192,13 @@ def _fit_shares(
 
 
 def _matmul_flops(saturation: float, sizes: list[Array]) -> Array:
-    m, n, k = sizes[:3]
-    stretch = (1 + saturation / m) * (1 + saturation / n) * (1 + saturation / k)
-    return np.asarray(6.0 * m * n * k * stretch)
+    stretch = np.prod([1 + saturation / size for size in sizes[:3]], axis=0)
+    return np.asarray(6.0 * np.prod(sizes[:3], axis=0) * stretch)
 
 
 def _attention_flops(head: float, sizes: list[Array]) -> Array:
     batch, seq, heads, width = sizes[:4]
-    return np.asarray(
-        3.5 * 2.0 * batch * seq * (seq / 2.0) * heads * 2.0 * width * (1 + head / width)
-    )
+    return 3.5 * 2.0 * batch * seq * (seq / 2.0) * heads * 2.0 * width * (1 + head / width)
 
 
 def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tuple[float, float]:
@@ -221,28 +206,28 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
     if not rates.rings:
         return base.link, base.latency
     ranks = float(supernode.num_devices)
-    plain = replace(base, link=1.0, latency=1.0)
-    machine = Machine.of(
-        supernode, "float32" if supernode.device.kind == "cpu" else "bfloat16", card=plain
+    unit = Machine.of(
+        supernode, _compute_dtype(supernode), card=replace(base, link=1.0, latency=1.0)
     )
-    axis = (np.asarray([ranks]), np.ones(1))
-    ring = machine.ring(axis)
+    ring = unit.ring((np.asarray([ranks]), np.ones(1)))
     rate, delay = float(ring.rate[0]), float(ring.delay[0])
-    sent = [size * (ranks - 1) / ranks for size, _ in rates.rings]
-    small, large = rates.rings[0][1], rates.rings[-1][1]
-    seconds = max(large - small, 0.05 * large)
-    return (sent[-1] - sent[0]) / seconds / rate, small / delay if delay else 1.0
+    (less, small), (more, large) = rates.rings[0], rates.rings[-1]
+    sent = (more - less) * (ranks - 1) / ranks
+    return sent / max(large - small, 0.05 * large) / rate, small / delay if delay else 1.0
 
 
 def _fit_pace(rates: LocalRates) -> dict[str, float]:
     """Speed of a rank by the share of all ranks at work; fewer are never slower."""
-    pace: dict[str, float] = {}
-    least = 1.0
+    pace, least = dict[str, float](), 1.0
     for ranks, seconds in rates.layers[1:]:
         most, whole = rates.layers[0]
-        least = max(least, whole / seconds)
-        pace[f"{ranks / most:g}"] = least
+        pace[f"{ranks / most:g}"] = least = max(least, whole / seconds)
     return pace
+
+
+def _compute_dtype(supernode: Supernode) -> str:
+    """Format that the ranks of a machine compute in."""
+    return "float32" if supernode.device.kind == "cpu" else "bfloat16"
 
 
 def _base_stack(supernode: Supernode) -> StackCard:
@@ -250,27 +235,21 @@ def _base_stack(supernode: Supernode) -> StackCard:
     return stack_card("cpu" if supernode.device.kind == "cpu" else "hyper-parallel")
 
 
-class _Steps:
-    """Measured steps, prepared for being priced with many cards."""
+def _pricer(
+    steps: Sequence[MeasuredStep], supernode: Supernode
+) -> Callable[[DeviceCard, StackCard], Array]:
+    """What predicts the seconds of every step with other cards."""
+    prepared = [
+        (s.workload, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps
+    ]
 
-    def __init__(self, steps: Sequence[MeasuredStep], supernode: Supernode) -> None:
-        self._steps, self._supernode = steps, supernode
-        self._prepared = [
-            (ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps
-        ]
+    def seconds(card: DeviceCard, stack: StackCard) -> Array:
+        formats = {workload.compute_dtype for workload, *_ in prepared}
+        on = {d: Machine.of(supernode, d, card=card, stack=stack) for d in formats}
+        settings = (Setting(numbers, on[w.compute_dtype], w, c) for w, numbers, c in prepared)
+        return np.array([float(step_seconds(s)[0]) for s in settings])
 
-    def seconds(self, card: DeviceCard, stack: StackCard) -> Array:
-        """Predicted seconds of every step."""
-        formats = {s.workload.compute_dtype for s in self._steps}
-        on = {d: Machine.of(self._supernode, d, card=card, stack=stack) for d in formats}
-        return np.array(
-            [
-                float(
-                    step_seconds(Setting(numbers, on[s.workload.compute_dtype], s.workload, c))[0]
-                )
-                for s, (numbers, c) in zip(self._steps, self._prepared, strict=True)
-            ]
-        )
+    return seconds
 
 
 def fit_stack(
@@ -288,9 +267,9 @@ def fit_stack(
     kernels = base.kernels_forward + base.kernels_backward
     few, many = steps
     layers = many.model.num_layers - few.model.num_layers
-    priced = _Steps(steps, supernode)
+    priced = _pricer(steps, supernode)
     measured = (many.seconds - few.seconds) / layers
-    work = float(np.diff(priced.seconds(replace(card, kernel_s=0.0), base))[0]) / layers
+    work = float(np.diff(priced(replace(card, kernel_s=0.0), base))[0]) / layers
     microbatches = many.workload.accumulation_steps or 1
     # Hidden launches pace the layer themselves when its work is shorter; others come on top of it.
     floor = measured if card.launch_hidden else max(measured - work, 0.0)
@@ -302,7 +281,7 @@ def fit_stack(
     if measured < work and not card.launch_hidden:
         # The whole step is faster than its parts alone: they disturbed each other more than a step does.
         base = replace(base, compute=measured / work, sources={**base.sources, "compute": source})
-    bare = float(priced.seconds(fitted, replace(base, step_s=0.0))[0])
+    bare = float(priced(fitted, replace(base, step_s=0.0))[0])
     sources = {**base.sources, "step_s": source}
     step_s = max(few.seconds - bare, 0.0)
     return fitted, replace(base, name=LOCAL_CARD, step_s=step_s, sources=sources, priors={})
@@ -329,10 +308,10 @@ def fit_probes(
     }  # fmt: skip
     unit, pulls = np.array([*units.values()]), np.array([_PULL.get(n, _HOST_PULL) for n in units])
     believed = np.array([float(n in _PULL) for n in units])
-    measured, priced = np.array([s.seconds for s in steps]), _Steps(steps, supernode)
+    measured, priced = np.array([s.seconds for s in steps]), _pricer(steps, supernode)
 
     def seconds(values: Array) -> Array:
-        return priced.seconds(*_with(dict(zip(units, values.tolist(), strict=True)), card, base))
+        return priced(*_with(dict(zip(units, values.tolist(), strict=True)), card, base))
 
     at = believed
     for _ in range(_ROUNDS):
@@ -344,10 +323,9 @@ def fit_probes(
             np.vstack([slopes, np.diag(pulls)]), np.concatenate([wanted, pulls * believed])
         )
     device, stack = _with(dict(zip(units, (at * unit).tolist(), strict=True)), card, base)
-    on_device = ("kernel_s", "latency", "link")
-    of_stack = {name: source for name in units if name not in on_device}
+    of_stack = {name: source for name in units if name not in _ON_DEVICE}
     return (
-        replace(device, sources={**card.sources, **dict.fromkeys(on_device, source)}),
+        replace(device, sources={**card.sources, **dict.fromkeys(_ON_DEVICE, source)}),
         replace(stack, name=LOCAL_CARD, sources={**base.sources, **of_stack}, priors={}),
     )
 
@@ -356,19 +334,10 @@ def _with(
     values: Mapping[str, float], card: DeviceCard, base: StackCard
 ) -> tuple[DeviceCard, StackCard]:
     """Cards with the constants, in which the step is linear: seconds per byte of a link, not bytes per second."""
-    compute = max(values["compute"], _TINY)
-    device = replace(
-        card,
-        kernel_s=values["kernel_s"],
-        latency=values["latency"],
-        link=1.0 / max(values["link"], 1.0 / _FASTEST),
-    )
-    return device, replace(
-        base,
-        compute=compute,
-        step_s=values["step_s"],
-        moe_host_s=values["moe_host_s"],
-        # All kernels take `compute` times as long, so what is linear is the product.
-        moe=values["moe"] / compute,
-        host_s={a: values[f"host_s.{a}"] for a in AXES},
-    )
+    device = {name: values[name] for name in _ON_DEVICE}
+    device["link"] = 1.0 / max(values["link"], 1.0 / _FASTEST)
+    stack = {name: value for name, value in values.items() if name not in device}
+    stack["compute"] = max(values["compute"], _TINY)
+    # All kernels take `compute` times as long, so what is linear is the product.
+    stack["moe"] = values["moe"] / stack["compute"]
+    return with_numbers(card, device), with_numbers(base, stack)

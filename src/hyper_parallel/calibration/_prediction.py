@@ -39,23 +39,17 @@ stated: published runs use options that save memory and are not in the row."""
 _HALF_WIDTH: Final = 0.2
 """Half width of the interval in log ratio with a card that was not fitted: wider than any shipped one for a known
 stack and a dense model."""
-_FIRST: Final = (
-    "predicted_step_s",
-    "predicted_tok_s_dev",
-    "predicted_mem_gib",
-    "interval_low_s",
-    "interval_high_s",
-)
-"""Columns of the output that come before those of the terms."""
+_FIRST: Final = {
+    "predicted_step_s": 6, "predicted_tok_s_dev": 6, "predicted_mem_gib": 4, "interval_low_s": 6, "interval_high_s": 6,
+}  # fmt: skip
+"""Columns of the output that come before those of the terms, and their digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """Device and stack cards by name, over the shipped ones."""
+    """Device and stack cards by name that replace shipped ones."""
 
-    # cards that replace shipped device cards, by name
     device: Mapping[str, DeviceCard] = field(default_factory=dict)
-    # cards that replace shipped stack cards, by name
     stack: Mapping[str, StackCard] = field(default_factory=dict)
 
     def device_for(self, name: str, kind: str) -> DeviceCard:
@@ -113,9 +107,8 @@ class Prediction:
         """What is added to the run's row."""
         low, high = (self.step_s * math.exp(s * self.half_width) for s in (-1.0, 1.0))
         values = (self.step_s, self.tokens_per_device_s, self.memory_gib, low, high)
-        digits = (6, 6, 4, 6, 6)
         return {
-            **{name: f"{v:.{d}g}" for name, v, d in zip(_FIRST, values, digits, strict=True)},
+            **{k: f"{v:.{n}g}" for (k, n), v in zip(_FIRST.items(), values, strict=True)},
             **{f"term: {t.name}": f"{float(t.seconds[0]):.6g}" for t in self.scores.time},
             "assumptions": "; ".join(self.assumptions),
         }
@@ -125,7 +118,6 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
     """The machine of a run: its topology, its device card, and its stack card as the row describes it."""
     device, stack = run.supernode.device, cards.stack_for(run.stack)
     card = cards.device_for(device.name, device.kind)
-    formats = {"float16": "float16", "float32": "float32"}
     release = run.release_month
     # Older releases route and permute slower; what the newest take is in `moe`.
     months = max(0.0, stack.moe_release - release) if release is not None else 0.0
@@ -138,7 +130,7 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
         stack = replace(stack, sequence_parallel=1.0)
     elif "no sequence parallel" in run.row.notes.lower():
         stack = replace(stack, sequence_parallel=0.0)
-    compute = formats.get(run.matmul_dtype, "bfloat16")
+    compute = run.matmul_dtype if run.matmul_dtype in ("float16", "float32") else "bfloat16"
     return Machine.of(run.supernode, compute, matmul_dtype=run.matmul_dtype, card=card, stack=stack)
 
 
@@ -226,7 +218,7 @@ def predict_file(
         row |= added
     terms = sorted(name for name in names if name.startswith("term: "))
     first = [name for name in _FIRST if name in names]
-    header = list(dict.fromkeys([*columns, "id", *MEASURED, *first, *terms, "assumptions"]))
+    header = dict.fromkeys([*columns, "id", *MEASURED, *first, *terms, "assumptions"])
     try:
         with Path(output).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, header, restval="")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -23,6 +23,10 @@ _PRECISIONS: Final = (
 )  # fmt: skip
 """Words of the column `precision` and the format of matmul inputs they mean, the first match wins: `bf16 + fp8`
 multiplies in 8 bits."""
+
+_RECOMPUTATION: Final = (
+    ("selective", "selective"), ("full", "full"), (r"^(none|no|off|false|0)\b", "none"),
+)  # fmt: skip
 
 _DEVICES: Final = (
     (r"gb300", "gb300-nvl72"), (r"gb200", "gb200-nvl72"), (r"b300", "dgx-b300"), (r"b200", "dgx-b200"),
@@ -133,11 +137,9 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
     degrees["etp"] = degrees["tp"]
     if degrees["ep"] > 1:
         degrees["etp"] = fill("etp", 1, "not stated, an expert is not cut")
-        block = degrees["tp"] * degrees["cp"] * degrees["dp"]
-        if block % (degrees["ep"] * degrees["etp"]):
-            raise RowError(
-                f"ep*etp = {degrees['ep'] * degrees['etp']} does not divide tp*cp*dp = {block}"
-            )
+        cut, ranks = degrees["ep"] * degrees["etp"], degrees["tp"] * degrees["cp"] * degrees["dp"]
+        if ranks % cut:
+            raise RowError(f"ep*etp = {cut} does not divide tp*cp*dp = {ranks}")
     microbatch = fill("mbs", 1, "not stated")
     sequences = fill("gbs", degrees["dp"] * microbatch, "not stated, one microbatch per rank")
     if sequences >= _TOO_MANY_SEQUENCES and sequences % row.seq == 0:
@@ -158,6 +160,11 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
         row, model, supernode, stack, known, row.seq, row.n_dev, degrees, zero, microbatch, accumulation, sequences,
         precision, recompute, tuple(notes),
     )  # fmt: skip
+
+
+def _first(table: Sequence[tuple[str, str]], text: str) -> str | None:
+    """What the first pattern of a table that is in a text stands for."""
+    return next((meant for pattern, meant in table if re.search(pattern, text)), None)
 
 
 def _preset(row: RunRow, notes: list[str]) -> ModelSpec | None:
@@ -203,9 +210,8 @@ def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
 def _matmul_format(row: RunRow, notes: list[str]) -> str:
     """Format of matmul inputs that the column `precision` names."""
     text = row.precision.lower()
-    for pattern, dtype in _PRECISIONS:
-        if re.search(pattern, text):
-            return dtype
+    if dtype := _first(_PRECISIONS, text):
+        return dtype
     notes.append(f"precision=bf16: {f'`{text}` is not known' if text else 'not stated'}")
     return "bfloat16"
 
@@ -216,15 +222,10 @@ def _recomputation(row: RunRow, notes: list[str]) -> str | None:
     sure = text.rstrip("?")
     if not stated(sure) and sure != "none":
         return None
-    for pattern, value in (
-        ("selective", "selective"),
-        ("full", "full"),
-        (r"^(none|no|off|false|0)\b", "none"),
-    ):
-        if re.search(pattern, sure):
-            if text != sure:
-                notes.append(f"recompute={value}: inferred by the source of the row")
-            return value
+    if value := _first(_RECOMPUTATION, sure):
+        if text != sure:
+            notes.append(f"recompute={value}: inferred by the source of the row")
+        return value
     notes.append(f"recompute: `{sure}` is not known, taken as not stated")
     return None
 
@@ -232,7 +233,7 @@ def _recomputation(row: RunRow, notes: list[str]) -> str | None:
 def _supernode(row: RunRow, notes: list[str]) -> Supernode:
     """The topology a run's device belongs to; the nearest by peak rate when none is known by that name."""
     text, peak = row.device.lower(), row.peak_tflops
-    name = next((name for pattern, name in _DEVICES if re.search(pattern, text)), None)
+    name = _first(_DEVICES, text)
     # What tells a special part from the usual one is often only in the remarks.
     if name == "dgx-h100" and re.search(r"hbm2e|96 ?gb", f"{text} {row.notes.lower()}"):
         name = "h100-96gb"
@@ -264,11 +265,10 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
 
 def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
     """The stack card of a run, by its stack, notes, and the year of its source, and whether it is for that stack."""
-    text = row.stack_and_notes
-    for pattern, name in _STACKS:
-        if re.search(pattern, text):
-            old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
-            return ("torchtitan-2024" if name == "torchtitan" and old else name), True
+    text = f"{row.stack} {row.notes}".lower()
+    if name := _first(_STACKS, text):
+        old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
+        return ("torchtitan-2024" if name == "torchtitan" and old else name), True
     years = re.findall(r"\b(20[12]\d)\b", f"{row.source} {row.stack}")
     if years and min(map(int, years)) <= _LAST_UNFUSED:
         notes.append(f"stack of {min(years)}: attention is not fused")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from hyper_parallel.errors import RunsUnreadable
 
@@ -26,9 +26,7 @@ REQUIRED: Final = ("seq", "device", "n_dev")
 SURPLUS: Final = "more cells than columns"
 """Key of the cells of a row that no column names; no column has this name in lower case with blanks."""
 _BLANKS: Final = ("", "nan", "n/a", "na", "#n/a", "-", "--", "none", "null", "?")
-_YES_NO: Final = {"true": 1, "yes": 1, "false": 0, "no": 0}
-_LARGEST: Final = 10**12
-"""A whole number beyond this is a slip: no run has as many of anything."""
+_YES_NO: Final = {"true": "1", "yes": "1", "false": "0", "no": "0"}
 
 
 class RowError(ValueError):
@@ -41,39 +39,25 @@ def stated(text: str | None) -> str:
     return "" if text.lower() in _BLANKS else text
 
 
-def _number(text: str) -> float:
-    # 1,024 is a thousand; 3,5 may be three and a half, and is refused rather than read as 35.
+def _number(text: str) -> float | None:
+    """None for what is no finite number. 1,024 is a thousand; 3,5 may be three and a half, and is refused."""
     plain = text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text) else text
-    value = float(plain)
-    if not math.isfinite(value):
-        raise ValueError(f"not finite: {text}")
-    return value
-
-
-def _whole(cell: str) -> int | None:
-    text = stated(cell)
-    if not text:
-        return None
     try:
-        value = _number(text)
+        value = float(plain)
     except ValueError:
-        value = -1.0
-    if value < 0 or value != int(value):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _whole(cell: str, most: int = 10**12) -> int | None:
+    """A number beyond `most` is a slip: no run has as many of anything."""
+    text = stated(cell)
+    value = _number(text) if text else 0.0
+    if value is None or value < 0 or value != int(value):
         raise ValueError(f"is not a whole number: {text}")
-    if value > _LARGEST:
+    if value > most:
         raise ValueError(f"is far beyond any training run: {text}")
-    return int(value)
-
-
-def _layers(cell: str) -> int | None:
-    value = _whole(cell)
-    if value and value > 10**4:
-        raise ValueError(f"is far beyond any training run: {cell}")
-    return value
-
-
-def _gated(cell: str) -> int | None:
-    return _whole(str(_YES_NO.get(cell.strip().lower(), cell)))
+    return int(value) if text else None
 
 
 def _zero(cell: str) -> int | None:
@@ -87,27 +71,25 @@ def _zero(cell: str) -> int | None:
 
 def _peak(cell: str) -> float | None:
     text = stated(cell)
-    if not text:
-        return None
-    try:
-        value = _number(text)
-    except ValueError:
-        raise ValueError(f"is not a number: {text}") from None
+    value = _number(text) if text else 1.0
+    if value is None:
+        raise ValueError(f"is not a number: {text}")
     if not 1 <= value <= 100_000:
         raise ValueError(f"is {value:g}; it is in TFLOP/s, 1 to 100000")
-    return value
+    return value if text else None
 
 
 def _measured(cell: str) -> float | None:
     """None where the cell says nothing, or nothing that is a positive number (`OOM`)."""
-    try:
-        value = _number(stated(cell) or "0")
-    except ValueError:
-        return None
-    return value if value > 0.0 else None
+    value = _number(stated(cell))
+    return value if value and value > 0.0 else None
 
 
 Whole = Annotated[int | None, BeforeValidator(_whole)]
+Layers = Annotated[int | None, BeforeValidator(lambda cell: _whole(cell, 10**4))]
+YesNo = Annotated[
+    int | None, BeforeValidator(lambda cell: _whole(_YES_NO.get(cell.strip().lower(), cell)))
+]
 Measured = Annotated[float | None, BeforeValidator(_measured)]
 
 
@@ -118,7 +100,7 @@ class RunRow(BaseModel):
 
     id: str = ""
     model: str = ""
-    layers: Annotated[int | None, BeforeValidator(_layers)] = None
+    layers: Layers = None
     hidden: Whole = None
     heads: Whole = None
     kv_heads: Whole = None
@@ -126,7 +108,7 @@ class RunRow(BaseModel):
     ffn: Whole = None
     vocab: Whole = None
     seq: Whole = None
-    gated: Annotated[int | None, BeforeValidator(_gated)] = None
+    gated: YesNo = None
     experts: Whole = None
     topk: Whole = None
     moe_ffn: Whole = None
@@ -153,7 +135,7 @@ class RunRow(BaseModel):
     stack: str = ""
     source: str = ""
     notes: str = ""
-    group: str = Field(default="")
+    group: str = ""
 
     @classmethod
     def of(cls, cells: Mapping[str, str]) -> RunRow:
@@ -169,11 +151,6 @@ class RunRow(BaseModel):
             why: Any = first.get("ctx", {}).get("error", first["msg"])
             raise RowError(f"`{first['loc'][0]}` {why}") from None
 
-    @property
-    def stack_and_notes(self) -> str:
-        """Where the stack is named, in lower case."""
-        return f"{self.stack} {self.notes}".lower()
-
 
 def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
     """Columns and rows of a CSV of runs; commas, semicolons or tabs between cells, columns in any case.
@@ -185,13 +162,8 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             head = file.readline()
             file.seek(0)
-            reader = csv.DictReader(
-                file,
-                delimiter=max(",;\t", key=head.count),
-                restkey=SURPLUS,
-                restval="",
-                strict=True,
-            )
+            delimiter = max(",;\t", key=head.count)
+            reader = csv.DictReader(file, None, SURPLUS, "", delimiter=delimiter, strict=True)
             columns = [_column(c) for c in reader.fieldnames or ()]
             reader.fieldnames = columns
             rows = [{k: str(v).strip() for k, v in row.items() if k} for row in reader]

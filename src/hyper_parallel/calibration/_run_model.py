@@ -33,8 +33,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
     assert row.layers, "it is stated"
     assert row.hidden, "it is stated"
     assert row.heads, "it is stated"
-    name, experts = row.model or "model", row.experts or 0
-    gated = row.gated is None or bool(row.gated)
+    name, experts, gated = row.model or "model", row.experts or 0, row.gated != 0
     kv_heads = row.kv_heads or row.heads
     width = row.head_dim or row.hidden // row.heads
     if not width or row.heads % kv_heads:
@@ -45,12 +44,8 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
     ffn = row.ffn or ((row.moe_ffn or 0) if experts else 4 * row.hidden)
     if not ffn:
         raise RowError("what is missing: `moe_ffn`, the width of an expert")
-    values = {
-        "kv_heads": kv_heads,
-        "head_dim": width,
-        "ffn": ffn,
-        "vocab": row.vocab or _VOCABULARY,
-    }
+    vocabulary = row.vocab or _VOCABULARY
+    values = {"kv_heads": kv_heads, "head_dim": width, "ffn": ffn, "vocab": vocabulary}
     if experts:
         values |= {"topk": row.topk or min(2, experts), "moe_ffn": row.moe_ffn or ffn}
     notes += [
@@ -63,7 +58,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
     config: dict[str, Any] = {
         "model_type": "llama", "hidden_size": row.hidden, "intermediate_size": ffn, "num_hidden_layers": row.layers,
         "num_attention_heads": row.heads, "num_key_value_heads": kv_heads, "head_dim": width,
-        "vocab_size": values["vocab"], "tie_word_embeddings": tied,
+        "vocab_size": vocabulary, "tie_word_embeddings": tied,
     }  # fmt: skip
     dense = min(row.dense_layers or 0, row.layers) if experts else row.layers
     shared = (row.shared_experts or 0) if experts else 0
@@ -85,15 +80,15 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
     spec = spec_from_config(config, name=name)
     if gated and not shared:
         return spec
-    return replace(spec, blocks=tuple(_changed(b, gated, shared) for b in spec.blocks))
+    blocks = tuple(_changed(b, row.hidden, gated, shared) for b in spec.blocks)
+    return replace(spec, blocks=blocks)
 
 
-def _changed(block: Block, gated: bool, shared: int) -> Block:
+def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
     """A block with a plain feed-forward part, or with shared experts beside the routed ones."""
     mlp, params = block.mlp, block.params
     if mlp is None:
         return block
-    hidden = next(p.shape[-1] for p in params if p.name.endswith("q_proj.weight"))
     if not gated:
         params = tuple(
             replace(p, shape=(p.shape[0], p.shape[1] // 2, p.shape[2]))
@@ -103,17 +98,11 @@ def _changed(block: Block, gated: bool, shared: int) -> Block:
             if not p.name.endswith("mlp.gate_proj.weight")
         )
     if shared and mlp.num_experts:
-        width = shared * mlp.intermediate_size
+        width, at = shared * mlp.intermediate_size, "model.layers.*.mlp.shared_experts"
         mlp = replace(mlp, shared_intermediate_size=width)
-        at = "model.layers.*.mlp.shared_experts"
         inputs = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        params += (
-            *(
-                ParamSpec(f"{at}.{name}.weight", (width, hidden), ("mlp", "embed"))
-                for name in inputs
-            ),
-            ParamSpec(f"{at}.down_proj.weight", (hidden, width), ("embed", "mlp")),
-        )
+        wide = [ParamSpec(f"{at}.{n}.weight", (width, hidden), ("mlp", "embed")) for n in inputs]
+        params += (*wide, ParamSpec(f"{at}.down_proj.weight", (hidden, width), ("embed", "mlp")))
     return replace(block, params=params, mlp=replace(mlp, gated=gated))
 
 
@@ -123,13 +112,7 @@ def _named_as_tied(row: RunRow, values: dict[str, int]) -> bool:
     if not billions:
         return False
     layers, hidden, heads = row.layers or 0, row.hidden or 0, row.heads or 0
-    kv_width = values["kv_heads"] * values["head_dim"]
-    layer = 2 * heads * values["head_dim"] + 2 * kv_width + 3 * values["ffn"]
-    one, two = (
-        abs(
-            (layers * hidden * layer + n * values["vocab"] * hidden) / 1e9 / float(billions[1])
-            - 1.0
-        )
-        for n in (1, 2)
-    )
+    attention = 2 * (heads + values["kv_heads"]) * values["head_dim"]
+    layer, named = attention + 3 * values["ffn"], 1e9 * float(billions[1])
+    one, two = (abs((layers * layer + n * values["vocab"]) * hidden / named - 1.0) for n in (1, 2))
     return one < 0.01 and two > 0.03
