@@ -247,6 +247,7 @@ def test_mistakes(write, text, overrides, error, words):
         ('{"a": 1, "a": 2}', "r.json", ["`a` is given twice"]),
         ("- 1\n", "r.yaml", ["not a mapping", "list"]),
         ("", "r.yaml", ["an empty file"]),
+        ("model: {path: a}\n? [b]\n: 3\n", "r.yaml", ["unhashable key", "line 2"]),
     ],
 )
 def test_unreadable_files_name_the_line(write, text, name, words):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from hyper_parallel.config._problems import (
     raise_all,
     section_of,
 )
-from hyper_parallel.config._read import parse_scalar, read_mapping
+from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._sections import Parallel, Recipe
 from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable
 
@@ -67,12 +68,6 @@ class LoadedRecipe:
         return _where(self.path, key, self.origins.get(key, _DEFAULT))
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    value: Any
-    origin: str
-
-
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Read a recipe file, apply its parent and the overrides, and check it.
 
@@ -88,59 +83,47 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
             When there are several problems, the first is raised and lists the others.
     """
     path = Path(path)
-    layers = [*_file_layers(path), _override_layer(path, overrides)]
-    merged: dict[_Key, _Leaf] = {("parallel", "auto"): _Leaf(True, _DEFAULT)}
-    for layer in layers:
-        _merge_parallel(path, merged, layer)
-        merged.update(layer)
-    origins = {key: leaf.origin for key, leaf in merged.items()}
+    merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
+    for origin, layer in list(_layers(path, overrides)):
+        _merge_parallel(path, merged, layer, origin)
+        merged.update({key: (value, origin) for key, value in layer.items()})
+    origins = {dotted(key): origin for key, (_, origin) in merged.items()}
+
+    def origin_of(key: str) -> str:
+        """Origin of a dotted key, or of the value that holds it."""
+        while key and key not in origins:
+            key = key[: max(key.rfind("."), key.rfind("["), 0)]
+        return origins.get(key, "recipe")
 
     def where(key: str) -> str:
-        return _where(path, key, _origin(origins, key))
+        return _where(path, key, origin_of(key))
 
     def pasteable(key: str, value: object) -> str:
-        by_command_line = _origin(origins, key) == _COMMAND_LINE or _is_override(key, overrides)
-        text = "null" if value is None else str(value)
-        return f"{key}={text}" if by_command_line else f"{key}: {text}"
+        typed = (f"{key}=", f"{key.partition('.')[0]}.")
+        as_override = origin_of(key) == _COMMAND_LINE or any(o.startswith(typed) for o in overrides)
+        return f"{key}{'=' if as_override else ': '}{'null' if value is None else value}"
 
     try:
         recipe = Recipe.model_validate(_nest(merged))
     except ValidationError as error:
         raise_all(problems(error, Recipe, where, pasteable))
         raise
-    known = {key: _DEFAULT for key, _ in leaves(Recipe)}
-    resolved = {**known, **{dotted(key): origin for key, origin in origins.items()}}
+    resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
     recipe = _derive_warmup(recipe, resolved)
     raise_all(cross_section(recipe, where))
     return LoadedRecipe(recipe, resolved, path)
 
 
 def _where(path: Path, key: str, origin: str) -> str:
-    if origin == "recipe":
-        return f"{path}: {key}"
-    how = f"set by {origin}" if origin == _COMMAND_LINE else f"from {origin}"
-    return f"{path}: {key} ({'default' if origin == _DEFAULT else how})"
-
-
-def _origin(origins: Mapping[_Key, str], key: str) -> str:
-    """Origin of a dotted key, or of the value that holds it."""
-    by_name = {dotted(k): origin for k, origin in origins.items()}
-    while key:
-        if key in by_name:
-            return by_name[key]
-        key = key[: max(key.rfind("."), key.rfind("["), 0)]
-    return "recipe"
-
-
-def _is_override(key: str, overrides: Sequence[str]) -> bool:
-    section = key.partition(".")[0]
-    return any(o.startswith((f"{key}=", f"{section}.")) for o in overrides)
+    how = {"recipe": "", _DEFAULT: " (default)", _COMMAND_LINE: f" (set by {_COMMAND_LINE})"}
+    return f"{path}: {key}{how.get(origin, f' (from {origin})')}"
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 
-def _file_layers(path: Path) -> Iterator[dict[_Key, _Leaf]]:
+def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_Key, Any]]]:
+    """Origin and leaves of the parent, the file and the command line."""
     data = read_mapping(path, RecipeUnreadable, "recipe")
     parent_name = data.pop("extends", None)
     if parent_name is not None:
@@ -159,33 +142,28 @@ def _file_layers(path: Path) -> Iterator[dict[_Key, _Leaf]]:
                 got=parent["extends"],
                 hint=f"write `extends: {parent['extends']}` in {path} or copy the values",
             )
-        yield _flatten(parent, f"extends {parent_name}")
-    yield _flatten(data, "recipe")
+        yield f"extends {parent_name}", dict(_flatten(parent, Recipe))
+    yield "recipe", dict(_flatten(data, Recipe))
+    yield _COMMAND_LINE, _override_layer(path, overrides)
 
 
-def _flatten(data: Mapping[str, Any], origin: str) -> dict[_Key, _Leaf]:
-    return {key: _Leaf(value, origin) for key, value in _leaves_of(data, Recipe, ())}
-
-
-def _leaves_of(
-    data: Mapping[str, Any], model: type[BaseModel] | None, prefix: _Key
+def _flatten(
+    data: Mapping[str, Any], model: type[BaseModel] | None, prefix: _Key = ()
 ) -> Iterator[tuple[_Key, Any]]:
+    """The leaves of a mapping that `model` describes; None: its keys are free and its values are leaves."""
     for name, value in data.items():
         key = (*prefix, str(name))
         field = None if model is None else model.model_fields.get(name)
         section = None if field is None else section_of(field.annotation)
-        if section is not None and isinstance(value, Mapping):
-            yield from _leaves_of(value, section, key)
-        elif field is not None and is_mapping(field.annotation) and isinstance(value, Mapping):
-            yield from (((*key, str(k)), v) for k, v in value.items())
-        elif section is not None and value is None:
-            continue  # `data:` with nothing below it gives nothing
-        else:
+        nested = section is not None or (field is not None and is_mapping(field.annotation))
+        if nested and isinstance(value, Mapping):
+            yield from _flatten(value, section, key)
+        elif section is None or value is not None:  # `data:` with nothing below it gives nothing
             yield key, value
 
 
-def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, _Leaf]:
-    layer: dict[_Key, _Leaf] = {}
+def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
+    layer: dict[_Key, Any] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name:
@@ -200,23 +178,19 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, _Leaf]:
         key = _split(name)
         value = _override_value(path, name, key, text)
         if isinstance(value, Mapping):
-            nested: Any = value
-            for part in reversed(key):
-                nested = {part: nested}
-            layer.update(_flatten(nested, _COMMAND_LINE))
+            nested = reduce(lambda inner, part: {part: inner}, reversed(key), value)
+            layer.update(_flatten(nested, Recipe))
         else:
-            layer[key] = _Leaf(value, _COMMAND_LINE)
+            layer[key] = value
     return layer
 
 
 def _split(name: str) -> _Key:
     """Parts of a dotted name; the keys of a mapping such as `parallel.rules` may hold dots themselves."""
-    parts = name.split(".")
-    for i in range(1, len(parts)):
-        field = field_at(Recipe, parts[:i])
-        if field is not None and is_mapping(field.annotation):
-            return (*parts[:i], ".".join(parts[i:]))
-    return tuple(parts)
+    for key, field in leaves(Recipe):
+        if is_mapping(field.annotation) and name.startswith(f"{key}."):
+            return (*key.split("."), name.removeprefix(f"{key}."))
+    return tuple(name.split("."))
 
 
 def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
@@ -225,11 +199,11 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
     if takes_text and text.strip() != "null":
         return text
     try:
-        return parse_scalar(text)
+        return parse_yaml(text)
     except yaml.YAMLError as cause:
         raise BadValue(
             f"the value of `{name}` is not YAML",
-            where=f"{path}: {name} (set by {_COMMAND_LINE})",
+            where=_where(path, name, _COMMAND_LINE),
             got=text,
             hint=f"quote it for the shell: '{name}=\"{text}\"'",
         ) from cause
@@ -238,46 +212,43 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
 # --- merging --------------------------------------------------------------------------------------------------------
 
 
-def _merge_parallel(path: Path, merged: dict[_Key, _Leaf], layer: dict[_Key, _Leaf]) -> None:
+def _merge_parallel(
+    path: Path, merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], origin: str
+) -> None:
     """Apply the rules of the `parallel` section to a layer before it is merged."""
-    whole = layer.pop(("parallel",), None)
-    if whole is not None and whole.value == "auto":
+    auto = ("parallel", "auto")
+    if layer.get(("parallel",)) == "auto":
+        del layer[("parallel",)]
+        layer.setdefault(auto, True)
         for degree in DEGREES:
             merged.pop(("parallel", degree), None)
-        layer.setdefault(("parallel", "auto"), _Leaf(True, whole.origin))
-    elif whole is not None:
-        layer[("parallel",)] = whole
     for alias, name in Parallel.KEY_ALIASES.items():
-        leaf = layer.pop(("parallel", alias), None)
-        if leaf is None:
+        if ("parallel", alias) not in layer:
             continue
+        value = layer.pop(("parallel", alias))
         twin = layer.get(("parallel", name))
-        if twin is not None and twin.value != leaf.value:
+        if ("parallel", name) in layer and twin != value:
             raise Contradiction(
                 f"`parallel.{alias}` and `parallel.{name}` are two names of one degree",
-                where=_where(path, f"parallel.{alias}", leaf.origin),
-                got=f"{alias}={leaf.value}, {name}={twin.value}",
+                where=_where(path, f"parallel.{alias}", origin),
+                got=f"{alias}={value}, {name}={twin}",
                 hint=f"remove `parallel.{alias}`",
             )
-        layer[("parallel", name)] = leaf
-    given = [layer[("parallel", d)] for d in DEGREES if ("parallel", d) in layer]
-    if given and ("parallel", "auto") not in layer:
-        layer[("parallel", "auto")] = _Leaf(False, given[0].origin)
+        layer[("parallel", name)] = value
+    if any(("parallel", degree) in layer for degree in DEGREES):
+        layer.setdefault(auto, False)
 
 
-def _nest(merged: Mapping[_Key, _Leaf]) -> dict[str, Any]:
+def _nest(merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for key, leaf in sorted(merged.items(), key=lambda item: len(item[0])):
-        node = tree
-        for part in key[:-1]:
-            child = node.setdefault(part, {})
-            if not isinstance(
-                child, dict
-            ):  # a plain value where a section belongs: validation refuses it
-                break
-            node = child
-        else:
-            node[key[-1]] = leaf.value
+    for *sections, name in sorted(merged, key=len):
+        node: Any = tree
+        for section in sections:
+            node = node.setdefault(section, {}) if isinstance(node, dict) else None
+        if isinstance(
+            node, dict
+        ):  # else a plain value where a section belongs: validation refuses it
+            node[name] = merged[(*sections, name)][0]
     return tree
 
 

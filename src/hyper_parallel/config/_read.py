@@ -27,6 +27,8 @@ class _StrictLoader(_Loader):
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # refused below
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key `{key}` is given twice", key_node.start_mark
@@ -47,30 +49,27 @@ def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict
         HyperParallelError: Of class `error`, when the file is missing, is not text, is not YAML or JSON, repeats a
             key, or is not a mapping.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as cause:
-        raise error(
-            f"the {what} cannot be read: {cause.strerror}",
-            where=str(path),
-            hint=f"ls {path.parent}",
-        ) from cause
-    except UnicodeDecodeError as cause:
-        raise error(f"the {what} is not UTF-8 text", where=str(path)) from cause
+
+    def refusal(problem: str, place: str = "", hint: str | None = None) -> HyperParallelError:
+        return error(f"the {what} {problem}", where=f"{path}{place}", hint=hint)
+
     is_json = path.suffix.lower() == ".json"
     try:
-        data = json.loads(text, object_pairs_hook=_no_repeats) if is_json else _load_yaml(text)
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text, object_pairs_hook=_no_repeats) if is_json else parse_yaml(text)
+    except OSError as cause:
+        raise refusal(f"cannot be read: {cause.strerror}", hint=f"ls {path.parent}") from cause
+    except UnicodeDecodeError as cause:
+        raise refusal("is not UTF-8 text") from cause
     except json.JSONDecodeError as cause:
-        raise error(
-            f"the {what} is not JSON: {cause.msg}",
-            where=f"{path}: line {cause.lineno}, column {cause.colno}",
-        ) from cause
+        place = f": line {cause.lineno}, column {cause.colno}"
+        raise refusal(f"is not JSON: {cause.msg}", place) from cause
     except yaml.MarkedYAMLError as cause:
         mark = cause.problem_mark
-        line = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
-        raise error(f"the {what} is not YAML: {cause.problem}", where=f"{path}{line}") from cause
+        place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
+        raise refusal(f"is not YAML: {cause.problem}", place) from cause
     except (yaml.YAMLError, ValueError) as cause:
-        raise error(f"the {what} cannot be read: {cause}", where=str(path)) from cause
+        raise refusal(f"cannot be read: {cause}") from cause
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise error(
             f"the {what} is not a mapping of keys",
@@ -81,16 +80,8 @@ def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict
     return data
 
 
-def parse_scalar(text: str) -> Any:
-    """The value of an override: a YAML scalar, list or mapping.
-
-    Raises:
-        yaml.YAMLError: When the text is not YAML.
-    """
-    return _load_yaml(text)
-
-
-def _load_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text; raises `yaml.YAMLError`, also when a key is given twice."""
     return yaml.load(text, Loader=_StrictLoader)
 
 
