@@ -23,9 +23,10 @@ from hyper_parallel.cost import (
 )
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import load_model
-from hyper_parallel.topology import group_bandwidth, group_latency, load_topology, preset_names
+from hyper_parallel.topology import load_topology, preset_names
 from hyper_parallel.units import GiB
 from tests.cost.machines import machine, small_model
+from tests.topology.group_law import group_bandwidth, group_latency
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.errors import TopologyTooSmall
-from hyper_parallel.topology import group_bandwidth, group_latency, load_topology
+from hyper_parallel.topology import load_topology
+from tests.topology.group_law import group_bandwidth, group_latency
 
 pytestmark = pytest.mark.unit
 

@@ -173,8 +173,7 @@ class Machine:
 
         A rank sends at the least of g_local * bandwidth over the tiers. g_local ranks of the group lie in one domain
         below the links of a tier and drive them in parallel; where the group does not divide over the domains the one
-        that holds the fewest decides. The same law as `topology.group_bandwidth`, over arrays of regular groups, times
-        the link efficiency.
+        that holds the fewest decides. Times the link efficiency. Source: docs/topology.md, hierarchical collectives.
         """
         size = _product(axes)
         if (size == 1).all():

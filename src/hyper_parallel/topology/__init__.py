@@ -1,6 +1,5 @@
 """Supernode: machines as planning sees them, from YAML presets or detected."""
 
-from hyper_parallel.topology._bandwidth import CollectiveKind, group_bandwidth, group_latency
 from hyper_parallel.topology._cpu import (
     DEFAULT_CPU_RANKS,
     cache_dir,
@@ -28,7 +27,6 @@ __all__ = [
     "DEFAULT_CPU_RANKS",
     "Accelerator",
     "Certainty",
-    "CollectiveKind",
     "Device",
     "MemoryPool",
     "Quantity",
@@ -38,8 +36,6 @@ __all__ = [
     "detect_local",
     "find_accelerators",
     "forget_measurements",
-    "group_bandwidth",
-    "group_latency",
     "load_topology",
     "preset_names",
     "rank_threads",
