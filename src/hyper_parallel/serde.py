@@ -1,4 +1,4 @@
-"""JSON in and out for the frozen dataclasses of the core, by pydantic.
+"""JSON in and out for the frozen dataclasses of the core, by pydantic; files that a reader never sees half of.
 
 `encode` turns a dataclass into plain JSON values; `decode` builds the dataclass back. Types are strict (no text becomes
 a number), unknown keys are refused, and an error names the dotted path of the value. Adapters are built on first use:
@@ -8,7 +8,9 @@ a command that reads no file pays nothing for them.
 from __future__ import annotations
 
 import json
+import os
 from functools import cache
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -50,3 +52,10 @@ def decode(cls: type[T], data: Any) -> T:
 @cache
 def _adapter(cls: type) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file under another name and rename it into place: a reader sees the old or the new one, never a half."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

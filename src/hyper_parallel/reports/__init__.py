@@ -6,6 +6,7 @@ from pathlib import Path
 from hyper_parallel.reports._page import render
 from hyper_parallel.reports._run_record import RunRecord, load_run
 from hyper_parallel.reports._timeline import chrome_trace, one_step, predicted_timeline
+from hyper_parallel.serde import write_text
 
 __all__ = [
     "RunRecord",
@@ -26,13 +27,6 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
     """
     run = load_run(directory)
     page, trace = run.directory / "report.html", run.directory / "trace.json"
-    _replace(page, render(run))
-    _replace(trace, json.dumps(chrome_trace(run.timeline, run.plan, run.simulated)) + "\n")
+    write_text(page, render(run))
+    write_text(trace, json.dumps(chrome_trace(run.timeline, run.plan, run.simulated)) + "\n")
     return page, trace
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new one, never a half."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

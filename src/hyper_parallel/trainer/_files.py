@@ -13,14 +13,7 @@ from pathlib import Path
 
 from hyper_parallel.errors import OutputNotWritable
 from hyper_parallel.ir import Timeline
-from hyper_parallel.serde import encode
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file under another name and rename it into place."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+from hyper_parallel.serde import encode, write_text
 
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
