@@ -9,11 +9,11 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hyper_parallel.serde import write_text
 from hyper_parallel.topology._supernode import Device, Quantity, Supernode, Tier
 
 _LOG = logging.getLogger(__name__)
@@ -33,19 +33,12 @@ in use; 4-byte all-gather: 0.3, 2.5, 12 ms, which is 0.4 ms per ring step, longe
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processor and memory of this machine.
-
-    Attributes:
-        model: Name as the operating system gives it.
-        cores: Cores this process may use.
-        memory_bytes: Memory this process may use.
-        has_bfloat16: The instruction set multiplies bfloat16.
-    """
+    """The processor and memory of this machine, as far as this process may use them."""
 
     model: str
     cores: int
     memory_bytes: int
-    has_bfloat16: bool
+    has_bfloat16: bool  # the instruction set multiplies bfloat16
 
 
 def cache_dir() -> Path:
@@ -59,20 +52,19 @@ def cache_dir() -> Path:
 
 def read_cpu() -> Cpu:
     """Read the processor from the operating system; container limits of cores and memory are respected."""
-    info = _read("/proc/cpuinfo")
-    lines = {
-        key.strip(): value.strip()
-        for key, _, value in (line.partition(":") for line in reversed(info.splitlines()))
-    }
-    flags = set(lines.get("flags", lines.get("Features", "")).split())
+    facts = _facts("/proc/cpuinfo")
+    flags = set(facts.get("flags", facts.get("Features", "")).split())
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
         cores = os.cpu_count() or 1
+    memory = int(_facts("/proc/meminfo").get("MemTotal", "0").split()[0]) * 1024
+    memory = memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
     return Cpu(
-        model=lines.get("model name") or platform.processor() or platform.machine(),
+        model=facts.get("model name") or platform.processor() or platform.machine(),
         cores=cores,
-        memory_bytes=_memory_bytes(),
+        memory_bytes=min(memory, int(limit)) if limit.isdigit() else memory,
         has_bfloat16=bool(flags & _BFLOAT16_FLAGS),
     )
 
@@ -82,14 +74,10 @@ def rank_threads(num_ranks: int) -> int:
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_ranks))
 
 
-def _memory_bytes() -> int:
-    total = 0
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
-            total = int(line.split()[1]) * 1024
-    total = total or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    return min(total, int(limit)) if limit.isdigit() else total
+def _facts(path: str) -> dict[str, str]:
+    """The lines `name: value` of a file, the first of each name."""
+    lines = (line.partition(":") for line in reversed(_read(path).splitlines()))
+    return {name.strip(): value.strip() for name, _, value in lines}
 
 
 def _read(path: str) -> str:
@@ -121,11 +109,7 @@ def cpu_rates(cpu: Cpu) -> dict[str, float]:
     rates: dict[str, float] = json.loads(done.stdout)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.name, delete=False
-        ) as file:
-            json.dump({"key": key, "rates": rates}, file, indent=2)
-        Path(file.name).replace(path)
+        write_text(path, json.dumps({"key": key, "rates": rates}, indent=2))
     except OSError as error:
         _LOG.warning("the measured processor rates are not cached: %s", error)
     return rates
@@ -159,26 +143,22 @@ def cpu_supernode(num_ranks: int) -> Supernode:
     measured = f"numpy on this machine, {share}"
     part = used / cpu.cores / num_ranks
 
-    def peak(flops: float, source: str, derived: bool = False) -> Quantity:
-        return Quantity(flops * part, source, "inferred" if derived else "measured")
+    def rate(name: str) -> Quantity:
+        return Quantity(rates[name] * part, measured, "measured")
 
     factor, why = (2.0, "has") if cpu.has_bfloat16 else (0.5, "lacks")
+    bfloat16 = f"{factor:g} x float32: the processor {why} bfloat16 instructions"
+    memory = float(cpu.memory_bytes // num_ranks)
     device = Device(
         name=f"{cpu.model} ({share})",
         kind="cpu",
         peak_flops={
-            "float32": peak(rates["float32"], measured),
-            "float64": peak(rates["float64"], measured),
-            "bfloat16": peak(
-                rates["float32"] * factor,
-                f"{factor:g} x float32: the processor {why} bfloat16 instructions",
-                derived=True,
-            ),
+            "float32": rate("float32"),
+            "float64": rate("float64"),
+            "bfloat16": Quantity(rates["float32"] * factor * part, bfloat16, "inferred"),
         },
-        memory_bytes=Quantity(
-            float(cpu.memory_bytes // num_ranks), f"memory of the machine / {num_ranks}", "measured"
-        ),
-        memory_bytes_s=Quantity(rates["memory"] * part, measured, "measured"),
+        memory_bytes=Quantity(memory, f"memory of the machine / {num_ranks}", "measured"),
+        memory_bytes_s=rate("memory"),
         ranks_per_core=max(1.0, num_ranks / cpu.cores),
     )
     host = Tier(

@@ -6,7 +6,7 @@ Rates are TFLOP/s and GB/s (10**9), links may also be given in Gb/s, latencies a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,14 +26,11 @@ TierKind = Literal["full_mesh", "switch", "torus", "host"]
 
 
 class Number(Section):
-    """One number of a topology file, in the unit its key names."""
+    """A `Quantity` of a topology file, in the unit its key names."""
 
     value: float = Field(gt=0)
-    """The number."""
     source: str = Field(min_length=1)
-    """Where it comes from, one short phrase."""
     certainty: Certainty
-    """stated in a public source, derived from stated ones, general knowledge, inferred, or measured."""
 
     def scaled(self, factor: float) -> Quantity:
         """The quantity in base units."""
@@ -48,59 +45,52 @@ def _one(**units: tuple[Number | None, float]) -> Quantity:
     return given[0]
 
 
-class DeviceEntry(Section):
-    """The device of a topology file."""
+class _Entry(Section):
+    """A part of a topology file: the keys of what it resolves to, each number in the unit that its key names."""
 
-    name: str
-    """Name for people."""
-    kind: DeviceKind
-    """cuda, npu, tpu or cpu."""
-    reported_as: tuple[str, ...] = ()
-    """Globs over the name that nvidia-smi or npu-smi reports; empty: never detected."""
-    peak_tflops: dict[str, Number] = Field(min_length=1)
-    """Dense peak TFLOP/s by dtype name (bfloat16, float16, float32, float64, float8_e4m3fn)."""
-    memory_gb: Number | None = None
-    """Capacity in GB."""
-    memory_gib: Number | None = None
-    """Capacity in GiB."""
-    memory_gb_s: Number
-    """Memory bandwidth in GB/s."""
-
-    def resolve(self) -> Device:
-        """The device card in base units."""
-        memory = _one(memory_gb=(self.memory_gb, GB), memory_gib=(self.memory_gib, GiB))
-        return Device(
-            name=self.name,
-            kind=self.kind,
-            peak_flops={d: n.scaled(TFLOP) for d, n in self.peak_tflops.items()},
-            memory_bytes=memory,
-            memory_bytes_s=self.memory_gb_s.scaled(GB),
-            reported_as=self.reported_as,
-        )
+    def resolve(self) -> object:
+        """The same in base units."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
-    def _resolvable(self) -> DeviceEntry:
+    def _resolvable(self) -> Self:
         self.resolve()
         return self
 
 
-class TierEntry(Section):
-    """One tier of a topology file."""
+class DeviceEntry(_Entry):
+    """A `Device`; its memory is given in GB or GiB."""
 
     name: str
-    """node, supernode, pod, cluster or host."""
+    kind: DeviceKind
+    reported_as: tuple[str, ...] = ()
+    peak_tflops: dict[str, Number] = Field(min_length=1)
+    memory_gb: Number | None = None
+    memory_gib: Number | None = None
+    memory_gb_s: Number
+
+    def resolve(self) -> Device:
+        """The device card in base units."""
+        return Device(
+            name=self.name,
+            kind=self.kind,
+            peak_flops={d: n.scaled(TFLOP) for d, n in self.peak_tflops.items()},
+            memory_bytes=_one(memory_gb=(self.memory_gb, GB), memory_gib=(self.memory_gib, GiB)),
+            memory_bytes_s=self.memory_gb_s.scaled(GB),
+            reported_as=self.reported_as,
+        )
+
+
+class TierEntry(_Entry):
+    """A `Tier`; its links are given in GB/s or, as network cards are sold, in Gb/s."""
+
+    name: str
     size: int = Field(ge=0)
-    """Devices in one domain; 0 is unlimited."""
     kind: TierKind
-    """full_mesh, switch, torus or host."""
     gb_s: Number | None = None
-    """GB/s per device and direction."""
     gbit_s: Number | None = None
-    """The same in Gb/s, as network cards are sold."""
     latency_us: Number
-    """Latency of one message in us."""
     shares_links: bool = False
-    """Whether the tier uses the same links as the next inner one."""
 
     def resolve(self) -> Tier:
         """The tier in base units."""
@@ -108,27 +98,16 @@ class TierEntry(Section):
         latency = self.latency_us.scaled(1e-6)
         return Tier(self.name, self.size, rate, latency, self.kind, self.shares_links)
 
-    @model_validator(mode="after")
-    def _resolvable(self) -> TierEntry:
-        self.resolve()
-        return self
 
-
-class PoolEntry(Section):
-    """One memory pool of a topology file."""
+class PoolEntry(_Entry):
+    """A `MemoryPool`; its capacity is given in GB or GiB."""
 
     kind: Literal["dram", "pool", "flash"]
-    """dram of the host, pool shared over the fabric, or flash."""
     capacity_gb: Number | None = None
-    """Capacity of one pool in GB."""
     capacity_gib: Number | None = None
-    """Capacity of one pool in GiB."""
     gb_s: Number
-    """GB/s per device and direction."""
     shared_by: int = Field(ge=1)
-    """Devices that share one pool."""
     total_gb_s: Number | None = None
-    """GB/s of the pool itself, reads and writes of all devices together. None: never what limits."""
 
     def resolve(self) -> MemoryPool:
         """The pool in base units."""
@@ -136,29 +115,17 @@ class PoolEntry(Section):
         total = None if self.total_gb_s is None else self.total_gb_s.scaled(GB)
         return MemoryPool(self.kind, size, self.gb_s.scaled(GB), self.shared_by, total)
 
-    @model_validator(mode="after")
-    def _resolvable(self) -> PoolEntry:
-        self.resolve()
-        return self
-
 
 class TopologyFile(Section):
-    """A topology file: one kind of device, tiers inner to outer, memory pools."""
+    """A topology file: a `Supernode`, and for a preset its other names."""
 
     name: str
-    """Name of the machine."""
     aliases: tuple[str, ...] = ()
-    """Other names of a preset."""
     description: str
-    """One sentence for people."""
     num_devices: int = Field(ge=1)
-    """Devices to plan for when nothing else is said."""
     device: DeviceEntry
-    """The device card."""
     tiers: tuple[TierEntry, ...] = Field(min_length=1)
-    """Interconnect levels, inner to outer."""
     pools: tuple[PoolEntry, ...] = ()
-    """Memory beyond the devices' own."""
 
     @model_validator(mode="after")
     def _nested(self) -> TopologyFile:
@@ -173,9 +140,8 @@ class TopologyFile(Section):
                 )
             inner = tier.size or inner
         if self.tiers[0].shares_links:
-            raise ValueError(
-                f"the innermost tier `{self.tiers[0].name}` has no inner links to share"
-            )
+            name = self.tiers[0].name
+            raise ValueError(f"the innermost tier `{name}` has no inner links to share")
         last = self.tiers[-1].size
         if last and self.num_devices > last:
             raise ValueError(f"num_devices {self.num_devices} exceeds the outermost tier of {last}")

@@ -9,11 +9,11 @@ import difflib
 import fnmatch
 import os
 import re
-import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Final, Literal
 
@@ -60,12 +60,10 @@ def load_topology(name_or_path: str | Path) -> Supernode:
     if path.suffix.lower() in {".yaml", ".yml", ".json"} or "/" in text:
         return read_topology(path)
     names = preset_names()
-    if text in names:
-        return read_topology(_PRESETS / f"{text}.yaml")
-    aliases = _aliases()
-    if text in aliases:
-        return read_topology(_PRESETS / f"{aliases[text]}.yaml")
-    near = difflib.get_close_matches(text, [*names, *aliases, "local"], n=3)
+    preset = text if text in names else _aliases().get(text)
+    if preset is not None:
+        return read_topology(_PRESETS / f"{preset}.yaml")
+    near = difflib.get_close_matches(text, [*names, *_aliases(), "local"], n=3)
     raise UnknownTopology(
         f"there is no topology `{text}`",
         got=text,
@@ -103,17 +101,11 @@ def _aliases() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One accelerator as the vendor's tool reports it.
-
-    Attributes:
-        kind: cuda or npu.
-        name: Reported name.
-        memory_bytes: Reported memory; 0 when the tool does not say.
-    """
+    """One accelerator as the vendor's tool reports it."""
 
     kind: Literal["cuda", "npu"]
     name: str
-    memory_bytes: int
+    memory_bytes: int  # 0 when the tool does not say
 
 
 def parse_nvidia_smi(text: str) -> list[Accelerator]:
@@ -133,28 +125,32 @@ def parse_npu_smi(text: str) -> list[Accelerator]:
     return [Accelerator("npu", row[1], 0) for row in rows if row]
 
 
+_TOOLS: Final = (
+    (
+        "nvidia-smi --query-gpu=name,memory.total --format=csv",
+        parse_nvidia_smi,
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    ("npu-smi info -m", parse_npu_smi, "ASCEND_RT_VISIBLE_DEVICES"),
+)
+
+
 def find_accelerators(environ: Mapping[str, str] = os.environ) -> list[Accelerator]:
     """Accelerators this process may use, in the order of their ids; empty on a machine without any.
 
     Respects CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES as far as they list plain ids.
     """
-    tools: tuple[tuple[list[str], Callable[[str], list[Accelerator]], str], ...] = (
-        (
-            ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv"],
-            parse_nvidia_smi,
-            "CUDA_VISIBLE_DEVICES",
-        ),
-        (["npu-smi", "info", "-m"], parse_npu_smi, "ASCEND_RT_VISIBLE_DEVICES"),
-    )
-    for command, parse, variable in tools:
-        if shutil.which(command[0]) is None:
-            continue
+    for command, parse, variable in _TOOLS:
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S, check=False
+                command.split(),
+                capture_output=True,
+                text=True,
+                timeout=_TOOL_TIMEOUT_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
-            continue  # a tool without its driver: no usable device of this vendor
+            continue  # no tool, or one without its driver: no usable device of this vendor
         devices = parse(done.stdout) if done.returncode == 0 else []
         if visible := _visible(devices, environ.get(variable)):
             return visible
@@ -166,14 +162,10 @@ def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelera
     if selection is None:
         return devices
     parts = [part.strip() for part in selection.split(",")]
-    if parts and any(not part.lstrip("-").isdigit() for part in parts if part):
+    if not all(part.lstrip("-").isdigit() for part in parts if part):
         return devices[: len(parts)]  # ids by UUID: all devices of a machine are alike
-    chosen = []
-    for part in parts:
-        if not part or not 0 <= int(part) < len(devices):
-            break
-        chosen.append(devices[int(part)])
-    return chosen
+    valid = takewhile(lambda part: part and 0 <= int(part) < len(devices), parts)
+    return [devices[int(part)] for part in valid]
 
 
 def match_preset(accelerator: Accelerator) -> Supernode | None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 _GEMM_N = 384
 _BUDGET_S = 0.05
@@ -20,19 +21,14 @@ _COPY_BYTES = 128 * 2**20
 
 def _together(cores: int, work: Callable[[], float]) -> float:
     """Sum of the rates of one worker per core, all running at the same time."""
-    rates = [0.0] * cores
     barrier = threading.Barrier(cores)
 
-    def run(i: int) -> None:
+    def run(_: int) -> float:
         barrier.wait()
-        rates[i] = work()
+        return work()
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(cores)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(rates)
+    with ThreadPoolExecutor(cores) as pool:
+        return sum(pool.map(run, range(cores)))
 
 
 def _rate(amount: float, action: Callable[[], object]) -> float:
