@@ -75,8 +75,12 @@ def test_export_of_a_sharded_checkpoint(tmp_path):
     run("export", tmp_path / "run", "--dtype", "bfloat16", "--out", tmp_path / "half")
     assert reload(tmp_path / "half").dtype == torch.bfloat16
     assert (tmp_path / "half" / "tokenizer.json").is_file()
+    (tmp_path / "hf" / "config.json").rename(tmp_path / "hf" / "small.json")
+    run("export", tmp_path / "run", "--model", tmp_path / "hf" / "small.json")
+    assert torch.equal(reload(tmp_path / "run" / "export").lm_head.weight, model.lm_head.weight)
+    assert (tmp_path / "run" / "export" / "tokenizer.json").is_file()
     with pytest.raises(CheckpointCorrupt):
-        run("export", tmp_path / "run", "--step", "4")
+        run("export", tmp_path / "run", "--step", "4", "--model", tmp_path / "hf" / "small.json")
     with pytest.raises(ModelUnreadable):
         run("export", tmp_path / "run", "--model", tmp_path / "nowhere")
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -36,18 +34,12 @@ from torch.distributed.checkpoint.state_dict import (
 from hyper_parallel import serde
 from hyper_parallel.backends.torch.weights._initialise import canonical_name
 from hyper_parallel.backends.torch.weights._ranges import local_ranges
-from hyper_parallel.errors import (
-    CheckpointCorrupt,
-    CheckpointMismatch,
-    HyperParallelError,
-    OutputNotWritable,
-)
+from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch
 from hyper_parallel.trainer._files import Damaged, FileEntry, check_files
 from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._boxes import boxed
 from hyper_parallel.trainer.checkpoints._manifest import Manifest
-
-T = TypeVar("T")
+from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 
 _log = logging.getLogger(__name__)
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -76,18 +68,12 @@ class Checkpointer:
         asynchronous: bool,
         fingerprint: dict[str, Any] | None,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep}")
         self.directory = Path(directory)
         self._keep = keep
         self._asynchronous = asynchronous
         self._fingerprint = json.loads(json.dumps(fingerprint))
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
-        # The background thread must not share a group with training: collectives of one group need one order.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._ranks = RankGroup("checkpoint", self.directory, own_group=True)
+        self._background: tuple[ThreadPoolExecutor, Future[None]] | None = None
 
     def save(
         self,
@@ -122,24 +108,16 @@ class Checkpointer:
             self._write(step, state, text)
             return
         copy = BlockingAsyncStager().stage(state)
-
-        def run() -> None:
-            try:
-                self._write(step, copy, text)
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name=f"checkpoint-{step}")
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{step}")
+        self._background = thread, thread.submit(self._write, step, copy, text)
 
     def finish(self) -> None:
         """Wait for the save in the background, if there is one, and raise its error."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        background, self._background = self._background, None
+        if background is not None:
+            thread, saved = background
+            thread.shutdown()
+            saved.result()
 
     def latest(self) -> int | None:
         """Step of the newest published checkpoint; its files are checked by `load`, not here."""
@@ -170,19 +148,12 @@ class Checkpointer:
         path = self.directory / files.step_name(found)
         if self._fingerprint is not None:
             _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
-        reader = dcp.FileSystemReader(path)
         state = _state(model, optimizer)
-        metadata = reader.read_metadata()
+        metadata = dcp.FileSystemReader(path).read_metadata()
         untrained = _take_untrained(state, metadata)
-        _compare_tensors(state, metadata, path, self._names(state))
+        _compare(self._everyones(state), _described(metadata), path)
         state = boxed(state)  # plain values, such as learning rates, are put into it
-        with _quiet_without_group():
-            dcp.load(
-                state,
-                storage_reader=reader,
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+        self._transfer(dcp.load, state, storage_reader=dcp.FileSystemReader(path))
         set_model_state_dict(model, state["model"])
         if optimizer is not None:
             entries = state["optimizer"] | untrained
@@ -193,10 +164,14 @@ class Checkpointer:
                     optimizer.state.pop(parameter, None)
         return found, json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
 
-    def _names(self, state: dict[str, Any]) -> dict[str, set[str]]:
-        """Names of all ranks' tensors: a pipeline rank holds a part of the model."""
-        everyone = self._everywhere(lambda: {part: set(values) for part, values in state.items()})
-        return {part: set().union(*(names[part] for names in everyone)) for part in state}
+    def _everyones(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Shape and dtype of the tensors of all ranks by name: a pipeline rank holds a part of the model."""
+        mine = {
+            f"{part}.{name}": (tuple(value.shape), value.dtype) if torch.is_tensor(value) else None
+            for part, values in state.items()
+            for name, value in values.items()
+        }
+        return {k: v for held in self._ranks.everywhere(lambda: mine) for k, v in held.items()}
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest]:
         """The newest checkpoint whose files agree with its manifest, or exactly `step`; the ranks share the reading.
@@ -204,7 +179,7 @@ class Checkpointer:
         Raises:
             CheckpointCorrupt: HP701 when there is none; names the damaged files.
         """
-        published = self._on_rank_0(lambda: files.steps(self.directory))
+        published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]
         damaged: list[str] = []
         for candidate in candidates:
@@ -213,18 +188,18 @@ class Checkpointer:
             def check(path: Path = path) -> Manifest | str:
                 try:
                     manifest = files.read_manifest(path)
-                    mine = sorted(manifest.files)[self._rank :: self._world_size]
+                    mine = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
                     check_files(path, manifest.files, mine)
                 except Damaged as error:
                     return str(error)
                 return manifest
 
-            results = self._everywhere(check)
+            results = self._ranks.everywhere(check)
             problems = [r for r in results if isinstance(r, str)]
             if not problems:
                 return candidate, results[0]
             damaged.append(problems[0])
-            if self._rank == 0:
+            if self._ranks.rank == 0:
                 _log.warning("checkpoint of step %d is damaged: %s", candidate, problems[0])
         raise CheckpointCorrupt(
             f"no intact checkpoint{'' if step is None else f' of step {step}'}",
@@ -237,68 +212,49 @@ class Checkpointer:
         """Write, checksum and publish; every failure is raised on all ranks."""
         path = files.temporary(self.directory, step)
 
-        def tensors() -> None:
-            with _quiet_without_group():
-                dcp.save(
-                    boxed(state),
-                    storage_writer=dcp.FileSystemWriter(path),
-                    process_group=self._group,
-                    no_dist=self._group is None,
-                )
-
-        def own_files() -> dict[str, FileEntry]:
-            if self._rank == 0:
-                files.write_json(path / files.EXTRA, extra)
-            mine = [p for p in path.iterdir() if p.name.startswith(f"__{self._rank}_")]
-            if self._rank == 0:
-                mine += [path / files.EXTRA, path / ".metadata"]
-            return {p.name: FileEntry.of(p) for p in mine}
+        rank = self._ranks.rank
 
         def prepare() -> None:
             self.directory.mkdir(parents=True, exist_ok=True)
             files.clean(self.directory)
             path.mkdir()
 
-        self._on_rank_0(prepare)
-        self._everywhere(tensors)
-        entries = {n: e for part in self._everywhere(own_files) for n, e in part.items()}
+        def tensors() -> None:
+            self._transfer(dcp.save, boxed(state), storage_writer=dcp.FileSystemWriter(path))
+
+        def own_files() -> dict[str, FileEntry]:
+            mine = [p for p in path.iterdir() if p.name.startswith(f"__{rank}_")]
+            if rank == 0:
+                files.write_json(path / files.EXTRA, extra)
+                mine += [path / files.EXTRA, path / ".metadata"]
+            return {p.name: FileEntry.of(p) for p in mine}
+
+        self._ranks.on_rank_0(prepare)
+        self._ranks.everywhere(tensors)
+        entries = {n: e for part in self._ranks.everywhere(own_files) for n, e in part.items()}
 
         def publish() -> None:
             assert self._fingerprint is not None
-            manifest = Manifest(files.FORMAT, step, self._world_size, self._fingerprint, entries)
+            manifest = Manifest(files.FORMAT, step, self._ranks.size, self._fingerprint, entries)
             files.write_json(path / files.MANIFEST, serde.encode(manifest))
             files.publish(self.directory, step, self._keep)
 
-        self._on_rank_0(publish)
+        self._ranks.on_rank_0(publish)
 
-    def _everywhere(self, fn: Callable[[], T]) -> list[T]:
-        """Run `fn` on every rank; the results of all ranks, or the first failure on all ranks."""
-        try:
-            result, failure = fn(), None
-        except Exception as error:
-            _log.debug("failed on rank %d", self._rank, exc_info=True)
-            result, failure = None, _coded(error, self.directory)
-        everyone: list[Any] = [(result, failure)]
-        if self._group is not None:
-            everyone = [None] * self._world_size
-            dist.all_gather_object(everyone, (result, failure), group=self._group)
-        for _, other in everyone:
-            if other is not None:
-                raise other
-        return [value for value, _ in everyone]
-
-    def _on_rank_0(self, fn: Callable[[], T]) -> T:
-        return self._everywhere(lambda: fn() if self._rank == 0 else None)[0]  # type: ignore[return-value]
+    def _transfer(self, move: Callable[..., Any], state: dict[str, Any], **storage: Any) -> None:
+        if self._ranks.several:
+            move(state, process_group=self._ranks.group, **storage)
+            return
+        with warnings.catch_warnings():  # that a single process saves is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            move(state, no_dist=True, **storage)
 
 
 def stored_dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
     """Dtype of each parameter in a checkpoint, by name."""
-    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    return {
-        key.removeprefix("model."): entry.properties.dtype
-        for key, entry in entries.items()
-        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
+    stored = _described(dcp.FileSystemReader(checkpoint).read_metadata())
+    prefix = "model."
+    return {k.removeprefix(prefix): v[1] for k, v in stored.items() if v and k.startswith(prefix)}
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -329,21 +285,6 @@ def _parameter_of(key: str) -> str:
     return key.removeprefix("state.").rpartition(".")[0]
 
 
-def _coded(error: Exception, directory: Path) -> Exception:
-    """An error that all ranks can raise: it pickles, and disk trouble gets its code."""
-    if isinstance(error, HyperParallelError):
-        return error
-    causes = [error, *getattr(error, "failures", {}).values()]
-    for cause in causes:
-        cause = cause[0] if isinstance(cause, tuple) else cause
-        if isinstance(cause, OSError):
-            return OutputNotWritable(
-                f"the checkpoint cannot be written: {cause.strerror or cause}",
-                where=str(cause.filename or directory),
-            )
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
 def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
     for key in [*ours, *(k for k in saved if k not in ours)]:
         if saved.get(key) != ours.get(key):
@@ -355,44 +296,31 @@ def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Pat
             )
 
 
-def _compare_tensors(
-    state: dict[str, Any], metadata: Metadata, path: Path, names: dict[str, set[str]]
-) -> None:
-    """Refuse the first tensor whose name, shape or dtype differs from the checkpoint's; `names` are all ranks'."""
-    for part, values in state.items():
-        prefix = f"{part}."
-        saved = {k: v for k, v in metadata.state_dict_metadata.items() if k.startswith(prefix)}
-        for key in [f"{prefix}{k}" for k in values]:
-            if key not in saved:
-                raise CheckpointMismatch(f"the checkpoint has no `{key}`", where=str(path))
-        for key, entry in saved.items():
-            name = key.removeprefix(prefix)
-            if name not in names[part]:
-                raise CheckpointMismatch(
-                    f"the checkpoint holds `{key}`, this run has no such tensor", where=str(path)
-                )
-            if name not in values:
-                continue
-            value = values[name]
-            if not isinstance(entry, TensorStorageMetadata) or not torch.is_tensor(value):
-                continue
-            ours = (tuple(value.shape), value.dtype)
-            theirs = (tuple(entry.size), entry.properties.dtype)
-            if ours != theirs:
-                raise CheckpointMismatch(
-                    f"`{key}` has another shape or dtype in the checkpoint",
-                    where=str(path),
-                    got=f"{ours[0]} {ours[1]}",
-                    allowed=f"{theirs[0]} {theirs[1]}",
-                )
+def _described(metadata: Metadata) -> dict[str, Any]:
+    """Shape and dtype of everything in a checkpoint by name; None for what is no tensor."""
+    return {
+        key: (tuple(entry.size), entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
 
 
-@contextmanager
-def _quiet_without_group() -> Iterator[None]:
-    """Silence the remark that a run without a process group saves in a single process: here it is meant."""
-    if dist.is_initialized():
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _compare(ours: dict[str, Any], theirs: dict[str, Any], path: Path) -> None:
+    """Refuse the first tensor whose name, shape or dtype differs from the checkpoint's."""
+    parts = {key.partition(".")[0] for key in ours}
+    for key in ours:
+        if key not in theirs:
+            raise CheckpointMismatch(f"the checkpoint has no `{key}`", where=str(path))
+    for key, stored in theirs.items():
+        if key not in ours and key.partition(".")[0] in parts:
+            raise CheckpointMismatch(
+                f"the checkpoint holds `{key}`, this run has no such tensor", where=str(path)
+            )
+        if stored and ours.get(key) and ours[key] != stored:
+            raise CheckpointMismatch(
+                f"`{key}` has another shape or dtype in the checkpoint",
+                where=str(path),
+                got=f"{ours[key][0]} {ours[key][1]}",
+                allowed=f"{stored[0]} {stored[1]}",
+            )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +25,19 @@ from hyper_parallel.backends.torch.weights._initialise import (
     allocate_and_fill_buffers,
     canonical_name,
 )
+from hyper_parallel.config import Model, Recipe
 from hyper_parallel.errors import BadValue, ModelUnreadable, OutputNotWritable
 from hyper_parallel.trainer._files import replace_directory
 from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
+from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
+from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES
+from hyper_parallel.trainer.engine._model import build_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 MAX_FILE_BYTES = 5 * 1024**3
 """Size at which a file is closed. 5 GiB: loads on small hosts, and few files for large models."""
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def export_hf(
@@ -82,36 +74,40 @@ def export_hf(
         raise ModelUnreadable(
             f"{original_class(model).__name__} is no Hugging Face model, so it has no export format"
         )
+    ranks = RankGroup("export", out)
     state = {canonical_name(k): v for k, v in model.state_dict().items()}
-    owners = _owners(state)
+    # The lowest rank that holds each tensor, in parts or whole: pipeline ranks hold different ones.
+    owners: dict[str, tuple[int, torch.dtype]] = {}
+    for rank, held in enumerate(ranks.everywhere(lambda: {n: v.dtype for n, v in state.items()})):
+        for name, kind in held.items():
+            owners.setdefault(name, (rank, kind))
     device = next(iter(state.values())).device
     shapes = {n: v.shape for n, v in reference.state_dict().items() if n in owners}
     names = _stored_once(reference, shapes)
     if dtype is None:
         dtype = next(v.dtype for v in state.values() if v.is_floating_point())
-    writer = None
-    failure: OutputNotWritable | None = None
-    if _rank() == 0:
-        try:
-            writer = _Writer(out, reference, {n: shapes[n] for n in names}, dtype, max_file_bytes)
-        except OSError as error:
-            failure = _not_writable(error, out)
-        except OutputNotWritable as error:
-            failure = error
-    _raise_everywhere(failure)
+    writer = _Writer(out, reference, {n: shapes[n] for n in names}, dtype, max_file_bytes)
+    ranks.on_rank_0(writer.open)
+    failure: Exception | None = None
     for name in names:
-        full = _on_rank_0(state.get(name), shapes[name], owners[name], device)
-        if writer is not None and full is not None and failure is None:
-            failure = _try(lambda full=full, name=name: writer.add(name, full), out)
-    if writer is not None and failure is None:
-        generation = getattr(model, "generation_config", None)
-        failure = _try(lambda: writer.close(config, generation, tokenizer_dir), out)
-    _raise_everywhere(failure)
+        full = _whole(ranks.rank, state.get(name), shapes[name], owners[name], device)
+        if ranks.rank == 0 and failure is None:
+            try:
+                writer.add(name, full)
+            except Exception as error:  # the other ranks still send: it is raised when they have
+                failure = error
+
+    def close() -> None:
+        if failure is not None:
+            raise failure
+        writer.close(config, getattr(model, "generation_config", None), tokenizer_dir)
+
+    ranks.on_rank_0(close)
     return out
 
 
 class _Writer:
-    """Files of one export on rank 0, in a hidden directory until `close`."""
+    """Files of one export, written by rank 0 into a hidden directory that gets its name in `close`."""
 
     def __init__(
         self,
@@ -121,25 +117,18 @@ class _Writer:
         dtype: torch.dtype,
         max_file_bytes: int,
     ) -> None:
-        if out.exists() and not (out.is_dir() and _replaceable(out)):
-            raise OutputNotWritable(
-                "the export directory holds something other than an export",
-                where=str(out),
-                hint="choose another directory, or empty this one",
-            )
         self._out = out
         self._reference = reference
         self._dtype = dtype
         self._temporary = out.parent / f".{out.name}.tmp"
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir(parents=True)
         # The format of the whole model on the meta device: which file each tensor goes to, known before writing.
         meta = {n: torch.empty(s, dtype=dtype, device="meta") for n, s in shapes.items()}
-        sizes = {}
-        for name, tensor in meta.items():
-            for key, part in _published(reference, name, tensor).items():
-                sizes[key] = part.numel() * part.element_size()
-        expected = _published_all(reference, meta)
+        sizes = {
+            key: part.nbytes
+            for name, tensor in meta.items()
+            for key, part in _published(reference, {name: tensor}).items()
+        }
+        expected = _published(reference, meta).keys()
         if expected != sizes.keys():
             raise ModelUnreadable(
                 "the published format of this model joins several parameters in one tensor, which is not supported",
@@ -147,16 +136,27 @@ class _Writer:
             )
         self._file_of = _plan(sizes, max_file_bytes)
         self._total_bytes = sum(sizes.values())
-        self._left: dict[str, int] = {}
-        for file in self._file_of.values():
-            self._left[file] = self._left.get(file, 0) + 1
+        self._left = Counter(self._file_of.values())
         self._open: dict[str, dict[str, Tensor]] = {}
+
+    def open(self) -> None:
+        """Make the hidden directory; refuses to replace anything but an export."""
+        out = self._out
+        replaceable = out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))
+        if out.exists() and not replaceable:
+            raise OutputNotWritable(
+                "the export directory holds something other than an export",
+                where=str(out),
+                hint="choose another directory, or empty this one",
+            )
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(parents=True)
 
     def add(self, name: str, full: Tensor) -> None:
         """Take one whole parameter; write the files it completes."""
         if full.is_floating_point():
             full = full.to(self._dtype)
-        for key, part in _published(self._reference, name, full.cpu()).items():
+        for key, part in _published(self._reference, {name: full.cpu()}).items():
             file = self._file_of[key]
             # A copy: parts of one parameter share storage, which safetensors refuses.
             self._open.setdefault(file, {})[key] = part.clone(memory_format=torch.contiguous_format)
@@ -181,7 +181,7 @@ class _Writer:
         if generation is not None:
             generation.save_pretrained(self._temporary)
         if tokenizer_dir is not None:
-            for name in _TOKENIZER_FILES:
+            for name in TOKENIZER_FILES:
                 source = Path(tokenizer_dir) / name
                 if source.is_file():
                     shutil.copyfile(source, self._temporary / name)
@@ -194,17 +194,11 @@ def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:
     return [name for name in state if name not in tied or tied[name] not in state]
 
 
-def _published(reference: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """One parameter in the names and shapes of the published format."""
+def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters in the names and shapes of the published format."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(reference, {name: tensor})
-
-
-def _published_all(reference: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return set(revert_weight_conversion(reference, tensors))
+    return revert_weight_conversion(reference, tensors)
 
 
 def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
@@ -226,67 +220,25 @@ def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
     }
 
 
-def _replaceable(out: Path) -> bool:
-    return (out / "config.json").is_file() or not any(out.iterdir())
-
-
-def _owners(state: dict[str, Tensor]) -> dict[str, tuple[int, torch.dtype]]:
-    """The lowest rank that holds each tensor, in parts or whole, and its dtype: pipeline ranks hold different ones."""
-    mine = {name: tensor.dtype for name, tensor in state.items()}
-    everyone: list[Any] = [mine]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    owners: dict[str, tuple[int, torch.dtype]] = {}
-    for rank, held in enumerate(everyone):
-        for name, dtype in held.items():
-            owners.setdefault(name, (rank, dtype))
-    return owners
-
-
 @torch.no_grad()
-def _on_rank_0(
-    tensor: Tensor | None, shape: torch.Size, owner: tuple[int, torch.dtype], device: torch.device
-) -> Tensor | None:
-    """The whole tensor on rank 0; elsewhere it may be None. All ranks call this for every name."""
+def _whole(
+    this: int,
+    tensor: Tensor | None,
+    shape: torch.Size,
+    owner: tuple[int, torch.dtype],
+    device: torch.device,
+) -> Tensor:
+    """The whole tensor on rank 0; elsewhere it may be anything. All ranks call this for every name."""
     rank, dtype = owner
-    full = None
-    if tensor is not None:
+    if tensor is None:
+        full = torch.empty(shape if this == 0 else (), dtype=dtype, device=device)
+    else:
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    if rank and rank == _rank():
-        assert full is not None
+    if rank and this == rank:
         dist.send(full.contiguous(), 0)
-    elif rank and _rank() == 0:
-        full = torch.empty(shape, dtype=dtype, device=device)
+    elif rank and this == 0:
         dist.recv(full, rank)
     return full
-
-
-def _try(action: Callable[[], None], out: Path) -> OutputNotWritable | None:
-    try:
-        action()
-    except OSError as error:
-        return _not_writable(error, out)
-    return None
-
-
-def _not_writable(error: OSError, out: Path) -> OutputNotWritable:
-    return OutputNotWritable(
-        f"the export cannot be written: {error.strerror or error}", where=str(error.filename or out)
-    )
-
-
-def _raise_everywhere(failure: OutputNotWritable | None) -> None:
-    """Raise rank 0's failure on all ranks, so that none waits for it."""
-    box = [failure]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
-    if box[0] is not None:
-        raise box[0]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def export_checkpoint(
@@ -301,7 +253,7 @@ def export_checkpoint(
 
     Args:
         directory: Directory of the checkpoints.
-        model_dir: Directory of `config.json`, or the file itself.
+        model_dir: Directory of `config.json`, a file like it, or the name of a preset.
         out_dir: Directory to write.
         step: Step; None: the newest intact one.
         tokenizer_dir: Directory of the tokenizer; None: that of the model.
@@ -315,19 +267,16 @@ def export_checkpoint(
         ModelUnreadable: HP305 when the config is missing or no causal language model of transformers.
         CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: As in `Checkpointer.load` and `export_hf`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if dtype is not None and dtype not in _DTYPES:
         raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
-    folder = model_dir if model_dir.is_dir() else model_dir.parent
+    model_dir = model_dir.expanduser()
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        # Every model has eager attention, and an export does not say which one was trained with.
+        model = build_model(Recipe(model=Model(path=str(model_dir), attn_implementation="eager")))
     except (OSError, ValueError) as error:
         raise ModelUnreadable(
-            f"the model cannot be built ({str(error).splitlines()[0]})", where=str(model_dir)
-        ) from None
+            f"the config of the model cannot be read ({error})", where=str(model_dir)
+        ) from error
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
     found = loader.newest_intact(step)[0]
     dtypes = stored_dtypes(directory / files.step_name(found))
@@ -335,5 +284,7 @@ def export_checkpoint(
         parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
     allocate_and_fill_buffers(model)
     loader.load(model, None, found)
-    export_hf(model, config, tokenizer_dir or folder, out_dir, _DTYPES[dtype] if dtype else None)
+    if tokenizer_dir is None and model_dir.exists():
+        tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
+    export_hf(model, model.config, tokenizer_dir, out_dir, _DTYPES[dtype] if dtype else None)
     return found
