@@ -18,12 +18,15 @@ class Display:
     Args:
         steps: Last step.
         enabled: Whether this rank shows anything.
+
+    Attributes:
+        bar: A context in which the bar is drawn.
     """
 
     def __init__(self, steps: int, enabled: bool) -> None:
-        self.enabled = enabled
+        self._enabled = enabled
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._progress = Progress(
+        self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -32,56 +35,41 @@ class Display:
             disable=not (enabled and self._console.is_terminal),
             transient=True,
         )
-        self._task = self._progress.add_task("training", total=steps)
-
-    def start(self) -> None:
-        """Draw the bar."""
-        self._progress.start()
-
-    def stop(self) -> None:
-        """Remove the bar."""
-        self._progress.stop()
+        self._task = self.bar.add_task("training", total=steps)
 
     def advance(self, step: int) -> None:
         """Move the bar to a step."""
-        self._progress.update(self._task, completed=step)
+        self.bar.update(self._task, completed=step)
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
-        if self.enabled:
+        if self._enabled:
             self._console.print(text, markup=False)
 
 
 def startup_panel(plan: Plan, data: str, output_dir: str) -> Panel:
     """Topology, model, mesh, plan, prediction and data of a run at a glance."""
+    work = plan.workload
+    share = plan.memory_bytes / plan.memory_capacity_bytes if plan.memory_capacity_bytes else 0.0
+    tokens, params = format_count(work.tokens_per_step or 0), format_count(plan.model.num_params)
+    batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens"
+    rows = {
+        "topology": f"{plan.topology}, {plan.strategy.world_size} ranks",
+        "model": f"{plan.model.name} ({plan.model.family}), {params} parameters",
+        "mesh": str(plan.mesh),
+        "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
+        "data": data,
+        "plan": plan.fingerprint,
+        "predicted step": f"{format_seconds(plan.step_s)}, MFU {plan.predicted_mfu:.1%}"
+        + _unmeasured(plan),
+        "predicted memory": f"{format_bytes(plan.memory_bytes)} per rank ({share:.1%})",
+        "output": output_dir,
+    }
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    work = plan.workload
-    share = plan.memory_bytes / plan.memory_capacity_bytes if plan.memory_capacity_bytes else 0.0
-    batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens per data rank"
-    rows = [
-        ("topology", f"{plan.topology}, {plan.strategy.world_size} ranks"),
-        (
-            "model",
-            f"{plan.model.name} ({plan.model.family}), {format_count(plan.model.num_params)} parameters",
-        ),
-        ("mesh", str(plan.mesh)),
-        (
-            "step",
-            f"{format_count(work.tokens_per_step or 0)} tokens: {batch}, {work.compute_dtype}",
-        ),
-        ("data", data),
-        ("plan", plan.fingerprint),
-        (
-            "predicted step",
-            f"{format_seconds(plan.step_s)}, MFU {plan.predicted_mfu:.1%}{_unmeasured(plan)}",
-        ),
-        ("predicted memory", f"{format_bytes(plan.memory_bytes)} per rank ({share:.1%})"),
-        ("output", output_dir),
-    ]
-    for key, value in rows:
-        table.add_row(key, value)
+    for row in rows.items():
+        table.add_row(*row)
     return Panel(table, title="hyper-parallel train", title_align="left", expand=False)
 
 

@@ -20,41 +20,27 @@ from hyper_parallel.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One line of metrics.jsonl.
+    """One line of metrics.jsonl; what is None is left out of it."""
 
-    Attributes:
-        step: Optimizer step, from 1.
-        loss: Mean over all valid tokens of the step, over every rank and microbatch.
-        grad_norm: Global norm of the gradients before clipping.
-        lr: Learning rate of the step.
-        tokens: Tokens of this step over all ranks.
-        valid_tokens: Those of them that the loss counts.
-        tokens_seen: Tokens since step 1, this step included.
-        step_s: Seconds of the step.
-        tps: Tokens per second and device.
-        tflops: Model TFLOP/s per device, recomputation not counted.
-        mfu: Model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
-        memory_bytes: Peak memory of the step on the fullest rank; with offload that of the counted device.
-        pred_step_s: Step time the plan predicts.
-        routing: Routing of the experts; left out of the line for other models.
-        offload: What offload predicted and measured; left out when it is off.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    valid_tokens: int
-    tokens_seen: int
-    step_s: float
-    tps: float
-    tflops: float
-    mfu: float
-    memory_bytes: int
-    pred_step_s: float
-    routing: dict[str, Any] | None = None
-    offload: dict[str, Any] | None = None
+    step: int  # optimizer step, from 1
+    loss: float  # mean over all valid tokens of the step, over every rank and microbatch
+    grad_norm: float  # global norm of the gradients before clipping
+    lr: float  # learning rate of the step
+    tokens: int  # tokens of this step over all ranks
+    valid_tokens: int  # those of them that the loss counts
+    tokens_seen: int  # tokens since step 1, this step included
+    step_s: float  # seconds of the step
+    tps: float  # tokens per second and device
+    tflops: float  # model TFLOP/s per device, recomputation not counted
+    mfu: float  # model FLOP/s utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B)
+    memory_bytes: (
+        int  # peak of the step on the fullest rank; with offload that of the counted device
+    )
+    pred_step_s: float  # step time the plan predicts
+    routing: dict[str, Any] | None = None  # routing of the experts; None for other models
+    offload: dict[str, Any] | None = (
+        None  # what offload predicted and measured; None when it is off
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +62,9 @@ class MetricsLog:
     """
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         directory.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, TextIO] = {}
         for name in ("metrics", "eval"):
@@ -83,23 +72,28 @@ class MetricsLog:
             _keep_until(path, resumed_step)
             self._files[name] = path.open("a", encoding="utf-8")
         board = directory / "tensorboard"
-        if resumed_step == 0 and board.exists():
+        if resumed_step == 0:
             for old in board.glob("events.out.tfevents.*"):
                 old.unlink()
-        self._board = _Board(board, resumed_step)
+        self._event, self._board = Event, EventFileWriter(str(board))
+        # TensorBoard drops what an earlier run wrote from this step on.
+        start = SessionLog(status=SessionLog.START)
+        self._board.add_event(
+            Event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
+        )
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""
         self._append("metrics", record)
         names = ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s")
-        self._board.add(record.step, "train", {name: getattr(record, name) for name in names})
-        self._board.add(record.step, "offload", record.offload or {})
-        self._board.add(record.step, "routing", record.routing or {})
+        self._draw(record.step, "train", {name: getattr(record, name) for name in names})
+        self._draw(record.step, "offload", record.offload or {})
+        self._draw(record.step, "routing", record.routing or {})
 
     def evaluation(self, record: EvalRecord) -> None:
         """Append an evaluation."""
         self._append("eval", record)
-        self._board.add(record.step, "eval", {"loss": record.loss})
+        self._draw(record.step, "eval", {"loss": record.loss})
 
     def close(self) -> None:
         """Flush and close all files."""
@@ -112,39 +106,13 @@ class MetricsLog:
         self._files[name].write(json.dumps(line) + "\n")
         self._files[name].flush()
 
-
-class _Board:
-    """Scalars as TensorBoard reads them.
-
-    Args:
-        directory: Where the event file goes.
-        resumed_step: Last step that stays; TensorBoard drops what an earlier run wrote after it.
-    """
-
-    def __init__(self, directory: Path, resumed_step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(directory))
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._writer.add_event(
-            self._event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
-        )
-
-    def add(self, step: int, group: str, values: Mapping[str, float | None]) -> None:
-        """Append the values that are not None."""
-        scalars = [
-            self._summary.Value(tag=f"{group}/{name}", simple_value=float(value))
-            for name, value in values.items()
-            if value is not None
-        ]
-        summary = self._summary(value=scalars)
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
-
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._writer.close()
+    def _draw(self, step: int, group: str, values: Mapping[str, float | None]) -> None:
+        """Give TensorBoard the values that are not None."""
+        event = self._event(wall_time=time.time(), step=step)
+        for name, value in values.items():
+            if value is not None:
+                event.summary.value.add(tag=f"{group}/{name}", simple_value=float(value))
+        self._board.add_event(event)
 
 
 def _keep_until(path: Path, step: int) -> None:

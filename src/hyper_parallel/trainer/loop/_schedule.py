@@ -22,22 +22,14 @@ class LrSchedule:
     * wsd: stable, then a straight line over the last `decay_steps` (Hu et al., MiniCPM, arXiv:2404.06395; the linear
       form of the decay as in Hagele et al., arXiv:2405.18392).
     * constant.
-
-    Attributes:
-        kind: cosine, wsd, linear or constant.
-        peak: Learning rate after warm-up.
-        steps: Last step; steps are counted from 1.
-        warmup_steps: Steps of warm-up; the last of them has the peak rate.
-        decay_steps: Steps of the decay of wsd.
-        min_ratio: Rate of the last step over the peak.
     """
 
-    kind: str
-    peak: float
-    steps: int
-    warmup_steps: int = 0
-    decay_steps: int = 0
-    min_ratio: float = 0.0
+    kind: str  # cosine, wsd, linear or constant
+    peak: float  # learning rate after warm-up
+    steps: int  # last step; steps are counted from 1
+    warmup_steps: int = 0  # the last of them has the peak rate
+    decay_steps: int = 0  # steps of the decay of wsd
+    min_ratio: float = 0.0  # rate of the last step over the peak
 
     @classmethod
     def of(cls, training: Training) -> LrSchedule:

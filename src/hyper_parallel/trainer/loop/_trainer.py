@@ -12,7 +12,7 @@ import math
 import platform
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hyper_parallel.ir import Timeline
@@ -28,25 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step measured; equal on every rank.
+    """What one step measured; equal on every rank."""
 
-    Attributes:
-        loss: Mean over all valid tokens of the step.
-        grad_norm: Global gradient norm before clipping.
-        valid_tokens: Tokens the loss counts.
-        seconds: Time of the step on this rank.
-        memory_bytes: Peak memory of the step on the fullest rank.
-        routing: Routing of the experts; None for other models.
-        offload: What offload predicted and measured; None when it is off.
-    """
-
-    loss: float
-    grad_norm: float
-    valid_tokens: int
-    seconds: float
-    memory_bytes: int
-    routing: dict[str, Any] | None = None
-    offload: dict[str, Any] | None = None
+    loss: float  # mean over all valid tokens of the step
+    grad_norm: float  # global gradient norm before clipping
+    valid_tokens: int  # tokens the loss counts
+    step_s: float  # seconds of the step on this rank
+    memory_bytes: int  # peak memory of the step on the fullest rank
+    routing: dict[str, Any] | None = None  # routing of the experts; None for other models
+    offload: dict[str, Any] | None = (
+        None  # what offload predicted and measured; None when it is off
+    )
 
 
 class Engine(Protocol):
@@ -94,21 +86,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run achieved; rank 0 returns it.
+    """What a run achieved; rank 0 returns it."""
 
-    Attributes:
-        steps: Last step.
-        first_eval_loss: Held-out loss before the first step of the run, NaN without held-out text.
-        last_eval_loss: Held-out loss after the last step.
-        loss: Training loss of the last step, NaN when there was nothing left to do.
-        seconds: Seconds of training, evaluations included.
-    """
-
-    steps: int
-    first_eval_loss: float
-    last_eval_loss: float
-    loss: float
-    seconds: float
+    steps: int  # last step
+    first_eval_loss: (
+        float  # held-out loss before the first step of the run, NaN without held-out text
+    )
+    last_eval_loss: float  # held-out loss after the last step
+    loss: float  # training loss of the last step, NaN when there was nothing left to do
+    seconds: float  # seconds of training, evaluations included
 
 
 class Trainer:
@@ -139,8 +125,7 @@ class Trainer:
             if engine.rank == 0:
                 self._log = MetricsLog(job.output_dir, done)
                 stack.callback(self._log.close)
-            self._display.start()
-            stack.callback(self._display.stop)
+            stack.enter_context(self._display.bar)
             engine.begin(done, self._batches)
             first = last = self._evaluate(done)
             loss = math.nan
@@ -190,24 +175,18 @@ class Trainer:
             return
         plan, training = self._job.plan, self._job.recipe.training
         tokens = plan.workload.tokens_per_step or 0
-        per_device = tokens / result.seconds / self._engine.world_size
+        per_device = tokens / result.step_s / self._engine.world_size
         flops = per_device * plan.model.flops_per_token
         record = StepRecord(
             step=step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
             lr=lr,
             tokens=tokens,
-            valid_tokens=result.valid_tokens,
             tokens_seen=self._batches.sequences_seen(step) * plan.workload.seq_len,
-            step_s=result.seconds,
             tps=per_device,
             tflops=flops / 1e12,
             mfu=flops / plan.peak_flops if plan.peak_flops else 0.0,
-            memory_bytes=result.memory_bytes,
             pred_step_s=plan.step_s,
-            routing=result.routing,
-            offload=result.offload,
+            **asdict(result),
         )
         self._log.step(record)
         self._display.advance(step)
