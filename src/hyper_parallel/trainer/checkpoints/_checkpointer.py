@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -148,17 +148,17 @@ class Checkpointer:
         path = self.directory / files.step_name(found)
         if self._fingerprint is not None:
             _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
+        stored = _described(path)
         state = _state(model, optimizer)
-        metadata = dcp.FileSystemReader(path).read_metadata()
-        untrained = _take_untrained(state, metadata)
-        _compare(self._everyones(state), _described(metadata), path)
+        idle = _take_idle(state.get("optimizer", {}), stored)
+        _compare(self._everyones(state), stored, path)
         state = boxed(state)  # plain values, such as learning rates, are put into it
-        self._transfer(dcp.load, state, storage_reader=dcp.FileSystemReader(path))
+        self._transfer(dcp.load, state, path)
         set_model_state_dict(model, state["model"])
         if optimizer is not None:
-            entries = state["optimizer"] | untrained
+            entries = state["optimizer"] | idle
             set_optimizer_state_dict(model, optimizer, entries, options=_OPTIONS)
-            names = {_parameter_of(key) for key in untrained}
+            names = {_parameter_of(key) for key in idle}
             for name, parameter in model.named_parameters():
                 if canonical_name(name) in names:
                     optimizer.state.pop(parameter, None)
@@ -219,9 +219,6 @@ class Checkpointer:
             files.clean(self.directory)
             path.mkdir()
 
-        def tensors() -> None:
-            self._transfer(dcp.save, boxed(state), storage_writer=dcp.FileSystemWriter(path))
-
         def own_files() -> dict[str, FileEntry]:
             mine = [p for p in path.iterdir() if p.name.startswith(f"__{rank}_")]
             if rank == 0:
@@ -230,7 +227,7 @@ class Checkpointer:
             return {p.name: FileEntry.of(p) for p in mine}
 
         self._ranks.on_rank_0(prepare)
-        self._ranks.everywhere(tensors)
+        self._ranks.everywhere(lambda: self._transfer(dcp.save, boxed(state), path))
         entries = {n: e for part in self._ranks.everywhere(own_files) for n, e in part.items()}
 
         def publish() -> None:
@@ -241,20 +238,21 @@ class Checkpointer:
 
         self._ranks.on_rank_0(publish)
 
-    def _transfer(self, move: Callable[..., Any], state: dict[str, Any], **storage: Any) -> None:
+    def _transfer(self, move: Callable[..., Any], state: dict[str, Any], path: Path) -> None:
+        """`move` is dcp.save or dcp.load."""
         if self._ranks.several:
-            move(state, process_group=self._ranks.group, **storage)
+            move(state, checkpoint_id=path, process_group=self._ranks.group)
             return
         with warnings.catch_warnings():  # that a single process saves is meant
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            move(state, no_dist=True, **storage)
+            move(state, checkpoint_id=path, no_dist=True)
 
 
 def stored_dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
     """Dtype of each parameter in a checkpoint, by name."""
-    stored = _described(dcp.FileSystemReader(checkpoint).read_metadata())
     prefix = "model."
-    return {k.removeprefix(prefix): v[1] for k, v in stored.items() if v and k.startswith(prefix)}
+    stored = _described(checkpoint).items()
+    return {k.removeprefix(prefix): v[1] for k, v in stored if v and k.startswith(prefix)}
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -264,25 +262,19 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     return state
 
 
-def _take_untrained(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+def _take_idle(entries: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
     """Remove the optimizer state of parameters that had none when they were saved: they never got a gradient.
 
     Reading the state of an optimizer creates zeros for all parameters; those of such parameters are not in the files.
     """
-    prefix = "optimizer.state."
-    saved = {
-        _parameter_of(key.removeprefix("optimizer."))
-        for key in metadata.state_dict_metadata
-        if key.startswith(prefix)
-    }
-    entries = state.get("optimizer", {})
-    taken = [k for k in entries if k.startswith("state.") and _parameter_of(k) not in saved]
-    return {key: entries.pop(key) for key in taken} if saved else {}
+    saved = {_parameter_of(key) for key in stored if key.startswith("optimizer.state.")}
+    idle = [k for k in entries if k.startswith("state.") and _parameter_of(k) not in saved]
+    return {key: entries.pop(key) for key in idle} if saved else {}
 
 
 def _parameter_of(key: str) -> str:
-    """`model.norm.weight` of `state.model.norm.weight.exp_avg`."""
-    return key.removeprefix("state.").rpartition(".")[0]
+    """`model.norm.weight` of `optimizer.state.model.norm.weight.exp_avg`."""
+    return key.partition("state.")[2].rpartition(".")[0]
 
 
 def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
@@ -296,13 +288,12 @@ def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Pat
             )
 
 
-def _described(metadata: Metadata) -> dict[str, Any]:
+def _described(checkpoint: Path) -> dict[str, Any]:
     """Shape and dtype of everything in a checkpoint by name; None for what is no tensor."""
+    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {
-        key: (tuple(entry.size), entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for key, entry in metadata.state_dict_metadata.items()
+        key: (tuple(e.size), e.properties.dtype) if isinstance(e, TensorStorageMetadata) else None
+        for key, e in entries.items()
     }
 
 

@@ -84,17 +84,11 @@ class PackedSequences:
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of one data-parallel rank.
+    """One microbatch of one data-parallel rank."""
 
-    Attributes:
-        input_ids: int64 [B, S].
-        shift_labels: int64 [B, S]; the label at t is the token at t + 1, -100 where there is no loss.
-        num_valid: Labels that are not -100.
-    """
-
-    input_ids: Int64
-    shift_labels: Int64
-    num_valid: int
+    input_ids: Int64  # [B, S]
+    shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 where there is no loss
+    num_valid: int  # labels that are not -100
 
 
 class Batches:
@@ -108,7 +102,7 @@ class Batches:
         tail: What happens when an epoch ends inside a step. `wrap`: the step goes on with the next epoch (training).
             `pad`: the step is filled with dummy rows without labels and the next step starts the next epoch
             (evaluation: every sequence exactly once, the same number of microbatches on every rank).
-        limit: Use only the first sequences on disk; None: all.
+        limit: Use so many sequences, spread evenly over those on disk; None: all.
         fingerprint: Hash of the data, kept in checkpoints.
 
     Raises:

@@ -22,25 +22,15 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class PackedData:
-    """What a run reads.
-
-    Attributes:
-        train: Training sequences.
-        holdout: Held-out sequences; empty when `data.holdout` is 0.
-        tokenizer_dir: Hugging Face tokenizer directory that made the tokens.
-        vocab_size: Largest token id plus one.
-        fingerprint: Hash of the packed content: the same on every machine that packs the same text alike.
-        cached: Whether the cache already held the result.
-        notes: What was cut or left out, in words.
-    """
+    """What a run reads."""
 
     train: PackedSequences
-    holdout: PackedSequences
-    tokenizer_dir: str
-    vocab_size: int
-    fingerprint: str
-    cached: bool
-    notes: tuple[str, ...] = ()
+    holdout: PackedSequences  # empty when `data.holdout` is 0
+    tokenizer_dir: str  # Hugging Face tokenizer directory that made the tokens
+    vocab_size: int  # largest token id plus one
+    fingerprint: str  # hash of the packed content: equal wherever the same text is packed alike
+    cached: bool  # whether the cache already held the result
+    notes: tuple[str, ...] = ()  # what was cut or left out, in words
 
 
 def prepare(

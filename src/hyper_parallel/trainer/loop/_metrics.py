@@ -38,9 +38,7 @@ class StepRecord:
     )
     pred_step_s: float  # step time the plan predicts
     routing: dict[str, Any] | None = None  # routing of the experts; None for other models
-    offload: dict[str, Any] | None = (
-        None  # what offload predicted and measured; None when it is off
-    )
+    offload: dict[str, Any] | None = None  # what it predicted and measured; None when off
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,7 @@ class StepResult:
     step_s: float  # seconds of the step on this rank
     memory_bytes: int  # peak memory of the step on the fullest rank
     routing: dict[str, Any] | None = None  # routing of the experts; None for other models
-    offload: dict[str, Any] | None = (
-        None  # what offload predicted and measured; None when it is off
-    )
+    offload: dict[str, Any] | None = None  # what it predicted and measured; None when off
 
 
 class Engine(Protocol):
