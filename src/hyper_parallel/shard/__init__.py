@@ -6,6 +6,7 @@ from hyper_parallel.shard._boundary import (
     Format,
     Projection,
     TokenCut,
+    padded_sizes,
     ring_bytes,
 )
 from hyper_parallel.shard._plan import ShardPlan, plan_layouts
@@ -57,6 +58,7 @@ __all__ = [
     "norm_boundaries",
     "normalise_plan",
     "packed_boundaries",
+    "padded_sizes",
     "pipeline_boundaries",
     "plan_layouts",
     "ring_bytes",

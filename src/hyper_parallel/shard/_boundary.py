@@ -68,11 +68,8 @@ class TokenCut:
         """The cut of one strategy, padding included."""
         s, batch = strategy, workload.microbatch or 1
         cut = SequenceCut.of(workload.seq_len, s.cp, s.cp_kind, s.cp_ulysses)
-        span = -(-cut.local // s.tp_y)
-        if s.tp_y > 1 and s.attention_shape == "weight":  # sequences are cut over y first
-            piece = -(-batch * span // s.tp_x)
-        else:
-            piece = -(-batch * cut.local // s.tp)
+        by_sequence = s.tp_y > 1 and s.attention_shape == "weight"
+        span, piece = padded_sizes(batch, cut.local, s.tp_x, s.tp_y, by_sequence)
         tokens, spans = batch * cut.local, s.tp_y * batch * span
         return cls(s.tp_x, s.tp_y, tokens, piece, spans, cut.ring, cut.ulysses, cut)
 
@@ -103,6 +100,13 @@ class BlockWidths:
     inputs: tuple[Projection, ...]  # projections that read it
     outputs: tuple[Projection, ...]  # projections that write it
     kv_heads: int = 0  # key and value heads; 0 for an MLP
+
+
+def padded_sizes(sequences: int, length: int, x: int, y: int, by_sequence: bool) -> tuple[int, int]:
+    """Positions of a sequence on one y rank, and tokens of a piece; `by_sequence`: sequences are cut over y first."""
+    span = -(-length // y)
+    tokens, pieces = (sequences * span, x) if by_sequence else (sequences * length, x * y)
+    return span, -(-tokens // pieces)
 
 
 def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:

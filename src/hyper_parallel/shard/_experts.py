@@ -33,12 +33,15 @@ def mark_experts(found: list[Param]) -> list[Param]:
     A module that is named `experts`, or a parameter with an expert dim, holds routed experts. The router and other
     uncovered direct members of the same block work position by position.
     """
-    marked = [replace(p, style=EXPERTS) if p.style is None and _is_expert(p) else p for p in found]
-    blocks = {_block(p) for p in marked if p.style == EXPERTS}
-    return [
-        replace(p, style="replicate")
-        if p.style is None and (p.parent in blocks or p.module in blocks)
+    marked = [
+        replace(p, style=EXPERTS)
+        if p.style is None and ("expert" in p.dims or EXPERTS in p.module.split("."))
         else p
+        for p in found
+    ]
+    blocks = {module_of(container(p)) for p in marked if p.style == EXPERTS}
+    return [
+        replace(p, style="replicate") if p.style is None and blocks & {p.parent, p.module} else p
         for p in marked
     ]
 
@@ -62,14 +65,14 @@ def check_experts(found: list[Param], strategy: Strategy) -> None:
             changes={"parallel.ep": 1},
         )
     for param in experts:
-        if not in_list(param) and (container(param) != param.module or len(param.shape) < 2):
+        if not _index(param) and (container(param) != param.module or len(param.shape) < 2):
             raise UnsupportedSharding(
                 f"`{param.pattern}` holds experts in a form that ep cannot divide",
                 got=f"ep={strategy.ep}, {param.name} {param.shape}",
                 allowed="parameters [experts, ...], or modules experts.0, experts.1, ...",
                 changes={"parallel.ep": 1},
             )
-    number = math.gcd(*(p.shape[0] for p in experts if not in_list(p)), *_lengths(experts))
+    number = math.gcd(*(p.shape[0] for p in experts if not _index(p)), *_lengths(experts))
     _check_divides(strategy, number, f"the {number} experts of a layer", f"experts={number}")
 
 
@@ -92,14 +95,14 @@ def _lengths(experts: list[Param]) -> list[int]:
     """Modules in every list of experts; names of a plan have `*` for the index, so they do not tell it."""
     lists: dict[str, set[str]] = {}
     for param in experts:
-        if in_list(param):
-            lists.setdefault(container(param), set()).add(_index(param))
+        if index := _index(param):
+            lists.setdefault(container(param), set()).add(index)
     return [len(indices) for indices in lists.values() if indices != {"*"}]
 
 
 def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
     """Layout of a parameter of experts, fused or of one in a list, ep above 1."""
-    listed = in_list(param)
+    listed = bool(_index(param))
     layout = replace(layout, one_of=("ep",)) if listed else layout.split(0, "ep")
     edp = strategy.expert_mesh().degree("edp")
     if edp == 1:
@@ -109,29 +112,13 @@ def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
     return layout.split(even[0] if even else 0, "edp")
 
 
-def _is_expert(param: Param) -> bool:
-    return "expert" in param.dims or EXPERTS in param.module.split(".")
-
-
 def container(param: Param) -> str:
     """The module of all experts of a layer: for a list of modules the list, else the owner of the parameter."""
-    parts = param.module.split(".")
-    if EXPERTS in parts:
-        return ".".join(parts[: parts.index(EXPERTS) + 1])
-    return param.module
-
-
-def _block(param: Param) -> str:
-    """The mixture-of-experts block: what contains the experts."""
-    return module_of(container(param))
-
-
-def in_list(param: Param) -> bool:
-    """Whether the parameter belongs to one of several modules in a list of experts."""
-    index = _index(param)
-    return index.isdecimal() or index == "*"
+    before, found, _ = f".{param.module}.".partition(f".{EXPERTS}.")
+    return f"{before}.{EXPERTS}".removeprefix(".") if found else param.module
 
 
 def _index(param: Param) -> str:
-    """What follows the container in the name of the parameter."""
-    return param.name.removeprefix(f"{container(param)}.").partition(".")[0]
+    """What follows the container in the name: the index of one of several modules in a list of experts; else ""."""
+    index = param.name.removeprefix(f"{container(param)}.").partition(".")[0]
+    return index if index.isdecimal() or index == "*" else ""

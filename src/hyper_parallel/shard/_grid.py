@@ -16,8 +16,9 @@ weight-gathered layouts).
 
 from __future__ import annotations
 
-from hyper_parallel.ir import BlockShape, Strategy
+from hyper_parallel.ir import BlockShape, Purpose, Strategy
 from hyper_parallel.shard._fit import Param
+from hyper_parallel.shard._table import block_program
 
 X, Y = "tp_x", "tp_y"
 _REGION_STYLES = ("colwise", "rowwise", "kv_replicate", "qkv", "gate_up")
@@ -35,10 +36,7 @@ def block_shape(param: Param, strategy: Strategy) -> BlockShape:
 
 def exchanges_rows(strategy: Strategy) -> bool:
     """Whether a rank's queries are a part of the tokens, so that keys and values are gathered over y."""
-    return strategy.tp_y > 1 and (
-        strategy.attention_shape == "weight"
-        or (strategy.attention_shape == "2d" and strategy.attention_scatter == "token")
-    )
+    return Purpose.KEY_VALUE_GATHER in block_program(strategy, 1, False)
 
 
 def cuts_hidden(found: list[Param], strategy: Strategy) -> bool:

@@ -86,38 +86,23 @@ def block_boundaries(
         hidden_cut: The residual stream is cut over y; read for 2d blocks.
         ends_layer: Nothing after its last product is kept for backward, so that recomputation stops before it.
     """
-    stream = cut.piece * block.hidden * cut.tp
-    if shape == "1d":
-        yield from _mirrored("all_gather", TP, cut.tp, stream, Purpose.SEQUENCE_GATHER, kept=False)
-        for _ in block.outputs:
-            yield from _mirrored(
-                "reduce_scatter", TP, cut.tp, stream, Purpose.SEQUENCE_SCATTER,
-                redone=not ends_layer,
-            )  # fmt: skip
-        return
-    along_x = cut.piece * block.hidden * cut.x
-    relayout = 1 - hidden_cut if shape == "2d" else 0
+    axes, ranks = (TP, cut.tp) if shape == "1d" else (X, cut.x)
+    stream = cut.piece * block.hidden * ranks
     turned = ("all_to_all", Y, cut.y, cut.piece * block.hidden, Purpose.RELAYOUT)
-    yield from _mirrored(*turned, calls=relayout)
-    yield from _mirrored("all_gather", X, cut.x, along_x, Purpose.SEQUENCE_GATHER, kept=False)
+    redone = not ends_layer
+    if shape == "2d":
+        yield from _mirrored(*turned, calls=1 - hidden_cut)
+    yield from _mirrored("all_gather", axes, ranks, stream, Purpose.SEQUENCE_GATHER, kept=False)
     if shape == "weight":
         yield from _moved_weights(block, cut)
-    elif block.kv_heads:
-        yield from _heads(block, cut, token_scatter)
-    else:
-        tokens = cut.tp * cut.piece
-        for p in block.inputs:
-            rows = tokens * share(p.width, cut.x)
-            yield from _mirrored("reduce_scatter", Y, cut.y, rows, Purpose.WIDTH_SCATTER)
-        for p in block.outputs:
-            rows = tokens * share(p.width, cut.x)
-            yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.WIDTH_GATHER, kept=False)
-    redone = not ends_layer
+    elif shape == "2d":
+        yield from _heads(block, cut, token_scatter) if block.kv_heads else _widths(block, cut)
     for _ in block.outputs:
         yield from _mirrored(
-            "reduce_scatter", X, cut.x, along_x, Purpose.SEQUENCE_SCATTER, redone=redone
+            "reduce_scatter", axes, ranks, stream, Purpose.SEQUENCE_SCATTER, redone=redone
         )
-        yield from _mirrored(*turned, calls=relayout, redone=redone)
+        if shape == "2d":
+            yield from _mirrored(*turned, calls=1 - hidden_cut, redone=redone)
 
 
 def block_program(
@@ -125,11 +110,7 @@ def block_program(
 ) -> dict[Purpose, Boundary]:
     """What forward of a block sends, by purpose: kinds and axes, without elements.
 
-    Args:
-        strategy: Shapes of blocks.
-        kv_heads: Key and value heads; 0 for an MLP.
-        hidden_cut: The residual stream is cut over y.
-        keys: As a key or value projection sees it.
+    `kv_heads` is 0 for an MLP; `keys`: as a key or value projection sees it. The rest as of `block_boundaries`.
     """
     s = strategy
     shape = s.attention_shape if kv_heads else s.mlp_shape
@@ -153,6 +134,17 @@ def _moved_weights(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
         yield Boundary("reduce_scatter", Y, cut.y, whole, Purpose.WEIGHT_SCATTER, backward=1)
     if block.kv_heads:
         yield from _keys(block, cut, 1)
+
+
+def _widths(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
+    """Projections of a 2d MLP summed over y, to a part of the tokens; and back."""
+    tokens = cut.tp * cut.piece
+    for p in block.inputs:
+        rows = tokens * share(p.width, cut.x)
+        yield from _mirrored("reduce_scatter", Y, cut.y, rows, Purpose.WIDTH_SCATTER)
+    for p in block.outputs:
+        rows = tokens * share(p.width, cut.x)
+        yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.WIDTH_GATHER, kept=False)
 
 
 def _heads(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:

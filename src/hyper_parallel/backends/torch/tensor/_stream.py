@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hyper_parallel.backends.torch.tensor._collectives import padded, piece_size
+from hyper_parallel.backends.torch.tensor._collectives import padded
+from hyper_parallel.shard import padded_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,13 @@ class TokenGrid:
 
     @property
     def span(self) -> int:
-        """Positions of a sequence on one y rank: ceil(S / y)."""
-        return piece_size(self.batch[1], self.y)
+        """Positions of a sequence on one y rank."""
+        return padded_sizes(*self.batch, self.x, self.y, self.by_sequence)[0]
 
     @property
     def rows(self) -> int:
         """n, the tokens of one piece."""
-        if self.by_sequence:
-            return piece_size(self.batch[0] * self.span, self.x)
-        return piece_size(math.prod(self.batch), self.x * self.y)
+        return padded_sizes(*self.batch, self.x, self.y, self.by_sequence)[1]
 
     def part_shape(self, width: int) -> tuple[int, int, int]:
         """Shape of a rank's part of the stream, `width` features wide as a whole."""
