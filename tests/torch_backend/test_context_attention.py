@@ -43,18 +43,14 @@ def ring(q, k, v, grad, rules, view):
     for place, mine in enumerate(held):
         own = PlaceAttention(view, rules, place)
         local, g = q[:, :, mine], grad[:, :, mine]
-        part = torch.empty_like(g, dtype=out.dtype)
-        lse = torch.empty_like(part[..., 0])
         d_local = torch.zeros_like(local, dtype=out.dtype)
         order = [(place - d) % cut.ring for d in range(cut.ring)]
-        for other in order:
-            own.forward(local, k[:, :, held[other]], v[:, :, held[other]], other, part, lse)
+        arriving = [(other, k[:, :, held[other]], v[:, :, held[other]]) for other in order]
+        part, lse = own.forward(local, v.shape[3], iter(arriving))
         saved = (part.to(q.dtype), lse, (g * part).sum(-1))
-        for other in order:
-            there = held[other]
-            found = own.backward(g, local, k[:, :, there], v[:, :, there], saved, other, d_local)
-            dk.index_add_(2, there, found[0])
-            dv.index_add_(2, there, found[1])
+        for other, *found in own.backward(g, local, saved, d_local, iter(arriving)):
+            dk.index_add_(2, held[other], found[0])
+            dv.index_add_(2, held[other], found[1])
         out[:, :, mine], dq[:, :, mine] = part, d_local
     return out, dq, dk, dv
 

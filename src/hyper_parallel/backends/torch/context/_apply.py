@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE, register
-from hyper_parallel.backends.torch.context._state import ContextState
+from hyper_parallel.backends.torch.context._state import TOKENS, ContextState
 from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
@@ -50,22 +50,11 @@ def apply_context_parallel(
             where=type(model).__name__,
             hint=f"parallel.cp=1 parallel.dp_shard={strategy.dp_shard * strategy.cp}",
         )
+    base, layers = decoder
+    config, num_layers = base.config, len(layers)
+    _refuse(config)
     register()
     context = ContextState.of(strategy, mesh["cp"].get_group())
-    base, layers = decoder
-    num_layers = len(layers)
-    _attach(context, model, base, layers)
-    # Stages of a pipeline have no whole outputs to return.
-    _wrap_root(context, model, stage_layers or (lambda: num_layers), joins=stage_layers is None)
-    return context
-
-
-def _attach(
-    context: ContextState, model: nn.Module, base: nn.Module, layers: nn.ModuleList
-) -> None:
-    """Let the attention of a Hugging Face model find this state."""
-    config = base.config
-    _refuse(config)
     own = copy.deepcopy(config)  # another model may have been made from the same config
     own._attn_implementation = INTERFACE
     for module in model.modules():
@@ -73,8 +62,13 @@ def _attach(
             module.config = own
     for module in layers.modules():
         object.__setattr__(module, ATTRIBUTE, context)
-    if _rope_types(config) & {"dynamic", "longrope"}:
+    rope = getattr(config, "rope_parameters", None) or {}  # of all layers, or by kind of layer
+    kinds = {t.get("rope_type") for t in (rope, *rope.values()) if isinstance(t, dict)}
+    if kinds & {"dynamic", "longrope"}:
         _wrap_rotary(context, base.rotary_emb)
+    # Stages of a pipeline have no whole outputs to return.
+    _wrap_root(context, model, stage_layers or (lambda: num_layers), joins=stage_layers is None)
+    return context
 
 
 def _wrap_root(
@@ -91,8 +85,6 @@ def _wrap_root(
         return (), {**context.shard_inputs(batch), "use_cache": False}
 
     def after(module: nn.Module, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        view = context.view
-        assert view is not None
         expected = num_layers()
         if context.calls != expected:
             raise UnsupportedSharding(
@@ -140,12 +132,6 @@ def _join(context: ContextState, local: Tensor) -> Tensor:
     # For every position the place of its token among the tokens of all ranks, laid end to end.
     order = torch.tensor(held, device=local.device).argsort()[: cut.seq_len]
     return join(local, 1, group).index_select(1, order)
-
-
-def _rope_types(config: Any) -> set[str | None]:
-    """Kinds of rotary embedding of all layers."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {t.get("rope_type") for t in (rope, *rope.values()) if isinstance(t, dict)}
 
 
 def _refuse(config: Any) -> None:
@@ -209,21 +195,20 @@ def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
         given = any(kwargs.get(n) is not None for n in ("attention_mask", "past_key_values"))
         if positions is None or given:
             return None
-        ids = kwargs.get("input_ids")
-        tokens = ids if ids is not None else kwargs["inputs_embeds"]
+        tokens = next(t for n in TOKENS if (t := kwargs.get(n)) is not None)
         # Only its shape, format and device are read.
         like = torch.empty(*tokens.shape[:2], 0, dtype=dtype, device=tokens.device)
-        about = {
-            "config": module.config,
-            "inputs_embeds": like,
-            "attention_mask": None,
-            "past_key_values": None,
-            "position_ids": positions,
-        }
-        masks = {
-            "full_attention": create_causal_mask(**about),
-            "sliding_attention": create_sliding_window_causal_mask(**about),
-        }
-        return args, {**kwargs, "attention_mask": masks}
+        makers = (create_causal_mask, create_sliding_window_causal_mask)
+        masks = (
+            make(
+                config=module.config,
+                inputs_embeds=like,
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=positions,
+            )
+            for make in makers
+        )
+        return args, {**kwargs, "attention_mask": dict(zip(_LAYER_KINDS, masks, strict=True))}
 
     base.register_forward_pre_hook(before, with_kwargs=True)

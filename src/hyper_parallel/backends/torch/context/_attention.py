@@ -40,6 +40,8 @@ INTERFACE = "hyper_parallel"
 """Name of our function in the attention interface of transformers."""
 ATTRIBUTE = "_hyper_parallel_context"
 """Attribute of attention modules that holds the `ContextState` of their model."""
+Arriving = Iterator[tuple[int, Tensor, Tensor]]
+"""Places of the ring with their keys and values, this one first; or with the gradients of those."""
 
 
 def register() -> None:
@@ -141,38 +143,35 @@ class PlaceAttention:
             every = every and all(q[0] == q[1] == k[0] == k[1] for q, k in documents)
         return some, every
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, other: int, out: Tensor, lse: Tensor
-    ) -> None:
-        """Join the attention over the keys of a place into `out` and `lse`."""
-        for at, there, block in self.blocks(other):
-            more = block.forward(q[:, :, at], k[:, :, there], v[:, :, there])
-            if block.queries == block.keys:
-                out[:, :, at], lse[:, :, at] = more
-            else:
-                merge(out[:, :, at], lse[:, :, at], *more)
+    def forward(self, q: Tensor, width: int, arriving: Arriving) -> tuple[Tensor, Tensor]:
+        """Output, of the values' width, and lse over all places that arrive, in `wide` format."""
+        lse = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+        out = lse.new_empty(*lse.shape, width)
+        for other, k, v in arriving:
+            for at, there, block in self.blocks(other):
+                more = block.forward(q[:, :, at], k[:, :, there], v[:, :, there])
+                if block.queries == block.keys:
+                    out[:, :, at], lse[:, :, at] = more
+                else:
+                    merge(out[:, :, at], lse[:, :, at], *more)
+        return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        saved: tuple[Tensor, Tensor, Tensor],
-        other: int,
-        dq: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Add to `dq` what the keys of a place give, and return their gradients; `saved` is (out, lse, delta)."""
-        dk, dv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
-        for at, there, block in self.blocks(other):
-            rows = (x[:, :, at] for x in saved)
-            grads = block.backward(
-                grad[:, :, at], q[:, :, at], k[:, :, there], v[:, :, there], *rows
-            )
-            dq[:, :, at] += grads[0]
-            dk[:, :, there] += grads[1]
-            dv[:, :, there] += grads[2]
-        return dk, dv
+        self, grad: Tensor, q: Tensor, saved: tuple[Tensor, ...], dq: Tensor, arriving: Arriving
+    ) -> Arriving:
+        """Add to `dq` what the keys of every place give, and give their gradients place by place.
+
+        `saved` is (out, lse, delta), as a block's backward takes them.
+        """
+        for other, k, v in arriving:
+            dk, dv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
+            for at, there, block in self.blocks(other):
+                rows = (x[:, :, at] for x in saved)
+                keys, values = k[:, :, there], v[:, :, there]
+                grads = block.backward(grad[:, :, at], q[:, :, at], keys, values, *rows)
+                for total, cut, more in zip((dq, dk, dv), (at, there, there), grads, strict=True):
+                    total[:, :, cut] += more
+            yield other, dk, dv
 
 
 def _slices(spans: tuple[Interval, ...]) -> Iterator[tuple[slice, Interval]]:
@@ -198,14 +197,10 @@ class _Attention(torch.autograd.Function):
         rules: AttentionRules,
     ) -> Tensor:
         own = PlaceAttention(view, rules, context.place)
-        exact = wide(q.dtype)
-        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=exact)
-        lse = q.new_empty(q.shape[:3], dtype=exact)
-        for other, keys, values in _arriving(context, own, k, v):
-            own.forward(q, keys, values, other, out, lse)
+        out, lse = own.forward(q, v.shape[3], _arriving(context, own, k, v))
         if sinks is not None:
             # A sink takes part in the softmax and gives nothing.
-            total = torch.logaddexp(lse, sinks.to(exact)[:, None])
+            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out.mul_((lse - total).exp_().unsqueeze(-1))
             lse = total
         result = out.to(q.dtype)
@@ -218,9 +213,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
         context, own = ctx.context, ctx.own
+        dq, d_sinks = torch.zeros_like(q, dtype=lse.dtype), None
         delta = (grad.to(lse.dtype) * out).sum(-1)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        d_sinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype)[:, None] - lse).exp_()
             d_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
@@ -235,8 +229,9 @@ class _Attention(torch.autograd.Function):
                 wait()
                 rows[0] += came
 
-        for other, keys, values in _arriving(context, own, k, v):
-            flat = _pack(*own.backward(grad, q, keys, values, (out, lse, delta), other, dq))
+        arriving = _arriving(context, own, k, v)
+        for other, dk, dv in own.backward(grad, q, (out, lse, delta), dq, arriving):
+            flat = _pack(dk, dv)
             if context.gathers:
                 rows[other] = flat
             elif other == own.place:
@@ -261,9 +256,7 @@ def _unpack(flat: Tensor, *like: Tensor) -> Iterator[Tensor]:
     return (part.view(t.shape) for part, t in zip(parts, like, strict=True))
 
 
-def _arriving(
-    context: ContextState, own: PlaceAttention, k: Tensor, v: Tensor
-) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _arriving(context: ContextState, own: PlaceAttention, k: Tensor, v: Tensor) -> Arriving:
     """Keys and values of this place, then of the others as they come; the next exchange runs meanwhile."""
     name, ring = Purpose.KEYS_AND_VALUES, context.ring
     if context.gathers:

@@ -154,10 +154,7 @@ class AttentionBlock:
                 last = min(last, first_query + stop)
                 if self.rules.window is not None:
                     first = max(first, first_query + start - self.rules.window + 1)
-            if first < last:
-                yield slice(start, stop), slice(first - first_key, last - first_key)
-            else:
-                yield slice(start, stop), slice(0, 0)
+            yield slice(start, stop), slice(first - first_key, max(first, last) - first_key)
 
     def _scores(
         self, q: Tensor, k: Tensor, rows: slice, cols: slice

@@ -14,6 +14,7 @@ from torch import Tensor
 from hyper_parallel.backends.torch._loss import shifted
 from hyper_parallel.ir import Interval, SequenceCut, Strategy
 
+TOKENS = ("input_ids", "inputs_embeds")
 _IGNORED = -100  # `ignore_index` of torch's cross entropy, which Hugging Face labels use too
 
 
@@ -76,7 +77,7 @@ class ContextState:
         microbatch: the first uses the ids, the last the labels, all of them the positions and the state.
         """
         given = dict(batch)
-        tokens = next(t for n in _TOKENS if (t := given.get(n)) is not None)
+        tokens = next(t for n in TOKENS if (t := given.get(n)) is not None)
         length, device = tokens.shape[1], tokens.device
         cut = self.cut(length)
         if (length, device) not in self._positions:
@@ -101,14 +102,11 @@ class ContextState:
                 given["num_items_in_batch"] = (targets != _IGNORED).sum().clamp(min=1)
             given["shift_labels"] = _cut(targets, mine, cut, _IGNORED)
             given["labels"] = given["shift_labels"]
-        for name in _TOKENS:
+        for name in TOKENS:
             if given.get(name) is not None:
                 given[name] = _cut(given[name], mine, cut, 0)
         self.calls = 0
         return given
-
-
-_TOKENS = ("input_ids", "inputs_embeds")
 
 
 def _cut(whole: Tensor, mine: Tensor, cut: SequenceCut, fill: int) -> Tensor:
