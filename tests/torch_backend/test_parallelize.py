@@ -29,6 +29,8 @@ from hyper_parallel.runtime import (
 )
 from hyper_parallel.shard import plan_layouts
 from tests.parity._case import Case, Reference, run
+from tests.parity.planned import make_plan
+from tests.parity.universal import Setup
 
 CASE = Case()
 
@@ -287,23 +289,24 @@ def test_meta_parameters_are_laid_out_without_memory() -> None:
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("default")  # Dynamo's tracer warns about what it does itself
-def test_layers_compile_without_a_graph_break() -> None:
-    model = Case("qwen3", dtype="float32").build()
-    ids, labels = CASE.batches()[0]
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_layers_compile_without_a_graph_break(family: str) -> None:
+    setup = Setup(family)
+    model = setup.build().float()
+    batch = setup.batch()
+    narrow = {f"{kind}_dtype": "float32" for kind in ("compute", "param", "reduce")}
+    workload = dataclasses.replace(setup.workload(Strategy()), **narrow)
+    plan = make_plan(setup.spec, Strategy(tp_x=2), workload)
 
     def rank(_: int) -> None:
         with World.join("cpu") as world:
             norms = []
             for compiled in (False, True):
-                net = parallelize(
-                    copy.deepcopy(model),
-                    Case("qwen3", dtype="float32").plan(Strategy(tp_x=2)),
-                    world,
-                )
+                net = parallelize(copy.deepcopy(model), plan, world)
                 if compiled:
                     for layer in net.model.layers:
                         layer.compile(backend="aot_eager", fullgraph=True)
-                net(input_ids=ids, labels=labels, shift_labels=labels).loss.backward()
+                net(**batch, labels=batch["shift_labels"]).loss.backward()
                 norms.append(float(clip_grad_norm_(net, None)))
             assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 

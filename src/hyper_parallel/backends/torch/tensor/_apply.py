@@ -26,7 +26,7 @@ from hyper_parallel.backends.torch._collectives import sum_backward, sum_both, s
 from hyper_parallel.backends.torch._resolve import final_norm
 from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.backends.torch.tensor._gradients import Summed, show_local
-from hyper_parallel.backends.torch.tensor._packed_heads import exchange_packed, norm_heads
+from hyper_parallel.backends.torch.tensor._packed import exchange_packed
 from hyper_parallel.backends.torch.tensor._projections import (
     Region,
     colwise,
@@ -144,13 +144,9 @@ class TensorParallel:
             module.num_key_value_groups = heads // ranks
         return region
 
-    def _colwise(self, name: str, rows: slice | None = None) -> None:
-        region = self.regions.get(_parent(name)) or Region(self.state)
-        colwise(self.modules[name], name, region, rows)
-
-    def _rowwise(self, name: str) -> None:
-        region = self.regions.get(_parent(name)) or Region(self.state)
-        rowwise(self.modules[name], name, region)
+    def _region_of(self, name: str) -> Region:
+        """The region of a projection."""
+        return self.regions.get(_parent(name)) or Region(self.state)
 
     def _key_value_rows(self, module: nn.Module) -> slice:
         """Rows of the key and value head that this rank's queries use, of several ranks' common one."""
@@ -167,14 +163,15 @@ class TensorParallel:
             module = self.modules[name]
             rows = self._key_value_rows(module) if style == "kv_replicate" else None
             if style == "norm_heads" or (rows and not isinstance(module, nn.Linear)):
-                norm_heads(module, name, rows, self.state)
+                inside = partial(SpreadNorm, self.state.group, name, Purpose.NORMS_OVER_HEADS)
+                show_local(module, self.state.gradients, inside, rows)
             elif style in _INTO:
-                self._colwise(name, rows)
+                colwise(module, name, self._region_of(name), rows)
                 if style in ("qkv", "gate_up"):
                     owner = self.modules[_parent(name)]
                     exchange_packed(module, owner, style, self.config, self.state)
             elif style == "rowwise":
-                self._rowwise(name)
+                rowwise(module, name, self._region_of(name))
             elif style == "vocab":
                 waits = self.model.config.model_type in LINEAR_ENTRY
                 self._embedding(module, None if waits else sum_both)
@@ -202,14 +199,14 @@ class TensorParallel:
         for name, style in self.styles.items():
             module = self.modules[name]
             if style in ("colwise", "head", "gate_up"):
-                self._colwise(name)
+                colwise(module, name, self._region_of(name))
                 if style == "gate_up":
                     exchange_packed(module, module, style, None, self.state)
                 _wrap(module, whole_input)
                 if style == "head":
                     _wrap(module, lambda inner, x: join(inner(x), -1, group))
             elif style == "rowwise":
-                self._rowwise(name)
+                rowwise(module, name, self._region_of(name))
             elif style == "vocab":
                 self._embedding(module, sum_forward)
             else:

@@ -27,11 +27,14 @@ Summed = tuple[nn.Parameter, dist.ProcessGroup]
 """A parameter, and the ranks that each hold one summand of its gradient."""
 
 
-def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
-    """The local part of a parameter, with its gradient going back to the parameter.
+def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -> Any:
+    """The local part of a parameter, or rows of it, with its gradient going back to the parameter.
 
-    `owner` sums the gradient over the ranks when the parameter is whole on each; None: nobody needs to.
+    `owner` sums the gradient over the ranks when the parameter is whole on each; None: nobody needs to. A parameter of
+    None, which stands for no bias, stays None.
     """
+    if rows is not None and param is not None:
+        return to_local(param, owner)[rows]
     if not isinstance(param, DTensor):
         return param
     # Traceable; the model's outputs tell the owner that backward runs.
@@ -46,20 +49,24 @@ def to_local(param: Tensor, owner: TpGradients | None) -> Tensor:
             grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
 
-    return paired(lambda p: p._local_tensor.view_as(p._local_tensor), back, param)  # type: ignore[no-any-return]
+    return paired(lambda p: p._local_tensor.view_as(p._local_tensor), back, param)
 
 
 def show_local(
     module: nn.Module,
     owner: TpGradients | None,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    rows: slice | None = None,
 ) -> None:
-    """Let the forward of a module see local tensors in place of its own parameters; `owner` as of `to_local`."""
+    """Let the forward of a module see local tensors in place of its own parameters, or some rows of them.
+
+    `owner` as of `to_local`; the forward runs `inside` a context.
+    """
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = module._parameters
-        shown = {n: p if p is None else to_local(p, owner) for n, p in kept.items()}
+        shown = {n: to_local(p, owner, rows) for n, p in kept.items()}
         module.__dict__["_parameters"] = shown
         try:
             with inside():
@@ -143,8 +150,7 @@ class TpGradients:
                 self._summed.add(i)
         for (group, _), grads in buckets.items():
             flat = torch.cat([g.reshape(-1) for g in grads])
-            if not flat.numel():
-                continue
-            all_reduce(flat, group, Purpose.WHOLE_PARAMETERS)
-            parts = flat.split([g.numel() for g in grads])
-            torch._foreach_copy_(grads, [f.view_as(g) for f, g in zip(parts, grads, strict=True)])
+            if flat.numel():
+                all_reduce(flat, group, Purpose.WHOLE_PARAMETERS)
+                parts = zip(flat.split([g.numel() for g in grads]), grads, strict=True)
+                torch._foreach_copy_(grads, [part.view_as(g) for part, g in parts])

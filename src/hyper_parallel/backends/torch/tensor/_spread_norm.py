@@ -1,8 +1,8 @@
-"""Norms on features that are cut over ranks: the module runs unmodified, its statistics are those of all features.
+"""Norms on features or heads that are cut over ranks: the module runs unmodified, its statistics are those of all.
 
-While the norm's forward runs, a mean over the last dim is the mean over the ranks' features too (one all-reduce of one
+While the norm's forward runs, a mean over the last dim is the mean over the ranks' slices too (one all-reduce of one
 number per token, in float32 at least), and the fused norms of torch are computed from such means. Any other reduction
-is refused: it would see one rank's features only.
+is refused: it would see one rank's slice only. Ranks that work on one key head each count it, so all equally often.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ _OTHERS = frozenset(
 class SpreadNorm(TorchFunctionMode):
     """Context for one norm's forward; `group` are the ranks that hold the other features."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, name: str, purpose: Purpose = Purpose.NORM_STATISTICS
+    ) -> None:
         super().__init__()
-        self.group, self.name = group, name
+        self.group, self.name, self.purpose = group, name, purpose
         self.seen = False
         """A statistic was computed over all ranks."""
 
@@ -46,36 +48,35 @@ class SpreadNorm(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _MEANS:
-            return self._mean_call(*args, **kwargs)
-        if func in _RMS:
-            return self._rms_norm(*args, **kwargs)
-        if func in _LAYER:
-            return self._layer_norm(*args, **kwargs)
         if func in _OTHERS:
             raise self._refusal(getattr(func, "__name__", str(func)))
-        return func(*args, **kwargs)
+        if func in _MEANS:
+            func = self._mean_of
+        elif func in _RMS:
+            func = self._rms_norm
+        elif func in _LAYER:
+            func = self._layer_norm
+        return func(*args, **(kwargs or {}))
 
-    def _mean_call(self, x: Tensor, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor:
+    def _mean_of(self, x: Tensor, dim: Any = None, keepdim: bool = False, **more: Any) -> Tensor:
         dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
         if len(dims) != 1 or dims[0] not in (-1, x.dim() - 1) or more.get("dtype") is not None:
             raise self._refusal(f"mean over dims {dims or 'all'}")
-        out = self._mean(x)
-        return out if keepdim else out.squeeze(-1)
+        return self._mean(x) if keepdim else self._mean(x).squeeze(-1)
 
     def _mean(self, x: Tensor) -> Tensor:
         self.seen = True
         wide = torch.promote_types(x.dtype, torch.float32)
         local = x.to(wide).mean(-1, keepdim=True)
-        total = sum_both(local, self.group, Purpose.NORM_STATISTICS)
-        return (total / self.group.size()).to(x.dtype)
+        return (sum_both(local, self.group, self.purpose) / self.group.size()).to(x.dtype)
 
     def _rms_norm(
         self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
+        wide = self._wide(x, shape)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        return self._norm(x, shape, weight, None, eps, centred=False)
+        out = (wide * torch.rsqrt(self._mean(wide.square()) + eps)).to(x.dtype)
+        return out if weight is None else out * weight
 
     def _layer_norm(
         self,
@@ -86,18 +87,15 @@ class SpreadNorm(TorchFunctionMode):
         eps: float = 1e-5,
         *_: Any,
     ) -> Tensor:
-        return self._norm(x, shape, weight, bias, eps, centred=True)
-
-    def _norm(
-        self, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float, *, centred: bool
-    ) -> Tensor:
-        if not isinstance(shape, int) and len(tuple(shape)) != 1:
-            raise self._refusal(f"a norm over {tuple(shape)}")
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide - self._mean(wide) if centred else wide
-        out = (wide * torch.rsqrt(self._mean(wide.square()) + eps)).to(x.dtype)
+        wide = self._wide(x, shape)
+        out = self._rms_norm(wide - self._mean(wide), shape, None, eps).to(x.dtype)
         out = out if weight is None else out * weight
         return out if bias is None else out + bias
+
+    def _wide(self, x: Tensor, shape: Any) -> Tensor:
+        if not isinstance(shape, int) and len(tuple(shape)) != 1:
+            raise self._refusal(f"a norm over {tuple(shape)}")
+        return x.to(torch.promote_types(x.dtype, torch.float32))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
@@ -105,9 +103,10 @@ class SpreadNorm(TorchFunctionMode):
             raise self._refusal("a kernel of its own")
 
     def _refusal(self, what: str) -> UnsupportedSharding:
+        on_stream = self.purpose == Purpose.NORM_STATISTICS
         return UnsupportedSharding(
             f"the norm `{self.name}` computes its statistics with {what}, not as a mean over the features",
             got=what,
             allowed="x.mean(-1), rms_norm, layer_norm",
-            hint="parallel.mlp_shape=1d",
+            hint="parallel.mlp_shape=1d" if on_stream else None,
         )

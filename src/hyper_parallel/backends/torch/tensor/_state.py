@@ -99,11 +99,8 @@ class TpState:
         return self.grid.whole(gather(part, 1, self.group, Purpose.SEQUENCE_GATHER))
 
     def local(self, param: Any, rows: slice | None = None) -> Any:
-        """Some rows of the local part of a parameter, or all; None, which stands for no bias, stays None."""
-        if param is None:
-            return None
-        part = to_local(param, self.gradients)
-        return part if rows is None else part[rows]
+        """`to_local`, of a parameter whose gradients this state sums."""
+        return to_local(param, self.gradients, rows)
 
     def gathered(
         self,
