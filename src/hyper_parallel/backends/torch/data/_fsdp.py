@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,66 +41,43 @@ def shard_data_parallel(
         param_dtype=getattr(torch, workload.compute_dtype) if mixed else None,
         reduce_dtype=getattr(torch, workload.reduce_dtype),
     )
+    # Columns, where tensor parallelism cuts the rows part by part.
+    axes = {*strategy.fsdp_axes, "edp"}
+    dims = {
+        id(param): next((d for d, on in enumerate(layouts[name].axes) if axes & {*on}), 0)
+        for name, param in model.named_parameters()
+    }
     sharded: list[nn.Module] = []
-    alone = strategy.dp * strategy.cp == 1 and not mixed
-    if expert_mesh is not None and (not alone or expert_mesh["edp"].size() > 1):
-        sharded += _shard_experts(model, experts, layouts, strategy, expert_mesh, policy)
-    if not alone:
-        options: dict[str, Any] = {"mesh": fsdp_mesh(mesh, strategy), "mp_policy": policy}
-        columns = _cut_by_columns(model, layouts, strategy)
-        if columns:
-            options["shard_placement_fn"] = lambda p: Shard(1) if id(p) in columns else Shard(0)
-        for layer in layers:
-            fully_shard(layer, reshard_after_forward=strategy.frees_gathered, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
-        model.register_forward_hook(_refuse_hidden_outputs)
-        sharded += [*layers, model]
-    for module in sharded:
-        # The loss is already divided by the number of tokens of the whole step: gradients are summed.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    return tuple(sharded)
 
-
-def _shard_experts(
-    model: nn.Module,
-    names: Iterable[str],
-    layouts: dict[str, Layout],
-    strategy: Strategy,
-    mesh: DeviceMesh,
-    policy: MixedPrecisionPolicy,
-) -> list[nn.Module]:
-    """FSDP around every module of experts, over the ranks that hold the same ones."""
-    over = mesh[("dp_replicate", "edp") if strategy.dp_replicate > 1 else ("edp",)]
-    # Inputs keep their format: a router may weigh in a wider one than the experts work in.
-    policy = replace(policy, cast_forward_inputs=False)
-    modules = [model.get_submodule(name) for name in names]
-    for name, module in zip(names, modules, strict=True):
-        cut = {
-            id(p): next((d for d, axes in enumerate(layouts[n].axes) if "edp" in axes), 0)
-            for n, p in model.named_parameters()
-            if n.startswith(f"{name}.")
-        }
+    def shard(
+        module: nn.Module, over: DeviceMesh, frees: bool, policy: MixedPrecisionPolicy
+    ) -> None:
         fully_shard(
             module,
             mesh=over,
             mp_policy=policy,
-            reshard_after_forward=strategy.frees_gathered,
-            shard_placement_fn=lambda param, cut=cut: Shard(cut[id(param)]),
+            reshard_after_forward=frees,
+            shard_placement_fn=lambda param: Shard(dims[id(param)]),
         )
-    return modules
+        # The loss is already divided by the number of tokens of the whole step: gradients are summed.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        sharded.append(module)
 
-
-def _cut_by_columns(
-    model: nn.Module, layouts: dict[str, Layout], strategy: Strategy
-) -> frozenset[int]:
-    """Parameters whose columns FSDP cuts, because tensor parallelism cuts their rows part by part."""
-    axes = set(strategy.fsdp_axes)
-    return frozenset(
-        id(param)
-        for name, param in model.named_parameters()
-        if len(param.shape) > 1 and axes & set(layouts[name].axes[1])
-    )
+    alone = strategy.dp * strategy.cp == 1 and not mixed
+    if expert_mesh is not None and (not alone or expert_mesh["edp"].size() > 1):
+        over = expert_mesh[("dp_replicate", "edp") if strategy.dp_replicate > 1 else ("edp",)]
+        # Inputs keep their format: a router may weigh in a wider one than the experts work in.
+        uncast = replace(policy, cast_forward_inputs=False)
+        for module in [model.get_submodule(name) for name in experts]:
+            shard(module, over, strategy.frees_gathered, uncast)
+    if not alone:
+        over = fsdp_mesh(mesh, strategy)
+        for layer in layers:
+            shard(layer, over, strategy.frees_gathered, policy)
+        shard(model, over, False, policy)
+        model.register_forward_hook(_refuse_hidden_outputs)
+    return tuple(sharded)
 
 
 def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
