@@ -11,10 +11,10 @@ handle: what changes during a forward pass is the state of one room.
 """
 
 from hyper_parallel.backends.torch._audit import audit
+from hyper_parallel.backends.torch._collectives import purpose
 from hyper_parallel.backends.torch._handle import Handle, Ranks, handle
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch._parallelize import apply_plan
-from hyper_parallel.backends.torch._purpose import purpose
 from hyper_parallel.backends.torch._rates import measure_rates
 from hyper_parallel.backends.torch._resolve import resolve_layouts
 from hyper_parallel.backends.torch._step import (

@@ -1,4 +1,4 @@
-"""Collectives on local tensors over one process group; every call says what it is for.
+"""Collectives on local tensors over one process group; every call says what it is for, to whoever records it.
 
 A collective whose result takes part in autograd is a pair of functions: the one that runs forward, and the one that
 its gradient goes through. Nothing here dispatches a DTensor operator: in eager mode that costs more than the small
@@ -7,7 +7,9 @@ operators themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,12 +17,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.backends.torch._purpose import exchange, purpose
 from hyper_parallel.ir import Purpose
 
 # torch 2.13 renamed the two calls and deprecates the names that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_current: ContextVar[tuple[Purpose | None, bool]] = ContextVar("purpose", default=(None, False))
+
+
+def current_purpose() -> Purpose | None:
+    """Purpose of the collectives that begin now; None outside of our own wrappers, as in FSDP."""
+    return _current.get()[0]
+
+
+def issued_together() -> bool:
+    """The messages that begin now are one exchange: all are sent before one is waited for."""
+    return _current.get()[1]
+
+
+@contextmanager
+def purpose(name: Purpose, together: bool = False) -> Iterator[None]:
+    """Collectives that begin inside are for this; the innermost context counts."""
+    if torch.compiler.is_compiling():  # recorders see eager code only
+        yield
+        return
+    token = _current.set((name, together))
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 class _Paired(torch.autograd.Function):
@@ -97,7 +122,8 @@ def send_receive(
         dist.P2POp(dist.isend, sent, group=group, group_peer=to),
         dist.P2POp(dist.irecv, came, group=group, group_peer=source),
     ]
-    works = exchange(pair, name)
+    with purpose(name, together=True):
+        works = dist.batch_isend_irecv(pair)
 
     def wait(sent: Tensor = sent) -> None:  # holds the buffer until it is sent
         for work in works:

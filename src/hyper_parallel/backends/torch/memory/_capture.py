@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hyper_parallel.backends.torch._purpose import current_purpose, issued_together
+from hyper_parallel.backends.torch._collectives import current_purpose, issued_together
 from hyper_parallel.backends.torch.memory._captured import (
     Captured,
     Named,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hyper_parallel.backends.torch._purpose import current_purpose
+from hyper_parallel.backends.torch._collectives import current_purpose
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import (
     EMPTY,

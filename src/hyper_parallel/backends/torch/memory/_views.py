@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from hyper_parallel.backends.torch._purpose import current_purpose
+from hyper_parallel.backends.torch._collectives import current_purpose
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._recorder import Recording
 from hyper_parallel.backends.torch.memory._storages import Entry

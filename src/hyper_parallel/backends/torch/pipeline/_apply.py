@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hyper_parallel.backends.torch._collectives import send_receive
-from hyper_parallel.backends.torch._purpose import purpose
+from hyper_parallel.backends.torch._collectives import purpose, send_receive
 from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.backends.torch.data._fsdp import end_backward, hold_reductions, reduce_now
 from hyper_parallel.backends.torch.experts._balance_loss import StageBalance
