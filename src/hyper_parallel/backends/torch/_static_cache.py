@@ -114,11 +114,6 @@ def prompt_inputs(model: Any, ids: list[int]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "position_ids": torch.arange(len(ids)).to(tokens).unsqueeze(0)}
 
 
-def prompt_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Pass a prompt through the model, fill the cache; logits [V] of the last position."""
-    return _logits(model, cache, None, inputs, None)
-
-
 def decode_inputs(model: Any, token: int, position: int, length: int) -> dict[str, Tensor]:
     """Inputs of the decode step: one token, its position, and per kind of layer the mask [1, 1, 1, N]."""
     device = model.device
@@ -138,14 +133,6 @@ def decode_inputs(model: Any, token: int, position: int, length: int) -> dict[st
     }
 
 
-def decode_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """One token more; logits [V]."""
-    masks: Any = {k.removeprefix("mask."): v for k, v in inputs.items() if k.startswith("mask.")}
-    if not getattr(model.config.get_text_config(decoder=True), "layer_types", None):
-        (masks,) = masks.values()
-    return _logits(model, cache, inputs["position_ids"][0], inputs, masks)
-
-
 def _as_mask(seen: Tensor, model: Any) -> Tensor:
     """Boolean for torch's attention, added numbers for the model's own."""
     mask = seen.view(1, 1, 1, -1)
@@ -155,9 +142,12 @@ def _as_mask(seen: Tensor, model: Any) -> Tensor:
     return torch.where(mask, zero, torch.finfo(model.dtype).min)
 
 
-def _logits(
-    model: Any, cache: Any, position: Tensor | None, inputs: dict[str, Tensor], mask: Any
-) -> Tensor:
+def run_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits [V] after a prompt, which fills the cache, or after one token more, if inputs have masks."""
+    mask: Any = {k.removeprefix("mask."): v for k, v in inputs.items() if k.startswith("mask.")}
+    position = inputs["position_ids"][0] if mask else None
+    if mask and not getattr(model.config.get_text_config(decoder=True), "layer_types", None):
+        (mask,) = mask.values()
     for layer in cache.layers:
         layer.position = position
     with torch.no_grad():
@@ -165,7 +155,7 @@ def _logits(
         out = model(
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
-            attention_mask=mask,
+            attention_mask=None if position is None else mask,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
@@ -184,13 +174,13 @@ class StaticSteps:
     def prompt(self, ids: list[int]) -> Tensor:
         """Logits [V] after the prompt."""
         self.position = len(ids)
-        return prompt_step(self.model, self.cache, prompt_inputs(self.model, ids))
+        return run_step(self.model, self.cache, prompt_inputs(self.model, ids))
 
     def next(self, token: int) -> Tensor:
         """Logits [V] after one more token."""
         inputs = decode_inputs(self.model, token, self.position, self.length)
         self.position += 1
-        return decode_step(self.model, self.cache, inputs)
+        return run_step(self.model, self.cache, inputs)
 
 
 class GrowingSteps:

@@ -7,7 +7,7 @@ budget, operator by operator, so every token is the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -21,10 +21,9 @@ from hyper_parallel.backends.torch._static_cache import (
     bind_cache,
     cache_tensors,
     decode_inputs,
-    decode_step,
     new_cache,
     prompt_inputs,
-    prompt_step,
+    run_step,
     why_no_static_cache,
 )
 from hyper_parallel.backends.torch.memory._captured import Captured
@@ -147,13 +146,13 @@ class PlannedGeneration:
         with fake_copy(model, self._where) as fake:
             cache = new_cache(fake, length)
             first = prompt_inputs(fake, [0] * prompt_tokens)
-            prompt_step(fake, cache, {k: v[:, :1] for k, v in first.items()})  # makes the cache
+            run_step(fake, cache, {k: v[:, :1] for k, v in first.items()})  # makes the cache
             shapes = cache_tensors(cache)
             named: Named = {**model_state(fake), **{k: (t, "kv") for k, t in shapes.items()}}
-            recorded = [_record(prompt_step, fake, cache, first, named, "prompt")]
+            recorded = [_record(fake, cache, first, named, "prompt")]
             if length > prompt_tokens:
                 inputs = decode_inputs(fake, 0, prompt_tokens, length)
-                recorded.append(_record(decode_step, fake, cache, inputs, named, "decode"))
+                recorded.append(_record(fake, cache, inputs, named, "decode"))
         self.cache = new_cache(model, length)
         tensors = {k: torch.zeros(t.shape, dtype=t.dtype) for k, t in shapes.items()}
         bind_cache(self.cache, tensors)
@@ -306,16 +305,9 @@ def _dram_bytes(plans: list[MemoryPlan]) -> int:
     return taken
 
 
-def _record(
-    step: Callable[[Any, Any, dict[str, Tensor]], Tensor],
-    model: Any,
-    cache: Any,
-    inputs: dict[str, Tensor],
-    named: Named,
-    name: str,
-) -> Captured:
+def _record(model: Any, cache: Any, inputs: dict[str, Tensor], named: Named, name: str) -> Captured:
     def run(**batch: Tensor) -> Tensor:
-        return step(model, cache, batch)
+        return run_step(model, cache, batch)
 
     return record(run, inputs, named, name=f"{type(model).__name__} {name}", training=False)
 
