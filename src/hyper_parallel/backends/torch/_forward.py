@@ -93,14 +93,9 @@ def recompute_layers(
     context: ContextState | None,
     exact: bool,
 ) -> None:
-    """Drop the activations of the layers that a strategy names after forward, and recompute them in backward.
+    """Drop the activations of the layers that a strategy names, of each stage's, and recompute them in backward.
 
-    Args:
-        stages: The layers of this rank, stage by stage.
-        strategy: How many of them.
-        tp: Tensor-parallel state, whose token count of a pass is needed again in backward.
-        context: Context-parallel state, whose view of a pass is needed again in backward.
-        exact: Float64 is kept, also in backward.
+    `exact`: float64 is kept, also in backward.
     """
     layers = [layer for stage in stages for layer in stage]
     places = iter(range(len(layers)))
@@ -120,11 +115,11 @@ def recompute(
         view = context.view if context is not None else None
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if context is not None:
+                context.view = view
             if tp is not None:
                 tp.batch = batch  # another batch may have passed before backward runs this again
                 tp.recomputed = True
-            if context is not None:
-                context.view = view
             try:
                 with _KeepFloat64() if exact else nullcontext():
                     return inner(*args, **kwargs)

@@ -49,9 +49,8 @@ def _part(
     target = data.device if data.is_meta else device
     wanted = dtype if data.is_floating_point() else data.dtype
     if mesh is None:
-        if data.device == target and data.dtype == wanted:
-            return param
-        return nn.Parameter(data.to(target, wanted), requires_grad=param.requires_grad)
+        part = data.to(target, wanted)
+        return param if part is data else nn.Parameter(part, requires_grad=param.requires_grad)
     part, placements = data, []
     for axis in mesh.mesh_dim_names or ():
         dim = next((i for i, axes in enumerate(layout.axes) if axis in axes), None)

@@ -81,12 +81,16 @@ def _once(device: torch.device, dtypes: tuple[str, ...], window_s: float) -> Loc
 
 
 def _mean(
-    device: torch.device, action: Callable[[], object], window_s: float, least: int = 1
+    device: torch.device,
+    action: Callable[[], object],
+    window_s: float,
+    least: int = 1,
+    together: bool = True,
 ) -> float:
-    """Mean seconds of an action over a window and a number of calls, after a warm-up and a barrier."""
+    """Mean seconds of an action over a window and a number of calls, after a warm-up and a barrier of all ranks."""
     action()
     _settle(device)
-    if dist.is_initialized():
+    if together and dist.is_initialized():
         dist.barrier()
     start, count = time.perf_counter(), 0
     while count < least or time.perf_counter() - start < window_s:
@@ -153,15 +157,9 @@ def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], .
     action = _layer(device)
     measured = []
     for working in (ranks >> halved for halved in range(ranks.bit_length())):
-        seconds = math.nan
         dist.barrier()
-        if rank < working:
-            action()
-            start, count = time.perf_counter(), 0
-            while time.perf_counter() - start < window_s:
-                action()
-                count += 1
-            seconds = (time.perf_counter() - start) / count
+        works = rank < working
+        seconds = _mean(device, action, window_s, together=False) if works else math.nan
         dist.barrier()  # whoever has nothing to do waits here, as for a neighbour's result
         measured.append((working, seconds))
     return tuple(measured)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class _Gathered:
     unread: int = 0
     copy: Tensor | None = None
 
-    def read(self) -> Tensor:
+    def view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        """What a note stands for; the last one that is read drops the copy."""
         if self.copy is None:
             with torch.no_grad():
                 self.copy = self.make()
@@ -33,17 +35,7 @@ class _Gathered:
         self.unread -= 1
         if self.unread <= 0:
             self.copy, self.unread = None, 0
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """What stands in the graph for a saved tensor: a view of a gathered one."""
-
-    source: _Gathered
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+        return out.as_strided(size, stride, offset)
 
 
 @dataclass(slots=True)
@@ -69,19 +61,16 @@ class RegatherScope:
         finally:
             del self._sources[key]
 
-    def _pack(self, saved: Tensor) -> Tensor | _Note:
+    def _pack(self, saved: Tensor) -> Tensor | Callable[[], Tensor]:
         source = self._sources.get(saved.untyped_storage()._cdata)
         if source is None:
             return saved
         source.unread += 1
-        return _Note(source, saved.size(), saved.stride(), saved.storage_offset())
+        return partial(source.view, saved.size(), saved.stride(), saved.storage_offset())
 
 
-def _unpack(packed: Tensor | _Note) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    whole = packed.source.read()
-    return whole.as_strided(packed.size, packed.stride, packed.offset)
+def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()
 
 
 def instead_of(
