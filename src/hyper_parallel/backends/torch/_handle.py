@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch.context._state import ContextState
+from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts._routing import ExpertState
 from hyper_parallel.backends.torch.pipeline._apply import Pipeline
 from hyper_parallel.backends.torch.tensor._state import TpState
@@ -47,6 +48,7 @@ class Handle:
         tp: Tensor parallelism, or None.
         context: Context parallelism, or None.
         experts: Expert parallelism and routing; None for a model without experts.
+        balance: The auxiliary loss of experts, or None.
         pipeline: Runs this rank's pipeline stages; None without a pipeline.
         fsdp: Modules that FSDP manages, root last.
     """
@@ -58,6 +60,7 @@ class Handle:
     tp: TpState | None
     context: ContextState | None
     experts: ExpertState | None
+    balance: BalanceLoss | None
     pipeline: Pipeline | None
     fsdp: tuple[nn.Module, ...]
 

@@ -100,7 +100,9 @@ def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def loss_function(tp: TpState | None, add: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+def loss_function(
+    tp: TpState | None, add: Callable[[Tensor], Tensor] | None
+) -> Callable[..., Tensor]:
     """The loss a Hugging Face model calls, for logits as a layout leaves them; `add` adds what else belongs to it."""
 
     def causal_lm_loss(
@@ -137,6 +139,7 @@ def loss_function(tp: TpState | None, add: Callable[[Tensor], Tensor]) -> Callab
             total = sum_forward(total, tp.group, Purpose.LOSS)
         if isinstance(count, Tensor):
             count = count.to(total.device)
-        return add(total / count)
+        loss = total / count
+        return loss if add is None else add(loss)
 
     return causal_lm_loss

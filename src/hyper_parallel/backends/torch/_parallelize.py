@@ -13,12 +13,8 @@ from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
 from hyper_parallel.backends.torch.context._apply import apply_context_parallel, mask_documents
 from hyper_parallel.backends.torch.data._fsdp import shard_data_parallel
-from hyper_parallel.backends.torch.experts._apply import (
-    apply_to_experts,
-    count_experts,
-    expert_state,
-)
-from hyper_parallel.backends.torch.experts._balance_loss import StageBalance, add_aux_loss
+from hyper_parallel.backends.torch.experts._apply import apply_to_experts, expert_state
+from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts._list import divide_lists
 from hyper_parallel.backends.torch.experts._routing import Routing, check_routing
 from hyper_parallel.backends.torch.pipeline._apply import Pipeline
@@ -58,9 +54,18 @@ def apply_plan(
     # What lies where; only this rank's part stays.
     shard_plan = resolve_layouts(model, plan)
     check_routing(model, routing)
-    num_experts = count_experts(model, shard_plan.styles)
+    expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
+    experts = expert_state(
+        model,
+        shard_plan.styles,
+        routing,
+        expert_group,
+        ranks.world_group,
+        strategy.pp > 1,
+        ranks.device,
+    )
     stages = cut_model(model, plan, mesh)
-    divide_lists(model, num_experts, ranks.expert_mesh)
+    divide_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     layouts = {name: shard_plan.layouts[name] for name in shapes}
     dtype = getattr(torch, workload.param_dtype)
@@ -71,15 +76,6 @@ def apply_plan(
     tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut)
     stage_layers = None if stages is None else stages.num_running
     context = apply_context_parallel(model, decoder, strategy, mesh, stage_layers)
-    experts = expert_state(
-        model,
-        num_experts,
-        routing,
-        ranks.expert_mesh,
-        ranks.world_group,
-        stages is not None,
-        ranks.device,
-    )
 
     # Forwards, from the inside out: tokens are cut outside of what is recomputed.
     if context is None and decoder is not None:
@@ -91,10 +87,12 @@ def apply_plan(
     loop_over_experts(model, compute)
     if experts is not None:
         apply_to_experts(model, experts, tp, context, in_decoder=decoder is not None)
+    balance = BalanceLoss.of(model, experts, plan, mesh)
     if tp is not None:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
     if hasattr(type(model), "loss_function"):
-        model.loss_function = loss_function(tp, lambda loss: add_aux_loss(loss, experts, tp, plan))
+        whole = balance is not None and stages is None
+        model.loss_function = loss_function(tp, balance.add_to if whole else None)
     if stages is not None:
         stages.install(model)
 
@@ -104,7 +102,6 @@ def apply_plan(
     fsdp = shard_data_parallel(model, layers, modules, layouts, plan, mesh, ranks.expert_mesh)
     pipeline = None
     if stages is not None and mesh is not None:
-        balance = StageBalance.of(experts, tp, plan, mesh)
         group = mesh["pp"].get_group()
         pipeline = Pipeline(
             model, stages, strategy, group, ranks.device, tp, context, balance, fsdp
@@ -112,6 +109,7 @@ def apply_plan(
     if tp is not None and decoder is not None:
         watch_gradients(model, layouts, tp)
 
-    attach(model, Handle(plan, ranks, layouts, shapes, tp, context, experts, pipeline, fsdp))
+    rooms = (tp, context, experts, balance, pipeline, fsdp)
+    attach(model, Handle(plan, ranks, layouts, shapes, *rooms))
     audit(model)
     return model

@@ -162,8 +162,11 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         [layers, E + 1] rows that each expert got and rows that were kept, float64, equal on every rank, and the
         auxiliary loss; None for a model without experts, or when nothing was routed.
     """
-    state = handle(model).experts
-    return None if state is None else collect_routing(model, state)
+    attached = handle(model)
+    total = None if attached.experts is None else collect_routing(model, attached.experts)
+    if total is None:
+        return None
+    return total, None if attached.balance is None else attached.balance.mean()
 
 
 def end_step(model: nn.Module) -> RoutingStatistics | None:

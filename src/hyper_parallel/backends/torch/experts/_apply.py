@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch.context._state import ContextState
-from hyper_parallel.backends.torch.experts._dispatch import Dispatch, place, touch
+from hyper_parallel.backends.torch.experts._dispatch import dispatch, place, touch
 from hyper_parallel.backends.torch.experts._list import ExpertList, ListBlock, is_list
 from hyper_parallel.backends.torch.experts._routing import (
     ExpertState,
@@ -32,15 +29,22 @@ from hyper_parallel.backends.torch.experts._routing import (
     Routing,
     Tokens,
     counts_now,
-    watch_routers,
 )
 from hyper_parallel.backends.torch.tensor._gradients import show_local
 from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.errors import UnsupportedSharding
 
 
-def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
-    """Number of experts of every module that holds some, by name; of the whole model, before it is cut."""
+def expert_state(
+    model: nn.Module,
+    styles: dict[str, str],
+    routing: Routing,
+    group: dist.ProcessGroup | None,
+    world_group: dist.ProcessGroup | None,
+    staged: bool,
+    device: torch.device,
+) -> ExpertState | None:
+    """The experts of a whole model, before it is cut, `staged` when into pipeline stages; None when it has none."""
 
     def number(module: nn.Module) -> int:
         if is_list(module):
@@ -50,25 +54,8 @@ def count_experts(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
 
     modules = dict(model.named_modules())
     names = [n for n, style in styles.items() if style == "experts" and n in modules]
-    return {n: number(modules[n]) for n in names}
-
-
-def expert_state(
-    model: nn.Module,
-    num_experts: dict[str, int],
-    routing: Routing,
-    mesh: DeviceMesh | None,
-    world_group: dist.ProcessGroup | None,
-    staged: bool,
-    device: torch.device,
-) -> ExpertState | None:
-    """The experts of a model, `staged` when it is cut into pipeline stages; None when it has none."""
-    if not num_experts:
-        return None
-    here = {name for name, _ in model.named_modules()}  # not those of other pipeline stages
-    names = tuple(name for name in num_experts if name in here)
-    group = None if mesh is None else mesh["ep"].get_group()
-    return ExpertState(names, num_experts, routing, group, world_group, staged, device)
+    counts = {n: number(modules[n]) for n in names}
+    return ExpertState(counts, routing, group, world_group, staged, device) if counts else None
 
 
 def apply_to_experts(
@@ -78,17 +65,20 @@ def apply_to_experts(
     context: ContextState | None,
     in_decoder: bool,
 ) -> None:
-    """Put dispatch around every module of experts, and routing statistics around every router.
+    """Put dispatch around every module of experts on this rank.
 
     Refused are experts that are not called with tokens, indices and weights, or that lie in a module whose activations
     every tensor-parallel rank holds (not `in_decoder`, a Hugging Face model with a list of decoder layers).
     """
     group, capacity = state.group, state.options.capacity_factor
     plain = group is None and tp is None and capacity is None
-    tokens = Tokens(tp, context)
+    modules = dict(model.named_modules())
+    state.modules = tuple(name for name in state.num_experts if name in modules)
+    state.tokens = Tokens(tp, context)
     for name in state.modules:
-        module = model.get_submodule(name)
-        listed = isinstance(module, ExpertList) or is_list(module)
+        module, block = modules[name], modules[name.rpartition(".")[0]]
+        divided = isinstance(module, ExpertList)
+        listed = divided or is_list(module)
         signature = inspect.signature(type(module).forward)
         if not listed and (len(signature.parameters) != 4 or not hasattr(module, "num_experts")):
             if plain:
@@ -112,21 +102,18 @@ def apply_to_experts(
                 where=name,
                 hint="parallel.tp=1",
             )
-        block = model.get_submodule(name.rpartition(".")[0])
-        if not isinstance(module, ExpertList) and (group is not None or tp is not None):
+        if not divided and (group is not None or tp is not None):
             for part in module.modules():
                 if part._parameters:
                     show_local(part, None if tp is None else tp.gradients)
-        if isinstance(module, ExpertList):
-            assert group is not None
-            state.layers[name] = LayerRouting()
-            block.forward = ListBlock(block, module, name, group, state.layers[name])
-        elif listed:
+        if listed and not divided:
             _touch_all(block, module)
+            continue
+        state.layers[name] = LayerRouting()
+        if divided:
+            block.forward = ListBlock(block, module, name, state)
         else:
-            state.layers[name] = LayerRouting()
-            module.forward = _Forward(module, name, state, tokens)
-    watch_routers(model, state, tokens)
+            module.forward = _Forward(module, name, state)
 
 
 def _touch_all(block: nn.Module, experts: nn.Module) -> None:
@@ -134,8 +121,7 @@ def _touch_all(block: nn.Module, experts: nn.Module) -> None:
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        params = [p for p in experts.parameters() if p.requires_grad]
-        return touch(inner(*args, **kwargs), params)
+        return touch(inner(*args, **kwargs), experts.parameters())
 
     block.forward = forward
 
@@ -143,63 +129,47 @@ def _touch_all(block: nn.Module, experts: nn.Module) -> None:
 class _Forward:
     """The forward of one module of experts."""
 
-    def __init__(self, module: nn.Module, name: str, state: ExpertState, tokens: Tokens) -> None:
-        self.module, self.inner, self.name = module, module.forward, name
-        self.state, self.tokens = state, tokens
-        self.is_list = any(True for child in module.children() for _ in child.parameters())
+    def __init__(self, module: nn.Module, name: str, state: ExpertState) -> None:
+        self.module, self.inner, self.name, self.state = module, module.forward, name, state
+        self.in_parts = any(True for child in module.children() for _ in child.parameters())
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """[N, D] of hidden [N, D], index [N, k] and weights [N, k]."""
         rows = hidden.shape[0]
-        kept = self.tokens.among(rows, hidden.device)
+        kept = self.state.tokens.among(rows, hidden.device)
         if kept is not None:
             hidden, index, weights = hidden[kept], index[kept], weights[kept]
         if self.state.group is None and self.state.options.capacity_factor is None:
-            out = self._here(hidden, index, weights)
+            if counts_now():
+                load = torch.bincount(index.reshape(-1), minlength=self.module.num_experts)
+                self.state.layers[self.name].add(load, index.numel())
+            out = self._work(hidden, index, weights)
         else:
             out = self._dispatched(hidden, index, weights)
         return out if kept is None else place(out, kept, rows)
 
-    def _here(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        if counts_now():
-            flat = index.reshape(-1)
-            self.state.layers[self.name].add(
-                torch.bincount(flat, minlength=self.module.num_experts), flat.numel()
-            )
-        if not len(hidden):
-            return self._touched(hidden, weights)  # the router, too, needs a gradient on every rank
-        out = self.inner(hidden, index, weights)
-        return self._touched(out) if self.is_list else out
-
     def _dispatched(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        module, group = self.module, self.state.group
-        num_experts: int = module.num_experts
-        factor = self.state.options.capacity_factor
+        group, factor = self.state.group, self.state.options.capacity_factor
+        num_experts: int = self.module.num_experts
         limit = None if factor is None else math.ceil(factor * index.numel() / num_experts)
-        plan = Dispatch.plan(index, num_experts, group, limit)
-        if counts_now():
-            self.state.layers[self.name].add(plan.counts, plan.kept, *plan.exchanged)
-        received = plan.scatter(hidden)
-        if len(received):
-            ones = weights.new_ones(len(received), 1)
-            with _holding(module, num_experts // (group.size() if group is not None else 1)):
-                results = self.inner(received, plan.local_expert.unsqueeze(1), ones)
-            results = self._touched(results) if self.is_list else results
-        else:
-            results = self._touched(received)
-        back = plan.gather(results).view(*index.shape, hidden.shape[1])
+
+        def work(rows: Tensor, local_expert: Tensor) -> Tensor:
+            ones = weights.new_ones(len(rows), 1)
+            # While its code runs, the module knows of the experts that are here.
+            self.module.num_experts = num_experts // (1 if group is None else group.size())
+            try:
+                return self._work(rows, local_expert.unsqueeze(1), ones)
+            finally:
+                self.module.num_experts = num_experts
+
+        layer = self.state.layers[self.name]
+        back = dispatch(hidden, index, num_experts, group, limit, layer, work)
+        back = back.view(*index.shape, hidden.shape[1])
         return (back * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
-    def _touched(self, out: Tensor, *others: Tensor) -> Tensor:
-        return touch(out, [p for p in (*self.module.parameters(), *others) if p.requires_grad])
-
-
-@contextmanager
-def _holding(module: nn.Module, num_experts: int) -> Iterator[None]:
-    """Tell a module the number of experts it holds here."""
-    kept = module.num_experts
-    module.num_experts = num_experts
-    try:
-        yield
-    finally:
-        module.num_experts = kept
+    def _work(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """The model's own code; every parameter has a gradient on every rank, and so has the router."""
+        if not len(hidden):
+            return touch(hidden, (*self.module.parameters(), weights))
+        out = self.inner(hidden, index, weights)
+        return touch(out, self.module.parameters()) if self.in_parts else out

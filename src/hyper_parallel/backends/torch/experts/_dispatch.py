@@ -17,7 +17,7 @@ gradients are placed, never added by atomics, and sums are made in one fixed ord
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,35 +26,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch._collectives import all_to_all, paired
+from hyper_parallel.backends.torch.experts._routing import LayerRouting, counts_now
 from hyper_parallel.ir import Purpose
 
 
-class _Touch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *params: Tensor) -> Tensor:
-        ctx.save_for_backward(*params)
-        return out.view_as(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
-
-
-def touch(out: Any, params: list[Tensor]) -> Any:
-    """`out`, or a tuple that begins with it, and a zero gradient for each of `params`.
+def touch(out: Any, params: Iterable[Tensor]) -> Any:
+    """`out`, or a tuple that begins with it, and a zero gradient for each of `params` that has one.
 
     Reductions over ranks need one on every rank.
     """
-    if isinstance(out, tuple):
-        return _Touch.apply(out[0], *params), *out[1:]
-    return _Touch.apply(out, *params)
+    params = [p for p in params if p.requires_grad]
+
+    def zeros(grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *map(torch.zeros_like, params)
+
+    first, *rest = out if isinstance(out, tuple) else (out,)
+    touched = paired(lambda x, *_: x.view_as(x), zeros, first, *params)
+    return (touched, *rest) if isinstance(out, tuple) else touched
 
 
 class _Move(torch.autograd.Function):
-    """Rows taken from, or placed at, an index of [size, D], each at most once; one is the other's backward.
+    """Rows placed at an index of [size, D], each place at most once, or taken from there: one is the other's backward.
 
-    With a `spare`, rows of index `size` are left out, any number of them, and zero where they are taken.
+    With a `spare`, index `size` is a place that is cut off: any number of rows go there, and zero is taken from it.
     """
 
     @staticmethod
@@ -84,10 +78,9 @@ def _taken(rows: Tensor, index: Tensor, size: int, spare: bool) -> Tensor:
 
 
 def _placed(rows: Tensor, index: Tensor, size: int, spare: bool) -> Tensor:
-    if spare:
-        return rows.new_zeros(size + 1, *rows.shape[1:]).index_copy_(0, index, rows)[:size]
-    make = rows.new_empty if len(index) == size else rows.new_zeros
-    return make(size, *rows.shape[1:]).index_copy_(0, index, rows)
+    make = rows.new_empty if len(index) == size and not spare else rows.new_zeros
+    out = make(size + spare, *rows.shape[1:]).index_copy_(0, index, rows)
+    return out[:size] if spare else out
 
 
 def _exchange(
@@ -104,88 +97,52 @@ def _exchange(
     return paired(lambda x: move(x, send, receive), lambda grad: move(grad, receive, send), rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """Where the rows of one pass go. A row is one of the k choices of one token; there are N k of them.
+def dispatch(
+    hidden: Tensor,
+    index: Tensor,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    capacity: int | None,
+    routing: LayerRouting,
+    work: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Results [N k, D] for the experts `index` [N, k] of tokens [N, D]; zero for rows that are dropped.
 
-    Attributes:
-        counts: [E] rows the router gave each expert, dropped ones included.
-        kept: Rows that are worked on; [] with a capacity.
-        local_expert: [R] expert of each row this rank works on, counted from the first it holds.
+    Args:
+        hidden: The tokens.
+        index: Their experts. A row is one of the k choices of one token.
+        num_experts: Over all ranks of the group, which hold equal runs of them in order.
         group: Expert-parallel ranks; None: every expert is here.
-        send: Rows for each rank of the group.
-        receive: Rows from each rank of the group.
-        slots: Slots of all rows: N k, or with a capacity E * capacity.
-        limited: There is a capacity.
-        index: [N k] row of each slot; with a capacity, slot of each row, `slots` when it is dropped.
+        capacity: Slots of an expert for each rank's rows; None: as many as there are rows.
+        routing: Counts the rows.
+        work: Results [R, D] of rows [R, D], each by the expert [R] of this rank, counted from the first it holds.
     """
-
-    counts: Tensor
-    kept: int | Tensor
-    local_expert: Tensor
-    group: dist.ProcessGroup | None
-    send: list[int]
-    receive: list[int]
-    slots: int
-    limited: bool
-    index: Tensor
-
-    @classmethod
-    def plan(
-        cls,
-        index: Tensor,
-        num_experts: int,
-        group: dist.ProcessGroup | None,
-        capacity: int | None = None,
-    ) -> Dispatch:
-        """Sort the rows of one pass, of experts `index` [N, k], and exchange their counts.
-
-        Of `num_experts` over all ranks, the ranks of the group hold equal runs in order, each with `capacity` slots.
-        """
-        flat = index.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=num_experts)
-        degree = 1 if group is None else group.size()
-        local = num_experts // degree
-        if capacity is not None:
-            begins = torch.cumsum(counts, 0) - counts
-            expert = flat[order]
-            number = torch.arange(len(order), device=order.device) - begins[expert]
-            slots = num_experts * capacity
-            sorted_slot = torch.where(number < capacity, expert * capacity + number, slots)
-            slot = torch.empty_like(flat).index_copy_(0, order, sorted_slot)
-            held = torch.arange(local, device=flat.device)
-            local_expert = held.repeat_interleave(capacity).repeat(degree)
-            kept = counts.clamp(max=capacity).sum()
-            even = [slots // degree] * degree
-            return cls(counts, kept, local_expert, group, even, even, slots, True, slot)
-        rows = len(flat)
-        if group is None:
-            return cls(counts, rows, flat[order], None, [], [], rows, False, order)
+    flat = index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=num_experts)
+    degree, me = (1, 0) if group is None else (group.size(), group.rank())
+    expert = torch.arange(num_experts // degree, device=flat.device).repeat(degree)
+    sorted_slot = torch.arange(len(flat), device=flat.device)
+    if capacity is None:
+        assert group is not None
+        slots, kept = len(flat), len(flat)
         theirs = all_to_all(torch.empty_like(counts), counts, group, Purpose.EXPERT_ROW_COUNTS)
         # One transfer to the host for both lists of splits: an uneven all-to-all takes them from there.
-        both = torch.stack((counts.view(degree, local).sum(1), theirs.view(degree, local).sum(1)))
+        both = torch.stack((counts.view(degree, -1).sum(1), theirs.view(degree, -1).sum(1)))
         send, receive = both.tolist()
-        expert = torch.arange(local, device=index.device).repeat(degree)
         local_expert = expert.repeat_interleave(theirs, output_size=sum(receive))
-        return cls(counts, rows, local_expert, group, send, receive, rows, False, order)
-
-    def scatter(self, hidden: Tensor) -> Tensor:
-        """[R, D]: the rows of all ranks for the experts of this one, from [N, D]."""
-        k = len(self.index) // max(1, hidden.shape[0])
-        rows = hidden.unsqueeze(1).expand(-1, k, -1).reshape(-1, hidden.shape[-1])
-        rows = _Move.apply(rows, self.index, self.slots, self.limited, not self.limited)
-        return _exchange(rows, self.send, self.receive, self.group)
-
-    def gather(self, results: Tensor) -> Tensor:
-        """[N k, D] results of this rank's tokens, from [R, D]; zero for dropped rows."""
-        rows = _exchange(results, self.receive, self.send, self.group)
-        return _Move.apply(rows, self.index, self.slots, self.limited, self.limited)
-
-    @property
-    def exchanged(self) -> tuple[int, int]:
-        """Rows sent to and received from other ranks, empty slots included."""
-        if self.group is None:
-            return 0, 0
-        me = self.group.rank()
-        return sum(self.send) - self.send[me], sum(self.receive) - self.receive[me]
+    else:
+        slots, kept = num_experts * capacity, counts.clamp(max=capacity).sum()
+        sorted_expert = flat[order]
+        number = sorted_slot - (torch.cumsum(counts, 0) - counts)[sorted_expert]
+        sorted_slot = torch.where(number < capacity, sorted_expert * capacity + number, slots)
+        send = receive = [slots // degree] * degree
+        local_expert = expert.repeat_interleave(capacity)
+    if counts_now():
+        routing.add(counts, kept, sum(send) - send[me], sum(receive) - receive[me])
+    slot = torch.empty_like(flat).index_copy_(0, order, sorted_slot)
+    rows = hidden.unsqueeze(1).expand(-1, index.shape[1], -1).reshape(-1, hidden.shape[-1])
+    rows = _Move.apply(rows, slot, slots, capacity is not None, False)
+    results = work(_exchange(rows, send, receive, group), local_expert)
+    results = _exchange(results, receive, send, group)
+    return _Move.apply(results, slot, slots, capacity is not None, True)

@@ -14,18 +14,16 @@ again with the same tensors returns what it returned before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._resolve import PlaceholderModule, SlotList
-from hyper_parallel.backends.torch.experts._dispatch import Dispatch, place, touch
-from hyper_parallel.backends.torch.experts._routing import LayerRouting, counts_now
+from hyper_parallel.backends.torch.experts._dispatch import dispatch, place, touch
+from hyper_parallel.backends.torch.experts._routing import ExpertState
 from hyper_parallel.errors import UnsupportedSharding
 
 
@@ -103,7 +101,7 @@ class ExpertList(SlotList):
         done = [expert(part) for expert, part in given if len(part)]
         # Reductions over ranks need gradients of all experts. Only of those without rows are they made here: one node
         # that leads to every weight would make one piece of the second half of a split backward.
-        idle = [p for e, part in given if not len(part) for p in e.parameters() if p.requires_grad]
+        idle = [p for expert, part in given if not len(part) for p in expert.parameters()]
         out = touch(torch.cat(done) if done else rows, idle)
         return place(out, order, len(rows))
 
@@ -113,41 +111,33 @@ def is_list(module: nn.Module | None) -> TypeGuard[nn.ModuleList]:
     return isinstance(module, nn.ModuleList) and type(module).forward is nn.Module.forward
 
 
-def divide_lists(model: nn.Module, names: Iterable[str], mesh: DeviceMesh | None) -> None:
-    """Keep this rank's modules of every list of experts among `names`; parameter names stay."""
-    if mesh is None:
+def divide_lists(model: nn.Module, state: ExpertState | None) -> None:
+    """Keep this rank's modules of every list of experts; parameter names stay."""
+    if state is None or state.group is None:
         return
-    group, modules = mesh["ep"].get_group(), dict(model.named_modules())
-    for name in names:
-        whole = modules.get(name)
-        if is_list(whole):
-            owner, _, key = name.rpartition(".")
-            modules[owner]._modules[key] = ExpertList.of(whole, group.rank(), group.size())
+    modules = dict(model.named_modules())
+    for name in state.num_experts:
+        if is_list(whole := modules.get(name)):
+            own = ExpertList.of(whole, state.group.rank(), state.group.size())
+            model.set_submodule(name, own)
 
 
 class ListBlock:
-    """The forward of a block whose experts are an `ExpertList`, called `name`; `routing` counts what is exchanged."""
+    """The forward of a block whose experts are an `ExpertList`, called `name`."""
 
     def __init__(
-        self,
-        block: nn.Module,
-        experts: ExpertList,
-        name: str,
-        group: dist.ProcessGroup,
-        routing: LayerRouting,
+        self, block: nn.Module, experts: ExpertList, name: str, state: ExpertState
     ) -> None:
-        self.inner, self.experts, self.name = block.forward, experts, name
-        self.group, self.routing = group, routing
+        self.inner, self.experts, self.name, self.state = block.forward, experts, name, state
         self.beside = [m for m in block.children() if m is not experts]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls = _Calls(self.name)
         source = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        before = _version(source), _random_states(source)
+        before = _states(source)
         with _remembered(self.beside):
             self._run(calls, args, kwargs)
-            after = _version(source), _random_states(source)
-            if before[0] != after[0] or not all(map(torch.equal, before[1], after[1])):
+            if not all(map(torch.equal, before, _states(source))):
                 raise calls.refusal(
                     "belongs to a block that draws random numbers or changes its input"
                 )
@@ -173,23 +163,24 @@ class ListBlock:
         # On the host, where the sizes are known; then one copy.
         index = torch.tensor(calls.experts, dtype=torch.long)
         index = index.repeat_interleave(torch.tensor(sizes, dtype=torch.long)).to(hidden.device)
-        plan = Dispatch.plan(index.unsqueeze(1), len(self.experts), self.group)
-        if counts_now():
-            self.routing.add(plan.counts, plan.kept, *plan.exchanged)
-        received = plan.scatter(hidden)
-        done = self.experts(received, plan.local_expert)
-        if done.shape != received.shape:
-            raise calls.refusal(f"returns rows of another shape, {tuple(done.shape)}")
-        back = plan.gather(done)
+
+        def work(rows: Tensor, expert: Tensor) -> Tensor:
+            done = self.experts(rows, expert)
+            if done.shape != rows.shape:
+                raise calls.refusal(f"returns rows of another shape, {tuple(done.shape)}")
+            return done
+
+        layer, count = self.state.layers[self.name], len(self.experts)
+        back = dispatch(hidden, index.unsqueeze(1), count, self.state.group, None, layer, work)
         parts = back.split(sizes) if sizes else ()
         return back, [p.view_as(r) for p, r in zip(parts, calls.rows, strict=True)]
 
 
-def _random_states(like: Tensor) -> list[Tensor]:
-    """States of the random numbers that a block on this device may draw."""
-    states = [torch.get_rng_state()]
-    if like.device.type not in ("cpu", "meta"):
-        states.append(torch.get_device_module(like.device).get_rng_state(like.device))
+def _states(source: Tensor) -> list[Tensor]:
+    """What a block must leave as it is: its input, and the random numbers that it could draw."""
+    states = [torch.tensor(_version(source)), torch.get_rng_state()]
+    if source.device.type not in ("cpu", "meta"):
+        states.append(torch.get_device_module(source.device).get_rng_state(source.device))
     return states
 
 
@@ -212,30 +203,25 @@ def _remembered(modules: Sequence[nn.Module]) -> Iterator[None]:
 class _Remembered:
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
-        self.seen: list[tuple[dict[Any, tuple[Any, int]], Any]] = []
+        self.seen: dict[frozenset[Any], tuple[Any, Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = {k: (v, _version(v)) for k, v in (*enumerate(args), *kwargs.items())}
-        for before, out in self.seen:
-            if before.keys() == given.keys() and all(_same(before[k], given[k]) for k in given):
-                return out
-        out = self.inner(*args, **kwargs)
-        self.seen.append((given, out))
-        return out
+        given = (*enumerate(args), *kwargs.items())
+        key = frozenset((name, _identity(value)) for name, value in given)
+        if key not in self.seen:
+            # Arguments stay alive, so that no other one takes their place in memory.
+            self.seen[key] = given, self.inner(*args, **kwargs)
+        return self.seen[key][1]
 
 
-def _version(value: Any) -> int:
+def _identity(value: Any) -> Any:
+    """What tells an argument from others: of a tensor the elements that it shows, and how often they were changed."""
+    if not isinstance(value, Tensor):
+        return id(value)
+    shown = value.data_ptr(), value.shape, value.stride(), value.dtype
+    return *shown, value.requires_grad, _version(value)
+
+
+def _version(value: Tensor) -> int:
     """How often a tensor was changed in place."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def _same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
-    """Whether two arguments are one: for tensors, views of the same elements, kept alive and not changed since."""
-    (a, _), (b, _) = before, now
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return a is b
-    return (
-        a.data_ptr() == b.data_ptr()
-        and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
-        and (a.requires_grad, before[1]) == (b.requires_grad, now[1])
-    )
+    return 0 if value.is_inference() else value._version

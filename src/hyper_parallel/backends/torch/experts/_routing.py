@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
 
 _BIAS = "e_score_correction_bias"
-_ROUTERS = ("gate", "router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +70,13 @@ class Tokens:
             return real.nonzero().squeeze(1).to(device)
         return torch.arange(stop - start, device=device) if stop - start < rows else None
 
+    def own(self, values: Tensor) -> Tensor:
+        """Of one value per token of the batch those of this rank's tokens, in the order of their rows."""
+        if self.tp is None:
+            return values
+        places = self.tp.grid.places(self.tp.rank).to(values.device)
+        return values[places[places >= 0]]
+
 
 @dataclass(slots=True)
 class LayerRouting:
@@ -97,31 +102,22 @@ class ExpertState:
     """Experts of one model.
 
     Attributes:
-        modules: Names of the modules on this rank that hold experts, in model order.
-        num_experts: Module name to its number of experts, over all pipeline stages.
+        num_experts: Name of a module that holds experts to their number, over all pipeline stages, in model order.
         group: Expert-parallel ranks; None when ep is 1.
         world_group: All ranks of the model; None on one.
         staged: The model is cut into pipeline stages.
-        aux_loss_coef: Weight of the auxiliary loss of one microbatch; 0: there is none.
-        top_k: Experts per token.
-        logits: Router logits of the running pass, [rows, E] per layer, and which rows are tokens (None: all).
-        mask: [tokens] weight of each token of the running pass; None: all count.
-        aux_losses: Auxiliary losses of the microbatches of the step so far, before weighting, over all ranks.
+        modules: Those of the names that are on this rank.
     """
 
-    modules: tuple[str, ...]
     num_experts: dict[str, int]
     options: Routing
     group: dist.ProcessGroup | None
     world_group: dist.ProcessGroup | None
     staged: bool
     device: torch.device
+    modules: tuple[str, ...] = ()
+    tokens: Tokens = field(default_factory=lambda: Tokens(None, None))
     layers: dict[str, LayerRouting] = field(default_factory=dict)
-    aux_loss_coef: float = 0.0
-    top_k: int = 0
-    logits: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    mask: Tensor | None = None
-    aux_losses: list[Tensor] = field(default_factory=list)
 
     @property
     def width(self) -> int:
@@ -182,70 +178,11 @@ def check_routing(model: nn.Module, routing: Routing, where: str | None = None) 
             )
 
 
-def watch_routers(model: nn.Module, state: ExpertState, tokens: Tokens) -> None:
-    """Prepare the auxiliary loss, whose weight is the choice, else what the model's config asks for."""
-    config, weight = getattr(model, "config", None), state.options.aux_loss_coef
-    own = getattr(config, "router_aux_loss_coef", None)
-    if weight is None and getattr(config, "output_router_logits", False):
-        weight = float(own or 0.0)
-    state.aux_loss_coef = weight or 0.0
-    if own is not None:
-        _take_over(model, state)
-    if state.aux_loss_coef:
-        state.top_k = config.num_experts_per_tok
-        for name in state.modules:
-            _record_logits(_router(model, name), state, tokens)
+def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:
+    """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
 
-
-def _take_over(model: nn.Module, state: ExpertState) -> None:
-    """Keep the model from computing its own auxiliary loss, which would be that of one rank's tokens."""
-
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        state.logits.clear()
-        if kwargs.get("output_router_logits"):
-            raise UnsupportedSharding(
-                "router logits are not returned; `loss` already has the auxiliary loss of all ranks",
-                where=type(module).__name__,
-                hint="moe.aux_loss_coef=0.001",
-            )
-        mask = kwargs.get("attention_mask")
-        state.mask = mask.reshape(-1) if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        return args, {**kwargs, "output_router_logits": False}
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _router(model: nn.Module, experts: str) -> nn.Module:
-    """The router beside a module of experts."""
-    block = model.get_submodule(experts.rpartition(".")[0])
-    for name in _ROUTERS:
-        if isinstance(router := getattr(block, name, None), nn.Module):
-            return router
-    raise UnsupportedSharding(
-        "no router was found beside the experts",
-        where=experts,
-        got=", ".join(name for name, _ in block.named_children()),
-        allowed=_ROUTERS,
-    )
-
-
-def _record_logits(router: nn.Module, state: ExpertState, tokens: Tokens) -> None:
-    inner = router.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = inner(*args, **kwargs)
-        if counts_now():
-            logits = output[0] if isinstance(output, tuple) else output
-            kept = tokens.among(logits.shape[0], logits.device)
-            # Taken out later: what recompute makes again must be the same operations.
-            state.logits.append((logits, kept))
-        return output
-
-    router.forward = forward
-
-
-def _summed(state: ExpertState) -> Tensor | None:
-    """[layers, E + 1] load and kept rows of all layers over all ranks, float64; None: nothing was routed."""
+    [layers, E + 1] load and kept rows of all layers, float64; None: nothing was routed.
+    """
     # Ranks of other stages may have routed something, and wait here.
     if not state.staged and all(routed.load is None for routed in state.layers.values()):
         return None
@@ -258,31 +195,6 @@ def _summed(state: ExpertState) -> Tensor | None:
             row[-1] = routed.kept
     if state.world_group is not None:
         all_reduce(total, state.world_group, Purpose.EXPERT_LOAD)
-    return total
-
-
-def _mean_aux_loss(state: ExpertState) -> Tensor | None:
-    """Mean over the microbatches; of a pipeline only the last stage knows it. NaN when no rank made one."""
-    losses, state.aux_losses = state.aux_losses, []
-    if not state.aux_loss_coef or not (losses or state.staged):
-        return None
-    both = torch.zeros(2, device=state.device, dtype=torch.float64)
-    if losses:
-        both += torch.stack([torch.stack(losses).mean().double(), both.new_ones(())])
-    if state.staged:
-        all_reduce(both, state.world_group, Purpose.BALANCE_LOSS)
-    return both[0] / both[1]
-
-
-def collect_routing(model: nn.Module, state: ExpertState) -> tuple[Tensor, Tensor | None] | None:
-    """Add up the routing of a step over all ranks, balance the router biases, and begin to count anew.
-
-    Returns:
-        [layers, E + 1] and the auxiliary loss, on the device: nothing is read here.
-    """
-    total = _summed(state)
-    if total is None:
-        return None
     if rate := state.options.bias_update_rate:
         for row, (name, count) in zip(total, state.num_experts.items(), strict=True):
             if name not in state.modules:
@@ -293,7 +205,7 @@ def collect_routing(model: nn.Module, state: ExpertState) -> tuple[Tensor, Tenso
                     load = row[:count]
                     bias += rate * torch.sign(load.mean() - load).to(bias.dtype)
     state.layers.update({name: LayerRouting() for name in state.layers})
-    return total, _mean_aux_loss(state)
+    return total
 
 
 def routing_statistics(total: Tensor, aux: Tensor | None) -> RoutingStatistics | None:

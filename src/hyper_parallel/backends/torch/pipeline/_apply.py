@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from hyper_parallel.backends.torch._collectives import purpose, send_receive
 from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.backends.torch.data._fsdp import end_backward, hold_reductions, reduce_now
-from hyper_parallel.backends.torch.experts._balance_loss import StageBalance
+from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.pipeline._split_backward import WeightGradients, input_gradient
 from hyper_parallel.backends.torch.pipeline._stages import StageModules
 from hyper_parallel.backends.torch.tensor._state import TpState
@@ -53,7 +53,7 @@ class Pipeline:
         device: torch.device,
         tp: TpState | None,
         context: ContextState | None,
-        balance: StageBalance | None,
+        balance: BalanceLoss | None,
         fsdp: Sequence[nn.Module],
     ) -> None:
         self.stages, self.group, self.rank, self.device = stages, group, group.rank(), device
