@@ -76,7 +76,7 @@ class Handle:
         ranks = mesh.size // mesh.degree(layout.sharding_axes)
         if self.pipeline is None:
             return ranks
-        return ranks // mesh.degree("pp") * self.pipeline.stages.num_holders(name)
+        return ranks // mesh.degree("pp") * len(self.pipeline.stages.holders[name])
 
 
 def attach(model: nn.Module, handle: Handle) -> None:

@@ -45,51 +45,44 @@ def forward_backward(
     Returns:
         This rank's share of the loss, a float64 scalar: the sum over all ranks is the loss of the step.
     """
-    attached = handle(model)
-    if attached.pipeline is not None:
-        total = attached.pipeline.step(
-            model, microbatches, lambda part: _loss(model, part, num_tokens), span
-        )
-        return _reported(total, attached)
-    total = torch.zeros((), dtype=torch.float64, device=attached.device)
-    for i, microbatch in enumerate(microbatches):
-        with accumulate(model) if i < len(microbatches) - 1 else nullcontext():
-            with span("forward", "compute"):
-                loss = _loss(model, microbatch, num_tokens)
-            with span("backward", "compute"):
-                loss.backward()
-        total += loss.detach()
-    return _reported(total, attached)
+    return _run(model, microbatches, num_tokens, span, train=True)
 
 
 @torch.no_grad()
 def forward_loss(model: nn.Module, microbatches: Sequence[Microbatch], num_tokens: int) -> Tensor:
     """This rank's share of the loss of `microbatches`, as in `forward_backward`, without gradients."""
+    return _run(model, microbatches, num_tokens, lambda name, kind: nullcontext(), train=False)
+
+
+def _run(
+    model: nn.Module,
+    microbatches: Sequence[Microbatch],
+    num_tokens: int | Tensor,
+    span: Span,
+    train: bool,
+) -> Tensor:
     attached = handle(model)
+
+    def loss_of(part: Microbatch) -> Tensor:
+        given = {"labels": part["shift_labels"], **part}
+        return model(**given, num_items_in_batch=num_tokens, use_cache=False).loss
+
     if attached.pipeline is not None:
-        total = attached.pipeline.loss(
-            model, microbatches, lambda part: _loss(model, part, num_tokens)
-        )
-        return _reported(total, attached)
-    total = torch.zeros((), dtype=torch.float64, device=attached.device)
-    for microbatch in microbatches:
-        total += _loss(model, microbatch, num_tokens)
-    return _reported(total, attached)
-
-
-def _loss(model: nn.Module, microbatch: Microbatch, num_tokens: int | Tensor) -> Tensor:
-    labels = microbatch["shift_labels"]
-    output = model(
-        **{"labels": labels, **microbatch}, num_items_in_batch=num_tokens, use_cache=False
-    )
-    return output.loss
-
-
-def _reported(total: Tensor, attached: Handle) -> Tensor:
-    """The loss on one of the ranks that see the same tokens, which all compute it; 0 on the others."""
+        total = attached.pipeline.run(model, microbatches, loss_of, span, train)
+    else:
+        total = torch.zeros((), dtype=torch.float64, device=attached.device)
+        for i, microbatch in enumerate(microbatches):
+            with accumulate(model) if train and i < len(microbatches) - 1 else nullcontext():
+                with span("forward", "compute"):
+                    loss = loss_of(microbatch)
+                if train:
+                    with span("backward", "compute"):
+                        loss.backward()
+            total += loss.detach()
+    # One of the ranks that see the same tokens, which all compute the loss, reports it.
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
-    counts = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
-    return total if counts else torch.zeros_like(total)
+    reports = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
+    return total if reports else torch.zeros_like(total)
 
 
 @contextmanager
@@ -128,22 +121,20 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     """
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    wide = torch.float32  # one number format on all ranks, also on a rank that holds no element
     for name, param in model.named_parameters():
-        if param.grad is not None:
-            grad = local(param.grad)
+        if param.grad is None:
+            continue
+        grad = local(param.grad)
+        wide = torch.promote_types(wide, grad.dtype)
+        if grad.numel():
             by_copies.setdefault((attached.copies(name), grad.dtype), []).append(grad)
-    total = torch.zeros((), dtype=torch.float32, device=attached.device)
+    total = torch.zeros((), dtype=wide, device=attached.device)
     for (copies, dtype), grads in by_copies.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        norms = torch._foreach_norm([g for g in grads if g.numel()], 2, dtype=wide) if grads else []
-        if norms:
-            total = total + torch.stack(norms).square().sum() / copies
+        norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
+        total = total + torch.stack(norms).square().sum() / copies
     if attached.ranks.world_group is not None:
-        # One number format on all ranks, also on a rank that holds no element.
-        wide = torch.float32
-        for _, dtype in by_copies:
-            wide = torch.promote_types(wide, dtype)
-        total = all_reduce(total.to(wide), attached.ranks.world_group, Purpose.GRADIENT_NORM)
+        total = all_reduce(total, attached.ranks.world_group, Purpose.GRADIENT_NORM)
     norm = total.sqrt()
     if max_norm is not None and math.isfinite(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

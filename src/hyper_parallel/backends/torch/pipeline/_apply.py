@@ -10,7 +10,8 @@ add over ranks is added once, after the last backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from hyper_parallel.backends.torch._collectives import purpose, send_receive
 from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.backends.torch.data._fsdp import end_backward, hold_reductions, reduce_now
 from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
-from hyper_parallel.backends.torch.pipeline._split_backward import WeightGradients, input_gradient
+from hyper_parallel.backends.torch.pipeline._split_backward import input_gradient
 from hyper_parallel.backends.torch.pipeline._stages import StageModules
 from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.backends.torch.weights._ranges import local
@@ -59,24 +60,31 @@ class Pipeline:
         self.stages, self.group, self.rank, self.device = stages, group, group.rank(), device
         self.balance = balance
         self.last = strategy.stages - 1
-        self.rank_of = {s: r for r in range(strategy.pp) for s in strategy.stages_of(r)}
-        self._strategy, self._tp, self._context, self._fsdp = strategy, tp, context, fsdp
+        self._strategy, self.tp, self._context, self._fsdp = strategy, tp, context, fsdp
         self._schedules: dict[tuple[bool, int], Schedule] = {}
         self._shared_summed = False
         self._hold_fsdp(model)
 
-    def step(
-        self, model: nn.Module, microbatches: Sequence[Microbatch], loss_of: LossOf, span: Span
+    def run(
+        self,
+        model: nn.Module,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf,
+        span: Span,
+        train: bool,
     ) -> Tensor:
-        """Forward and backward of all microbatches; the loss on the rank of the last stage, 0 elsewhere."""
-        gradients = None if self._tp is None else self._tp.gradients
+        """Forward and, to train, backward of all microbatches; the loss on the rank of the last stage, 0 elsewhere."""
+        running = _PipelinePass(self, model, microbatches, loss_of, span, train)
+        if not train:
+            return running.run()
+        gradients = None if self.tp is None else self.tp.gradients
         if gradients is not None:
             gradients.hold()
         if self._shared_summed:
             # What is left of an earlier step is already the sum of both ranks: each goes on with half of it.
             for grad in self._shared_gradients(model):
                 grad.div_(2.0)
-        total = _PipelinePass(self, model, microbatches, loss_of, span).run(train=True)
+        total = running.run()
         with span("gradient reduction", "communication"):
             # What the schedule did not reduce, and the ends of the model.
             for module in reversed(self._fsdp):
@@ -88,13 +96,7 @@ class Pipeline:
             self._sum_shared(model)
         return total
 
-    @torch.no_grad()
-    def loss(self, model: nn.Module, microbatches: Sequence[Microbatch], loss_of: LossOf) -> Tensor:
-        """Loss of all microbatches without gradients; 0 on ranks without the last stage."""
-        running = _PipelinePass(self, model, microbatches, loss_of, lambda *_: nullcontext())
-        return running.run(train=False)
-
-    def schedule(self, microbatches: int, train: bool = True) -> Schedule:
+    def schedule(self, microbatches: int, train: bool) -> Schedule:
         """What all ranks do for a number of microbatches."""
         key = (train, microbatches)
         if key not in self._schedules:
@@ -104,18 +106,13 @@ class Pipeline:
 
     def message(self, batch: Microbatch) -> Tensor:
         """Memory for the activations of a microbatch, or their gradient: this rank's part of [B, S, D]."""
-        stages, tp, tokens = self.stages, self._tp, self._tokens(batch)
-        shape = (*tokens, stages.width)
+        stages, tp, tokens = self.stages, self.tp, self.tokens(batch)
+        shape: tuple[int, ...] = (*tokens, stages.width)
         if tp is not None:
             shape = tp.grid_of(tokens).part_shape(stages.width)
         return torch.empty(shape, dtype=stages.dtype, device=self.device)
 
-    def enter(self, batch: Microbatch) -> None:
-        """What the first layer of the model does for tensor parallelism, where a later stage begins."""
-        if self._tp is not None:
-            self._tp.batch = self._tokens(batch)
-
-    def _tokens(self, batch: Microbatch) -> tuple[int, int]:
+    def tokens(self, batch: Microbatch) -> tuple[int, int]:
         """Sequences and tokens of each that this rank's layers see."""
         sequences, length = batch["input_ids"].shape
         return sequences, length if self._context is None else self._context.cut(length).local
@@ -174,12 +171,13 @@ class _PipelinePass:
         microbatches: Sequence[Microbatch],
         loss_of: LossOf,
         span: Span,
+        train: bool,
     ) -> None:
         self._pipeline, self._model, self._microbatches = pipeline, model, microbatches
-        self._loss_of, self._span = loss_of, span
+        self._loss_of, self._span, self._train = loss_of, span, train
         self._splits = pipeline.splits(model)
         # Evaluation has the cross entropy alone.
-        self._balance = pipeline.balance if torch.is_grad_enabled() else None
+        self._balance = pipeline.balance if train else None
         self._total = torch.zeros((), dtype=torch.float64, device=pipeline.device)
         # What goes on ("F") or back ("B") to a stage: made on this rank; coming from another; and what was sent.
         self._made: dict[tuple[str, int, int], _Message] = {}
@@ -187,13 +185,13 @@ class _PipelinePass:
         self._sent: list[tuple[Any, Tensor]] = []
         # Input of forwards whose backward is still to come, and the roots of that backward.
         self._kept: dict[_Key, tuple[Tensor | None, list[Tensor]]] = {}
-        self._weights: dict[_Key, WeightGradients] = {}
+        self._later: dict[_Key, Callable[[], None]] = {}
         # Derivative of the auxiliary loss, by microbatch, from the last stage's forward to its backward.
         self._slopes: dict[int, Tensor] = {}
 
-    def run(self, train: bool) -> Tensor:
+    def run(self) -> Tensor:
         """Run the schedule, and wait until everything is sent; the loss on the rank of the last stage."""
-        schedule = self._pipeline.schedule(len(self._microbatches), train)
+        schedule = self._pipeline.schedule(len(self._microbatches), self._train)
         for action in schedule.ranks[self._pipeline.rank]:
             for leaf in action.leaves:
                 self._do(leaf)
@@ -220,24 +218,21 @@ class _PipelinePass:
     def _forward(self, stage: int, i: int, message: _Message | None) -> None:
         batch, last = self._microbatches[i], self._pipeline.last
         received, *routed = message or (None,)
-        if received is not None and torch.is_grad_enabled():
+        if received is not None and self._train:
             received = received.detach().requires_grad_()
-        running = self._pipeline.stages.running
-        running.stage, running.received, running.output = stage, received, None
-        pipeline = self._pipeline  # not this pass, which would live on with what it sent
-        running.enter = lambda: pipeline.enter(batch)
-        try:
+        pipeline = self._pipeline
+        if pipeline.tp is not None:
+            # As the model's first layer does, which may be on another stage.
+            pipeline.tp.batch = pipeline.tokens(batch)
+        running = pipeline.stages.running
+        with running.run(stage, received):
             if stage == last:
                 out = self._loss_of(batch)
                 self._total += out.detach()
             else:
                 given = {k: v for k, v in batch.items() if k not in _TARGETS}
                 self._model(**given, use_cache=False)
-                assert running.output is not None
                 out = running.output
-        finally:
-            running.stage, running.received, running.output = -1, None, None
-            running.enter = None
         roots, more = [out], ()
         if self._balance is not None:
             mine, total = self._balance.add(*routed or (None,))
@@ -249,44 +244,36 @@ class _PipelinePass:
                 self._slopes[i] = slope
         if stage < last:
             self._made["F", stage + 1, i] = (out.detach(), *more)
-        if torch.is_grad_enabled():
+        if self._train:
             self._kept[stage, i] = (received, roots)
 
-    def _roots(self, stage: int, i: int, message: _Message | None) -> tuple[_Message, list[Any]]:
-        """What goes on to the stage before beside the gradient of its output, and the gradients of the roots."""
-        grad, *more = message or (None, *([] if self._balance is None else [self._slopes.pop(i)]))
-        _, roots = self._kept[stage, i]
-        slopes = [slope.to(roots[-1].dtype) for slope in more]
-        return tuple(more), [grad, *slopes][: len(roots)]
+    def _roots(self, stage: int, i: int, message: _Message | None) -> tuple[Any, ...]:
+        """A stage's input, the roots of its backward, their gradients, and what goes on beside its own gradient."""
+        given, roots = self._kept.pop((stage, i))
+        grad, *slopes = message or (None, *([] if self._balance is None else [self._slopes.pop(i)]))
+        grads = [grad, *(slope.to(roots[-1].dtype) for slope in slopes)]
+        return given, roots, grads[: len(roots)], slopes
 
     def _backward(self, stage: int, i: int, message: _Message | None) -> None:
-        more, grads = self._roots(stage, i, message)
-        given, roots = self._kept.pop((stage, i))
+        given, roots, grads, slopes = self._roots(stage, i, message)
         torch.autograd.backward(roots, grads)
         if given is not None:
-            assert given.grad is not None
-            self._made["B", stage - 1, i] = (given.grad, *more)
+            self._made["B", stage - 1, i] = (given.grad, *slopes)
 
     def _input(self, stage: int, i: int, message: _Message | None) -> None:
         if not self._splits:
             self._backward(stage, i, message)
             return
-        given, roots = self._kept[stage, i]
-        if given is None:
-            # The first stage has no input: all of it is weight gradients.
-            if message is not None:
-                self._made["B", stage, i] = message
+        given, roots, grads, slopes = self._roots(stage, i, message)
+        if given is None:  # the first stage has no input: all of it is weight gradients
+            self._later[stage, i] = partial(torch.autograd.backward, roots, grads)
             return
-        more, grads = self._roots(stage, i, message)
-        grad, self._weights[stage, i] = input_gradient(roots, grads, given)
-        self._made["B", stage - 1, i] = (grad, *more)
-        del self._kept[stage, i]
+        grad, self._later[stage, i] = input_gradient(roots, grads, given)
+        self._made["B", stage - 1, i] = (grad, *slopes)
 
     def _weight(self, stage: int, i: int, message: _Message | None) -> None:
-        if (stage, i) in self._weights:
-            self._weights.pop((stage, i)).run()
-        elif (stage, i) in self._kept:
-            self._backward(stage, i, self._made.pop(("B", stage, i), None))
+        if (stage, i) in self._later:
+            self._later.pop((stage, i))()
 
     def _arrived(self, kind: str, stage: int, i: int) -> _Message | None:
         """What an action takes: made on this rank, or received."""
@@ -303,7 +290,7 @@ class _PipelinePass:
         return message
 
     def _receive(self, way: str, stage: int, i: int) -> None:
-        peer = self._pipeline.rank_of[stage - _WAYS[way][0]]
+        peer = self._pipeline.stages.rank_of[stage - _WAYS[way][0]]
         message: _Message = (self._pipeline.message(self._microbatches[i]),)
         if self._balance is not None:
             message += (self._balance.messages()[way == "B"],)
@@ -312,7 +299,7 @@ class _PipelinePass:
 
     def _send(self, way: str, to: int, i: int) -> None:
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        peer = self._pipeline.rank_of[to]
+        peer = self._pipeline.stages.rank_of[to]
         for tensor in map(Tensor.contiguous, self._made.pop((way, to, i))):
             with purpose(_WAYS[way][1]):
                 work = dist.isend(tensor, group=self._pipeline.group, group_dst=peer)

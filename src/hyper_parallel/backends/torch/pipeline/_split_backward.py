@@ -10,7 +10,7 @@ Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2 (B and W).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,24 +33,10 @@ class _Fork:
         self.grads = grads
 
 
-@dataclass(slots=True)
-class WeightGradients:
-    """The second half: forks that share no weight can run, and free their tensors, one after another."""
-
-    groups: list[list[_Fork]]
-
-    def run(self) -> None:
-        """Add the gradients of all weights."""
-        groups, self.groups = self.groups, []
-        # Forks that share a weight run together and pass others on their way, so their nodes must still be whole.
-        for group in sorted(groups, key=len, reverse=True):
-            _run(group)
-
-
 def input_gradient(
     roots: Sequence[Tensor], grads: Sequence[Tensor | None], given: Tensor
-) -> tuple[Tensor, WeightGradients]:
-    """Gradient of a stage's input `given`, a leaf, and what is left to do for its weights.
+) -> tuple[Tensor, Callable[[], None]]:
+    """Gradient of a stage's input `given`, a leaf, and the second half, which adds the gradients of all weights.
 
     `roots` are its output, or the loss (whose gradient is None), and what else of it the loss depends on.
     """
@@ -61,27 +47,31 @@ def input_gradient(
     finally:
         for hook in hooks:
             hook.remove()
-    return input_grad, WeightGradients(_groups([f for f in forks if f.grads]))
+    groups = _groups([fork for fork in forks if fork.grads])
+    # Forks that share a weight run together and pass others on their way, so their nodes must still be whole.
+    groups.sort(key=len)
+
+    def weight_gradients() -> None:
+        while groups:  # each frees its tensors before the next one runs
+            _run(groups.pop())
+
+    return input_grad, weight_gradients
 
 
 def _forks(roots: list[Any], given: Tensor) -> list[_Fork]:
     """Nodes of the trunk with the weights that their branches reach."""
-    order = _children_first(roots)
-    trunk = set()
+    trunk, forks = set(), []
     branch: dict[Any, dict[Any, None]] = {}
-    forks = []
-    for node in order:
+    for node in _children_first(roots):
         children = [child for child, _ in node.next_functions if child is not None]
         variable = getattr(node, "variable", None)
-        if variable is given or any(child in trunk for child in children):
+        branch[node] = {leaf: None for c in children if c not in trunk for leaf in branch[c]}
+        if variable is given or not trunk.isdisjoint(children):
             trunk.add(node)
-            leaves = {leaf: None for c in children if c not in trunk for leaf in branch[c]}
-            if leaves:
-                forks.append(_Fork(node, leaves))
+            if branch[node]:
+                forks.append(_Fork(node, branch[node]))
         elif variable is not None:
             branch[node] = {node: None}
-        else:
-            branch[node] = {leaf: None for c in children for leaf in branch[c]}
     return forks
 
 

@@ -15,7 +15,8 @@ A weight that embedding and head share stays on both stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,59 +36,60 @@ from hyper_parallel.ir import Plan, Strategy
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.mpmd import check_pipeline
 
-
-@dataclass(slots=True)
-class RunningStage:
-    """What crosses the boundaries of the stage that runs."""
-
-    stage: int = -1
-    """-1: none runs, the model is called from outside."""
-    received: Tensor | None = None
-    output: Tensor | None = None
-    enter: Callable[[], None] | None = None
-    """Called where a later stage begins, before its first layer."""
-
-
 _End = tuple[str, int, Callable[[Tensor], Tensor]]
 """Name of an end of the model, the stage that runs it, and what stands for it on the others."""
 
 
 class StageLayers(SlotList):
-    """The decoder layers by their index; while a stage runs, iteration shows its layers and lets the others pass."""
+    """The decoder layers by their index; while a stage runs, iteration shows its layers and lets the others pass.
 
-    running: RunningStage
+    Attributes:
+        ranges: Layers of every stage.
+        stage: The stage that runs; -1: none does, the model is called from outside.
+        received: What comes to its first layer, on a later stage.
+        output: What its last layer gave.
+    """
+
     ranges: tuple[range, ...]
+    stage: int = -1
+    received: Tensor | None = None
+    output: Tensor | None = None
 
     def slots(self) -> list[_LayerSlot] | None:
         """All layers as the running stage sees them."""
-        running, layers = self.running, self._modules.values()
-        if running.stage < 0:
+        if self.stage < 0:
             return None
-        own = self.ranges[running.stage]
-        return [_LayerSlot(layer, i, own, running) for i, layer in enumerate(layers)]
+        return [_LayerSlot(layer, i, self) for i, layer in enumerate(self._modules.values())]
+
+    @contextmanager
+    def run(self, stage: int, received: Tensor | None) -> Iterator[None]:
+        """Inside, the model is one stage, which continues with what was received."""
+        self.stage, self.received, self.output = stage, received, None
+        try:
+            yield
+        finally:
+            self.stage, self.received, self.output = -1, None, None
 
 
 class _LayerSlot:
     """One layer as the running stage sees it."""
 
-    def __init__(self, layer: Any, index: int, layers: range, running: RunningStage) -> None:
-        self._layer, self._index = layer, index
-        self._layers, self._running = layers, running
+    def __init__(self, layer: Any, index: int, stages: StageLayers) -> None:
+        self._layer, self._index, self._stages = layer, index, stages
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        running, layers = self._running, self._layers
+        stages = self._stages
+        layers = stages.ranges[stages.stage]
         if self._index not in layers:
             return args[0] if args else kwargs["hidden_states"]
-        if self._index == layers[0] and running.stage > 0:
-            if running.enter is not None:
-                running.enter()
+        if self._index == layers[0] and stages.stage > 0:
             if args:
-                args = (running.received, *args[1:])
+                args = (stages.received, *args[1:])
             else:
-                kwargs["hidden_states"] = running.received
+                kwargs["hidden_states"] = stages.received
         out = self._layer(*args, **kwargs)
         if not isinstance(out, Tensor):
             raise UnsupportedSharding(
@@ -97,7 +99,7 @@ class _LayerSlot:
                 hint="parallel.pp=1",
             )
         if self._index == layers[-1]:
-            running.output = out
+            stages.output = out
         return out
 
 
@@ -106,17 +108,17 @@ class StageModules:
     """The stages of one rank, cut out of a model.
 
     Attributes:
-        running: The stage that runs.
-        own: Stages of this rank, in order of the model.
+        running: All decoder layers, as the running stage sees them.
+        rank_of: Stage to the pipeline rank that holds it.
         holders: Name in the whole model's state dict to the pipeline ranks that hold it.
         shared: Names of the parameters that this rank and another one both hold.
-        layers: This rank's decoder layers, by stage.
+        layers: This rank's decoder layers, by stage, in order of the model.
         width: Width of the activations.
         dtype: Their number format.
     """
 
-    running: RunningStage
-    own: tuple[int, ...]
+    running: StageLayers
+    rank_of: dict[int, int]
     holders: dict[str, tuple[int, ...]]
     shared: tuple[str, ...]
     layers: dict[int, list[nn.Module]]
@@ -124,18 +126,9 @@ class StageModules:
     dtype: torch.dtype
     _ends: list[_End]
 
-    @property
-    def own_layers(self) -> list[nn.Module]:
-        """This rank's decoder layers, in order of the model."""
-        return [layer for stage in self.own for layer in self.layers[stage]]
-
     def num_running(self) -> int:
         """Layers of the running stage."""
         return len(self.layers[self.running.stage])
-
-    def num_holders(self, name: str) -> int:
-        """Pipeline ranks that hold a parameter."""
-        return len(self.holders[name])
 
     def install(self, model: nn.Module) -> None:
         """Let embedding, final norm and head run on their stages only; after tensor parallelism was put around them.
@@ -167,14 +160,6 @@ def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageMod
     if mesh is None or strategy.pp == 1:
         return None
     decoder = decoder_of(model)
-    count = len(decoder[1]) if decoder else strategy.stages
-    check_pipeline(strategy, count, workload.accumulation_steps or 1)
-    check_stage_layers(strategy, count)
-    layers = strategy.stage_layers
-    if decoder and not layers:
-        spec = spec_from_config(decoder[0].config.to_dict(), name=type(model).__name__)
-        layers = stage_layers(spec, strategy, workload.seq_len)
-    dtype = getattr(torch, workload.compute_dtype)
     if decoder is None:
         raise UnsupportedSharding(
             "pipeline stages are cut from Hugging Face models with a list of decoder layers",
@@ -183,7 +168,15 @@ def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageMod
             allowed="pp=1",
             hint=f"parallel.pp=1 parallel.dp_shard={strategy.dp_shard * strategy.pp}",
         )
-    return _cut(model, *decoder, strategy, layers, mesh.get_local_rank("pp"), dtype)
+    base, layers = decoder
+    check_pipeline(strategy, len(layers), workload.accumulation_steps or 1)
+    check_stage_layers(strategy, len(layers))
+    counts = strategy.stage_layers
+    if not counts:
+        spec = spec_from_config(base.config.to_dict(), name=type(model).__name__)
+        counts = stage_layers(spec, strategy, workload.seq_len)
+    dtype = getattr(torch, workload.compute_dtype)
+    return _cut(model, base, layers, strategy, counts, mesh.get_local_rank("pp"), dtype)
 
 
 def _cut(
@@ -191,14 +184,13 @@ def _cut(
     base: nn.Module,
     layers: nn.ModuleList,
     strategy: Strategy,
-    num_layers: Sequence[int],
+    counts: Sequence[int],
     pp_rank: int,
     dtype: torch.dtype,
 ) -> StageModules:
     """Remove from a model, with so many decoder layers in each stage, what other pipeline ranks hold."""
     names = {id(module): name for name, module in model.named_modules()}
-    starts = [sum(num_layers[:stage]) for stage in range(len(num_layers))]
-    ranges = tuple(range(a, a + n) for a, n in zip(starts, num_layers, strict=True))
+    ranges = tuple(range(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts)))
     last = strategy.stages - 1
     embedding, head = base.get_input_embeddings(), model.get_output_embeddings()
     width = embedding.weight.shape[1]
@@ -210,40 +202,26 @@ def _cut(
     ends.append((names[id(final_norm(base))], last, lambda hidden: hidden))
     if head is not None:
         ends.append((names[id(head)], last, lambda x: x.new_zeros(*x.shape[:-1], 1)))
-    stages_of = {name: [stage] for name, stage, _ in ends}
-    for stage, indices in enumerate(ranges):
-        for index in indices:
-            stages_of[f"{names[id(layers)]}.{index}"] = [stage]
-    tied = head is not None and head.weight is embedding.weight
-    if tied:  # the head needs the embedding's weight, which keeps its name
-        stages_of[names[id(embedding)]].append(last)
     rank_of = {s: r for r in range(strategy.pp) for s in strategy.stages_of(r)}
-    ranks_of = {
-        name: tuple(sorted({rank_of[s] for s in stages})) for name, stages in stages_of.items()
-    }
+    ranks_of = {name: (rank_of[stage],) for name, stage, _ in ends}
+    for stage, indices in enumerate(ranges):
+        ranks_of |= {f"{names[id(layers)]}.{index}": (rank_of[stage],) for index in indices}
+    if head is not None and head.weight is embedding.weight:
+        # The head needs the embedding's weight, which keeps its name.
+        ranks_of[names[id(embedding)]] = tuple(sorted({rank_of[0], rank_of[last]}))
     holders = _holders(model, ranks_of, strategy.pp)
-    params = [name for name, _ in model.named_parameters()]
-    running = RunningStage()
-    kept = StageLayers(layers)
-    kept.running, kept.ranges = running, ranges
+    running = StageLayers(layers)
+    running.ranges = ranges
+    shared = tuple(name for name, _ in model.named_parameters() if {pp_rank} < {*holders[name]})
+    model.set_submodule(names[id(layers)], running)
     for name, ranks in ranks_of.items():
         if pp_rank not in ranks:
-            parent, _, key = name.rpartition(".")
-            owner = kept if parent == names[id(layers)] else model.get_submodule(parent)
-            owner._modules[key] = PlaceholderModule(model.get_submodule(name))
-    parent, _, key = names[id(layers)].rpartition(".")
-    model.get_submodule(parent)._modules[key] = kept
-    own = strategy.stages_of(pp_rank)
-    return StageModules(
-        running,
-        own,
-        holders,
-        tuple(n for n in params if len(holders[n]) > 1 and pp_rank in holders[n]),
-        {stage: [kept._modules[str(i)] for i in ranges[stage]] for stage in own},
-        width,
-        dtype,
-        ends,
-    )
+            model.set_submodule(name, PlaceholderModule(model.get_submodule(name)))
+    by_stage = {
+        stage: [running._modules[str(i)] for i in ranges[stage]]
+        for stage in strategy.stages_of(pp_rank)
+    }
+    return StageModules(running, rank_of, holders, shared, by_stage, width, dtype, ends)
 
 
 def _holders(
@@ -265,7 +243,7 @@ def _holders(
 
 
 def _gate(
-    module: nn.Module, stage: int, running: RunningStage, otherwise: Callable[..., Any]
+    module: nn.Module, stage: int, running: StageLayers, otherwise: Callable[..., Any]
 ) -> None:
     inner = module.forward
 
