@@ -62,8 +62,8 @@ class Model(Section):
     """Hugging Face directory, config.json, or a preset name."""
     init: Literal["auto", "random", "pretrained"] = "auto"
     """Weights: random, from the safetensors files, or whichever is there (auto)."""
-    attn_implementation: str = "sdpa"
-    """Attention of the model, a name in transformers' attention registry."""
+    attn_implementation: str | None = None
+    """Attention of the model, a name in transformers' attention registry. None: sdpa where the model has it."""
 
 
 class Data(Section):

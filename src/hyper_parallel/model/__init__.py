@@ -1,6 +1,13 @@
 """ModelSpec: read from a config.json, a Hugging Face directory or a preset, without any framework."""
 
-from hyper_parallel.model._load_model import FAMILIES_READ, load_model, spec_from_config
+from hyper_parallel.model._load_model import (
+    FAMILIES_READ,
+    ConfigFile,
+    is_read,
+    load_model,
+    read_config,
+    spec_from_config,
+)
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 from hyper_parallel.model._presets import find_preset, preset_names, read_preset
 
@@ -8,12 +15,15 @@ __all__ = [
     "FAMILIES_READ",
     "AttentionSpec",
     "Block",
+    "ConfigFile",
     "MlpSpec",
     "ModelSpec",
     "ParamSpec",
     "find_preset",
+    "is_read",
     "load_model",
     "preset_names",
+    "read_config",
     "read_preset",
     "spec_from_config",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,50 @@ FAMILIES_READ = (*sorted(FAMILIES), "gpt2")
 """`model_type` of every family that is known."""
 
 
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The config that a model is named by.
+
+    Attributes:
+        values: Its keys.
+        name: Name of the model for people.
+        where: The file, or the preset.
+        directory: Where weights may be; None for a preset and a config that stands alone.
+    """
+
+    values: Mapping[str, Any]
+    name: str
+    where: str
+    directory: Path | None = None
+
+
+def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ConfigFile:
+    """Find and read the config that a model is named by; arguments and errors as of `load_model`."""
+    text = os.fspath(path_or_name)
+    # os.path, because pathlib raises where a text cannot be a path: too long, an unknown user's home.
+    path = Path(os.path.expanduser(text))  # noqa: PTH111
+    if os.path.isfile(path / "config.json"):  # noqa: PTH113
+        file = path / "config.json"
+        return ConfigFile(_read_json(file), path.resolve().name, str(file), path)
+    if os.path.isfile(path):  # noqa: PTH113
+        return ConfigFile(_read_json(path), _name_of(path), str(path))
+    preset = find_preset(text)
+    if preset is not None:
+        return ConfigFile(read_preset(preset), preset, f"preset {preset}")
+    if os.path.isdir(path):  # noqa: PTH112
+        what = f"the directory `{text}` has no config.json"
+    else:
+        what = f"`{text}` is neither a path that exists nor a preset"
+    near = nearest_presets(text)
+    raise UnknownModel(
+        what,
+        where=where,
+        got=text,
+        allowed=f"a Hugging Face directory, a config.json, or a preset: {', '.join(preset_names())}",
+        hint=f"did you mean `{near[0]}`?" if near else _download_hint(text),
+    )
+
+
 def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ModelSpec:
     """Read a model without weights and without a framework.
 
@@ -50,28 +94,20 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
         ModelUnreadable: HP305 when the config cannot be read; names the keys.
         WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
     """
-    text = os.fspath(path_or_name)
-    # os.path, because pathlib raises where a text cannot be a path: too long, an unknown user's home.
-    path = Path(os.path.expanduser(text))  # noqa: PTH111
-    if os.path.isfile(path / "config.json"):  # noqa: PTH113
-        return _load_directory(path)
-    if os.path.isfile(path):  # noqa: PTH113
-        return spec_from_config(_read_json(path), name=_name_of(path), where=str(path))
-    preset = find_preset(text)
-    if preset is not None:
-        values = read_preset(preset)
-        return spec_from_config(values, name=preset, where=f"preset {preset}")
-    if os.path.isdir(path):  # noqa: PTH112
-        what = f"the directory `{text}` has no config.json"
-    else:
-        what = f"`{text}` is neither a path that exists nor a preset"
-    near = nearest_presets(text)
-    raise UnknownModel(
-        what,
-        where=where,
-        got=text,
-        allowed=f"a Hugging Face directory, a config.json, or a preset: {', '.join(preset_names())}",
-        hint=f"did you mean `{near[0]}`?" if near else _download_hint(text),
+    config = read_config(path_or_name, where=where)
+    spec = spec_from_config(config.values, name=config.name, where=config.where)
+    if config.directory is None:
+        return spec
+    headers = read_headers(config.directory)
+    spec = replace(spec, notes=spec.notes + headers.notes)
+    if not headers.tensors:
+        return spec
+    return check_weights(
+        spec,
+        headers.tensors,
+        config.directory,
+        known_family=spec.family in FAMILIES_READ,
+        quantized=bool(config.values.get("quantization_config")),
     )
 
 
@@ -111,22 +147,6 @@ def spec_from_config(
         blocks=blocks,
         notes=(*notes, *dtype_notes),
         max_position_embeddings=config.optional_integer("max_position_embeddings"),
-    )
-
-
-def _load_directory(path: Path) -> ModelSpec:
-    values = _read_json(path / "config.json")
-    spec = spec_from_config(values, name=path.resolve().name, where=str(path / "config.json"))
-    headers = read_headers(path)
-    spec = replace(spec, notes=spec.notes + headers.notes)
-    if not headers.tensors:
-        return spec
-    return check_weights(
-        spec,
-        headers.tensors,
-        path,
-        known_family=spec.family in FAMILIES_READ,
-        quantized=bool(values.get("quantization_config")),
     )
 
 
@@ -188,6 +208,12 @@ def _model_type(values: Mapping[str, Any], where: str) -> str:
             hint='write for example `"model_type": "llama"`',
         )
     return model_type
+
+
+def is_read(values: Mapping[str, Any]) -> bool:
+    """Whether the family of a config has a reader."""
+    family = values.get("model_type")
+    return TEXT_PARTS.get(str(family), family) in FAMILIES_READ
 
 
 def _family(

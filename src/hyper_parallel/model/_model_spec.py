@@ -191,6 +191,8 @@ class ModelSpec:
         blocks: Parts in forward order (decoder blocks by their first layer).
         notes: Sentences about what was assumed while reading.
         max_position_embeddings: Longest sequence the model is made for; None when the config does not say.
+        rules: Pattern and style of the modules that tensor and expert parallelism divide, for a model that was read
+            from its module; None: those of the family.
     """
 
     name: str
@@ -203,6 +205,7 @@ class ModelSpec:
     blocks: tuple[Block, ...]
     notes: tuple[str, ...] = ()
     max_position_embeddings: int | None = None
+    rules: tuple[tuple[str, str], ...] | None = None
 
     @property
     def num_params(self) -> int:

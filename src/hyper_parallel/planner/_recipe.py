@@ -9,6 +9,7 @@ from typing import Final
 from hyper_parallel.config import Offload, Parallel, Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch
 from hyper_parallel.ir import Plan, Rule, Strategy, Workload
+from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import check_virtual
 from hyper_parallel.planner._pins import PINNABLE, SearchLimits, check_pins
 from hyper_parallel.planner._plan import evaluate, search
@@ -30,7 +31,10 @@ ONE_STAGE: Final = ("gpipe", "1f1b", "zb-h1")
 
 
 def plan_recipe(
-    recipe: Recipe, world_size: int | None = None, where: Callable[[str], str] = str
+    recipe: Recipe,
+    world_size: int | None = None,
+    where: Callable[[str], str] = str,
+    model: ModelSpec | None = None,
 ) -> Plan:
     """The plan that a recipe trains with.
 
@@ -43,6 +47,7 @@ def plan_recipe(
         world_size: Ranks that were already started; None: the product of explicit degrees; with auto
             `parallel.world_size`, else every accelerator of the topology, or 4 on a machine without one.
         where: Tells where the value of a key was set, for errors; `LoadedRecipe.where`.
+        model: The recipe's model, where it has been read already; None: it is read from `model.path`.
 
     Raises:
         DegreesMismatch: HP301 when explicit degrees do not multiply to the ranks.
@@ -55,7 +60,7 @@ def plan_recipe(
         check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
         check_degrees(strategy, world_size, culprit)
         request = resolve(
-            recipe.model.path, recipe.topology, _workload(recipe), strategy.world_size
+            model or recipe.model.path, recipe.topology, _workload(recipe), strategy.world_size
         )
         ranks = world_size or parallel.world_size
         request = _beside(_keep_batch(request, recipe, None), recipe.offload)
@@ -69,7 +74,10 @@ def plan_recipe(
             changes={"parallel.world_size": world_size},
         )
     request = resolve(
-        recipe.model.path, recipe.topology, _workload(recipe), world_size or parallel.world_size
+        model or recipe.model.path,
+        recipe.topology,
+        _workload(recipe),
+        world_size or parallel.world_size,
     )
     request = _beside(_keep_batch(request, recipe, request.num_devices), recipe.offload)
     request = replace(request, from_recipe=True)

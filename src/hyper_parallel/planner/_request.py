@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hyper_parallel.cost import Machine, ModelNumbers
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.ir import ModelRef, Strategy, Workload
+from hyper_parallel.ir import ModelRef, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec, load_model
 from hyper_parallel.shard import ShardPlan, family_rules, legal_tp, plan_layouts
 from hyper_parallel.topology import Supernode, detect_local, load_topology
@@ -114,7 +114,7 @@ class PlanRequest:
         attention = next((b.attention for b in self.model.blocks if b.attention), None)
         return plan_layouts(
             [(p.name, p.shape, p.dims) for p in params.values()],
-            family_rules(self.model.family),
+            rules_of(self.model),
             strategy,
             num_heads=self.model.num_heads,
             num_kv_heads=self.model.num_kv_heads,
@@ -150,6 +150,13 @@ class PlanRequest:
         except HyperParallelError:
             return False
         return True
+
+
+def rules_of(model: ModelSpec) -> tuple[Rule, ...]:
+    """Which modules of a model tensor and expert parallelism divide: its own rules, or those of its family."""
+    if model.rules is None:
+        return family_rules(model.family)
+    return tuple(Rule(pattern, style) for pattern, style in model.rules)
 
 
 def resolve(

@@ -102,6 +102,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
     from hyper_parallel.trainer.engine._model import (
         build_model,
         check_parameters,
+        read_spec,
         routing_of,
         weights_directory,
     )
@@ -120,7 +121,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
             hint="checkpoint.export=true",
         )
     _check_resume(loaded)
-    plan = plan_recipe(recipe, started_ranks(), loaded.where)
+    spec = read_spec(recipe.model.path, loaded.where("model.path"))
+    plan = plan_recipe(recipe, started_ranks(), loaded.where, spec)
     weights_directory(recipe)
     model = build_model(recipe)
     check_offload(recipe, plan, model, loaded.where)

@@ -16,6 +16,7 @@ from hyper_parallel.backends.torch._handle import Handle, Ranks, handle
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
 from hyper_parallel.backends.torch._parallelize import apply_plan
 from hyper_parallel.backends.torch._rates import measure_rates
+from hyper_parallel.backends.torch._read_model import read_model
 from hyper_parallel.backends.torch._resolve import resolve_layouts
 from hyper_parallel.backends.torch._step import (
     accumulate,
@@ -63,6 +64,7 @@ __all__ = [
     "materialize",
     "measure_rates",
     "purpose",
+    "read_model",
     "resolve_layouts",
     "routing_statistics",
     "shifted",

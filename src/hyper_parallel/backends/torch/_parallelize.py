@@ -98,7 +98,7 @@ def apply_plan(
 
     # Around all of it: data parallelism, the schedule, and the sums at the end of backward.
     modules = () if experts is None else experts.modules
-    layers = [] if decoder is None else [layer for stage in by_stage for layer in stage]
+    layers = [layer for stage in by_stage for layer in stage]
     fsdp = shard_data_parallel(model, layers, modules, layouts, plan, mesh, ranks.expert_mesh)
     pipeline = None
     if stages is not None and mesh is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,17 +60,42 @@ def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
     return base, layers
 
 
+def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """Name and members of the list of layers that most of a model lies in; None for a model without one.
+
+    Of the outermost lists, those of classes that the model says not to split (`_no_split_modules`) come first.
+    """
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
+        if (
+            isinstance(module, nn.ModuleList)
+            and not inside
+            and next(module.parameters(), None) is not None
+        ):
+            lists[name] = module
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    named = {n: m for n, m in lists.items() if any(type(layer).__name__ in whole for layer in m)}
+    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in (named or lists).items()}
+    if not sizes:
+        return None
+    best = max(sizes, key=sizes.__getitem__)
+    return best, lists[best]
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Decoder layers of a Hugging Face model; of any other, the members of its outermost lists of one class."""
+    """Layers of the model's decoder, or of its `block_list`; none when it has no such list."""
     decoder = decoder_of(model)
     if decoder is not None:
         return list(decoder[1])
-    lists: dict[str, list[nn.Module]] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(module, nn.ModuleList) and not inside and len({type(m) for m in module}) == 1:
-            lists[name] = list(module)
-    return [layer for layers in lists.values() for layer in layers]
+    found = block_list(model)
+    return [] if found is None else list(found[1])
+
+
+def text_config(model: nn.Module) -> Any:
+    """The Hugging Face config of the model's language part; None for a module without one."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def final_norm(base: nn.Module) -> nn.Module:
@@ -93,8 +119,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
         RuleError: HP204, NotDivisible: HP203, UnsupportedSharding: HP205 from the layouts themselves.
     """
     params = [(name, tuple(p.shape), ()) for name, p in model.named_parameters()]
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config, text = getattr(model, "config", None), text_config(model)
     for rule in plan.strategy.rules if config is None else ():
         if rule.style in ("kv_replicate", "qkv", "latent", "norm_heads"):
             raise UnsupportedSharding(
@@ -110,7 +135,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     latent = _number(text, "kv_lora_rank", 0) > 0
     shard_plan = plan_layouts(
         params,
-        _rules(model, text),
+        module_rules(model),
         plan.strategy,
         num_heads=heads,
         num_kv_heads=heads if latent else _number(text, "num_key_value_heads", heads),
@@ -144,8 +169,9 @@ def _number(config: Any, key: str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def _rules(model: nn.Module, config: Any) -> tuple[Rule, ...]:
+def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     """Rules of the Hugging Face class, embedding and head included; none for any other module."""
+    config = text_config(model)
     if config is None:
         return ()
     prefix = getattr(model, "base_model_prefix", "")
@@ -153,18 +179,19 @@ def _rules(model: nn.Module, config: Any) -> tuple[Rule, ...]:
     rules, _ = normalise_plan(getattr(config, "base_model_tp_plan", None), prefix)
     names = {id(module): name for name, module in model.named_modules()}
     ends = []
-    for module, style in (
-        (model.get_input_embeddings(), "vocab"),
-        (model.get_output_embeddings(), "head"),
+    for get, style in (
+        (model.get_input_embeddings, "vocab"),
+        (model.get_output_embeddings, "head"),
     ):
-        if module is not None:
-            ends.append(Rule(names[id(module)], style))
+        with suppress(NotImplementedError):  # the class does not say which module it is
+            if (module := get()) is not None:
+                ends.append(Rule(names[id(module)], style))
     return (*ends, *completed_rules(getattr(config, "model_type", ""), prefix), *rules)
 
 
 def _compare(layouts: dict[str, Layout], plan: Plan, model: nn.Module) -> None:
     own = {starred(name): layout for name, layout in layouts.items()}
-    planned = dict(plan.layouts)
+    planned = {starred(name): layout for name, layout in dict(plan.layouts).items()}
     # A head that shares the embedding's weight is one parameter in torch, two in a plan.
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - layouts.keys()
     for name in sorted(own.keys() | planned.keys()):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import Routing, resolve_layouts
+from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts
 from hyper_parallel.config import Recipe, Training
 from hyper_parallel.errors import ModelUnreadable, PlanMismatch, WeightsUnreadable
 from hyper_parallel.ir import Plan
-from hyper_parallel.model import FAMILIES_READ, find_preset, read_preset
+from hyper_parallel.model import (
+    FAMILIES_READ,
+    ConfigFile,
+    ModelSpec,
+    is_read,
+    load_model,
+    read_config,
+)
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 """Format of the parameters by compute format: bfloat16 computation keeps float32 parameters."""
@@ -25,32 +31,55 @@ def build_model(recipe: Recipe) -> nn.Module:
     Raises:
         ModelUnreadable: HP305 when transformers makes no causal language model of the config.
     """
+    return _on_meta(
+        read_config(recipe.model.path),
+        _DTYPES[recipe.training.dtype],
+        recipe.model.attn_implementation,
+    ).train()
+
+
+def _on_meta(file: ConfigFile, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    where, data = _config_values(recipe.model.path)
-    family = data.get("model_type")
+    family = file.values.get("model_type")
     if family not in CONFIG_MAPPING:
         raise ModelUnreadable(
-            "transformers has no model of this type", where=f"{where}: model_type", got=family
+            "transformers has no model of this type", where=f"{file.where}: model_type", got=family
         )
-    attention = recipe.model.attn_implementation
     try:
-        config = AutoConfig.for_model(**data)
+        config = AutoConfig.for_model(**file.values)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=_DTYPES[recipe.training.dtype], attn_implementation=attention
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
             )
     except Exception as error:
         # transformers raises many classes here: for keys, for attention it does not have, for no such model.
-        of_attention = attention != "eager" and "attn_implementation" in str(error)
+        of_attention = attention not in (None, "eager") and "attn_implementation" in str(error)
         raise ModelUnreadable(
             f"transformers makes no causal language model of this `{family}` config",
-            where=where,
+            where=file.where,
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             hint="set `model.attn_implementation=eager`" if of_attention else None,
         ) from error
-    return model.train()
+    return model
+
+
+def read_spec(path: str, where: str | None = None) -> ModelSpec:
+    """A model for planning: read from its files where its family is known, else from the module transformers makes.
+
+    Args:
+        path: As for `load_model`.
+        where: Where the value came from, for errors.
+
+    Raises:
+        ModelUnreadable: HP305 when transformers makes no causal language model of the config either.
+        HyperParallelError: What `load_model` raises.
+    """
+    file = read_config(path, where=where)
+    if is_read(file.values) or "model_type" not in file.values:
+        return load_model(path, where=where)
+    return read_model(_on_meta(file, torch.float32), file.name)
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
@@ -83,16 +112,6 @@ def routing_of(recipe: Recipe) -> Routing:
     """The recipe's choices about the routing of experts."""
     choice = recipe.moe
     return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
-
-
-def _config_values(name: str) -> tuple[str, dict[str, Any]]:
-    """Where the config of a model directory, config file or preset is, and its values."""
-    path = Path(name).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    preset = None if path.is_file() else find_preset(name)
-    if preset is not None:
-        return f"preset {preset}", dict(read_preset(preset))
-    return str(path), json.loads(path.read_text(encoding="utf-8"))
 
 
 def weights_directory(recipe: Recipe) -> Path | None:

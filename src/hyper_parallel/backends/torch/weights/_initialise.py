@@ -11,6 +11,7 @@ module. Values are generated in float32 and then cast, so a float64 run starts f
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from hyper_parallel.backends.torch.weights._huggingface import original_class
 from hyper_parallel.backends.torch.weights._ranges import copy_full
 from hyper_parallel.errors import WeightsUninitialised
 
@@ -60,7 +63,7 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str | Non
         device: As in `allocate`.
 
     Raises:
-        WeightsUninitialised: HP704 with the first parameter or buffer that no rule sets.
+        WeightsUninitialised: HP704 with the first parameter or buffer that neither a rule nor the constructor sets.
     """
     _initialise(model, seed, device, parameters=True)
 
@@ -101,6 +104,9 @@ def _initialise(
                 continue
             copy_full(after[name], value, name)
             unset.discard(name)
+    for name, value in _constructed(model, unset, seed).items():
+        copy_full(after[name], value, name)
+        unset.discard(name)
     if unset:
         name = min(unset)
         holder = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -110,6 +116,33 @@ def _initialise(
             allowed="tensors set by `_init_weights` of the Hugging Face model, or by"
             " `reset_parameters` of the module",
         )
+
+
+def _constructed(model: nn.Module, names: set[str], seed: int) -> dict[str, Tensor]:
+    """Values that the constructor of a Hugging Face model gives to these tensors, such as decay rates of a state.
+
+    The model is built once more on the CPU; parameters that are not asked for go to the meta device as they appear.
+    """
+    cls, config = original_class(model), getattr(model, "config", None)
+    if not names or not callable(getattr(cls, "_from_config", None)):
+        return {}
+    keys = {name.rpartition(".")[2] for name in names}
+
+    def keep(_: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or name in keys:
+            return None
+        return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    hook = register_module_parameter_registration_hook(keep)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            whole = cls(copy.deepcopy(config))
+    finally:
+        hook.remove()
+    values = {canonical_name(n): t.detach() for n, t in named_tensors(whole).items()}
+    found = {name: values.get(canonical_name(name)) for name in names}
+    return {name: t for name, t in found.items() if t is not None and not t.is_meta}
 
 
 class _Rules:

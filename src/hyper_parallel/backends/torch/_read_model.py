@@ -1,0 +1,187 @@
+"""A ModelSpec read from the module itself, for models that no reader of `hyper_parallel.model` knows.
+
+The module is one of any class, on the meta device or not. Parameters, ties and layers are what it has; heads, windows
+and how many experts a token visits come from its Hugging Face config, where it has one. What is neither a number of
+the module nor of the config is assumed and said in the notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch._resolve import block_list, module_rules, text_config
+from hyper_parallel.model import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
+
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_WIDTHS = ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
+_VISITED = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+)
+_SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def read_model(model: nn.Module, name: str) -> ModelSpec:
+    """What planning needs to know of a module.
+
+    Args:
+        model: Any module; its values are not read.
+        name: Name for people.
+
+    Returns:
+        Layers of the same parameters and attention as one block each, under the names that the module uses.
+    """
+    config = text_config(model)
+    ends = _ends(model)
+    embedding, head = ends.get("embedding"), ends.get("head")
+    hidden = _number(config, ("hidden_size", "n_embd", "d_model")) or _embedding_width(model)
+    path, layers = block_list(model) or ("", nn.ModuleList())
+    first = {id(p): n for n, p in reversed([*model.named_parameters(remove_duplicate=False)])}
+    inside: list[list[ParamSpec]] = [[] for _ in layers]
+    outside: dict[str, list[ParamSpec]] = {"embedding": [], "final_norm": [], "head": []}
+    for full, param in model.named_parameters(remove_duplicate=False):
+        module, _, _ = full.rpartition(".")
+        end = "embedding" if module == embedding else "head" if module == head else "final_norm"
+        tied = first[id(param)]
+        index, _, rest = full.removeprefix(f"{path}.").partition(".")
+        if path and full.startswith(f"{path}.") and index.isdecimal():
+            # A weight that several layers share is the first one's; only that layer's copy counts.
+            owner = None if tied == full else tied
+            dims = _dims(rest, tuple(param.shape), hidden, "")
+            inside[int(index)].append(
+                ParamSpec(f"{path}.*.{rest}", tuple(param.shape), dims, owner)
+            )
+        else:
+            dims = _dims(full, tuple(param.shape), hidden, end)
+            spec = ParamSpec(full, tuple(param.shape), dims, None if tied == full else tied)
+            outside[end].append(spec)
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for i, params in enumerate(inside):
+        attention = _attention(layers[i], config, i, hidden)
+        kinds.setdefault((tuple(params), attention, _mlp(params, config)), []).append(i)
+    decoder = tuple(
+        Block(
+            "moe_decoder" if mlp and mlp.num_experts else "decoder",
+            tuple(which),
+            params,
+            attention,
+            mlp,
+        )
+        for (params, attention, mlp), which in kinds.items()
+    )
+    vocab = next((p.shape[0] for p in (*outside["embedding"], *outside["head"])), 1)
+    return ModelSpec(
+        name=name,
+        family=getattr(config, "model_type", None) or type(model).__name__,
+        dtype=_dtype(model),
+        hidden_size=hidden,
+        num_layers=len(layers),
+        vocab_size=vocab,
+        tied_embeddings=any(p.tied_to for p in outside["head"]),
+        blocks=(
+            Block("embedding", (), tuple(outside["embedding"])),
+            *decoder,
+            *(
+                Block(end, (), tuple(outside[end]))
+                for end in ("final_norm", "head")
+                if outside[end]
+            ),
+        ),
+        notes=(f"`{type(model).__name__}` was read from the module itself",),
+        max_position_embeddings=_number(config, _POSITIONS) or None,
+        rules=tuple((rule.pattern, rule.style) for rule in module_rules(model)),
+    )
+
+
+def _ends(model: nn.Module) -> dict[str, str]:
+    """Names of the modules that embed tokens and give logits, as far as the model says."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for end, get in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
+        try:
+            module = getattr(model, get)()
+        except (AttributeError, NotImplementedError):
+            module = None
+        if isinstance(module, nn.Module) and id(module) in names:
+            found[end] = names[id(module)]
+    if "embedding" not in found:
+        tables = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
+        if tables:
+            found["embedding"] = tables[0]
+    return found
+
+
+def _embedding_width(model: nn.Module) -> int:
+    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    widths = [p.shape[-1] for p in model.parameters() if p.dim()]
+    return table.embedding_dim if table is not None else max(widths, key=widths.count, default=1)
+
+
+def _dims(name: str, shape: tuple[int, ...], hidden: int, end: str) -> tuple[str, ...]:
+    if end in ("embedding", "head") and len(shape) == 2:
+        return "vocab", "embed"
+    fused = len(shape) == 3 and "experts" in name.split(".")
+    words = ["embed" if size == hidden else "features" for size in shape]
+    return ("expert", *words[1:]) if fused else tuple(words)
+
+
+def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> AttentionSpec | None:
+    """Attention of a layer, by a submodule of that name that has parameters; None: it has none that is known."""
+    named = (n.rpartition(".")[2] for n, m in layer.named_modules() if [*m.parameters()])
+    heads = _number(config, _HEADS)
+    if not heads or not any(
+        ("attn" in n or "attention" in n) and "linear" not in n and "norm" not in n for n in named
+    ):
+        return None
+    kv_heads = 1 if getattr(config, "multi_query", False) is True else _number(config, _KV_HEADS)
+    kv_heads = kv_heads or heads
+    width = _number(config, ("head_dim",)) or max(1, hidden // heads)
+    types = getattr(config, "layer_types", None)
+    kind = types[index] if isinstance(types, list) and index < len(types) else ""
+    window = _number(config, ("sliding_window",)) if "sliding" in kind or not kind else 0
+    if latent := _number(config, ("kv_lora_rank",)):
+        rope = _number(config, ("qk_rope_head_dim",))
+        key = _number(config, ("qk_nope_head_dim",)) + rope or width
+        value = _number(config, ("v_head_dim",)) or width
+        return AttentionSpec("mla", heads, heads, key, value, None, latent + rope)
+    kind = "sliding" if window else "full"
+    return AttentionSpec(kind, heads, kv_heads, width, width, window or None, 2 * kv_heads * width)
+
+
+def _mlp(params: list[ParamSpec], config: Any) -> MlpSpec | None:
+    """Feed-forward part of a layer by its experts, or by the width that the config names."""
+    matrices = [
+        p for p in params if p.is_matrix and "attn" not in p.name and "attention" not in p.name
+    ]
+    gated = any(
+        "gate" in p.name.rsplit(".", 2)[-2] or p.name.endswith("gate_up_proj") for p in matrices
+    )
+    width = _number(config, _WIDTHS)
+    experts = [p for p in params if p.is_expert]
+    if experts:
+        narrow = _number(config, ("moe_intermediate_size",)) or width or experts[0].shape[-1]
+        shared = _number(config, _SHARED) or _number(config, ("n_shared_experts",)) * narrow
+        visited = _number(config, _VISITED) or 1
+        return MlpSpec(narrow, True, experts[0].shape[0], visited, shared)
+    if width and any(width in p.shape or 2 * width in p.shape for p in matrices):
+        return MlpSpec(width, gated)
+    return None
+
+
+def _number(config: Any, keys: tuple[str, ...]) -> int:
+    """The first of these keys that is a positive integer; 0 when none is."""
+    values: Iterator[Any] = (getattr(config, key, None) for key in keys)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
+
+
+def _dtype(model: nn.Module) -> str:
+    parameter: Tensor | None = next(iter(model.parameters()), None)
+    return "float32" if parameter is None else str(parameter.dtype).removeprefix("torch.")
