@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from hyper_parallel.backends.torch import read_model
 from hyper_parallel.model import ModelSpec, load_model, preset_names, spec_from_config
 from hyper_parallel.model._families import FAMILIES
 from hyper_parallel.model._presets import read_preset
@@ -52,6 +53,18 @@ def test_names_shapes_and_ties_are_those_transformers_builds(case):
     assert {(n, p.tied_to) for n, p in read if p.tied_to} == shared
     assert spec.num_params == sum(p.numel() for p in model.parameters())
     assert spec.notes == ()
+
+
+def test_the_module_is_read_as_the_config_is(case):
+    config, spec = case
+    read = read_model(build(config), spec.name)
+    assert {(n, p.shape, p.tied_to) for n, p in read.named_params()} == {
+        (n, p.shape, p.tied_to) for n, p in spec.named_params()
+    }
+    kinds = [(b.layers, b.attention, b.mlp) for b in read.decoder_blocks]
+    assert kinds == [(b.layers, b.attention, b.mlp) for b in spec.decoder_blocks]
+    numbers = ("family", "hidden_size", "vocab_size", "num_active_params", "num_matmul_params")
+    assert [getattr(read, n) for n in numbers] == [getattr(spec, n) for n in numbers]
 
 
 def test_windows_are_those_of_the_config_class(case):

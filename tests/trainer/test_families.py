@@ -23,12 +23,19 @@ def recipe_of(tmp_path):
     def load(family, values, **model):
         config = tmp_path / "config.json"
         config.write_text(json.dumps({"model_type": family, **values}))
+        text = tmp_path / "text"
+        text.mkdir(exist_ok=True)
+        (text / "a.txt").write_text("a line of text\n" * 400)
         path = tmp_path / "recipe.json"
         path.write_text(
             json.dumps(
                 {
                     "model": {"path": str(config), **model},
-                    "data": {"source": str(tmp_path), "cache_dir": str(tmp_path / "cache")},
+                    "data": {
+                        "source": str(text),
+                        "vocab_size": 300,
+                        "cache_dir": str(tmp_path / "cache"),
+                    },
                     "parallel": {"dp_shard": 2},
                     "output_dir": str(tmp_path / "out"),
                 }
@@ -40,33 +47,38 @@ def recipe_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "values", "named"),
+    ("family", "values", "layer"),
     [
-        ("stablelm", LIKE_LLAMA, "`model.layers.\\*.input_layernorm.bias`"),
-        ("cohere", LIKE_LLAMA, "`model.layers.\\*.post_attention_layernorm.weight`"),
-        ("gpt_neox", LIKE_LLAMA, "`gpt_neox.embed_in.weight`"),
-        (
-            "falcon",
-            {k: v for k, v in LIKE_LLAMA.items() if k != "intermediate_size"},
-            "no `intermediate_size`",
-        ),
-        ("gpt_bigcode", GPT2, "no `hidden_size`"),
-        ("no_such_family", LIKE_LLAMA, "no model of this type"),
-        ("bert", LIKE_LLAMA, "`bert.embeddings.LayerNorm.bias`"),
+        ("stablelm", LIKE_LLAMA, "model.layers.*.input_layernorm.bias"),
+        ("cohere", LIKE_LLAMA, "model.layers.*.self_attn.q_proj.weight"),
+        ("gpt_neox", LIKE_LLAMA, "gpt_neox.layers.*.attention.query_key_value.weight"),
+        ("falcon", LIKE_LLAMA, "transformer.h.*.self_attention.query_key_value.weight"),
+        ("gpt_bigcode", GPT2, "transformer.h.*.attn.c_attn.weight"),
+        ("mamba", {"hidden_size": 24, "num_hidden_layers": 2, "vocab_size": 311}, "backbone.layers.*.mixer.A_log"),
     ],
-)
-def test_a_family_that_is_not_read_is_refused_by_name(recipe_of, tmp_path, family, values, named):
-    with pytest.raises(ModelUnreadable, match=f"(?s)({family}.*{named})|({named}.*{family})"):
-        prepare_job(recipe_of(family, values))
+)  # fmt: skip
+def test_a_family_without_a_reader_is_planned_as_its_module_is(recipe_of, family, values, layer):
+    loaded = recipe_of(family, values)
+    job = prepare_job(loaded)
+    model = build_model(loaded.recipe)
+    assert job.plan.model.num_params == sum(p.numel() for p in model.parameters())
+    assert job.plan.layouts[layer].axes[0] == ("dp_shard",)
+    check_parameters(model, job.plan, "here")
+
+
+def test_a_type_that_transformers_does_not_know_is_refused_by_name(recipe_of, tmp_path):
+    with pytest.raises(ModelUnreadable, match=r"(?s)no model of this type.*no_such_family"):
+        prepare_job(recipe_of("no_such_family", LIKE_LLAMA))
     assert not (tmp_path / "out").exists()
 
 
 def test_attention_that_a_model_does_not_have_is_refused_with_one_that_it_has(recipe_of):
     with pytest.raises(ModelUnreadable, match="gemma2") as caught:
-        build_model(recipe_of("gemma2", LIKE_LLAMA).recipe)
+        build_model(recipe_of("gemma2", LIKE_LLAMA, attn_implementation="sdpa").recipe)
     key, _, value = caught.value.hint.split("`")[1].partition("=")
     assert key == "model.attn_implementation"
     build_model(recipe_of("gemma2", LIKE_LLAMA, attn_implementation=value).recipe)
+    build_model(recipe_of("gemma2", LIKE_LLAMA).recipe)  # the choice of transformers
 
 
 @pytest.mark.parametrize("tied", [{}, {"tie_word_embeddings": False}])

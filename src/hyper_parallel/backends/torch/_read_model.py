@@ -47,9 +47,10 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
     first = {id(p): n for n, p in reversed([*model.named_parameters(remove_duplicate=False)])}
     inside: list[list[ParamSpec]] = [[] for _ in layers]
     outside: dict[str, list[ParamSpec]] = {"embedding": [], "final_norm": [], "head": []}
+    tables = {n for n, m in model.named_modules() if isinstance(m, nn.Embedding) or n == embedding}
     for full, param in model.named_parameters(remove_duplicate=False):
         module, _, _ = full.rpartition(".")
-        end = "embedding" if module == embedding else "head" if module == head else "final_norm"
+        end = "embedding" if module in tables else "head" if module == head else "final_norm"
         tied = first[id(param)]
         index, _, rest = full.removeprefix(f"{path}.").partition(".")
         if path and full.startswith(f"{path}.") and index.isdecimal():
@@ -66,7 +67,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, params in enumerate(inside):
         attention = _attention(layers[i], config, i, hidden)
-        kinds.setdefault((tuple(params), attention, _mlp(params, config)), []).append(i)
+        kinds.setdefault((tuple(params), attention, _mlp(params, config, hidden)), []).append(i)
     decoder = tuple(
         Block(
             "moe_decoder" if mlp and mlp.num_experts else "decoder",
@@ -128,9 +129,11 @@ def _embedding_width(model: nn.Module) -> int:
 def _dims(name: str, shape: tuple[int, ...], hidden: int, end: str) -> tuple[str, ...]:
     if end in ("embedding", "head") and len(shape) == 2:
         return "vocab", "embed"
-    fused = len(shape) == 3 and "experts" in name.split(".")
     words = ["embed" if size == hidden else "features" for size in shape]
-    return ("expert", *words[1:]) if fused else tuple(words)
+    parts = [*name.split("."), ""]
+    # One parameter of all experts, or of the first expert of a list.
+    fused = "experts" in parts and not parts[parts.index("experts") + 1].isdecimal()
+    return ("expert", *words[1:]) if fused and len(shape) > 1 else tuple(words)
 
 
 def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> AttentionSpec | None:
@@ -156,15 +159,16 @@ def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> Attent
     return AttentionSpec(kind, heads, kv_heads, width, width, window or None, 2 * kv_heads * width)
 
 
-def _mlp(params: list[ParamSpec], config: Any) -> MlpSpec | None:
-    """Feed-forward part of a layer by its experts, or by the width that the config names."""
+def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
+    """Feed-forward part of a layer by its experts, or by the width that the config names or its matrices have."""
     matrices = [
         p for p in params if p.is_matrix and "attn" not in p.name and "attention" not in p.name
     ]
     gated = any(
         "gate" in p.name.rsplit(".", 2)[-2] or p.name.endswith("gate_up_proj") for p in matrices
     )
-    width = _number(config, _WIDTHS)
+    inner = [size for p in matrices if "mlp" in p.name for size in p.shape if size != hidden]
+    width = _number(config, _WIDTHS) or max(inner, default=0)
     experts = [p for p in params if p.is_expert]
     if experts:
         narrow = _number(config, ("moe_intermediate_size",)) or width or experts[0].shape[-1]
