@@ -38,7 +38,7 @@ from hyper_parallel.cost._score import Scores, peak_memory, score, step_cost
 from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
 from hyper_parallel.cost._step import LayerPrices
-from hyper_parallel.cost._time import sharing_seconds, step_seconds
+from hyper_parallel.cost._time import step_seconds
 
 __all__ = [
     "COPIES",
@@ -82,7 +82,6 @@ __all__ = [
     "put_away",
     "read_card",
     "score",
-    "sharing_seconds",
     "stack_card",
     "stage_layers",
     "step_collectives",

@@ -106,13 +106,6 @@ def step_seconds(s: Setting, parts: Literal["all", "pace"] = "all") -> Array:
     return np.broadcast_to(sum((t.seconds for t in terms), np.zeros(1)), shape_of(s.c))
 
 
-def sharing_seconds(s: Setting) -> tuple[Array, Array]:
-    """Seconds of sharing states: their gathers and reductions; the sums of gradients that are added up in full."""
-    found = {t.name: t.seconds for t in rest_terms(s, Step.of(s))}
-    shared = found["fsdp communication"] + found["data-parallel reduction"]
-    return shared, found["gradient accumulation"]
-
-
 def paced_terms(s: Setting, step: Step) -> list[TimeTerm]:
     """The terms of microbatches that go through the stages, without what the sharing of states adds."""
     n, c, machine, m, stages = s.n, s.c, s.machine, s.c.accumulation, step.stages
