@@ -179,14 +179,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A strategy on the front of time and memory: nothing is both faster and smaller.
-
-    Attributes:
-        strategy: Degrees and choices.
-        microbatch: Sequences per microbatch.
-        step_s: Predicted seconds per step.
-        memory_bytes: Predicted peak.
-    """
+    """A strategy, and its sequences per microbatch, on the front of time and memory: nothing is faster and smaller."""
 
     strategy: Strategy
     microbatch: int
@@ -196,13 +189,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """A constant that would change the choice.
-
-    Attributes:
-        constant: Which one, in words.
-        factor: By how much it would have to be multiplied.
-        strategy: What would win then.
-    """
+    """A constant, in words, that would make another strategy win if it were so many times larger."""
 
     constant: str
     factor: float

@@ -11,7 +11,6 @@ not depend on the order of additions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from heapq import heappop, heappush
@@ -135,11 +134,18 @@ def simulate(graph: TaskGraph) -> Timeline:
 
     started: list[int] = []
     begin, end = [0] * len(tasks), [0] * len(tasks)
-    memory = _Memory(graph.initial_bytes)
+    held = dict(graph.initial_bytes)
+    samples = [Counter(lane, 0.0, value) for lane, value in held.items()]
     busy = [False] * len(lanes)
     clock = _Clock(graph.cores, tuple(lanes))
     touched = set(range(len(lanes)))
     now = 0
+
+    def change_memory(effects: tuple[tuple[str, int], ...]) -> None:
+        for lane, delta in effects:
+            held[lane] = held.get(lane, 0) + delta
+            samples.append(Counter(lane, now / 1e9, held[lane]))
+
     while True:
         for lane in sorted(touched):
             if busy[lane] or not ready[lane]:
@@ -149,7 +155,7 @@ def simulate(graph: TaskGraph) -> Timeline:
             clock.start(lane, number, tasks[number].duration_ns)
             started.append(number)
             begin[number] = now
-            memory.change(tasks[number].at_start, now)
+            change_memory(tasks[number].at_start)
         if clock.idle:
             break
         ended = clock.advance()
@@ -159,7 +165,7 @@ def simulate(graph: TaskGraph) -> Timeline:
             end[number] = now
             busy[lane_of[number]] = False
             touched.add(lane_of[number])
-            memory.change(tasks[number].at_end, now)
+            change_memory(tasks[number].at_end)
             for follower in followers[number]:
                 waiting[follower] -= 1
                 if not waiting[follower]:
@@ -171,7 +177,7 @@ def simulate(graph: TaskGraph) -> Timeline:
         Span(t.executor, t.name, begin[n] / 1e9, (end[n] - begin[n]) / 1e9, t.kind)
         for n, t in ((n, tasks[n]) for n in started)
     )
-    return Timeline("simulated", spans, tuple(memory.samples))
+    return Timeline("simulated", spans, tuple(samples))
 
 
 class _Clock:
@@ -219,19 +225,6 @@ class _Clock:
         while self._sharing and self._sharing[0][0] <= self._given:
             ended.append(heappop(self._sharing)[1])
         return sorted(ended)
-
-
-class _Memory:
-    """Bytes per memory lane, and a sample at each change."""
-
-    def __init__(self, initial: Mapping[str, int]) -> None:
-        self.bytes = dict(initial)
-        self.samples = [Counter(lane, 0.0, value) for lane, value in initial.items()]
-
-    def change(self, effects: tuple[tuple[str, int], ...], now: int) -> None:
-        for lane, delta in effects:
-            value = self.bytes[lane] = self.bytes.get(lane, 0) + delta
-            self.samples.append(Counter(lane, now / 1e9, value))
 
 
 def peaks(timeline: Timeline) -> dict[str, float]:

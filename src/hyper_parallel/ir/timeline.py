@@ -13,10 +13,9 @@ class Span:
     Attributes:
         lane: Executor it ran on: `rank 0/compute`, `rank 0/communication`.
         name: What ran: `forward`, `all_gather dp_shard`.
-        start_s: Start in seconds from the start of the timeline.
-        duration_s: Length in seconds.
+        start_s: Seconds from the start of the timeline.
         category: Cost term it belongs to: compute, communication, optimizer, data, wait.
-        step: Training step, or None.
+        step: Training step.
     """
 
     lane: str
