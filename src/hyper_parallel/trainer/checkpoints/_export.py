@@ -26,7 +26,7 @@ from hyper_parallel.backends.torch.weights._initialise import (
     canonical_name,
 )
 from hyper_parallel.config import Model, Recipe
-from hyper_parallel.errors import BadValue, ModelUnreadable, OutputNotWritable
+from hyper_parallel.errors import BadValue, ModelUnreadable, OutputNotWritable, UnknownModel
 from hyper_parallel.trainer._files import replace_directory
 from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
@@ -273,10 +273,8 @@ def export_checkpoint(
     try:
         # Every model has eager attention, and an export does not say which one was trained with.
         model = build_model(Recipe(model=Model(path=str(model_dir), attn_implementation="eager")))
-    except (OSError, ValueError) as error:
-        raise ModelUnreadable(
-            f"the config of the model cannot be read ({error})", where=str(model_dir)
-        ) from error
+    except UnknownModel as error:
+        raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
     found = loader.newest_intact(step)[0]
     dtypes = stored_dtypes(directory / files.step_name(found))
