@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from hyper_parallel.cost import SHAPES, Candidates, Setting, memory_terms, score
-from hyper_parallel.ir import AXES
+from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.planner._price import price
-from hyper_parallel.planner._refine import space_of
-from hyper_parallel.planner._space import ModelLimits, Space
+from hyper_parallel.planner._space import Space
 
 COLUMNS = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp",
@@ -22,10 +21,9 @@ COLUMNS = (
 TWO = SHAPES.index("2d")
 
 
-def every_strategy(request, limits):
+def every_strategy(request):
     """Rows of COLUMNS, each a legal strategy without a choice of recomputation."""
-    space = space_of(request, limits)
-    offload = space.rules.offload
+    space = Space(request)
     tiers = request.machine.tiers
     sizes = tuple(
         t.size for t, outer in itertools.pairwise(tiers) if t.size and not outer.shares_links
@@ -34,9 +32,9 @@ def every_strategy(request, limits):
     for row in zip(*meshes.values(), strict=True):
         pp, x, y, cp, dp, micro, steps = (int(v) for v in row)
         for att, mlp, ep, etp, u, tokens, gathered in every_block(space, x, y, cp, dp):
-            for replicate, shard, zero, off in space.states(dp, x * y * cp, ep * etp):
-                if "zero" not in limits.pins:
-                    if zero == 1 and (steps == 1 or (limits.executable and pp > 1)):
+            for replicate, shard, zero in space.states(dp, x * y * cp, ep * etp):
+                if "zero" not in request.pins:
+                    if zero == 1 and (steps == 1 or (request.executable and pp > 1)):
                         continue  # one microbatch is reduced once anyway; no pipeline runs with ZeRO 1
                     if zero == 0 and shard * cp == 1:
                         continue  # one rank shares nothing
@@ -46,10 +44,11 @@ def every_strategy(request, limits):
                 for schedule, vpp in space.schedules(pp, steps):
                     named = dict(zip(AXES, (pp, replicate, shard, cp, x, y), strict=True))
                     degrees = tuple(named[a] for a in AXES)
-                    others = space.orders(degrees, sizes, inner=False)
-                    for (order,) in (*space.orders(degrees, sizes), *others):
+                    for order in (
+                        o for inner in (True, False) for o in space.orders(degrees, sizes, inner)
+                    ):
                         for moved, again in itertools.product(
-                            (0, 1) if offload else (off,), regathers(limits, x * y)
+                            space.offloads, regathers(request, x * y)
                         ):
                             yield (
                                 pp, replicate, shard, cp, x, y, att, mlp, ep, etp, u, micro, steps, schedule, vpp,
@@ -57,33 +56,32 @@ def every_strategy(request, limits):
                             )  # fmt: skip
 
 
-def regathers(limits, tp):
+def regathers(request, tp):
     """Whether inputs are gathered again: a pin, or both where there are gathered inputs."""
-    pinned = limits.pins.get("gathered_inputs")
+    pinned = request.pins.get("gathered_inputs")
     return (0, 1) if pinned is None and tp > 1 else (pinned or 0,)
 
 
 def every_block(space, x, y, cp, dp):
     """Rows of `Space.blocks` with every way to scatter 2-D attention and to see the whole sequence."""
-    pins, heads = space.limits.pins, space.rules.heads
+    pins, heads = space.request.pins, space.request.model.num_heads
     for *block, u, tokens, gathered in space.blocks(x, y, cp, dp):
         ways = {tokens}
         if block[0] == TWO and y > 1 and "attention_scatter" not in pins:
-            ways = {0} if heads % (x * y) == 0 and space.rules.kv_legal(x * y) else set()
+            ways = {0} if heads % (x * y) == 0 and space.kv_legal(x * y) else set()
             ways |= {1} if cp == 1 else set()
         kinds = {0, 1} if u == 1 and cp > 1 and "cp_kind" not in pins else {gathered}
         for way, kind in itertools.product(sorted(ways), sorted(kinds)):
             yield (*block, u, way, kind)
 
 
-def closed_forms(request, limits):
+def closed_forms(request):
     """(rows, seconds per token, recompute kind, layers) of every strategy with every number of recomputed layers."""
-    rows = np.array(list(every_strategy(request, limits)), dtype=float)
+    rows = np.array(list(every_strategy(request)), dtype=float)
     if not len(rows):
         return rows, []
     columns = dict(zip(COLUMNS, rows.T, strict=True))
-    space = Space(ModelLimits.of(request.model, request.workload), request.workload, limits)
-    kinds = space.recomputes()
+    kinds = Space(request).recomputes
     scores = {
         k: score(
             Setting(request.numbers, request.machine, request.workload,
@@ -120,28 +118,22 @@ def closed_forms(request, limits):
     return rows, found
 
 
-def least(request, limits):
+def least(request):
     """Least seconds per token of the closed form; infinite when nothing fits."""
-    rows, found = closed_forms(request, limits)
+    rows, found = closed_forms(request)
     return min((float(v.min()) for v, _, _ in found), default=math.inf) if len(rows) else math.inf
 
 
-def least_refined(request, limits):
+def least_refined(request):
     """Least seconds per token with real stages and simulated schedules, every strategy refined."""
-    rows, found = closed_forms(request, limits)
+    rows, found = closed_forms(request)
     best = math.inf
     for value, kind, layers in found:
         for i in np.flatnonzero(np.isfinite(value)):
             columns = dict(zip(COLUMNS, rows[i : i + 1].T, strict=True))
             candidate = Candidates.of_columns(**columns, recompute=float(kind))
-            strategy, workload = candidate.at(0, _plain(), request.workload)
+            strategy, workload = candidate.at(0, Strategy(), request.workload)
             if kind and layers[i] >= 0:
                 strategy = replace(strategy, recompute_layers=int(layers[i]))
             best = min(best, price(request, strategy, workload).per_token_s)
     return best
-
-
-def _plain():
-    from hyper_parallel.ir import Strategy
-
-    return Strategy()

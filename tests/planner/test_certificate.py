@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hyper_parallel.errors import DoesNotFit, HyperParallelError
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import plan
-from hyper_parallel.planner._pins import SearchLimits
 from hyper_parallel.planner._price import pipeline_s, price
-from hyper_parallel.planner._refine import find, strategy_at
+from hyper_parallel.planner._refine import find
 from hyper_parallel.planner._request import resolve
+from hyper_parallel.planner._rows import strategy_at
 from tests.planner.draws import draw_case, draw_pins
 
 pytestmark = pytest.mark.unit
@@ -64,11 +66,11 @@ def test_no_full_price_is_below_the_closed_form_that_bounds_it(seed):
     """Whatever is not simulated cannot be better than its closed form: the bound of the certificate."""
     model, supernode, _, _ = draw_case(seed)
     request = resolve(model, supernode, Workload(512, 512 * 32), 4)
-    limits = SearchLimits(4, {"pp": 2}, (), executable=False)
-    rows = find(request, limits, keep=20).result.rows
-    assert len(rows) > 10
-    for position in range(0, len(rows), max(1, len(rows) // 12)):
+    rows = find(replace(request, pins={"pp": 2}), keep=20).search.rows
+    values = rows["per_token_s"]
+    assert len(values) > 10
+    for position in range(0, len(values), max(1, len(values) // 12)):
         full = price(request, *strategy_at(rows, position, Strategy(), request.workload))
-        assert full.per_token_s >= rows.per_token_s[position] * (1 - 1e-9)
+        assert full.per_token_s >= values[position] * (1 - 1e-9)
         simulated = pipeline_s(full, request.machine.paces(2))
         assert full.step_s >= simulated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Workload
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.planner import plan_recipe
-from hyper_parallel.planner._pins import SearchLimits, check_pins
+from hyper_parallel.planner._pins import check_pins
 from hyper_parallel.planner._plan import search
 from hyper_parallel.planner._refine import find
 from hyper_parallel.planner._request import resolve
@@ -46,39 +47,38 @@ MODELS = {
 }
 
 
-def limits(devices, **pins):
-    return SearchLimits(devices, check_pins(pins), (), executable=True)
+def request_of(name, supernode=None, **pins):
+    """What this version can run of a small model on 8 devices."""
+    request = resolve(MODELS[name](), supernode or machine(), Workload(512, 512 * 16), 8)
+    return replace(request, pins=check_pins(pins), executable=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pins", [{}, {"tp_y": 2, "zero": 3}, {"cp": 2, "tp": 4}])
 def test_what_is_chosen_has_layouts_and_is_the_best_that_has(name, pins):
-    request = resolve(MODELS[name](), machine(cluster_bytes_s=5e9), Workload(512, 512 * 16), 8)
-    within = limits(8, **pins)
-    best = least(request, within)
-    outcome = find(request, within, keep=3)
+    request = request_of(name, machine(cluster_bytes_s=5e9), **pins)
+    best = least(request)
+    outcome = find(request, keep=3)
     assert outcome.fits
     assert np.isfinite(best)
-    assert outcome.result.rows.per_token_s.min() == pytest.approx(best, rel=1e-9)
+    assert outcome.search.rows["per_token_s"].min() == pytest.approx(best, rel=1e-9)
     for one in outcome.ranked:
         request.shard(one.strategy)
         assert one.strategy.etp is None
 
 
 def test_both_axes_and_every_kind_of_context_parallelism_may_be_chosen():
-    request = resolve(MODELS["dense"](), machine(), Workload(512, 512 * 16), 8)
-    rows = np.array(list(every_strategy(request, limits(8))))
+    rows = np.array(list(every_strategy(request_of("dense"))))
     assert {*rows[:, 5]} == {1, 2, 4}
     kinds = {(cp, u) for cp, u in rows[:, [3, 10]].tolist()}
     assert {(4, 1), (4, 2), (4, 4), (2, 2)} <= kinds
 
 
 def test_latent_attention_on_two_axes_keeps_the_one_shape_it_has():
-    request = resolve(MODELS["latent"](), machine(), Workload(512, 512 * 16), 8)
-    plan = search(request, limits(8, tp_y=2))
+    plan = search(request_of("latent", tp_y=2))
     assert (plan.strategy.tp_y, plan.strategy.attention_shape) == (2, "1d")
     with pytest.raises(NoLegalStrategy, match="latent attention"):
-        search(request, limits(8, tp_y=2, attention_shape="2d"))
+        search(request_of("latent", tp_y=2, attention_shape="2d"))
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit, NoLegalStrategy
 from hyper_parallel.ir import Strategy, Workload, simulate
 from hyper_parallel.planner import plan, plan_tasks, simulate_plan
-from hyper_parallel.planner._pins import SearchLimits, check_pins
+from hyper_parallel.planner._pins import check_pins
 from hyper_parallel.planner._price import price
 from hyper_parallel.planner._refine import find
 from hyper_parallel.planner._request import HostMemory, resolve
+from hyper_parallel.planner._rows import tuples
 from hyper_parallel.planner._space import Space
 from hyper_parallel.planner._stages import partition
 from tests.cost.machines import machine, small_model
@@ -32,8 +33,8 @@ def few_orders(monkeypatch):
     """Only orders with tensor parallelism innermost: all of them are many for brute force."""
     every = Space.orders
 
-    def orders(space, degrees, tiers, inner=True):
-        return every(space, degrees, tiers) if inner else []
+    def orders(space, degrees, tiers, inner):
+        return every(space, degrees, tiers, inner) if inner else []
 
     monkeypatch.setattr(Space, "orders", orders)
 
@@ -42,15 +43,14 @@ def few_orders(monkeypatch):
 def test_search_equals_brute_force(seed, few_orders):
     model, supernode, workload, devices = draw_case(seed)
     request = resolve(model, supernode, workload, devices)
-    limits = SearchLimits(devices, {}, (), executable=False)
-    best = least(request, limits)
-    outcome = find(request, limits)
+    best = least(request)
+    outcome = find(request)
     assert outcome.fits == np.isfinite(best)
     if outcome.fits:
-        assert outcome.result.rows.per_token_s.min() == pytest.approx(best, rel=1e-9)
+        assert outcome.search.rows["per_token_s"].min() == pytest.approx(best, rel=1e-9)
         assert outcome.ranked[0].memory_bytes <= request.machine.memory_bytes * (1 + 1e-6)
         # Nothing was left open.
-        assert outcome.result.bound >= best * (1 - 1e-9)
+        assert outcome.search.bound >= best * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("seed", [1, 8])
@@ -59,10 +59,10 @@ def test_search_of_all_orders_equals_brute_force(seed):
     inner = dataclasses.replace(supernode.tiers[0], size=2)
     supernode = dataclasses.replace(supernode, tiers=(inner, supernode.tiers[1]))
     request = resolve(model, supernode, Workload(512, 512 * 4), 4)
-    limits = SearchLimits(4, check_pins({"microbatch": 1, "zero": 3}), (), executable=False)
-    best, outcome = least(request, limits), find(request, limits)
-    assert outcome.result.rows.per_token_s.min() == pytest.approx(best, rel=1e-9)
-    assert len({*outcome.result.rows.columns["order"].tolist()}) > 1
+    request = dataclasses.replace(request, pins=check_pins({"microbatch": 1, "zero": 3}))
+    best, outcome = least(request), find(request)
+    assert outcome.search.rows["per_token_s"].min() == pytest.approx(best, rel=1e-9)
+    assert len({*outcome.search.rows["order"].tolist()}) > 1
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -75,11 +75,11 @@ def test_search_with_offload_equals_brute_force(seed, few_orders):
     budget = draw.choice([1.03, 1.04, 1.06, 1.08]) * 2**30
     request = resolve(model, supernode, workload, devices)
     request = dataclasses.replace(request, offload=host, capacity_bytes=budget)
-    limits = SearchLimits(devices, {}, (), executable=bool(seed % 2))
-    outcome = find(request, limits)
-    best = outcome.result.rows.per_token_s.min()
-    assert best == pytest.approx(least(request, limits), rel=1e-9)
-    assert outcome.result.bound >= best * (1 - 1e-9)
+    request = dataclasses.replace(request, executable=bool(seed % 2))
+    outcome = find(request)
+    best = outcome.search.rows["per_token_s"].min()
+    assert best == pytest.approx(least(request), rel=1e-9)
+    assert outcome.search.bound >= best * (1 - 1e-9)
     chosen = outcome.ranked[0]
     assert chosen.memory_bytes <= request.machine.memory_bytes * (1 + 1e-6)
     # What is away, or dropped, is what the device lacks.
@@ -104,9 +104,9 @@ def test_refined_search_equals_refined_brute_force(seed, pins, few_orders):
     devices = 4
     workload = Workload(512, 512 * 16)
     request = resolve(model, supernode, workload, devices)
-    limits = SearchLimits(devices, check_pins(pins), (), executable=False)
-    best = least_refined(request, limits)
-    outcome = find(request, limits)
+    request = dataclasses.replace(request, pins=check_pins(pins))
+    best = least_refined(request)
+    outcome = find(request)
     assert outcome.fits == np.isfinite(best)
     if outcome.fits:
         assert outcome.ranked[0].per_token_s == pytest.approx(best, rel=1e-9)
@@ -114,25 +114,24 @@ def test_refined_search_equals_refined_brute_force(seed, pins, few_orders):
 
 def test_executable_search_equals_brute_force():
     request = resolve(small_model(), machine(memory_gib=1.35), Workload(512, 512 * 16), 8)
-    limits = SearchLimits(8, {}, (), executable=True)
-    outcome = find(request, limits)
-    best = outcome.result.rows.per_token_s.min()
-    assert best == pytest.approx(least(request, limits), rel=1e-9)
+    request = dataclasses.replace(request, executable=True)
+    outcome = find(request)
+    best = outcome.search.rows["per_token_s"].min()
+    assert best == pytest.approx(least(request), rel=1e-9)
 
 
 def test_runners_up_are_the_next_best_degrees(few_orders):
     request = resolve(small_model(), machine(), Workload(512, 512 * 8), 4)
-    limits = SearchLimits(4, {}, (), executable=False)
-    rows, found = closed_forms(request, limits)
+    rows, found = closed_forms(request)
     values = np.min([v for v, _, _ in found], axis=0)
     best: dict[tuple[int, ...], float] = {}
     for row, value in zip(rows[:, [0, 1, 2, 3, 4, 5, 8]].astype(int).tolist(), values, strict=True):
         best[tuple(row)] = min(value, best.get(tuple(row), np.inf))
     wanted = sorted(best.values())[:6]
-    outcome = find(request, limits, keep=6)
-    rows = outcome.result.rows
+    outcome = find(request, keep=6)
+    rows = outcome.search.rows
     closest: dict[tuple[int, ...], float] = {}
-    for mesh, value in zip(rows.meshes(), rows.per_token_s, strict=True):
+    for mesh, value in zip(tuples(rows), rows["per_token_s"], strict=True):
         closest[mesh] = min(value, closest.get(mesh, np.inf))
     got = sorted(closest.values())[:6]
     assert got == pytest.approx(wanted, rel=1e-9)
@@ -258,19 +257,19 @@ def test_pins_that_nothing_can_have_are_named_first(pins, why):
 
 
 @pytest.mark.parametrize(
-    ("base", "pins"),
+    "pins",
     [
-        (Strategy(gathered_inputs="re-gather"), {"tp": 4, "pp": 1, "cp": 1}),
-        (Strategy(attention_scatter="token"), {"tp_x": 2, "tp_y": 2, "attention_shape": 1, "mlp_shape": 1}),
-        (Strategy(), {"cp": 4, "cp_kind": 3}),
+        {"gathered_inputs": 1, "tp": 4, "pp": 1, "cp": 1},
+        {"attention_scatter": 1, "tp_x": 2, "tp_y": 2, "attention_shape": 1, "mlp_shape": 1},
+        {"cp": 4, "cp_kind": 3},
     ],
-)  # fmt: skip
-def test_choices_that_a_search_starts_with_have_their_own_price(base, pins):
+)
+def test_choices_that_are_pinned_have_their_own_price(pins):
     """What the search sorts by is what the strategy costs, and that differs from the price of the usual choice."""
     request = resolve("llama-3-8b", "dgx-h100", Workload(8192, 2**20), 16)
-    outcome = find(request, SearchLimits(16, pins, (), executable=False, base=base), 1)
+    outcome = find(dataclasses.replace(request, pins=pins))
     best = outcome.ranked[0]
-    assert best.per_token_s == pytest.approx(outcome.result.rows.per_token_s.min())
+    assert best.per_token_s == pytest.approx(outcome.search.rows["per_token_s"].min())
     workload = Workload(8192, 2**20, best.workload.microbatch)
     again = plan("llama-3-8b", "dgx-h100", workload, strategy=best.strategy)
     assert again.step_s == pytest.approx(best.step_s)
@@ -298,11 +297,11 @@ def test_inputs_gathered_again_and_scattered_tokens_equal_brute_force(
     for gib in np.linspace(1.05, 1.3, 6):
         request = resolve(model, machine(memory_gib=float(gib)), workload, 8)
         for executable in (False, True):
-            limits = SearchLimits(8, check_pins(pins), (), executable=executable)
-            best, outcome = least(request, limits), find(request, limits)
+            request = dataclasses.replace(request, pins=check_pins(pins), executable=executable)
+            best, outcome = least(request), find(request)
             assert outcome.fits == np.isfinite(best)
             if outcome.fits:
-                first = outcome.result.rows.per_token_s.min()
+                first = outcome.search.rows["per_token_s"].min()
                 assert first == pytest.approx(best, rel=1e-9)
                 chosen.append(outcome.ranked[0].strategy)
     assert {s.gathered_inputs for s in chosen} == {"keep", "re-gather"}

@@ -10,7 +10,7 @@ from typing import Final
 from hyper_parallel.errors import BadValue, DeadlineMissed
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec
-from hyper_parallel.planner._pins import SearchLimits, check_exclusions, check_pins
+from hyper_parallel.planner._pins import check_exclusions, check_pins
 from hyper_parallel.planner._plan import evaluate, require, search, to_plan
 from hyper_parallel.planner._refine import Outcome, find
 from hyper_parallel.planner._request import LOCAL, HostMemory, PlanRequest, resolve
@@ -69,15 +69,11 @@ def plan(
     if offload:
         request = replace(request, offload=HostMemory())
     fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
-    limits = SearchLimits(
-        request.num_devices, fixed, (), executable=request.supernode.name == LOCAL
-    )
-    return _best_for(request, limits, objective, deadline_s, top)
+    request = replace(request, pins=fixed, executable=request.supernode.name == LOCAL)
+    return _best_for(request, objective, deadline_s, top)
 
 
-def _best_for(
-    request: PlanRequest, limits: SearchLimits, objective: str, deadline_s: float | None, top: int
-) -> Plan:
+def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
     """The best Plan for an objective; arguments and errors as for `plan`."""
     if objective not in OBJECTIVES:
         raise BadValue("there is no such objective", got=objective, allowed=OBJECTIVES)
@@ -88,84 +84,65 @@ def _best_for(
             hint="--objective fewest-devices --deadline 10",
         )
     if objective == "step-time":
-        return search(request, limits, top=top)
+        return search(request, top)
+    tokens = request.workload.tokens_per_step
+    most = deadline_s / tokens if deadline_s and tokens else None
     if objective == "memory":
-        return _least_memory(request, limits, deadline_s, top)
-    return _fewer(request, limits, objective, deadline_s, top)
-
-
-def _with(
-    request: PlanRequest, limits: SearchLimits, devices: int
-) -> tuple[PlanRequest, SearchLimits]:
-    return replace(request, num_devices=devices), replace(limits, num_devices=devices)
-
-
-def _fewer(
-    request: PlanRequest, limits: SearchLimits, objective: str, deadline_s: float | None, top: int
-) -> Plan:
-    """On all of the devices or fewer: every divisor of their number."""
+        return _least_memory(request, deadline_s, most, top)
     best: tuple[float, PlanRequest, Outcome] | None = None
-    for devices in divisors(limits.num_devices):
-        fewer, within = _with(request, limits, devices)
-        tokens = request.workload.tokens_per_step
-        most = deadline_s / tokens if deadline_s and tokens else None
-        if best is not None and objective != "fewest-devices":
-            most = best[0] / devices
-        outcome = find(fewer, within, keep=top + 1, at_most_s_per_token=most)
+    for devices in divisors(request.num_devices):
+        fewer = replace(request, num_devices=devices)
+        outcome = find(fewer, top + 1, most if best is None else best[0] / devices)
         if not outcome.fits:
             continue
         first = outcome.ranked[0]
-        if objective == "fewest-devices":
-            assert deadline_s is not None
-            if first.step_s <= deadline_s:
-                return to_plan(fewer, outcome, objective, top=top)
-            continue
-        value = first.per_token_s * devices
-        if best is None or value < best[0]:
-            best = value, fewer, outcome
+        if deadline_s is None:
+            value = first.per_token_s * devices
+            if best is None or value < best[0]:
+                best = value, fewer, outcome
+        elif first.step_s <= deadline_s:
+            return to_plan(fewer, outcome, objective, top)
     if best is None:
-        outcome = find(request, limits)
-        require(request, limits, outcome)
-        reached = outcome.ranked[0].step_s
-        raise DeadlineMissed(
-            f"no number of devices up to {limits.num_devices} makes a step of {request.model.name} that short",
-            got=f"deadline {format_seconds(deadline_s or 0.0)}",
-            allowed=f"from {format_seconds(reached)} on {limits.num_devices} devices",
-            hint=f"--deadline {reached * 1.01:.3g}",
+        devices = request.num_devices
+        raise _missed(
+            request, f"number of devices up to {devices}", deadline_s, f" on {devices} devices"
         )
-    return to_plan(best[1], best[2], objective, top=top)
+    return to_plan(best[1], best[2], objective, top)
 
 
 def _least_memory(
-    request: PlanRequest, limits: SearchLimits, deadline_s: float | None, top: int
+    request: PlanRequest, deadline_s: float | None, most: float | None, top: int
 ) -> Plan:
     """Halve the interval of memory between what is known to suffice and what is known not to."""
-    tokens = request.workload.tokens_per_step
-    most = deadline_s / tokens if deadline_s and tokens else None
-    best = find(request, limits, keep=top + 1, at_most_s_per_token=most)
+    best = find(request, top + 1, most)
     if not best.fits and deadline_s is not None:
-        fastest = find(request, limits)
-        require(request, limits, fastest)
-        reached = fastest.ranked[0].step_s
-        raise DeadlineMissed(
-            f"no strategy makes a step of {request.model.name} that short",
-            got=f"deadline {format_seconds(deadline_s)}",
-            allowed=f"from {format_seconds(reached)}",
-            hint=f"--deadline {reached * 1.01:.3g}",
-        )
-    require(request, limits, best)
+        raise _missed(request, "strategy", deadline_s)
+    require(request, best)
     low, high = 0.0, float(best.ranked[0].memory_bytes)
     for _ in range(MEMORY_STEPS):
         middle = (low + high) / 2
-        outcome = find(
-            request, limits, keep=top + 1, capacity_bytes=middle, at_most_s_per_token=most
-        )
+        outcome = find(replace(request, capacity_bytes=middle), top + 1, most)
         if outcome.fits:
             best = outcome
             high = min(middle, float(outcome.ranked[0].memory_bytes))
         else:
             low = middle
-    made = to_plan(request, best, "memory", top=top)
+    made = to_plan(request, best, "memory", top)
     assert made.certificate is not None
     proved = replace(made.certificate, value=float(made.memory_bytes), bound=low)
     return replace(made, certificate=proved)
+
+
+def _missed(
+    request: PlanRequest, nothing: str, deadline_s: float | None, where: str = ""
+) -> DeadlineMissed:
+    """The error when no step is that short, with one that is; raises what `require` raises."""
+    outcome = find(request)
+    require(request, outcome)
+    reached = outcome.ranked[0].step_s
+    return DeadlineMissed(
+        f"no {nothing} makes a step of {request.model.name} that short",
+        got=f"deadline {format_seconds(deadline_s or 0.0)}",
+        allowed=f"from {format_seconds(reached)}{where}",
+        hint=f"--deadline {reached * 1.01:.3g}",
+    )

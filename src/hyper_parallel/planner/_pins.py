@@ -1,4 +1,4 @@
-"""What a search may choose from: the table of keys that can be pinned, pins as columns, and limits.
+"""What a search may choose from: the table of keys that can be pinned, and pins as columns.
 
 The table is read off the recipe's sections: a key of `parallel:` or `training:` that is a column of `cost.Candidates`
 can be pinned, to the values that its section allows. What only a search may choose is named beside it.
@@ -7,14 +7,13 @@ can be pinned, to the values that its section allows. What only a search may cho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args, get_origin
 
 from hyper_parallel.config import DEGREES, Parallel, Training
 from hyper_parallel.cost import ORDERS, RECOMPUTE, Candidates
 from hyper_parallel.errors import BadValue, UnknownKey
-from hyper_parallel.ir import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,46 +136,3 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
 def shown_pin(name: str, pinned: int) -> str:
     """A pin as it is written: `schedule=zbv`."""
     return f"{name}={PINNABLE[name].shown(pinned) if name in PINNABLE else pinned}"
-
-
-@dataclass(frozen=True, slots=True)
-class SearchLimits:
-    """What the search may choose from.
-
-    Attributes:
-        num_devices: Devices; the degrees multiply to it.
-        pins: What is fixed, see `check_pins`; `tp` is the product of tp_x and tp_y.
-        tp: Tensor-parallel degrees that 1-D layouts can have.
-        executable: Only what this version can run.
-        ep: Expert-parallel degrees that layouts can have; None: any.
-        base: Strategy whose rules and choices that no column stands for are kept.
-    """
-
-    num_devices: int
-    pins: Mapping[str, int]
-    tp: tuple[int, ...]
-    executable: bool
-    ep: tuple[int, ...] | None = None
-    base: Strategy = field(default_factory=Strategy)
-
-    def without(self, name: str) -> SearchLimits:
-        """The same limits without one pin."""
-        return replace(self, pins={k: v for k, v in self.pins.items() if k != name})
-
-    def pinned(self, name: str, value: int) -> SearchLimits:
-        """The same limits with one pin changed."""
-        return replace(self, pins={**self.pins, name: value})
-
-    def allows(self, name: str, value: float) -> bool:
-        """Whether a column may have a value, as far as pins say."""
-        return self.pins.get(name, value) == value
-
-    def allows_ulysses(self, cp: int, ulysses: int) -> bool:
-        """Whether so many of the cp ranks may exchange heads; the kind has no effect without context parallelism."""
-        if not self.allows("cp_ulysses", ulysses):
-            return False
-        kind = self.pins.get("cp_kind")
-        if kind is None or cp == 1:
-            return True
-        allowed = {"ulysses": ulysses == cp, "hybrid": 1 < ulysses < cp}
-        return allowed.get(str(PINNABLE["cp_kind"].shown(kind)), ulysses == 1)

@@ -29,9 +29,8 @@ from hyper_parallel.planner._explain import (
     slower,
     too_big,
 )
-from hyper_parallel.planner._pins import SearchLimits
 from hyper_parallel.planner._price import PricedStrategy, price
-from hyper_parallel.planner._refine import Outcome, find, strategy_at
+from hyper_parallel.planner._refine import Outcome, find
 from hyper_parallel.planner._refusals import (
     check_degrees,
     check_legal,
@@ -40,6 +39,9 @@ from hyper_parallel.planner._refusals import (
     nothing_legal,
 )
 from hyper_parallel.planner._request import LOCAL, PlanRequest, resolve
+from hyper_parallel.planner._rows import ranked, strategy_at, tuples
+from hyper_parallel.planner._search import BranchAndBound
+from hyper_parallel.planner._space import Columns
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
@@ -83,20 +85,14 @@ def evaluate(
     return _make(request, priced, notes=tuple(notes), where=where)
 
 
-def search(request: PlanRequest, limits: SearchLimits, top: int = 5) -> Plan:
-    """The fastest Plan within limits; arguments as for `find`.
-
-    Args:
-        request: Model, machine and workload.
-        limits: What may be chosen.
-        top: Runners-up to keep.
-    """
-    outcome = find(request, limits, top + 1)
-    require(request, limits, outcome)
+def search(request: PlanRequest, top: int = 5) -> Plan:
+    """The fastest Plan of a request, with so many runners-up."""
+    outcome = find(request, top + 1)
+    require(request, outcome)
     return to_plan(request, outcome, "step-time", top)
 
 
-def require(request: PlanRequest, limits: SearchLimits, outcome: Outcome) -> None:
+def require(request: PlanRequest, outcome: Outcome) -> None:
     """Raise when nothing was found.
 
     Raises:
@@ -104,38 +100,38 @@ def require(request: PlanRequest, limits: SearchLimits, outcome: Outcome) -> Non
     """
     if outcome.fits:
         return
-    if not outcome.result.meshes or not len(outcome.result.too_big):
-        raise nothing_legal(request, limits, outcome.space.ruled_out)
-    raise nothing_fits(request, limits, int(outcome.result.too_big.memory_bytes.min()))
+    least_bytes = outcome.search.completer.least_bytes
+    if not outcome.search.legal or np.isinf(least_bytes):
+        raise nothing_legal(request, outcome.search.space.ruled_out)
+    raise nothing_fits(request, int(least_bytes))
 
 
 def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5) -> Plan:
     """The Plan of the best strategy of a search."""
     best, *others = outcome.ranked
     rejected = [_lost(best, other) for other in others[:top]]
-    faster = _too_big(request, outcome, best.per_token_s)
+    found = outcome.search
+    faster = _too_big(request, found, best.per_token_s)
     tokens = best.workload.tokens_per_step or 1
-    result = outcome.result
     certificate = Certificate(
         objective,
         best.step_s,
         min(best.step_s, outcome.bound * tokens),
-        result.priced,
+        found.completer.priced,
         outcome.simulated,
-        dict(result.cut),
-        dict(outcome.space.ruled_out),
+        dict(found.completer.cut),
+        dict(found.space.ruled_out),
     )
-    limits = outcome.space.limits
     notes: tuple[str, ...] = (searched(certificate), outcome.searched_space)
-    if best.strategy.recompute != "none" and "recompute" not in limits.pins:
+    if best.strategy.recompute != "none" and "recompute" not in request.pins:
         notes += ("activations are recomputed because it is the fastest choice that fits",)
-    if best.strategy.gathered_inputs == "re-gather" and "gathered_inputs" not in limits.pins:
+    if best.strategy.gathered_inputs == "re-gather" and "gathered_inputs" not in request.pins:
         notes += ("inputs are gathered again because it is the fastest choice that fits",)
     made = _make(request, best, (*faster, *rejected), notes)
     return replace(
         made,
         certificate=certificate,
-        pareto=_pareto(request, outcome, best),
+        pareto=_pareto(request, found.rows, best),
         sensitivity=sensitivity(best, others),
     )
 
@@ -146,42 +142,37 @@ def _lost(best: PricedStrategy, other: PricedStrategy) -> Rejected:
     return Rejected(other.strategy, reason, other.step_s, other.memory_bytes)
 
 
-def _too_big(request: PlanRequest, outcome: Outcome, per_token_s: float) -> tuple[Rejected, ...]:
+def _too_big(
+    request: PlanRequest, found: BranchAndBound, per_token_s: float
+) -> tuple[Rejected, ...]:
     """The fastest strategies that would win if they fitted, one per mesh."""
-    space, lost = outcome.space, outcome.result.too_big
+    lost = found.too_big()
     kept: dict[tuple[int, ...], Rejected] = {}
-    rows = outcome.result.rows
-    fitting = set(rows.meshes()) if len(rows) else set()
-    if not len(lost):
-        return ()
-    meshes = lost.meshes()
-    for position in np.argsort(lost.least_s, kind="stable").tolist():
-        if lost.least_s[position] >= per_token_s or len(kept) == TOO_BIG_SHOWN:
+    fitting, meshes = {*tuples(found.rows)}, tuples(lost)
+    for position in np.argsort(lost["per_token_s"], kind="stable").tolist():
+        if lost["per_token_s"][position] >= per_token_s or len(kept) == TOO_BIG_SHOWN:
             break
         if meshes[position] in kept or meshes[position] in fitting:
             continue
-        strategy, workload = strategy_at(lost, position, space.limits.base, request.workload)
-        if space.refusal is not None and space.refusal(strategy) is not None:
+        strategy, workload = strategy_at(lost, position, request.base, request.workload)
+        if request.executable and request.refusal(strategy) is not None:
             continue
-        memory = int(lost.memory_bytes[position])
-        tokens = workload.tokens_per_step or 1
+        memory = int(lost["memory_bytes"][position])
         reason = too_big(memory, request.machine.memory_bytes)
-        step_s = float(lost.least_s[position]) * tokens
+        step_s = float(lost["per_token_s"][position]) * (workload.tokens_per_step or 1)
         kept[meshes[position]] = Rejected(strategy, reason, step_s, memory)
     return tuple(kept.values())
 
 
-def _pareto(
-    request: PlanRequest, outcome: Outcome, best: PricedStrategy
-) -> tuple[Alternative, ...]:
+def _pareto(request: PlanRequest, rows: Columns, best: PricedStrategy) -> tuple[Alternative, ...]:
     """The front of time and memory among the strategies that were completed, fastest first, the chosen one left out."""
-    rows, front, least = outcome.result.rows, [], float(best.memory_bytes)
-    for position in rows.ranked().tolist() if len(rows) else ():
-        if rows.memory_bytes[position] < least * (1 - 1e-3):
-            least = float(rows.memory_bytes[position])
-            base = outcome.space.limits.base
-            strategy, workload = strategy_at(rows, position, base, request.workload)
-            seconds = float(rows.per_token_s[position]) * (workload.tokens_per_step or 1)
+    front, least = [], float(best.memory_bytes)
+    for position in ranked(rows).tolist():
+        memory = float(rows["memory_bytes"][position])
+        if memory < least * (1 - 1e-3):
+            least = memory
+            strategy, workload = strategy_at(rows, position, request.base, request.workload)
+            seconds = float(rows["per_token_s"][position]) * (workload.tokens_per_step or 1)
             front.append(Alternative(strategy, workload.microbatch or 1, seconds, int(least)))
     return tuple(front)
 

@@ -23,9 +23,7 @@ from hyper_parallel.mpmd import makespan_s, schedule_name
 from hyper_parallel.planner._request import PlanRequest
 from hyper_parallel.planner._stages import make_stages
 
-ONCE: Final = frozenset(
-    {"data-parallel reduction", "gradient norm", "optimizer", "offload copies", "every step"}
-)
+ONCE: Final = ("data-parallel reduction", "gradient norm", "optimizer", COPIES, "every step")
 """Terms that come once per step, after the last microbatch."""
 MOST_ACTIONS: Final = 20_000
 """Computations that one simulation may have; longer steps are simulated for fewer microbatches and continued."""

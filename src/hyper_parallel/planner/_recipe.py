@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Final
 
-from hyper_parallel.config import Offload, Parallel, Recipe
+from hyper_parallel.config import Parallel, Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch
 from hyper_parallel.ir import Plan, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import check_virtual
-from hyper_parallel.planner._pins import PINNABLE, SearchLimits, check_pins
+from hyper_parallel.planner._pins import PINNABLE, check_pins
 from hyper_parallel.planner._plan import evaluate, search
 from hyper_parallel.planner._refusals import check_degrees
 from hyper_parallel.planner._request import HostMemory, PlanRequest, resolve
@@ -22,10 +22,6 @@ _SHARED: Final = tuple(
 """Keys of a recipe's `parallel:` section that a strategy has under the same name."""
 _ASKED_APART: Final = ("zero", "cp_ulysses")
 """Keys whose value may also mean that nothing was asked."""
-_KEPT: Final = (
-    "schedule", "schedule_file", "virtual_stages", "stage_layers", "attention_scatter", "gathered_inputs",
-)  # fmt: skip
-"""Choices of a recipe that hold wherever the search does not choose them."""
 ONE_STAGE: Final = ("gpipe", "1f1b", "zb-h1")
 """Schedules whose ranks hold one stage each."""
 
@@ -59,12 +55,8 @@ def plan_recipe(
         culprit = where(_culprit(strategy))
         check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
         check_degrees(strategy, world_size, culprit)
-        request = resolve(
-            model or recipe.model.path, recipe.topology, _workload(recipe), strategy.world_size
-        )
-        ranks = world_size or parallel.world_size
-        request = _beside(_keep_batch(request, recipe, None), recipe.offload)
-        return evaluate(request, strategy, culprit, ranks)
+        request = _request(recipe, model, strategy.world_size)
+        return evaluate(request, strategy, culprit, world_size or parallel.world_size)
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(
             f"the recipe plans for {parallel.world_size} ranks, but {world_size} were started",
@@ -73,23 +65,40 @@ def plan_recipe(
             allowed=world_size,
             changes={"parallel.world_size": world_size},
         )
-    request = resolve(
-        model or recipe.model.path,
-        recipe.topology,
-        _workload(recipe),
-        world_size or parallel.world_size,
+    # What no column of the search stands for.
+    base = Strategy(
+        rules=strategy.rules,
+        schedule_file=strategy.schedule_file,
+        stage_layers=strategy.stage_layers,
     )
-    request = _beside(_keep_batch(request, recipe, request.num_devices), recipe.offload)
-    request = replace(request, from_recipe=True)
+    request = _request(recipe, model, world_size or parallel.world_size)
     pins = _pins(recipe, strategy, where)
-    kept = {name: getattr(strategy, name) for name in _KEPT}
-    base = Strategy(rules=strategy.rules, **kept)
-    limits = SearchLimits(request.num_devices, pins, (), executable=True, base=base)
-    return search(request, limits)
+    return search(replace(request, from_recipe=True, executable=True, pins=pins, base=base))
 
 
-def _beside(request: PlanRequest, offload: Offload) -> PlanRequest:
-    """With a goal of `offload` the budget is what a device may hold, and host memory holds the rest."""
+def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None) -> PlanRequest:
+    """Model, machine and work of a recipe; where it names no batch number, one sequence per rank and step.
+
+    With a goal of `offload` the budget is what a device may hold, and host memory holds the rest.
+    """
+    t, offload = recipe.training, recipe.offload
+    stored = "float64" if t.dtype == "float64" else "float32"
+    given = any((t.tokens_per_step, t.microbatch, t.accumulation_steps))
+    workload = Workload(
+        recipe.data.seq_len,
+        tokens_per_step=t.tokens_per_step,
+        microbatch=t.microbatch if given else 1,
+        accumulation_steps=t.accumulation_steps,
+        compute_dtype=t.dtype,
+        param_dtype=stored,
+        reduce_dtype=stored,
+    )
+    request = resolve(model or recipe.model.path, recipe.topology, workload, num_devices)
+    if not given and recipe.parallel.auto:
+        tokens = workload.seq_len * request.num_devices
+        workload = replace(workload, tokens_per_step=tokens, microbatch=None)
+        note = f"tokens per step assumed: one sequence per rank, {tokens}"
+        request = replace(request, workload=workload, notes=(*request.notes, note))
     if not offload.on:
         return request
     budget = offload.budget if isinstance(offload.budget, int) else None
@@ -114,7 +123,8 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
         UnsupportedSharding: HP205 for virtual stages that the schedule does not have.
     """
     p, given = recipe.parallel, recipe.parallel.model_fields_set
-    named = {n: getattr(p, n) for n in given if n in PINNABLE and n not in _ASKED_APART}
+    asked = [n for n in Parallel.model_fields if n in given & {*PINNABLE} - {*_ASKED_APART}]
+    named = {n: getattr(p, n) for n in asked}
     if "recompute" in recipe.training.model_fields_set:
         named["recompute"] = recipe.training.recompute
     # Every pipeline has the schedule of the recipe, 1F1B where it names none.
@@ -171,30 +181,3 @@ def _strategy(recipe: Recipe) -> Strategy:
         recompute_layers=recipe.training.recompute_layers,
         offload=recipe.offload.on,
     )
-
-
-def _workload(recipe: Recipe) -> Workload:
-    t = recipe.training
-    stored = "float64" if t.dtype == "float64" else "float32"
-    return Workload(
-        recipe.data.seq_len,
-        tokens_per_step=t.tokens_per_step,
-        microbatch=t.microbatch,
-        accumulation_steps=t.accumulation_steps,
-        compute_dtype=t.dtype,
-        param_dtype=stored,
-        reduce_dtype=stored,
-    )
-
-
-def _keep_batch(request: PlanRequest, recipe: Recipe, ranks: int | None) -> PlanRequest:
-    """The recipe's own batch numbers: one sequence per rank when it names none, never the planner's assumption."""
-    workload = _workload(recipe)
-    none_given = (workload.tokens_per_step, workload.microbatch, workload.accumulation_steps) == (
-        None,
-    ) * 3
-    notes = request.model.notes
-    if none_given and ranks is not None:
-        workload = replace(workload, tokens_per_step=workload.seq_len * ranks)
-        notes += (f"tokens per step assumed: one sequence per rank, {workload.tokens_per_step}",)
-    return replace(request, workload=workload, notes=notes)

@@ -17,12 +17,11 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.mpmd import check_pipeline
-from hyper_parallel.planner._pins import PINNABLE, SearchLimits, shown_pin
-from hyper_parallel.planner._refine import space_of
+from hyper_parallel.planner._pins import PINNABLE, shown_pin
 from hyper_parallel.planner._request import LOCAL, PlanRequest
-from hyper_parallel.planner._rows import SearchGoal
-from hyper_parallel.planner._search import solve
-from hyper_parallel.planner._space import divisors
+from hyper_parallel.planner._rows import count, tuples
+from hyper_parallel.planner._search import BranchAndBound
+from hyper_parallel.planner._space import Space, divisors
 from hyper_parallel.units import format_bytes
 
 MOST_DOUBLINGS: Final = 7
@@ -122,47 +121,46 @@ def _changed(
     return strategy, workload
 
 
-def nothing_legal(
-    request: PlanRequest, limits: SearchLimits, ruled_out: Mapping[str, int]
-) -> NoLegalStrategy:
+def nothing_legal(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegalStrategy:
     """The error when no combination of degrees is legal, with the smallest change that makes one so."""
-    shown = ", ".join(shown_pin(*pin) for pin in limits.pins.items()) or "no pins"
+    workload, devices, pins = request.workload, request.num_devices, request.pins
+    shown = ", ".join(shown_pin(*pin) for pin in pins.items()) or "no pins"
     counted = [f"{reason} ({n})" for reason, n in ruled_out.items()]
-    reasons = ", ".join(list(_impossible_pins(request, limits)) or counted)
+    reasons = ", ".join(list(_impossible_pins(request)) or counted)
     hint = allowed = None
-    for name in limits.pins:
-        legal = _legal_values(request, limits, name)
+    for name in pins:
+        legal = _legal_values(request, name)
         if legal:
             allowed = [shown_pin(name, v) for v in legal]
-            near = min(legal, key=lambda v: (abs(v - limits.pins[name]), v))
+            near = min(legal, key=lambda v: (abs(v - pins[name]), v))
             key = PINNABLE[name]
             hint = request.hint(f"--pin {name}=", key.recipe_key, key.shown(near))
             break
     if hint is None:
-        tokens = request.workload.tokens_per_step or 0
-        unit = request.workload.seq_len * request.num_devices
-        workload = replace(request.workload, tokens_per_step=max(1, round(tokens / unit)) * unit)
-        if _any_legal(replace(request, workload=workload), limits):
-            hint = request.hint(
-                "--tokens-per-step ", "training.tokens_per_step", workload.tokens_per_step
-            )
+        unit = workload.seq_len * devices
+        tokens = max(1, round((workload.tokens_per_step or 0) / unit)) * unit
+        if _any_legal(replace(request, workload=replace(workload, tokens_per_step=tokens))):
+            hint = request.hint("--tokens-per-step ", "training.tokens_per_step", tokens)
     if hint is None and request.supernode.name != LOCAL:
-        devices = _nearest_devices(request, limits)
-        if devices is not None:
-            hint = request.hint("--devices ", "parallel.world_size", devices)
+        # The nearest number of devices, fewer first.
+        near_by = (n for d in range(1, devices) for n in (devices - d, devices + d))
+        for other in near_by:
+            if _any_legal(replace(request, num_devices=other)):
+                hint = request.hint("--devices ", "parallel.world_size", other)
+                break
     return NoLegalStrategy(
-        f"no combination of degrees is legal for {request.model.name} on {request.num_devices} devices"
+        f"no combination of degrees is legal for {request.model.name} on {devices} devices"
         + (f": {reasons}" if reasons else ""),
-        got=f"{shown}; seq_len={request.workload.seq_len}, tokens_per_step={request.workload.tokens_per_step}",
+        got=f"{shown}; seq_len={workload.seq_len}, tokens_per_step={workload.tokens_per_step}",
         allowed=allowed,
         hint=hint,
     )
 
 
-def _impossible_pins(request: PlanRequest, limits: SearchLimits) -> Iterator[str]:
+def _impossible_pins(request: PlanRequest) -> Iterator[str]:
     """Pins that no combination can have, whatever else is chosen."""
-    experts = max((b.mlp.num_experts for b in request.model.blocks if b.mlp), default=0)
-    for name, value in limits.pins.items():
+    experts = request.experts
+    for name, value in request.pins.items():
         if name not in (*DEGREES, "tp"):
             continue
         if request.num_devices % value:
@@ -171,102 +169,75 @@ def _impossible_pins(request: PlanRequest, limits: SearchLimits) -> Iterator[str
             yield f"ep={value}, but the model has {experts or 'no'} experts"
 
 
-def _legal_values(request: PlanRequest, limits: SearchLimits, name: str) -> list[int]:
+def _legal_values(request: PlanRequest, name: str) -> list[int]:
     """Values of a pin that are legal together with the others."""
-    choices = PINNABLE[name].values
-    if choices:
-        values = list(range(len(choices)))
-    else:
+    values = [*range(len(PINNABLE[name].values))]
+    if not values:
         most = max(request.num_devices, request.model.num_layers)
-        values = divisors(most) + divisors(request.num_devices)
-    others = [v for v in sorted({*values}) if v != limits.pins[name]]
-    return [v for v in others if _any_legal(request, limits.pinned(name, v))]
+        values = sorted({*divisors(most), *divisors(request.num_devices)})
+    others = [v for v in values if v != request.pins[name]]
+    return [v for v in others if _any_legal(_pinned(request, name, v))]
 
 
-def _any_legal(request: PlanRequest, limits: SearchLimits) -> bool:
-    space = space_of(request, limits)
-    meshes = space.meshes()
-    names = ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation")
-    for pp, x, y, cp, dp, steps in {
-        tuple(int(v) for v in row) for row in zip(*(meshes[n] for n in names), strict=True)
-    }:
-        if not space.schedules(pp, steps):
-            continue
-        for block in space.blocks(x, y, cp, dp):
-            for _, shard, *_ in space.states(dp, x * y * cp, block[2] * block[3]):
-                if space.refusal_of(shard, cp, x, y, *block) is None:
-                    return True
-    return False
+def _pinned(request: PlanRequest, name: str, value: int) -> PlanRequest:
+    """The request with one pin changed."""
+    return replace(request, pins={**request.pins, name: value})
 
 
-def _nearest_devices(request: PlanRequest, limits: SearchLimits) -> int | None:
-    """The nearest number of devices, fewer first, on which something is legal."""
-    for distance in range(1, request.num_devices):
-        for devices in (request.num_devices - distance, request.num_devices + distance):
-            if _any_legal(
-                replace(request, num_devices=devices), replace(limits, num_devices=devices)
-            ):
-                return devices
-    return None
+def _any_legal(request: PlanRequest) -> bool:
+    space = Space(request)
+    meshes = tuples(space.meshes(), ("pp", "tp_x", "tp_y", "cp", "dp", "accumulation"))
+    return any(
+        space.refusal_of(shard, cp, x, y, *block) is None
+        for pp, x, y, cp, dp, steps in dict.fromkeys(meshes)
+        if space.schedules(pp, steps)
+        for block in space.blocks(x, y, cp, dp)
+        for _, shard, *_ in space.states(dp, x * y * cp, block[2] * block[3])
+    )
 
 
-def nothing_fits(request: PlanRequest, limits: SearchLimits, least_bytes: int) -> DoesNotFit:
+def nothing_fits(request: PlanRequest, least_bytes: int) -> DoesNotFit:
     """The error when no legal strategy fits, with the nearest changes that do."""
-    hint = next(_changes(request, limits), None)
     return DoesNotFit(
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
         allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
-        hint=hint
-        or "take a smaller model, or plan without pins and with a shorter sequence on more devices",
+        hint=next(
+            _changes(request),
+            "take a smaller model, or plan without pins and with a shorter sequence on more devices",
+        ),
     )
 
 
-def _changes(request: PlanRequest, limits: SearchLimits) -> Iterator[str]:
+def _changes(request: PlanRequest) -> Iterator[str]:
     """Changes that make a plan fit, the smallest first."""
-    for name in sorted(limits.pins, key=lambda n: (n != "recompute", n != "microbatch")):
-        if not _fits(request, limits.without(name)):
+    pins, workload = request.pins, request.workload
+    for name in sorted(pins, key=lambda n: (n != "recompute", n != "microbatch")):
+        if not _fits(replace(request, pins={k: v for k, v in pins.items() if k != name})):
             continue
         if name == "recompute":
             yield request.hint("--pin recompute=", "training.recompute", "full")
-        elif name == "microbatch" and _fits(request, limits.pinned(name, 1)):
+        elif name == "microbatch" and _fits(_pinned(request, name, 1)):
             yield request.hint("--pin microbatch=", "training.microbatch", 1)
         else:
-            value = limits.pins[name]
-            what = "pin or exclusion" if name in DEGREES and value == 1 else "pin"
-            yield f"leave out the {what} {shown_pin(name, value)}"
-    if request.workload.microbatch not in (None, 1):
-        smaller = replace(request, workload=replace(request.workload, microbatch=1))
-        if _fits(smaller, limits):
-            yield request.hint("--pin microbatch=", "training.microbatch", 1)
+            what = "pin or exclusion" if name in DEGREES and pins[name] == 1 else "pin"
+            yield f"leave out the {what} {shown_pin(name, pins[name])}"
+    smaller = replace(request, workload=replace(workload, microbatch=1))
+    if workload.microbatch not in (None, 1) and _fits(smaller):
+        yield request.hint("--pin microbatch=", "training.microbatch", 1)
     if request.supernode.name != LOCAL:
-        least = _least_devices(request, limits)
-        if least is not None:
-            yield request.hint("--devices ", "parallel.world_size", least)
-    workload = request.workload
+        # As many tokens per device, on the least multiple of the devices that fits.
+        for factor in (1 << doubling for doubling in range(1, MOST_DOUBLINGS + 1)):
+            devices, tokens = request.num_devices * factor, workload.tokens_per_step
+            more = replace(workload, tokens_per_step=tokens * factor if tokens else None)
+            if _fits(replace(request, num_devices=devices, workload=more)):
+                yield request.hint("--devices ", "parallel.world_size", devices)
+                break
     while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
         workload = replace(workload, seq_len=workload.seq_len // 2)
-        if _fits(replace(request, workload=workload), limits):
+        if _fits(replace(request, workload=workload)):
             yield request.hint("--seq-len ", "data.seq_len", workload.seq_len)
 
 
-def _least_devices(request: PlanRequest, limits: SearchLimits) -> int | None:
-    """The least multiple of the devices, by doubling, that fits with as many tokens per device."""
-    for doubling in range(1, MOST_DOUBLINGS + 1):
-        factor = 1 << doubling
-        devices = request.num_devices * factor
-        tokens = request.workload.tokens_per_step
-        workload: Workload = replace(
-            request.workload, tokens_per_step=tokens * factor if tokens else None
-        )
-        wider = replace(request, num_devices=devices, workload=workload)
-        if _fits(wider, replace(limits, num_devices=devices)):
-            return devices
-    return None
-
-
-def _fits(request: PlanRequest, limits: SearchLimits) -> bool:
-    goal = SearchGoal(request.machine.memory_bytes)
-    space = space_of(request, limits)
-    result = solve(request.numbers, request.machine, request.workload, space, goal)
-    return len(result.rows) > 0
+def _fits(request: PlanRequest) -> bool:
+    return count(BranchAndBound(Space(request)).rows) > 0

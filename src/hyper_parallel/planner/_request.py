@@ -3,85 +3,79 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from hyper_parallel.cost import Machine, ModelNumbers
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import ModelRef, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec, load_model
-from hyper_parallel.shard import ShardPlan, family_rules, legal_tp, plan_layouts
+from hyper_parallel.shard import ShardPlan, family_rules, plan_layouts
 from hyper_parallel.topology import Supernode, detect_local, load_topology
 
 LOCAL = "local"
 TOKENS_PER_DEVICE = 8192
 TOKENS_PER_CPU_RANK = 1024
 MOST_TOKENS_PER_STEP = 2**24
-MOST_TP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What a memory plan may use beside the device.
+    """What a memory plan may use beside the device."""
 
-    Attributes:
-        num_bytes: Host memory of one device; None: what the topology says.
-        bytes_s: Bytes/s of copies per direction; None: what the topology says.
-        drops: Results may also be dropped and computed again.
-    """
-
-    num_bytes: float | None = None
-    bytes_s: float | None = None
-    drops: bool = True
+    num_bytes: float | None = None  # host memory of one device; None: what the topology says
+    bytes_s: float | None = None  # copies per direction; None: what the topology says
+    drops: bool = True  # results may also be dropped and computed again
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanRequest:
-    """Everything a planning call has read.
-
-    Attributes:
-        model: The model.
-        supernode: The machine.
-        workload: Number formats and the batch numbers that are given.
-        num_devices: Devices to use.
-        notes: Sentences about what was assumed.
-        from_recipe: The request is a recipe, so hints are overrides, not options of the plan command.
-        offload: What may lie in host memory; None: nothing.
-        capacity_bytes: Memory of a device that may be used; None: all of it.
-        numbers: The numbers of the model that the cost formulas need.
-        layer_kinds: Layers of every kind, and the numbers of a model whose layers are all of that kind.
-    """
+    """Everything a planning call has read: model, machine, work, and what a search may choose from."""
 
     model: ModelSpec
     supernode: Supernode
-    workload: Workload
-    num_devices: int
-    notes: tuple[str, ...] = ()
-    from_recipe: bool = False
-    offload: HostMemory | None = None
-    capacity_bytes: float | None = None
-    numbers: ModelNumbers = field(init=False, compare=False, repr=False)
-    layer_kinds: tuple[tuple[tuple[int, ...], ModelNumbers], ...] = field(
-        init=False, compare=False, repr=False
-    )
+    workload: Workload  # number formats and the batch numbers that are given
+    num_devices: int  # the degrees multiply to it
+    notes: tuple[str, ...] = ()  # sentences about what was assumed
+    from_recipe: bool = False  # hints are overrides of a recipe, not options of the plan command
+    offload: HostMemory | None = None  # what may lie in host memory; None: nothing
+    capacity_bytes: float | None = None  # memory of a device that may be used; None: all of it
+    # what is fixed, see `check_pins`; `tp` is the product of tp_x and tp_y
+    pins: Mapping[str, int] = field(default_factory=dict)
+    executable: bool = False  # only what this version can run
+    base: Strategy = field(default_factory=Strategy)  # keeps its rules and its cut of the layers
 
-    def __post_init__(self) -> None:
-        # Every price reads them: made once.
-        model = self.model
-        object.__setattr__(self, "numbers", ModelNumbers.of(model))
-        others = tuple(b for b in model.blocks if not b.layers)
-        kinds = tuple(
-            (tuple(b.layers), ModelNumbers.of(replace(model, blocks=(*others, b))))
-            for b in model.blocks
+    def allows(self, name: str, value: float) -> bool:
+        """Whether a column may have a value, as far as pins say."""
+        return self.pins.get(name, value) == value
+
+    @cached_property
+    def numbers(self) -> ModelNumbers:
+        """The numbers of the model that the cost formulas need."""
+        return ModelNumbers.of(self.model)
+
+    @cached_property
+    def layer_kinds(self) -> tuple[tuple[tuple[int, ...], ModelNumbers], ...]:
+        """Layers of every kind, and the numbers of a model whose layers are all of that kind."""
+        others = tuple(b for b in self.model.blocks if not b.layers)
+        return tuple(
+            (tuple(b.layers), ModelNumbers.of(replace(self.model, blocks=(*others, b))))
+            for b in self.model.blocks
             if b.layers
         )
-        object.__setattr__(self, "layer_kinds", kinds)
+
+    @cached_property
+    def experts(self) -> int:
+        """Routed experts; 0 for a dense model."""
+        return max((b.mlp.num_experts for b in self.model.blocks if b.mlp), default=0)
 
     def hint(self, option: str, key: str, value: object) -> str:
         """A change that can be pasted: an option of `plan`, or an override of the recipe."""
         return f"{key}={value}" if self.from_recipe else f"{option}{value}"
 
-    @property
+    @cached_property
     def machine(self) -> Machine:
         """The numbers of the machine that the cost formulas need."""
         machine = Machine.of(self.supernode, self.workload.compute_dtype)
@@ -124,32 +118,13 @@ class PlanRequest:
             where=where,
         )
 
-    def tp_degrees(self, num_devices: int, executable: bool) -> tuple[int, ...]:
-        """Tensor-parallel degrees to try: they divide the devices, the heads and every width, and are at most 64.
-
-        Args:
-            num_devices: Devices to plan for.
-            executable: Only degrees that this version makes layouts for.
-        """
-        legal = legal_tp(
-            self.model.num_heads, self.model.num_kv_heads, *self.model.intermediate_sizes
-        )
-        wanted = [t for t in legal if num_devices % t == 0 and t <= MOST_TP]
-        return tuple(t for t in wanted if not executable or self._can_shard(Strategy(tp_x=t)))
-
-    def ep_degrees(self, num_devices: int) -> tuple[int, ...]:
-        """Expert-parallel degrees that this version makes layouts for, 1 always."""
-        most = max((b.mlp.num_experts for b in self.model.blocks if b.mlp), default=0)
-        wanted = [e for e in range(2, num_devices + 1) if most % e == 0 and num_devices % e == 0]
-        found = [e for e in wanted if most and self._can_shard(Strategy(dp_shard=e, ep=e))]
-        return (1, *found)
-
-    def _can_shard(self, strategy: Strategy) -> bool:
+    def refusal(self, strategy: Strategy) -> str | None:
+        """Why the layouts cannot have a strategy; None when they can."""
         try:
             self.shard(strategy)
-        except HyperParallelError:
-            return False
-        return True
+        except HyperParallelError as error:
+            return error.what
+        return None
 
 
 def rules_of(model: ModelSpec) -> tuple[Rule, ...]:

@@ -12,8 +12,8 @@ certificate. The bounds hold because they price the partial strategy with what i
     states     also data parallelism and recomputation; any group on the best links of the machine
     order      complete: the price itself
 
-Recomputation is solved inside a complete strategy: of every kind as few layers as make it fit, with gathered inputs
-kept or gathered again.
+Recomputation is solved inside a strategy: of every kind as few layers as make it fit, with gathered inputs kept or
+gathered again.
 """
 
 from __future__ import annotations
@@ -21,91 +21,88 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import SCHEDULES, Candidates, Machine, ModelNumbers
-from hyper_parallel.ir import AXES, Workload
-from hyper_parallel.planner._complete import Completer, LevelPrices, select
-from hyper_parallel.planner._pricer import FULL, RowPricer
-from hyper_parallel.planner._relaxed import link_domains
-from hyper_parallel.planner._rows import BLOCKS, TIE, PricedRows, SearchGoal, SearchResult
-from hyper_parallel.planner._space import Columns, Space
+from hyper_parallel.cost import SCHEDULES
+from hyper_parallel.ir import AXES
+from hyper_parallel.planner._bounds import FULL, Pricer, link_domains
+from hyper_parallel.planner._complete import FREED, Completer
+from hyper_parallel.planner._rows import PRICES, TIE, count, join, select, tuples
+from hyper_parallel.planner._space import BLOCKS, Columns, Space
 
 Array = NDArray[np.float64]
 
 TOO_BIG_KEPT: Final = 2
 TOO_BIG_PRICED: Final = 64
-SLICES: Final = (768, 1024, 1024, 1024)
-"""Partial strategies of each level that are completed at once: many, since a price has a fixed part."""
-
+SLICE: Final = 768
+"""Partial strategies that are completed at once: many, since a price has a fixed part."""
 MOST_ROWS: Final = 2_500_000
 """Prices after which a search ends with what it has; the certificate then tells the gap."""
 
 _PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
-
-_TUPLE: Final = ("tp_x", "tp_y", "cp", "microbatch")
-FREED: Final = ("recompute", "regather")
-"""Columns that are solved inside a complete strategy."""
-_STATES: Final = ("dp_replicate", "dp_shard", "zero", "offload")
-_ALL: Final = tuple(f.name for f in fields(Candidates))
+_FIRST: Final = ("tp_x", "tp_y", "cp", "microbatch")
+_PIPELINE: Final = ("pp", "dp", "accumulation", "schedule", "vpp")
+_STATES: Final = ("dp_replicate", "dp_shard", "zero")
 
 
-def solve(
-    numbers: ModelNumbers,
-    machine: Machine,
-    workload: Workload,
-    space: Space,
-    goal: SearchGoal,
-) -> SearchResult:
-    """The best strategies of a space, proved.
+def closed_form_s(rows: Columns, position: int) -> float:
+    """Seconds per token of one row as the search prices it."""
+    return float(rows["per_token_s"][position])
 
-    Args:
-        numbers: The model.
-        machine: The machine.
-        workload: Sequence length and number formats.
-        space: What is legal.
-        goal: What is searched for.
+
+class BranchAndBound:
+    """The state of one search: what is still open, the best so far, and counts.
+
+    Attributes:
+        rows: The complete strategies within the limits, unsorted: all of them whose price is at most `bound`.
+        bound: Seconds per token that everything that was not completed exceeds.
+        legal: Whether there is a legal combination of degrees and microbatch.
     """
-    return _Search(numbers, machine, workload, space, goal).run()
-
-
-class _Search:
-    """The state of one search: what is still open, the best so far, and counts."""
 
     def __init__(
         self,
-        numbers: ModelNumbers,
-        machine: Machine,
-        workload: Workload,
         space: Space,
-        goal: SearchGoal,
+        keep: int = 1,
+        at_most_s_per_token: float | None = None,
+        full_s: Callable[[Columns, int], float] = closed_form_s,
     ) -> None:
-        self.space, self.goal = space, goal
-        self.pricer = RowPricer(numbers, machine, workload, space, goal)
-        self.completer = Completer(self.pricer)
-        self.bare = LevelPrices.bare(self.pricer)
-        self.rows: list[PricedRows] = []
-        self.lost: list[Columns] = []
-        self.best: dict[tuple[int, ...], float] = {}
-        self.incumbent = np.inf
-        self.priced = 0
-        self.known: dict[tuple[Any, ...], Any] = {}
-        self.meshes = space.meshes()
-        self.rows_of: dict[tuple[float, ...], list[int]] = {}
-        for row, key in enumerate(zip(*(self.meshes[n] for n in _TUPLE), strict=True)):
-            self.rows_of.setdefault(key, []).append(row)
+        """Search a space.
 
-    def run(self) -> SearchResult:
+        Args:
+            space: What is legal.
+            keep: How many strategies to keep, of distinct degrees.
+            at_most_s_per_token: Slower strategies are of no interest.
+            full_s: Full price of a row, seconds per token, never less than the closed form of the search.
+        """
+        self.space, self.keep, self.full_s = space, keep, full_s
+        self.pricer = Pricer(space)
+        self.completer = Completer(self.pricer, at_most_s_per_token or np.inf)
+        self.domains = link_domains(self.pricer.machine)
+        self.rows = join([])
+        self._refusal = cache(space.refusal_of)
+        self._found: list[Columns] = []
+        self._lost: list[Columns] = []
+        self._best: dict[tuple[int, ...], float] = {}
+        self._incumbent = np.inf
+        self._known: dict[tuple[Any, ...], Array] = {}
+        self.meshes = space.meshes()
+        self.legal = count(self.meshes) > 0
+        self._rows_of: dict[tuple[int, ...], list[int]] = {}
+        for row, key in enumerate(tuples(self.meshes, _FIRST)):
+            self._rows_of.setdefault(key, []).append(row)
+        self.bound = self._run()
+
+    def _run(self) -> float:
         """Complete partial strategies, the deepest and most promising first, until none is left."""
-        levels: tuple[Callable[[Columns, Array], tuple[Columns, Array]], ...] = (
+        levels = (
             self._pipelines,
             self._states,
-            self._inner_orders,
-            self._other_orders,
+            partial(self._ordered, inner=True),
+            partial(self._ordered, inner=False),
         )
         last = len(levels) - 1
         open_: list[list[tuple[float, int, Columns, Array]]] = [[] for _ in levels]
@@ -113,12 +110,10 @@ class _Search:
 
         def push(level: int, columns: Columns, bound: Array) -> None:
             order = np.argsort(bound, kind="stable")
-            for start in range(0, len(order), SLICES[level]):
-                which = order[start : start + SLICES[level]]
-                part = select(columns, which)
-                heapq.heappush(
-                    open_[level], (float(bound[which[0]]), next(serial), part, bound[which])
-                )
+            for start in range(0, len(order), SLICE):
+                which = order[start : start + SLICE]
+                part = select(columns, which), bound[which]
+                heapq.heappush(open_[level], (float(part[1][0]), next(serial), *part))
 
         push(0, *self._blocks())
         while any(open_) and self.pricer.rows < MOST_ROWS:
@@ -126,203 +121,150 @@ class _Search:
             level = max((i for i in range(last) if open_[i]), default=last)
             _, _, columns, bound = heapq.heappop(open_[level])
             columns, bound = self._within(columns, bound)
-            if not len(bound):
-                continue
-            columns, bound = levels[level](columns, bound)
-            if level < last:
-                push(level + 1, *self._within(columns, bound))
+            if len(bound):
+                columns, bound = levels[level](columns, bound)
+                if level < last:
+                    push(level + 1, *self._within(columns, bound))
+        self.rows = join(self._found)
         left = [waiting[0][0] for waiting in open_ if waiting]
-        return self._result(min([self.completer.threshold, *left]))
-
-    def _remembered(self, options: Callable[..., Any], *key: Any) -> Any:
-        """Options of a level; many partial strategies share them."""
-        known = (options.__name__, *key)
-        if known not in self.known:
-            self.known[known] = options(*key)
-        return self.known[known]
+        return min([self.completer.threshold, *left])
 
     def _within(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
         """Those that can still be among the best."""
-        keep = bound <= self.completer.threshold * (1 + TIE)
-        if keep.all():
-            return columns, bound
-        self.completer.cut["slower by its bound"] += int((~keep).sum())
+        keep = self.completer.faster(bound)
         return select(columns, keep), bound[keep]
+
+    def _options(self, options: Callable[..., Sequence[Any]], *key: int) -> Array:
+        """Options of a level; many partial strategies share them."""
+        known = (options, *key)
+        if known not in self._known:
+            self._known[known] = np.array(options(*key), dtype=np.float64)
+        return self._known[known]
+
+    def _grow(
+        self,
+        columns: Columns,
+        names: Sequence[str],
+        options: Callable[..., Sequence[Any]],
+        *keys: Array,
+    ) -> tuple[Columns, NDArray[np.intp]]:
+        """Every row once for each of the options of its key, and the rows that they come from."""
+        table = np.column_stack(keys).astype(int).tolist()
+        parts = [self._options(options, *key).reshape(-1, len(names)) for key in table]
+        source = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        grown = dict(zip(names, np.concatenate([np.empty((0, len(names))), *parts]).T, strict=True))
+        return {**select(columns, source), **grown}, source
 
     def _blocks(self) -> tuple[Columns, Array]:
         """Degrees with their blocks, bounded by computation and communication of the layers."""
-        rows = np.array(list(self.rows_of), dtype=np.float64).reshape(-1, len(_TUPLE))
-        columns: Columns = dict(zip(_TUPLE, rows.T, strict=True))
-        if not len(rows):
-            return columns, np.empty(0)
-        keys = zip(*(columns[n].astype(int).tolist() for n in _TUPLE[:3]), strict=True)
-        parts = [self._remembered(self._blocks_of, *key) for key in keys]
-        source = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
-        grown = {n: columns[n][source] for n in _TUPLE}
-        grown.update(zip(BLOCKS, np.concatenate(parts).T, strict=True))
-        if not len(source):
-            return grown, np.empty(0)
-        return grown, self.pricer.microbatch_s(grown, self.pricer.relaxed)
-
-    def _blocks_of(self, x: int, y: int, cp: int) -> Array:
-        ranks = self.space.limits.num_devices // (x * y * cp)
-        options = self.space.blocks(x, y, cp, ranks)
-        return np.array(options, dtype=np.float64).reshape(-1, len(BLOCKS))
+        first = np.array(list(self._rows_of), dtype=np.float64).reshape(-1, len(_FIRST))
+        columns = dict(zip(_FIRST, first.T, strict=True))
+        inner = [columns[n] for n in _FIRST[:3]]
+        ranks = self.space.request.num_devices // np.prod(inner, axis=0)
+        grown, _ = self._grow(columns, BLOCKS, self.space.blocks, *inner, ranks)
+        return grown, self.pricer.microbatch_s(grown) if count(grown) else np.empty(0)
 
     def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
         """Blocks with pp and a schedule, bounded by the pipeline; what cannot fit is cut."""
-        parts = [
-            self._remembered(self._pipelines_of, *key)
-            for key in zip(*(columns[n].tolist() for n in _TUPLE), strict=True)
-        ]
-        source = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
-        table = np.concatenate(parts)
-        grown = {n: c[source] for n, c in columns.items()}
-        ranks = table[:, 1] * grown["tp_x"] * grown["tp_y"] * grown["cp"]
+        keys = [columns[n] for n in _FIRST]
+        grown, source = self._grow(columns, _PIPELINE, self._pipelines_of, *keys)
+        ranks = grown["dp"] * grown["tp_x"] * grown["tp_y"] * grown["cp"]
         folds = ranks % (grown["ep"] * grown["etp"]) == 0
-        grown = select(grown, folds)
-        choice = table[folds]
-        for index, name in enumerate(("pp", "dp", "accumulation", "schedule", "vpp")):
-            grown[name] = choice[:, index]
         # 1F1B fills and drains p - 1 microbatches, interleaved a v-th of that; the others at least nothing.
         plain = np.isin(grown["schedule"], _PLAIN)
         idle = np.where(plain, (grown["pp"] - 1.0) / grown["vpp"], 0.0) / grown["accumulation"]
-        grown, _ = self._within(grown, bound[source][folds] * (1.0 + idle))
-        if not len(grown["pp"]):
-            return grown, np.empty(0)
-        grown["dp_replicate"], grown["dp_shard"] = np.ones(len(grown["pp"])), grown["dp"]
-        rows, lost = self.completer.complete(grown, self.bare)
-        self.lost.append({n: c[:TOO_BIG_PRICED] for n, c in lost.items()})
-        columns = {n: c for n, c in rows.columns.items() if n not in FREED}
-        least = rows.per_token_s
-        return columns, least * (1 - TIE)
+        bound = bound[source] * (1.0 + idle)
+        grown, bound = self._within(select(grown, folds), bound[folds])
+        if not len(bound):
+            return grown, bound
+        grown["dp_replicate"], grown["dp_shard"] = np.ones(len(bound)), grown["dp"]
+        rows, lost = self.completer.complete(grown)
+        self._lost.append({n: c[:TOO_BIG_PRICED] for n, c in lost.items()})
+        return _without(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
-    def _pipelines_of(self, *key: float) -> Array:
-        """Rows (pp, dp, accumulation, schedule, vpp) of a tuple."""
-        rows = []
-        for row in self.rows_of[key]:
-            pp, dp, steps = (float(self.meshes[n][row]) for n in ("pp", "dp", "accumulation"))
-            options = self._remembered(self.space.schedules, int(pp), int(steps))
-            rows += [(pp, dp, steps, *option) for option in options]
-        return np.array(rows, dtype=np.float64).reshape(-1, 5)
+    def _pipelines_of(self, *key: int) -> list[tuple[int, ...]]:
+        """Rows of `_PIPELINE` for degrees and sequences per microbatch."""
+        names = [self.meshes[n] for n in _PIPELINE[:3]]
+        rows = [tuple(int(column[row]) for column in names) for row in self._rows_of[key]]
+        return [(*row, *way) for row in rows for way in self.space.schedules(row[0], row[2])]
 
-    def _too_big(self) -> PricedRows | None:
-        """A few of each batch of what does not fit in any way: the most promising come first."""
-        lost = [part for part in self.lost if len(part["pp"])]
-        if not lost:
-            return None
-        columns = {n: np.concatenate([part[n] for part in lost]) for n in lost[0]}
-        pricer, usual = self.pricer, self.pricer.regathers[0]
-        per_token = pricer.bare_s(columns, (usual, 0)) / pricer.tokens(columns)
-        batch = np.repeat(np.arange(len(lost)), [len(part["pp"]) for part in lost])
-        order = np.lexsort((per_token, batch))
-        place = np.arange(len(order)) - np.searchsorted(batch, batch)
-        which = order[place < TOO_BIG_KEPT]
-        columns = select(columns, which)
-        lean = (pricer.regathers[-1], max(pricer.kinds))
-        memory = pricer.lean_bytes(columns, [lean])[0]
-        ones, per_token = np.ones(len(which)), per_token[which]
-        columns.update(
-            zero=3.0 * ones,
-            order=0.0 * ones,
-            offload=float(self.space.rules.offload) * ones,
-            recompute=lean[1] * ones,
-            # What is made again gathers its inputs anyway.
-            regather=(lean[0] if lean[1] != FULL else usual) * ones,
-        )
-        return PricedRows(columns, per_token, memory, -ones, per_token)
-
-    def _states(self, columns: Columns, _: Array) -> tuple[Columns, Array]:
+    def _states(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
         """Pipelines with data parallelism and recomputation, complete but for the order of the axes."""
         inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
-        keys = np.column_stack([columns["dp"], inner, columns["ep"] * columns["etp"]]).astype(int)
-        options = [self._remembered(self.space.states, *key) for key in keys.tolist()]
-        grown = _grow(columns, options, _STATES)
-        kept = self.space.shards(grown["zero"], grown)
-        grown = select(grown, kept)
-        if not len(grown["pp"]):
+        keys = (columns["dp"], inner, columns["ep"] * columns["etp"])
+        grown, _ = self._grow(columns, _STATES, self.space.states, *keys)
+        grown = select(grown, self.space.shards(grown))
+        if not count(grown):
             return grown, np.empty(0)
-        prices = LevelPrices.of(self.pricer, self.pricer.relaxed)
-        rows, lost = self.completer.complete(grown, prices)
-        if self.space.rules.offload and "offload" not in self.space.limits.pins:
-            # Offload takes time and frees memory: it is of use only where something would have to be recomputed.
-            what = rows.columns["recompute"] + rows.columns["regather"]
-            freed = what > self.pricer.regathers[0]
-            some = {n: np.concatenate([rows.columns[n][freed], c]) for n, c in lost.items()}
-            some["offload"] = np.ones(len(some["pp"]))
-            rows = PricedRows.join([rows, self.completer.complete(some, prices)[0]])
-        columns = {n: c for n, c in rows.columns.items() if n not in (*FREED, "order")}
-        return columns, rows.per_token_s * (1 - TIE)
+        rows, _ = self.completer.complete(grown)
+        return _without(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
-    def _inner_orders(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Complete strategies with tensor parallelism innermost; the rows go on, for the other orders."""
-        self._ordered(columns, inner=True)
+    def _ordered(self, columns: Columns, bound: Array, inner: bool) -> tuple[Columns, Array]:
+        """Complete strategies under the orders of the axes that make a difference; the rows go on, for the others."""
+        keys = (*(columns[n] for n in AXES), np.full(len(bound), float(inner)))
+        grown, _ = self._grow(columns, ("order",), self._orders_of, *keys)
+        if count(grown):
+            rows, _ = self.completer.complete(grown)
+            if self.space.request.executable:
+                laid_out = tuples(rows, ("dp_shard", "cp", "tp_x", "tp_y", *BLOCKS))
+                rows = select(rows, np.array([self._runs(row) for row in laid_out], dtype=bool))
+            if count(rows):
+                self._found.append(rows)
+                self._lower_threshold(rows)
         return columns, bound
 
-    def _other_orders(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Complete strategies with any other order of the axes."""
-        self._ordered(columns, inner=False)
-        return columns, bound
-
-    def _ordered(self, columns: Columns, inner: bool) -> None:
-        """Price rows under every order of the axes that makes a difference."""
-        sizes = link_domains(self.pricer.machine)
-        keys = np.column_stack([columns[n] for n in AXES]).astype(int).tolist()
-        options = [self._remembered(self.space.orders, tuple(key), sizes, inner) for key in keys]
-        grown = _grow(columns, options, ("order",))
-        if not len(grown["pp"]):
-            return
-        prices = LevelPrices.of(self.pricer, self.pricer.machine, every=True)
-        rows = self.completer.complete(grown, prices)[0]
-        self.priced += len(rows)
-        rows = rows.take(rows.per_token_s <= self.completer.threshold * (1 + TIE))
-        if self.space.refusal is not None:
-            rows = rows.take(np.array([self._runs(row) for row in rows.laid_out()], dtype=bool))
-        if len(rows):
-            self.rows.append(rows)
-            self._lower_threshold(rows)
+    def _orders_of(self, *key: int) -> list[int]:
+        return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
     def _runs(self, row: tuple[int, ...]) -> bool:
         """Whether this version can run a strategy; counted when it cannot."""
-        reason = self._remembered(self.space.refusal_of, *row)
-        if reason is not None:
-            self.space.ruled_out[reason] += 1
-        return reason is None
+        reason = self._refusal(*row)
+        return reason is None or not self.space.refused(reason)
 
-    def _lower_threshold(self, rows: PricedRows) -> None:
+    def _lower_threshold(self, rows: Columns) -> None:
         """What a strategy must beat: the best full price, and the closed forms of as many degrees as are kept."""
-        order = np.argsort(rows.per_token_s, kind="stable")
+        value, degrees = rows["per_token_s"].tolist(), tuples(rows)
+        order = sorted(range(len(value)), key=value.__getitem__)
         # Schedules differ most in what their simulation adds: the best row of each is tried.
-        schedules = rows.columns["schedule"][order].tolist()
-        for schedule in dict.fromkeys(schedules):
-            position = int(order[schedules.index(schedule)])
-            if rows.per_token_s[position] < self.incumbent * (1 - TIE):
-                self.incumbent = min(self.incumbent, self.goal.full_s(rows, position))
-        best = rows.take(order[::-1])  # of equal degrees the fastest comes last
-        for key, value in dict(zip(best.meshes(), best.per_token_s.tolist(), strict=True)).items():
-            self.best[key] = min(value, self.best.get(key, np.inf))
-        if len(self.best) >= self.goal.keep:
-            kept = heapq.nsmallest(self.goal.keep, self.best.values())[-1]
-            most = max(kept, self.incumbent)
+        best_of: dict[float, int] = {}
+        for position in order:
+            best_of.setdefault(float(rows["schedule"][position]), position)
+            known = self._best.get(degrees[position], np.inf)
+            self._best[degrees[position]] = min(known, value[position])
+        for position in best_of.values():
+            if value[position] < self._incumbent * (1 - TIE):
+                self._incumbent = min(self._incumbent, self.full_s(rows, position))
+        if len(self._best) >= self.keep:
+            kept = heapq.nsmallest(self.keep, self._best.values())[-1]
+            most = max(kept, self._incumbent)
             self.completer.threshold = min(self.completer.threshold, most)
 
-    def _result(self, bound: float) -> SearchResult:
-        empty = PricedRows({n: np.empty(0) for n in _ALL}, *(np.empty(0) for _ in range(4)))
-        return SearchResult(
-            PricedRows.join(self.rows) if self.rows else empty,
-            self.priced,
-            self.completer.cut,
-            self._too_big() or empty,
-            bound,
-            len(self.meshes["pp"]),
+    def too_big(self) -> Columns:
+        """Of what does not fit in any way a few of each batch that would be fastest, as lean as they get."""
+        batch = np.repeat(np.arange(len(self._lost)), [count(part) for part in self._lost])
+        if not len(batch):
+            return join([])
+        columns, pricer = join(self._lost), self.pricer
+        per_token = pricer.seconds(columns, pricer.usual) / pricer.tokens(columns)
+        place = np.arange(len(batch)) - np.searchsorted(batch, batch)
+        which = np.lexsort((per_token, batch))[place < TOO_BIG_KEPT]
+        columns = select(columns, which)
+        offload, regather, kind = pricer.choices[-1]
+        # What is made again gathers its inputs anyway.
+        regather = regather if kind != FULL else pricer.usual[1]
+        chosen = {
+            "zero": 3,
+            "order": 0,
+            "offload": offload,
+            "recompute": kind,
+            "regather": regather,
+        }
+        memory = pricer.peak(columns)[-1]
+        columns |= {n: np.full(len(which), float(v)) for n, v in chosen.items()}
+        return columns | dict(
+            zip(PRICES, (per_token[which], memory, -np.ones(len(which))), strict=True)
         )
 
 
-def _grow(
-    columns: Columns, options: Sequence[Sequence[tuple[int, ...]]], names: Sequence[str]
-) -> Columns:
-    """Every row once for each of its options."""
-    counts = [len(o) for o in options]
-    source = np.repeat(np.arange(len(counts)), counts)
-    table = np.array(list(itertools.chain(*options)), dtype=np.float64).reshape(-1, len(names))
-    return {**{n: c[source] for n, c in columns.items()}, **dict(zip(names, table.T, strict=True))}
+def _without(rows: Columns, *names: str) -> Columns:
+    return {name: column for name, column in rows.items() if name not in names}
