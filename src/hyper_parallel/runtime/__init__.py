@@ -13,7 +13,7 @@ from hyper_parallel.backends.torch import (
     forward_loss,
     handle,
 )
-from hyper_parallel.runtime._launch import launch, preload
+from hyper_parallel.runtime._launch import launch
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._world import World
 
@@ -32,5 +32,4 @@ __all__ = [
     "handle",
     "launch",
     "parallelize",
-    "preload",
 ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import math
 import os
 import pickle
 import signal
@@ -23,36 +24,33 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.errors import ForkUnsafe, HyperParallelError, RankFailed
 
-INIT_METHOD = "HYPER_PARALLEL_INIT_METHOD"
+INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable that tells a forked rank how to meet the others."""
 
-_OMP_PAUSE_SOFT = 1  # settings stay
-_TOKENIZERS = "TOKENIZERS_PARALLELISM"
-_GRACE_S = 2.0
-_STACKS_S = 0.5
-_POLL_S = 0.01
+_OMP_PAUSE_SOFT: Final = 1  # settings stay
+_TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
+_GRACE_S: Final = 2.0
+_STACKS_S: Final = 0.5
+_STACK: Final = "Current thread"  # how faulthandler begins the one of the main thread
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
-    rank: int
-    when: float
-    how: str
+class _Record:
+    """What a rank leaves in a file: its result, or when and with what it failed."""
 
-
-def preload() -> None:
-    """Import what every rank would otherwise import on its own; idempotent."""
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-    import torch.distributed.tensor.parallel  # noqa: F401
+    result: Any = None
+    failed_at: float = math.inf
+    trace: str = ""
+    coded: HyperParallelError | None = None
 
 
 def launch(
@@ -79,38 +77,48 @@ def launch(
         RankFailed: HP601 when a rank cannot be started, or with the first failure in full and one line for each
             other rank. A coded error raised in a rank is raised again as it is.
     """
-    preload()
+    # What every rank would otherwise import on its own.
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    import torch.distributed.tensor.parallel  # noqa: F401
+
     _check_fork()
-    with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as scratch:
-        logs = Path(log_dir) if log_dir else Path(scratch)
+    with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as name:
+        scratch = Path(name)
+        logs = Path(log_dir) if log_dir else scratch
         logs.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
         _end_openmp_threads()
-        pids: dict[int, int] = {}
+        ranks: list[ForkProcess] = []
         try:
             with _serial_tokenizers():
                 for rank in range(world_size):
-                    pid = os.fork()
-                    if pid == 0:
-                        echo = rank == echo_rank
-                        _child(fn, rank, world_size, Path(scratch), logs, threads, echo)
-                    pids[pid] = rank
-        except BaseException as error:
-            _kill(pids)
-            if not isinstance(error, OSError):
-                raise
-            raise RankFailed(
-                f"rank {len(pids)} of {world_size} could not be started; the others were stopped",
-                got=error.strerror,
-                hint="fewer ranks, or a higher limit of processes and memory (ulimit -u, ulimit -v)",
-            ) from error
-        failures = _wait(pids, timeout_s)
+                    given = (fn, rank, world_size, scratch, logs, threads, rank == echo_rank)
+                    process = ForkProcess(target=_child, args=given)
+                    _start(process, rank, world_size)
+                    ranks.append(process)
+            failures = _wait(ranks, timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.join()
         if failures:
-            _raise_first(failures, Path(scratch), logs)
-        return [
-            pickle.loads((Path(scratch) / f"result_{r}").read_bytes()) for r in range(world_size)
-        ]
+            _raise_first(failures, scratch, logs)
+        return [_read(scratch, rank).result for rank in range(world_size)]
+
+
+def _start(process: ForkProcess, rank: int, world_size: int) -> None:
+    try:
+        process.start()
+    except OSError as error:
+        raise RankFailed(
+            f"rank {rank} of {world_size} could not be started; the others were stopped",
+            got=error.strerror,
+            hint="fewer ranks, or a higher limit of processes and memory (ulimit -u, ulimit -v)",
+        ) from error
 
 
 def _check_fork() -> None:
@@ -159,9 +167,8 @@ def _serial_tokenizers() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_TOKENIZERS]
-        else:
+        del os.environ[_TOKENIZERS]
+        if before is not None:
             os.environ[_TOKENIZERS] = before
 
 
@@ -178,153 +185,127 @@ def _child(
     status = 1
     try:
         gc.freeze()  # what the parent left behind is not ours to destroy
-        _die_with_parent()
+        if sys.platform == "linux":
+            # The kernel kills this rank when the parent ends, however it ends: prctl(2), PR_SET_PDEATHSIG.
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if not echo:
             log = os.open(logs / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(log, 1)
             os.dup2(log, 2)
-        faulthandler.register(
-            signal.SIGUSR1, file=2
-        )  # asked for by the parent when this rank hangs
+        faulthandler.register(signal.SIGUSR1, file=2)  # the parent asks when this rank hangs
         import torch
 
         torch.set_num_threads(threads)
-        os.environ.update(
-            {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                INIT_METHOD: f"file://{scratch / 'store'}",
-            }
-        )
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            INIT_METHOD: f"file://{scratch / 'store'}",
+        }
         torch.manual_seed(rank)
-        result = fn(rank)
-        (scratch / f"result_{rank}").write_bytes(pickle.dumps(result))
+        _write(scratch, rank, _Record(fn(rank)))
         status = 0
     except BaseException as error:
-        _record(error, rank, scratch, echo)
+        if not echo:  # what the parent raises reaches the same terminal
+            traceback.print_exc()
+        coded = error if isinstance(error, HyperParallelError) else None
+        _write(scratch, rank, _Record(None, time.time(), traceback.format_exc(), coded))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this rank when the parent ends, however it ends (Linux; prctl(2), PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def _write(scratch: Path, rank: int, record: _Record) -> None:
+    partial = scratch / f"record_{rank}.part"
+    partial.write_bytes(pickle.dumps(record))
+    partial.rename(scratch / f"record_{rank}")
 
 
-def _record(error: BaseException, rank: int, scratch: Path, echo: bool) -> None:
-    if not echo:  # what the parent raises reaches the same terminal
-        traceback.print_exc()
-    text = traceback.format_exc()
-    coded = error if isinstance(error, HyperParallelError) else None
-    partial = scratch / f"error_{rank}.part"
-    partial.write_bytes(pickle.dumps((time.time(), text, coded)))
-    partial.rename(scratch / f"error_{rank}")
+def _read(scratch: Path, rank: int) -> _Record:
+    record: _Record = pickle.loads((scratch / f"record_{rank}").read_bytes())
+    return record
 
 
-def _wait(pids: dict[int, int], timeout_s: float | None) -> list[_Failure]:
-    """Reap all ranks; after the first failure or the deadline, kill what is left."""
-    running = dict(pids)
-    failures: list[_Failure] = []
-    deadline = time.monotonic() + timeout_s if timeout_s else None
+def _wait(ranks: list[ForkProcess], timeout_s: float | None) -> dict[int, str]:
+    """Wait for all ranks, after the first failure for a grace time only; how each failed one did, first failure first.
+
+    A rank that hangs beyond the deadline is asked where it stands.
+    """
+    running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    failures: dict[int, str] = {}
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     try:
         while running:
-            for pid, rank in list(running.items()):
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    del running[pid]
-                    code = os.waitstatus_to_exitcode(status)
-                    if code:
-                        how = (
-                            f"killed by {signal.Signals(-code).name}"
-                            if code < 0
-                            else f"exit code {code}"
-                        )
-                        failures.append(_Failure(rank, time.monotonic(), how))
-            if (failures and deadline is None) or (
-                failures and deadline and deadline > failures[0].when + _GRACE_S
-            ):
-                deadline = failures[0].when + _GRACE_S
-            if running and deadline is not None and time.monotonic() > deadline:
-                how = (
-                    "stopped because another rank failed"
-                    if failures
-                    else f"not finished after {timeout_s} s"
-                )
+            left = None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
+            ended = wait(list(running), left)
+            for rank in map(running.pop, ended):
+                ranks[rank].join()
+                if code := ranks[rank].exitcode:
+                    killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+                    failures[rank] = killed or f"exit code {code}"
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if not ended:
+                how = "stopped because another rank failed"
                 if not failures:
-                    _ask_for_stacks(running)
-                failures += [_Failure(rank, time.monotonic(), how) for rank in running.values()]
-                break
-            time.sleep(_POLL_S)
-    except BaseException as stop:
-        if not isinstance(stop, KeyboardInterrupt | SystemExit):  # a time limit of the caller
-            _ask_for_stacks(running)
+                    how = f"not finished after {timeout_s} s"
+                    _ask_for_stacks(ranks[rank] for rank in running.values())
+                return failures | dict.fromkeys(running.values(), how)
+    except (KeyboardInterrupt, SystemExit):
         raise
-    finally:
-        _kill(running)
+    except BaseException:  # a time limit of the caller
+        _ask_for_stacks(ranks[rank] for rank in running.values())
+        raise
     return failures
 
 
-def _kill(pids: Iterable[int]) -> None:
-    """End ranks at once and reap them."""
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        os.waitpid(pid, 0)
-
-
-def _ask_for_stacks(pids: Iterable[int]) -> None:
+def _ask_for_stacks(ranks: Iterable[ForkProcess]) -> None:
     """Have ranks that hang write where they are into their logs."""
-    for pid in pids:
-        os.kill(pid, signal.SIGUSR1)
+    for process in ranks:
+        os.kill(process.pid, signal.SIGUSR1)
     time.sleep(_STACKS_S)
 
 
-def _raise_first(failures: list[_Failure], scratch: Path, logs: Path) -> None:
+def _raise_first(failures: dict[int, str], scratch: Path, logs: Path) -> None:
     """Raise the failure that came first by the ranks' own clocks, the others one line each."""
-    recorded = {}
-    for failure in failures:
-        path = scratch / f"error_{failure.rank}"
-        if path.exists():
-            recorded[failure.rank] = pickle.loads(path.read_bytes())
+    records = dict.fromkeys(failures, _Record())
+    for rank in failures:
+        with suppress(FileNotFoundError):  # it was killed
+            records[rank] = _read(scratch, rank)
     # A killed rank leaves no record and makes the others fail in their next collective: it came first.
-    killed = [f.rank for f in failures if f.how.startswith("killed by")]
-    first = (
-        killed[0]
-        if killed
-        else min(recorded, key=lambda r: recorded[r][0], default=failures[0].rank)
-    )
-    _, text, coded = recorded.get(first, (0.0, "", None))
-    if coded is not None:
+    killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
+    first = killed[0] if killed else min(failures, key=lambda rank: records[rank].failed_at)
+    if (coded := records[first].coded) is not None:
         raise coded
-    hows = {f.rank: f.how for f in failures}
-    if not text:
-        text = _log(logs, first)[-4000:]
+    log = {rank: _text(logs / f"rank_{rank}.log") for rank in failures}
     others = [
-        f"rank {r}: {_last_line(recorded.get(r), how, _log(logs, r))}"
-        for r, how in hows.items()
-        if r != first
+        f"rank {rank}: {_last_line(records[rank], how, log[rank])}"
+        for rank, how in failures.items()
+        if rank != first
     ]
-    detail = "\n".join([text.rstrip(), *others]).strip()
+    text = (records[first].trace or _end(log[first])).rstrip()
     raise RankFailed(
-        f"rank {first} failed ({hows[first]})\n{detail}", where=f"{logs}/rank_{first}.log"
+        f"rank {first} failed ({failures[first]})\n" + "\n".join([text, *others]).strip(),
+        where=f"{logs}/rank_{first}.log",
     )
 
 
-def _log(logs: Path, rank: int) -> str:
-    path = logs / f"rank_{rank}.log"
-    return path.read_text(errors="replace") if path.exists() else ""
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
-def _last_line(record: tuple[float, str, object] | None, how: str, log: str) -> str:
+def _end(log: str) -> str:
+    """The last 4000 characters of a log, or those from where the main thread of a rank that hangs stands."""
+    begin = max(len(log) - 4000, 0)
+    stack = log.rfind(_STACK)
+    return log[min(begin, stack) if stack >= 0 else begin :][:4000]
+
+
+def _last_line(record: _Record, how: str, log: str) -> str:
     """What a rank failed with; of one that hangs, how and where its main thread stands."""
-    lines = record[1].strip().splitlines() if record else []
-    if lines:
+    if lines := record.trace.strip().splitlines():
         return lines[-1][:200]
-    _, current, stack = log.rpartition("Current thread")
+    _, current, stack = log.rpartition(_STACK)
     where = stack.splitlines()[1:2] if current else []
     return ", in ".join([how, *(line.strip() for line in where)])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,8 @@ class World:
         rank = int(os.environ.get("RANK", "0"))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        kind = device or _default_device()
+        found = torch.accelerator.current_accelerator(check_available=True)
+        kind = device or ("cpu" if found is None else found.type)
         world = cls(rank, world_size, local_rank, _device(kind, local_rank), "")
         if "RANK" in os.environ and not dist.is_initialized():
             world._open(os.environ.get(INIT_METHOD, "env://"))
@@ -79,7 +79,11 @@ class World:
 
     def _open(self, init_method: str | None) -> None:
         """Create the default process group; without a method a group of one."""
-        self.backend = _libraries(self.device.type)
+        # What torch or the device's plug-in has registered, and gloo on the host.
+        kind = self.device.type
+        self.backend = "gloo"
+        if kind != "cpu":
+            self.backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
         options = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
         dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
         self._owns_group = True
@@ -97,26 +101,23 @@ class World:
         Raises:
             DegreesMismatch: HP301 when the degrees do not multiply to the number of ranks.
         """
-        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        members = self._members(ranks)
         if strategy.world_size != len(members):
+            fitting = len(members) // (strategy.world_size // strategy.dp_shard)
             raise DegreesMismatch(
                 f"the degrees multiply to {strategy.world_size}, not to the number of ranks",
                 got=f"{strategy} on {len(members)} ranks",
-                changes={"parallel.dp_shard": _fitting_shard(strategy, len(members))},
+                changes={"parallel.dp_shard": max(1, fitting)},
             )
-        degrees = tuple(getattr(strategy, axis) for axis in AXES)
-        key = (degrees, members)
-        if key not in self._meshes:
-            if not dist.is_initialized():
-                self._open(None)
-            layout = torch.tensor(members, dtype=torch.int).view(degrees)
-            self._meshes[key] = DeviceMesh(self.device.type, layout, mesh_dim_names=AXES)
-            if strategy.cp > 1:
-                # FSDP's axis is made here, where every rank of the world takes part.
-                self._meshes[key]["dp_shard", "cp"]._flatten(FLAT)
-            if 1 < len(members) < self.world_size and members not in self._groups:
-                self._groups[members] = dist.new_group(list(members))
-        return self._meshes[key]
+        if not dist.is_initialized():
+            self._open(None)
+        mesh = self._mesh(AXES, [getattr(strategy, axis) for axis in AXES], members)
+        if strategy.cp > 1:
+            # FSDP's axis is made here, where every rank of the world takes part.
+            mesh["dp_shard", "cp"]._flatten(FLAT)
+        if 1 < len(members) < self.world_size and members not in self._groups:
+            self._groups[members] = dist.new_group(list(members))
+        return mesh
 
     def expert_mesh(
         self, strategy: Strategy, ranks: Sequence[int] | None = None
@@ -127,13 +128,19 @@ class World:
         """
         if strategy.ep == 1:
             return None
-        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
         wanted = strategy.expert_mesh()
-        key = (wanted.shape, members)
+        return self._mesh(wanted.names, wanted.shape, self._members(ranks))
+
+    def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        return tuple(range(self.world_size) if ranks is None else ranks)
+
+    def _mesh(
+        self, names: tuple[str, ...], degrees: Sequence[int], members: tuple[int, ...]
+    ) -> DeviceMesh:
+        key = (tuple(degrees), members)
         if key not in self._meshes:
-            layout = torch.tensor(members, dtype=torch.int).view(wanted.shape)
-            mesh = DeviceMesh(self.device.type, layout, mesh_dim_names=wanted.names)
-            self._meshes[key] = mesh
+            ranks = torch.tensor(members, dtype=torch.int).view(*degrees)
+            self._meshes[key] = DeviceMesh(self.device.type, ranks, mesh_dim_names=names)
         return self._meshes[key]
 
     def group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -164,12 +171,7 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is None:
             self.close()
         else:  # the others may be waiting elsewhere
@@ -190,23 +192,6 @@ def forget_meshes() -> None:
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):
         _redistribute.clear_redistribute_planner_cache()
-
-
-def _fitting_shard(strategy: Strategy, ranks: int) -> int:
-    others = strategy.world_size // strategy.dp_shard
-    return max(1, ranks // others)
-
-
-def _default_device() -> str:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
-
-
-def _libraries(kind: str) -> str:
-    """Collective libraries by device kind: what torch or the device's plug-in has registered, gloo on the host."""
-    if kind == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 def _device(kind: str, local_rank: int) -> torch.device:
