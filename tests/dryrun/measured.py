@@ -25,7 +25,7 @@ from hyper_parallel.config import Training
 from hyper_parallel.ir import Plan
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer import build_optimizer
-from hyper_parallel.trainer.engine._loop import Loop
+from hyper_parallel.trainer.engine._loop import Loop, StepInputs
 from tests.parity.planned import by_group
 
 Change = tuple[int, int, int]
@@ -148,11 +148,12 @@ def _prepare(
     model = parallelize(build(), plan, world)
     materialize(model, seed=0, device=world.device)
     optimizer = build_optimizer(model, training)
-    loop = Loop(model, optimizer, plan, world, _Nothing(), _Nothing())
+    norm = training.max_grad_norm
+    loop = Loop(model, optimizer, plan, world, _Nothing(), _Nothing(), norm)
 
     def step() -> None:
         inputs = [batch() for _ in range(plan.workload.accumulation_steps)]
-        loss, _ = loop.gradients(inputs, plan.workload.tokens_per_step, training.max_grad_norm)
+        loss, _ = loop.gradients(StepInputs(inputs, plan.workload.tokens_per_step))
         loop.share(loss, 0)
         loop.update(training.lr)
 

@@ -48,7 +48,7 @@ def make_loop(world: World, ranks: int = 1) -> Loop:
     materialize(model, seed=0, device=world.device)
     optimizer = build_optimizer(model, Training(lr=1e-2))
     recorder = SpanRecorder(world.rank, world.device)
-    return Loop(model, optimizer, plan, world, recorder, MemoryGauge(world.device))
+    return Loop(model, optimizer, plan, world, recorder, MemoryGauge(world.device), 1.0)
 
 
 @pytest.mark.torch
@@ -56,18 +56,18 @@ def test_nothing_is_read_by_the_host_before_the_update():
     """On tensors without values the first read raises: by then the optimizer has taken its step."""
     loop = make_loop(World(0, 1, 0, torch.device("cpu"), ""))
     updates = []
-    loop._optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    loop.optimizer.register_step_post_hook(lambda *_: updates.append(1))
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         pytest.raises(DataDependentOutputException),
     ):
-        loop.step(1, OneBatch(), 1e-2, 1.0)
+        loop.step(1, OneBatch(), 1e-2)
     assert updates == [1]
 
 
 def state_of(loop: Loop) -> list[torch.Tensor]:
-    slots = [loop._optimizer.state[p] for p in loop._model.parameters()]
-    tensors = [*loop._model.parameters(), *(v for slot in slots for v in slot.values())]
+    slots = [loop.optimizer.state[p] for p in loop.model.parameters()]
+    tensors = [*loop.model.parameters(), *(v for slot in slots for v in slot.values())]
     return [local(t.detach()).clone() for t in tensors]
 
 
@@ -78,7 +78,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(where):
         with World.join("cpu") as world:
             loop = make_loop(world, 2)
             first = state_of(loop)
-            loop.step(1, OneBatch(), 1e-2, 1.0)
+            loop.step(1, OneBatch(), 1e-2)
             before = state_of(loop)
             plain = loop.gradients
 
@@ -90,7 +90,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(where):
 
             loop.gradients = poisoned
             with pytest.raises(LossNotFinite):
-                loop.step(2, OneBatch(), 1e-2, 1.0)
+                loop.step(2, OneBatch(), 1e-2)
             after = state_of(loop)
         changed = any(not torch.equal(a, b) for a, b in zip(first, before, strict=False))
         same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from hyper_parallel.backends.torch.memory.generation import MemoryLimits, MemoryUse
 from hyper_parallel.errors import BadValue, UnknownPeak
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline
+from hyper_parallel.offload import Roofline
 from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.trainer._files import check_writable
-from hyper_parallel.trainer.engine._offload_machine import flash_channel, host_bytes_s
+from hyper_parallel.trainer.engine._offload_machine import host_machine
 from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
 
 
@@ -56,11 +56,7 @@ class DeviceMemory:
             UnknownPeak: HP310 when the topology has no rate for the format.
         """
         node = detect_local(1) if self.topology == "local" else load_topology(self.topology)
-        host = Channel(host_bytes_s(node))
-        drive = None
-        if self.flash is not None:
-            drive = flash_channel(node)
-        machine = MemoryMachine(host, host, drive, drive, dram_bytes=self.dram_bytes)
+        machine = host_machine(node, self.dram_bytes, self.flash is not None)
         try:
             flops_s = node.peak_flops(dtype)
         except UnknownPeak as error:

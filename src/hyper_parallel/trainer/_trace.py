@@ -7,10 +7,8 @@ sizes but no bytes. A `Recorder` writes the step down; its peak and its collecti
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +27,9 @@ from hyper_parallel.backends.torch.memory import (
 from hyper_parallel.config import Training
 from hyper_parallel.ir import Collective, Plan, Purpose
 from hyper_parallel.runtime import World, parallelize
-from hyper_parallel.trainer.engine._loop import Loop
+from hyper_parallel.trainer.engine._gauges import PhaseSpans
+from hyper_parallel.trainer.engine._loop import Loop, StepInputs
 from hyper_parallel.trainer.engine._model import build_optimizer
-
-_ACTION = re.compile(r"\d+([FBIW])\d+")
-"""Name of a pipeline action: stage, what, microbatch."""
-_DIRECTION = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +73,6 @@ def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
     )
 
 
-class _Spans:
-    """Stands where the loop expects its span recorder: tells the recorder which piece of the step runs."""
-
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
-        self._recorder = recorder
-        self._model = model
-
-    @contextmanager
-    def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        action = _ACTION.fullmatch(name)
-        self._recorder.enter(_DIRECTION[action[1]] if action else name)
-        if name == "gradient norm":  # backward is over: what it left are the gradients
-            for parameter_name, parameter in self._model.named_parameters():
-                if parameter.grad is not None:
-                    self._recorder.name(local(parameter.grad), parameter_name, "gradient")
-        yield
-
-
 class _NoGauge:
     """Stands where the loop expects its memory gauge."""
 
@@ -133,7 +110,16 @@ def trace_rank(
             optimizer = build_optimizer(model, training)
             _make_state(optimizer)
             _name_state(recorder, model, optimizer)
-            loop = Loop(model, optimizer, plan, world, _Spans(recorder, model), _NoGauge())
+
+            def begin(piece: str) -> None:
+                recorder.enter(piece)
+                if piece == "gradient norm":  # backward is over: what it left are the gradients
+                    for name, parameter in model.named_parameters():
+                        if parameter.grad is not None:
+                            recorder.name(local(parameter.grad), name, "gradient")
+
+            spans, norm = PhaseSpans(begin), training.max_grad_norm
+            loop = Loop(model, optimizer, plan, world, spans, _NoGauge(), norm)
             recorder.restart("setup")
             _step(loop, recorder, plan, training)
             recorder.enter("after the step")
@@ -173,7 +159,7 @@ def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> Non
         for name, tensor in batch.items():
             recorder.name(tensor, name, "input")
         inputs.append(batch)
-    loss, _ = loop.gradients(inputs, work.tokens_per_step or 1, training.max_grad_norm)
+    loss, _ = loop.gradients(StepInputs(inputs, work.tokens_per_step or 1))
     recorder.enter("loss")
     loop.share(loss, 0)
     loop.update(training.lr)

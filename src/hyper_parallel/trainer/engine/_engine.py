@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +29,9 @@ from hyper_parallel.trainer.engine._model import (
     routing_of,
     weights_directory,
 )
-from hyper_parallel.trainer.engine._offload import PlannedSteps, StepOutputs, lent
+from hyper_parallel.trainer.engine._offload import PlannedSteps
 from hyper_parallel.trainer.engine._offload_machine import Assumed
-from hyper_parallel.trainer.engine._offload_record import (
-    OffloadRecord,
-    drift_line,
-    offload_line,
-    with_memory,
-    write_timelines,
-)
+from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
 from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary, Trainer
 
 if TYPE_CHECKING:
@@ -85,13 +78,14 @@ class TorchEngine:
         # What offload counts it counts itself, and what is compiled no counter sees.
         if not (self._recipe.offload.on or training.compile):
             self._gauge.state = self._tensors
+        self._planned: PlannedSteps | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> TorchEngine:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        self._stack.close()
 
     def load(self) -> tuple[int, dict[str, Any]]:
         """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
@@ -104,13 +98,34 @@ class TorchEngine:
 
     def begin(self, done: int, batches: Batches) -> None:
         """Open the run's checkpoints and, with offload, plan the memory of a step."""
-        self._saver = self._checkpointer(self._job.checkpoint_dir)
+        job, training = self._job, self._recipe.training
+        self._saver = self._checkpointer(job.checkpoint_dir)
         if self.world_size > 1:
             dist.barrier()
         self._recorder = SpanRecorder(self.rank, self._world.device, done + 1)
-        self._loop = self._make_loop(self._recorder)
-        if self._recipe.offload.on and done < self._recipe.training.steps:
-            self._loop.planned = self._stack.enter_context(self._planned_memory(batches, done))
+        self._loop = Loop(
+            self._model,
+            self._optimizer,
+            job.plan,
+            self._world,
+            self._recorder,
+            self._gauge,
+            training.max_grad_norm,
+        )
+        if not self._recipe.offload.on or done >= training.steps:
+            return
+        assumed, schedule = Assumed.of(self._recipe, job.plan), LrSchedule.of(training)
+        planned = PlannedSteps(self._loop, assumed, self._flash, self._display.line)
+        self._recorder.begin_step(0)  # no step of the run: nothing is recorded
+        planned.prepare(
+            *(
+                self._loop.inputs(batches, step, schedule.lr(min(step, training.steps)))
+                for step in (done + 1, done + 2)
+            )
+        )
+        self._stack.callback(planned.close)
+        self._planned = planned
+        self._write_plan(planned)
 
     def step(self, step: int, batches: Batches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
@@ -118,26 +133,31 @@ class TorchEngine:
         Raises:
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
         """
-        result = self._loop.step(step, batches, lr, self._recipe.training.max_grad_norm)
-        if result.offload is not None and result.offload["replanned"]:
-            self._display.line(drift_line(step, OffloadRecord(**result.offload)))
-        return result
+        return (self._planned or self._loop).step(step, batches, lr)
 
     def evaluate(self, batches: Batches) -> tuple[float, int]:
         """Mean loss over the first step of `batches`, and how many tokens counted."""
-        with lent(self._loop):
+        with self._lent():
             return self._loop.evaluate(batches)
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after a step; may return before it is written."""
         self._recorder.begin_step(None)
-        with self._recorder.span("checkpoint", "checkpoint"), lent(self._loop):
+        with self._recorder.span("checkpoint", "checkpoint"), self._lent():
             self._saver.save(step, self._model, self._optimizer, extra)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, and take the state back from the memory plan."""
         self._saver.finish()
         self._stack.close()
+        if (planned := self._planned) is not None:
+            self._write_plan(planned)  # a step may have been planned again
+            if self.rank == 0 and planned.timelines is not None:
+                write_timelines(planned.timelines, self._job.output_dir)
+
+    def _lent(self) -> AbstractContextManager[None]:
+        """Context between steps in which model and optimizer hold their real values."""
+        return nullcontext() if self._planned is None else self._planned.lent()
 
     def timeline(self) -> Timeline | None:
         """The measured timeline of all ranks on rank 0; None elsewhere."""
@@ -170,10 +190,6 @@ class TorchEngine:
             "memory": memory,
         }
 
-    def _make_loop(self, spans: Any) -> Loop:
-        job = self._job
-        return Loop(self._model, self._optimizer, job.plan, self._world, spans, self._gauge)
-
     def _make_model(self) -> nn.Module:
         recipe = self._recipe
         model = parallelize(
@@ -188,19 +204,11 @@ class TorchEngine:
             compile_layers(model)
         return model
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> list[Tensor]:
         """Parameters, buffers and optimizer state that there are now."""
-        slots = {
-            f"{number}.{name}": value
-            for number, state in enumerate(self._optimizer.state.values())
-            for name, value in state.items()
-            if isinstance(value, Tensor)
-        }
-        return {
-            **dict(self._model.named_parameters()),
-            **dict(self._model.named_buffers()),
-            **slots,
-        }
+        slots = [value for state in self._optimizer.state.values() for value in state.values()]
+        tensors = (*self._model.parameters(), *self._model.buffers(), *slots)
+        return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
     def _checkpointer(self, directory: Path) -> Checkpointer:
         choice, plan = self._recipe.checkpoint, self._job.plan
@@ -215,46 +223,8 @@ class TorchEngine:
             },
         )
 
-    @contextmanager
-    def _planned_memory(self, batches: Batches, done: int) -> Iterator[PlannedSteps]:
-        """Rehearse and plan the memory of a step; the state is the device's until the end of the context."""
-        job, training = self._job, self._recipe.training
-        schedule = LrSchedule.of(training)
-
-        def whole_step(
-            spans: Any, parts: list[dict[str, Tensor]], valid: Any, lr: Any
-        ) -> StepOutputs:
-            loop = self._loop if spans is None else self._make_loop(spans)
-            loss_sum, grad_norm = loop.gradients(parts, valid, training.max_grad_norm)
-            loop.update(lr)
-            return loss_sum, grad_norm, loop.count_routing()
-
-        planned = PlannedSteps(
-            self._model,
-            self._optimizer,
-            whole_step,
-            Assumed.of(self._recipe, job.plan),
-            self._flash,
-            self._display.line,
-        )
-        self._recorder.begin_step(0)  # no step of the run: nothing is recorded
-        steps = (
-            self._loop.inputs(batches, step, schedule.lr(min(step, training.steps)))
-            for step in (done + 1, done + 2)
-        )
-        planned.prepare(*steps)
-        self._write_plan(planned)
-        self._display.line(offload_line(planned.plan))
-        try:
-            yield planned
-        finally:
-            planned.close()
-        self._write_plan(planned)  # a step may have been planned again
-        if self.rank == 0 and planned.timelines is not None:
-            write_timelines(planned.timelines, job.output_dir)
-
     def _write_plan(self, planned: PlannedSteps) -> None:
         """plan.json with the memory of the fullest rank's memory plan in place of the cost model's."""
-        plan = with_memory(self._job.plan, planned.memory_terms(), planned.plan, planned.notes)
+        plan = with_memory(self._job.plan, planned.plan, planned.notes)
         if self.rank == 0:
             write_text(self._job.output_dir / "plan.json", plan.to_json() + "\n")

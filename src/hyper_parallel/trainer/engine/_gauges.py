@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -18,10 +20,11 @@ from hyper_parallel.backends.torch import local
 from hyper_parallel.backends.torch.memory import StorageWatch
 from hyper_parallel.ir import Counter, Span, Timeline
 
-WINDOW = range(3, 13)
+WINDOW: Final = range(3, 13)
 """Steps that are recorded: past the warm-up of caches, few enough to stay small."""
-
-_MAX_RANKS = 64
+_MAX_RANKS: Final = 64
+_ACTION: Final = re.compile(r"\d+([FBIW])\d+")
+"""Name of a pipeline action: stage, what, microbatch."""
 
 
 class SpanRecorder:
@@ -36,12 +39,11 @@ class SpanRecorder:
     """
 
     def __init__(self, rank: int, device: torch.device, first_step: int = 1) -> None:
-        self._rank = rank
-        self._device = device
+        self._rank, self._device = rank, device
         self._events = device.type != "cpu"
         self._window = range(WINDOW.start + first_step - 1, WINDOW.stop + first_step - 1)
-        self._marks: list[tuple[str, str, str, int | None, Any, Any]] = []
-        self._counters: list[tuple[Any, float]] = []
+        self._spans: list[tuple[tuple[str, str, str, int | None], Any, Any]] = []
+        self._samples: list[tuple[Any, float]] = []
         self._step: int | None = None
         self._origin = self._now()
 
@@ -57,12 +59,13 @@ class SpanRecorder:
             return
         start = self._now()
         yield
-        self._marks.append((lane, name, category, self._step, start, self._now()))
+        what = (f"rank {self._rank}/{lane}", name, category, self._step)
+        self._spans.append((what, start, self._now()))
 
     def memory(self, num_bytes: float) -> None:
         """Record one sample of the memory in use."""
         if self._step in self._window:
-            self._counters.append((self._now(), num_bytes))
+            self._samples.append((self._now(), num_bytes))
 
     def gather(self, num_ranks: int) -> Timeline | None:
         """Collect every rank's spans on rank 0 (the first 64 ranks' at most); None elsewhere.
@@ -72,14 +75,18 @@ class SpanRecorder:
         """
         if self._events:
             torch.accelerator.synchronize(self._device)
-        mine: tuple[tuple[Span, ...], tuple[Counter, ...]] = ((), ())
-        if self._rank < _MAX_RANKS:
-            mine = (tuple(self._spans()), tuple(self._samples()))
-        gathered: list[Any] = [None] * num_ranks
+        spans, samples = (self._spans, self._samples) if self._rank < _MAX_RANKS else ([], [])
+        at = self._seconds
+        mine = (
+            [
+                Span(lane, name, at(start), at(end) - at(start), category, step=step)
+                for (lane, name, category, step), start, end in spans
+            ],
+            [Counter(f"rank {self._rank}/memory", at(mark), value) for mark, value in samples],
+        )
+        gathered = [mine] * num_ranks
         if num_ranks > 1:
             dist.gather_object(mine, gathered if self._rank == 0 else None)
-        else:
-            gathered = [mine]
         if self._rank != 0:
             return None
         return Timeline(
@@ -100,21 +107,24 @@ class SpanRecorder:
             return float(self._origin.elapsed_time(mark)) * 1e-3
         return float(mark - self._origin)
 
-    def _spans(self) -> Iterator[Span]:
-        for lane, name, category, step, start, end in self._marks:
-            begin = self._seconds(start)
-            yield Span(
-                lane=f"rank {self._rank}/{lane}",
-                name=name,
-                start_s=begin,
-                duration_s=self._seconds(end) - begin,
-                category=category,
-                step=step,
-            )
 
-    def _samples(self) -> Iterator[Counter]:
-        for mark, value in self._counters:
-            yield Counter(f"rank {self._rank}/memory", self._seconds(mark), value)
+class PhaseSpans:
+    """Stands where the loop expects its `SpanRecorder`: tells a listener which piece of the step begins.
+
+    Args:
+        begin: Called with a span's name; of a pipeline action with its direction, `forward` or `backward`.
+    """
+
+    def __init__(self, begin: Callable[[str], None]) -> None:
+        self._begin = begin
+
+    @contextmanager
+    def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
+        """Tell of the enclosed work."""
+        if action := _ACTION.fullmatch(name):
+            name = "forward" if action[1] == "F" else "backward"
+        self._begin(name)
+        yield
 
 
 _STATUS: Final = Path("/proc/self/status")
@@ -136,12 +146,12 @@ class MemoryGauge:
         device: Device of this rank.
 
     Attributes:
-        state: Gives the tensors that outlive a step, by name; None: tensors are not counted.
+        state: Gives the tensors that outlive a step; None: tensors are not counted.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.state: Callable[[], Mapping[str, Tensor]] | None = None
+        self.state: Callable[[], Iterable[Tensor]] | None = None
         self._steps = self._counted = 0
         self._watch: StorageWatch | None = None
         if device.type == "cpu" and sys.platform == "linux":
@@ -161,7 +171,7 @@ class MemoryGauge:
         elif self._steps < _COUNTED_STEPS:
             self._steps += 1
             watch = self._watch = StorageWatch()
-            for tensor in self.state().values():
+            for tensor in self.state():
                 watch.hold(local(tensor))
             with watch:
                 yield
@@ -181,11 +191,7 @@ class MemoryGauge:
 
 
 def _resident() -> dict[str, int]:
-    """Resident memory of this process in bytes by kind, as the kernel counts it."""
-    values = {"RssAnon": 0, "RssFile": 0, "RssShmem": 0, "VmHWM": 0}
-    if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
-            key, _, rest = line.partition(":")
-            if key in values:
-                values[key] = int(rest.split()[0]) * 1024
-    return values
+    """Resident memory of this process in bytes by kind, as the kernel counts it; 0 where it tells nothing."""
+    text = _STATUS.read_text() if _STATUS.exists() else ""
+    sizes = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    return defaultdict(int, {kind: int(size) * 1024 for kind, size in sizes})

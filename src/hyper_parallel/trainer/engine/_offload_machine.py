@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+from torch import nn
 
 from hyper_parallel.backends.torch._forward import ungrouped_experts
 from hyper_parallel.backends.torch.memory import Measured
@@ -49,39 +50,51 @@ class Assumed:
     @classmethod
     def of(cls, recipe: Recipe, plan: Plan) -> Assumed:
         """Read recipe and topology; `recipe.offload` must be on."""
-        ranks = plan.strategy.world_size
+        ranks, choice = plan.strategy.world_size, recipe.offload
         node = detect_local(ranks) if recipe.topology == "local" else load_topology(recipe.topology)
-        choice = recipe.offload
-        budget = int(plan.memory_capacity_bytes) if choice.budget == "auto" else choice.budget
-        host = host_bytes_s(node)
-        actual = _machine(node, choice, host)
+        dram = choice.dram
+        if dram is None and node.host_bytes is not None:
+            dram = int(node.host_bytes)
+        actual = host_machine(node, dram, choice.flash_dir is not None)
+        # The topology knows no arithmetic rate of the host; updates are bound by its memory.
+        host = Roofline(math.inf, node.update_bytes_s or actual.store.bytes_s)
+        actual = replace(
+            actual, flash_bytes=choice.flash, host=host if choice.update_on_host else None
+        )
         planned = actual
         if choice.bandwidth is not None:
             channel = Channel(float(choice.bandwidth))
             planned = replace(actual, store=channel, prefetch=channel)
+        budget = int(plan.memory_capacity_bytes) if choice.budget == "auto" else choice.budget
         flops = node.peak_flops(plan.workload.compute_dtype)
+        roofline = Roofline(flops, node.device.memory_bytes_s.value)
         tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
-        return cls(
-            choice,
-            budget,
-            planned,
-            actual,
-            Roofline(flops, node.device.memory_bytes_s.value),
-            Channel(tier.bytes_s.value, tier.latency_s.value),
-        )
+        link = Channel(tier.bytes_s.value, tier.latency_s.value)
+        return cls(choice, budget, planned, actual, roofline, link)
 
     def annotate(self, program: MemoryProgram) -> MemoryProgram:
         """The program with seconds: a roofline for what the device computes, the link for what ranks exchange."""
         timed = self.roofline.annotate(program)
-        return replace(
-            timed,
-            operators=tuple(
-                replace(op, seconds=0.0, comm_s=self.link.seconds(op.access_bytes))
-                if op.group
-                else op
-                for op in timed.operators
-            ),
+        operators = (
+            replace(op, seconds=0.0, comm_s=self.link.seconds(op.access_bytes)) if op.group else op
+            for op in timed.operators
         )
+        return replace(timed, operators=tuple(operators))
+
+
+def host_machine(node: Supernode, dram_bytes: int | None, flash: bool) -> MemoryMachine:
+    """Device, DRAM and, where wanted, files, with the copies between them at the topology's rates.
+
+    Args:
+        node: The topology.
+        dram_bytes: Bytes of DRAM; None: unlimited.
+        flash: Whether there is a tier of files.
+    """
+    # Where the topology names no host memory, a copy reads and writes the only one that it names.
+    host = Channel(node.host_bytes_s or node.device.memory_bytes_s.value / 2)
+    drives = [pool.bytes_s.value for pool in node.pools if pool.kind == "flash"]
+    drive = Channel(drives[0] if drives else FLASH_BYTES_S) if flash else None
+    return MemoryMachine(host, host, drive, drive, dram_bytes=dram_bytes)
 
 
 def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
@@ -97,10 +110,8 @@ def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
         off. The simulated device of a CPU has nothing else on it.
     """
     if device.type == "cpu":
-        return (
-            budget_bytes,
-            f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank",
-        )
+        text = f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank"
+        return budget_bytes, text
     module = torch.get_device_module(device)
     free, total = module.mem_get_info(device)
     others = int(total - free - module.memory_reserved(device))
@@ -119,7 +130,7 @@ def rehearsal_bytes(device: torch.device) -> int:
 
 
 def check_offload(
-    recipe: Recipe, plan: Plan, model: torch.nn.Module, where: Callable[[str], str]
+    recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
 ) -> None:
     """Refuse what offload cannot run, before any rank starts.
 
@@ -163,32 +174,3 @@ def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachin
         if channel is not None and rate is not None and abs(rate / channel.bytes_s - 1) > NOTICED:
             changed[kind] = replace(channel, bytes_s=rate)
     return replace(machine, **changed)
-
-
-def host_bytes_s(node: Supernode) -> float:
-    """Bytes/s of a copy between device and host memory, per direction."""
-    # Where the topology names no host memory, a copy reads and writes the only one that it names.
-    return node.host_bytes_s or node.device.memory_bytes_s.value / 2
-
-
-def flash_channel(node: Supernode) -> Channel:
-    """Copies between host memory and files, per direction."""
-    drives = [pool.bytes_s.value for pool in node.pools if pool.kind == "flash"]
-    return Channel(drives[0] if drives else FLASH_BYTES_S)
-
-
-def _machine(node: Supernode, choice: Offload, host_bytes_s: float) -> MemoryMachine:
-    dram = choice.dram
-    if dram is None and node.host_bytes is not None:
-        dram = int(node.host_bytes)
-    channel = Channel(host_bytes_s)
-    flash = None
-    if choice.flash_dir is not None:
-        flash = flash_channel(node)
-    host = None
-    if choice.update_on_host:
-        # The topology knows no arithmetic rate of the host; updates are bound by its memory.
-        host = Roofline(math.inf, node.update_bytes_s or host_bytes_s)
-    return MemoryMachine(
-        channel, channel, flash, flash, dram_bytes=dram, flash_bytes=choice.flash, host=host
-    )

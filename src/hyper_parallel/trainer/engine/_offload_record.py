@@ -1,47 +1,22 @@
-"""What a planned step reads and what it reports: records, one line for people, timelines for the report."""
+"""What ranks with memory plans tell each other and people: records, lines, timelines, and one error for all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError, TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryProgram, MemoryTerm, Plan, Timeline
-from hyper_parallel.offload import (
-    MemoryMachine,
-    clocked,
-    order_peak,
-    order_seconds,
-    with_capacity_hint,
-)
+from hyper_parallel.offload import order_peak, order_seconds, peak_by_kind, with_capacity_hint
 from hyper_parallel.trainer._files import write_timeline
 from hyper_parallel.trainer.engine._offload_rehearsal import ULPS
 from hyper_parallel.units import format_bytes, format_seconds
 
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What one step reads: its microbatches, its number of valid tokens over all ranks, its learning rate."""
-
-    microbatches: list[dict[str, Tensor]]
-    valid_tokens: int
-    lr: float
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of it as tensors: whatever changes from step to step must be one."""
-        found = {
-            f"{name}.{i}": value.clone()
-            for i, part in enumerate(self.microbatches)
-            for name, value in part.items()
-        }
-        found["valid_tokens"] = torch.tensor(self.valid_tokens)
-        found["lr"] = torch.tensor(self.lr, dtype=torch.float64)
-        return found
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,42 +50,52 @@ class OffloadRecord:
     pred_join_s: float
     replanned: bool
 
-
-def planned_waits(plan: MemoryPlan, machine: MemoryMachine) -> tuple[float, float]:
-    """Seconds of a planned step in which the compute lane waits: for copies, and for other ranks."""
-    clock = clocked(plan.program, machine, plan.actions)
-    return clock.wait_s, clock.join_s
+    def over_ranks(self) -> OffloadRecord:
+        """The largest of every number over all ranks."""
+        return OffloadRecord(*map(max, zip(*map(astuple, _of_ranks(self)), strict=True)))
 
 
-def over_ranks(mine: OffloadRecord) -> OffloadRecord:
-    """The largest of every number over all ranks."""
+def _of_ranks(mine: T) -> list[T]:
+    """A value of every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    values = torch.tensor(astuple(mine), dtype=torch.float64)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return OffloadRecord(
-        *(type(old)(new) for old, new in zip(astuple(mine), values.tolist(), strict=True))
-    )
+        return [mine]
+    every = [mine] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
 
 
-def with_memory(
-    plan: Plan, terms: tuple[MemoryTerm, ...], memory: MemoryPlan, notes: tuple[str, ...]
-) -> Plan:
-    """The plan with the memory that offload predicts for the fullest rank, and what the memory plan has to say.
+def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
+    """The plan with the memory that offload predicts for the fullest rank; every rank must call.
 
     Args:
         plan: The plan of the run.
-        terms: This rank's terms, as `PlannedSteps.memory_terms` gives them; every rank must call.
         memory: This rank's memory plan.
-        notes: Other sentences about it.
+        notes: Sentences about it, beside those that it says itself.
     """
-    every: list[tuple[MemoryTerm, ...]] = [terms]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        every = every * dist.get_world_size()
-        dist.all_gather_object(every, terms)
-    fullest = max(every, key=lambda ts: sum(t.bytes for t in ts if t.tier == "hbm"))
+    fullest = max(
+        _of_ranks(_memory_terms(memory)),
+        key=lambda terms: sum(t.bytes for t in terms if t.tier == "hbm"),
+    )
     lines = tuple(f"offload: {line}" for line in memory.statement)
     return replace(plan, memory=fullest, notes=(*plan.notes, *notes, *lines))
+
+
+def _memory_terms(plan: MemoryPlan) -> tuple[MemoryTerm, ...]:
+    """The predicted device memory of a rank as terms of a plan, and what is in the other tiers."""
+    unused, staging = plan.arena_bytes - plan.peak_bytes["device"], plan.program.staging_bytes
+    flash, kinds = plan.peak_bytes["flash"], peak_by_kind(plan)
+    terms = [
+        *((k, "hbm", n, "bytes of this kind at the device peak") for k, n in kinds.items()),
+        ("gaps", "hbm", unused, "between the addresses of the arena"),
+        ("staging", "hbm", staging, "results made beside the arena"),
+        ("offloaded to dram", "dram", plan.dram_bytes, "buffers, reserved before the first step"),
+        ("offloaded to flash", "flash", flash, "peak of the tier"),
+    ]
+    return tuple(
+        MemoryTerm(name, tier, size, f"memory plan: {why}")
+        for name, tier, size, why in terms
+        if size or name in kinds
+    )
 
 
 def offload_line(plan: MemoryPlan) -> str:
@@ -164,20 +149,16 @@ def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> No
 
 def agreed(make: Callable[[], MemoryPlan]) -> MemoryPlan:
     """This rank's plan; when any rank has none, every rank raises the error that asks for most."""
-    plan: MemoryPlan | None = None
-    error: HyperParallelError | None = None
+    made: MemoryPlan | HyperParallelError
     try:
-        plan = make()
-    except HyperParallelError as raised:
-        error = raised
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        errors: list[HyperParallelError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        error = of_all([e for e in errors if e is not None])
-    if error is not None:
+        made = make()
+    except HyperParallelError as error:
+        made = error
+    errors = _of_ranks(made if isinstance(made, HyperParallelError) else None)
+    if error := of_all([e for e in errors if e is not None]):
         raise error
-    assert plan is not None
-    return plan
+    assert isinstance(made, MemoryPlan)
+    return made
 
 
 def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:

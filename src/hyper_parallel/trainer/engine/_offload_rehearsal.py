@@ -1,48 +1,85 @@
-"""What rehearsing a step needs: phases for the recorder, and what two steps are compared by."""
+"""What rehearsing a step needs: what the runs of one step are compared by, and what a captured step may not do."""
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hyper_parallel.backends.torch import local
-from hyper_parallel.backends.torch.memory import Captured, StepCapture
+from hyper_parallel.backends.torch.memory import Captured
 from hyper_parallel.errors import CaptureUnsupported
 
-_ACTION = re.compile(r"\d+([FBIW])\d+")
-"""Name of a pipeline action: stage, what, microbatch."""
-
-
-_SAMPLED = 4096
-ULPS = 4
+_SAMPLED: Final = 4096
+ULPS: Final = 4
 """Units in the last place by which an update on a CPU may be away from the same one on an accelerator."""
+_SPREADS: Final = 10
+"""Run-to-run differences of plain steps by which a planned step may differ where kernels are not deterministic."""
 
 
-class Phases:
-    """Spans of the loop, told to the recorder as phases of the program."""
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one run of a step gave, to be compared with another run of the same step.
 
-    def __init__(self, recorder: StepCapture, model: nn.Module) -> None:
-        self._recorder, self._model = recorder, model
+    Attributes:
+        outputs: Loss, gradient norm and routing.
+        digests: A checksum of every tensor of the state.
+        samples: Elements of every tensor of the state, and its type.
+    """
 
-    @contextmanager
-    def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        action = _ACTION.fullmatch(name)
-        if action is not None:
-            self._recorder.part = "forward" if action[1] == "F" else "backward"
-        elif name in ("forward", "backward"):
-            self._recorder.part = name
-        elif name in ("gradient norm", "optimizer", "routing"):
-            self._recorder.part = "optimizer"
-            for parameter in self._model.parameters():
-                if parameter.grad is not None:
-                    self._recorder.mark(local(parameter.grad), "gradient")
-        yield
+    outputs: dict[str, Tensor]
+    digests: dict[str, int]
+    samples: dict[str, tuple[Tensor, torch.dtype]]
+
+    @classmethod
+    def of(cls, outputs: Any, state: Mapping[str, Tensor], *, sampled: bool) -> StepOutcome:
+        """Copy what is compared.
+
+        Args:
+            outputs: Loss, gradient norm, and the routing or None.
+            state: The state after the step.
+            sampled: An update elsewhere may have rounded differently, so the elements matter, not the bytes.
+        """
+        loss, grad_norm, routing = outputs
+        values = {"loss": loss.clone(), "grad_norm": grad_norm.clone()}
+        if routing is not None:
+            values["routing"] = routing[0].clone()
+        samples = {name: (sample(t), t.dtype) for name, t in state.items()} if sampled else {}
+        return cls(values, {name: _digest(t) for name, t in state.items()}, samples)
+
+    def spread(self, again: StepOutcome) -> dict[str, float]:
+        """How far loss and norm of two plain runs are apart; empty when the runs are the same bit for bit."""
+        if self.difference(again) is None:
+            return {}
+        pairs = ((name, self.outputs[name], again.outputs[name]) for name in ("loss", "grad_norm"))
+        return {name: float((a - b).abs()) for name, a, b in pairs}
+
+    def difference(
+        self,
+        other: StepOutcome,
+        spread: Mapping[str, float] | None = None,
+        *,
+        rounded: bool = False,
+    ) -> str | None:
+        """Name of the first value that is another one; None: the runs agree.
+
+        Args:
+            other: The other run.
+            spread: Where it is not empty only these values are compared, up to ten times these distances.
+            rounded: The state may differ by rounding, where both runs have samples.
+        """
+        mine, others = self.outputs, other.outputs
+        if spread:
+            equal = {n: (mine[n] - others[n]).abs() <= _SPREADS * far for n, far in spread.items()}
+        else:
+            equal = {n: torch.equal(value, others[n]) for n, value in mine.items()}
+            equal |= {n: digest == other.digests[n] for n, digest in self.digests.items()}
+        if rounded and not spread:
+            equal |= {n: near(other.samples[n][0], *mine) for n, mine in self.samples.items()}
+        return next((name for name, same in equal.items() if not same), None)
 
 
 def refuse_hidden_state(captured: Captured, named: set[str]) -> None:
@@ -55,15 +92,6 @@ def refuse_hidden_state(captured: Captured, named: set[str]) -> None:
                     f"`{call.name}` changes a tensor that is no parameter, buffer or optimizer state",
                     hint="train this model with `offload.budget=null offload.max_slowdown=null`",
                 )
-
-
-def same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
-
-
-def digests(state: dict[str, Tensor]) -> dict[str, int]:
-    """What a whole state is compared by, bit for bit."""
-    return {name: _digest(tensor) for name, tensor in state.items()}
 
 
 def _digest(tensor: Tensor) -> int:
