@@ -74,6 +74,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ("attention_dropout_prob", "ffn_dropout", "emb_dropout", "drop_rate", "dropout_rate"), 0.0
     ),
+    **dict.fromkeys(("residual_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0),
     "encoder_layers": 2,
     "vocab_size": 320,
     "pad_token_id": 0,
@@ -106,7 +107,7 @@ def trains_plainly(config: dict[str, Any]) -> str | None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float64)
         if sum(p.numel() for p in model.parameters()) > 4_000_000:
             return "not shrunk"
         ids = torch.arange(3, 3 + SEQ_LEN)[None]

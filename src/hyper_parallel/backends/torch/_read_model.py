@@ -66,7 +66,9 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
             outside[end].append(spec)
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, params in enumerate(inside):
-        attention = _attention(layers[i], config, i, hidden)
+        own = getattr(model, "config", None)
+        own = own.per_layer_config[i] if getattr(own, "is_heterogeneous", False) else config
+        attention = _attention(layers[i], own, i, hidden)
         kinds.setdefault((tuple(params), attention, _mlp(params, config, hidden)), []).append(i)
     decoder = tuple(
         Block(

@@ -93,9 +93,13 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The Hugging Face config of the model's language part; None for a module without one."""
+    """The Hugging Face config of the model's language part; None for a module without one.
+
+    Where layers have values of their own it is that of the first layer: the common one refuses to give them.
+    """
     config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
 
 
 def final_norm(base: nn.Module) -> nn.Module:
