@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.backends.torch._read_model import read_model
 from hyper_parallel.backends.torch._resolve import (
     PlaceholderModule,
     SlotList,
@@ -33,7 +34,6 @@ from hyper_parallel.backends.torch._resolve import (
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
-from hyper_parallel.model import spec_from_config
 from hyper_parallel.mpmd import check_pipeline
 
 _End = tuple[str, int, Callable[[Tensor], Tensor]]
@@ -171,9 +171,9 @@ def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageMod
     base, layers = decoder
     check_pipeline(strategy, len(layers), workload.accumulation_steps or 1)
     check_stage_layers(strategy, len(layers))
-    counts = strategy.stage_layers
+    counts = strategy.stage_layers or tuple(stage.layers for stage in plan.stages)
     if not counts:
-        spec = spec_from_config(base.config.to_dict(), name=type(model).__name__)
+        spec = read_model(model, type(model).__name__)
         counts = stage_layers(spec, strategy, workload.seq_len)
     dtype = getattr(torch, workload.compute_dtype)
     return _cut(model, base, layers, strategy, counts, mesh.get_local_rank("pp"), dtype)
