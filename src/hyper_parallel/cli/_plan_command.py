@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
+    from hyper_parallel.model import ModelSpec
 
 
 def plan(
@@ -130,6 +132,17 @@ def plan(
         typer.echo(f"plan written to {output}", err=True)
 
 
+def _read(model: str) -> ModelSpec:
+    """A model by its config; by the module that transformers makes, where no reader knows its family."""
+    from hyper_parallel.model import is_read, load_model, read_config
+
+    if is_read(read_config(model).values) or find_spec("transformers") is None:
+        return load_model(model)
+    from hyper_parallel.trainer.engine._model import read_spec
+
+    return read_spec(model)
+
+
 def _plan_model(
     model: str,
     topology: str,
@@ -142,10 +155,9 @@ def _plan_model(
     offload: bool,
 ) -> Plan:
     from hyper_parallel import planner
-    from hyper_parallel.model import load_model
     from hyper_parallel.topology import detect_local, load_topology
 
-    spec = load_model(model)
+    spec = _read(model)
     supernode = detect_local(devices) if topology == "local" else load_topology(topology)
     workload = None
     seq_len, tokens_per_step = batch
