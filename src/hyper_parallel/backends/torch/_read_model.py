@@ -8,6 +8,7 @@ the module nor of the config is assumed and said in the notes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,86 +41,75 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
         Layers of the same parameters and attention as one block each, under the names that the module uses.
     """
     config = text_config(model)
-    ends = _ends(model)
-    embedding, head = ends.get("embedding"), ends.get("head")
     hidden = _number(config, ("hidden_size", "n_embd", "d_model")) or _embedding_width(model)
     path, layers = block_list(model) or ("", nn.ModuleList())
-    first = {id(p): n for n, p in reversed([*model.named_parameters(remove_duplicate=False)])}
+    ends = _ends(model)
     inside: list[list[ParamSpec]] = [[] for _ in layers]
     outside: dict[str, list[ParamSpec]] = {"embedding": [], "final_norm": [], "head": []}
-    tables = {n for n, m in model.named_modules() if isinstance(m, nn.Embedding) or n == embedding}
+    first: dict[int, str] = {}
     for full, param in model.named_parameters(remove_duplicate=False):
-        module, _, _ = full.rpartition(".")
-        end = "embedding" if module in tables else "head" if module == head else "final_norm"
-        tied = first[id(param)]
+        # A weight that several modules share is the first one's; only that copy counts.
+        owner = first.setdefault(id(param), full)
+        shape, tied = tuple(param.shape), None if owner == full else owner
         index, _, rest = full.removeprefix(f"{path}.").partition(".")
         if path and full.startswith(f"{path}.") and index.isdecimal():
-            # A weight that several layers share is the first one's; only that layer's copy counts.
-            owner = None if tied == full else tied
-            dims = _dims(rest, tuple(param.shape), hidden, "")
-            inside[int(index)].append(
-                ParamSpec(f"{path}.*.{rest}", tuple(param.shape), dims, owner)
-            )
+            spec = ParamSpec(f"{path}.*.{rest}", shape, _dims(rest, shape, hidden), tied)
+            inside[int(index)].append(spec)
         else:
-            dims = _dims(full, tuple(param.shape), hidden, end)
-            spec = ParamSpec(full, tuple(param.shape), dims, None if tied == full else tied)
-            outside[end].append(spec)
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for i, params in enumerate(inside):
-        own = getattr(model, "config", None)
-        own = own.per_layer_config[i] if getattr(own, "is_heterogeneous", False) else config
-        attention = _attention(layers[i], own, i, hidden)
-        kinds.setdefault((tuple(params), attention, _mlp(params, config, hidden)), []).append(i)
-    decoder = tuple(
-        Block(
-            "moe_decoder" if mlp and mlp.num_experts else "decoder",
-            tuple(which),
-            params,
-            attention,
-            mlp,
-        )
-        for (params, attention, mlp), which in kinds.items()
+            end = ends.get(full.rpartition(".")[0], "final_norm")
+            dims = _dims(full, shape, hidden)
+            if end != "final_norm" and len(shape) == 2:
+                dims = ("vocab", "embed")
+            outside[end].append(ParamSpec(full, shape, dims, tied))
+    blocks = (
+        Block("embedding", (), tuple(outside["embedding"])),
+        *_decoder(model, inside, list(layers), hidden),
+        *(Block(n, (), tuple(outside[n])) for n in ("final_norm", "head") if outside[n]),
     )
-    vocab = next((p.shape[0] for p in (*outside["embedding"], *outside["head"])), 1)
     return ModelSpec(
         name=name,
         family=getattr(config, "model_type", None) or type(model).__name__,
         dtype=_dtype(model),
         hidden_size=hidden,
         num_layers=len(layers),
-        vocab_size=vocab,
+        vocab_size=_number(config, ("vocab_size",)) or _rows(outside),
         tied_embeddings=any(p.tied_to for p in outside["head"]),
-        blocks=(
-            Block("embedding", (), tuple(outside["embedding"])),
-            *decoder,
-            *(
-                Block(end, (), tuple(outside[end]))
-                for end in ("final_norm", "head")
-                if outside[end]
-            ),
-        ),
+        blocks=blocks,
         notes=(f"`{type(model).__name__}` was read from the module itself",),
         max_position_embeddings=_number(config, _POSITIONS) or None,
         rules=tuple((rule.pattern, rule.style) for rule in module_rules(model)),
     )
 
 
+def _decoder(
+    model: nn.Module, params: list[list[ParamSpec]], layers: list[nn.Module], hidden: int
+) -> Iterator[Block]:
+    """The layers, those of the same parameters, attention and feed-forward part as one block."""
+    config, whole = text_config(model), getattr(model, "config", None)
+    varied = getattr(whole, "is_heterogeneous", False)
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for i, (layer, own) in enumerate(zip(layers, params, strict=True)):
+        attention = _attention(layer, whole.per_layer_config[i] if varied else config, i, hidden)
+        kinds.setdefault((tuple(own), attention, _mlp(own, config, hidden)), []).append(i)
+    for (own, attention, mlp), which in kinds.items():
+        kind = "moe_decoder" if mlp and mlp.num_experts else "decoder"
+        yield Block(kind, tuple(which), own, attention, mlp)
+
+
 def _ends(model: nn.Module) -> dict[str, str]:
-    """Names of the modules that embed tokens and give logits, as far as the model says."""
+    """Block of every module that embeds (tokens, positions) or gives logits, as far as the model says."""
+    ends = {name: "embedding" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     names = {id(module): name for name, module in model.named_modules()}
-    found = {}
     for end, get in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
-        try:
+        with suppress(AttributeError, NotImplementedError):
             module = getattr(model, get)()
-        except (AttributeError, NotImplementedError):
-            module = None
-        if isinstance(module, nn.Module) and id(module) in names:
-            found[end] = names[id(module)]
-    if "embedding" not in found:
-        tables = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
-        if tables:
-            found["embedding"] = tables[0]
-    return found
+            if id(module) in names:
+                ends[names[id(module)]] = end
+    return ends
+
+
+def _rows(outside: dict[str, list[ParamSpec]]) -> int:
+    return next((p.shape[0] for p in (*outside["embedding"], *outside["head"])), 1)
 
 
 def _embedding_width(model: nn.Module) -> int:
@@ -128,9 +118,7 @@ def _embedding_width(model: nn.Module) -> int:
     return table.embedding_dim if table is not None else max(widths, key=widths.count, default=1)
 
 
-def _dims(name: str, shape: tuple[int, ...], hidden: int, end: str) -> tuple[str, ...]:
-    if end in ("embedding", "head") and len(shape) == 2:
-        return "vocab", "embed"
+def _dims(name: str, shape: tuple[int, ...], hidden: int) -> tuple[str, ...]:
     words = ["embed" if size == hidden else "features" for size in shape]
     parts = [*name.split("."), ""]
     # One parameter of all experts, or of the first expert of a list.
