@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost import distinct, memory_key
-from hyper_parallel.planner._bounds import Pricer
+from hyper_parallel.planner._bounds import FULL, Choice, Pricer
 from hyper_parallel.planner._rows import PRICES, TIE, select
 from hyper_parallel.planner._space import Columns
 
@@ -71,23 +71,31 @@ class Completer:
         least = pricer.seconds(columns, pricer.usual)
         fast = self.faster(least / tokens)
         columns, index, least = select(columns, fast), index[fast], least[fast]
+        most = self.threshold * (1 + TIE) * tokens[fast]
         best, cut_by_tp = np.full(len(index), np.inf), columns["tp_x"] * columns["tp_y"] > 1.0
+        known: dict[Choice, Array] = {pricer.usual: least}
+
+        def seconds(which: NDArray[np.intp], choice: Choice) -> Array:
+            """Prices of some rows, each computed once; what is made again in full gathers its inputs anyway."""
+            offload, regather, kind = choice
+            choice = (offload, pricer.usual[1] if kind == FULL else regather, kind)
+            values = known.setdefault(choice, np.full(len(index), np.nan))
+            new = which[np.isnan(values[which])]
+            values[new] = pricer.seconds(select(columns, new), choice)
+            return values[which]
+
         ways: list[tuple[NDArray[np.intp], Array]] = []
         for number, choice in enumerate(pricer.choices):
             offload, regather, kind = choice
             # Nothing is better than what adds nothing.
             open_ = can[number][index] & (best > least * (1 + TIE))
             which = np.flatnonzero(open_ & (cut_by_tp | (regather == pricer.usual[1])))
+            start = seconds(which, (0, regather, 0))
+            which, start = which[start <= most[which]], start[start <= most[which]]
             if not len(which):
                 continue
             some, memory = select(columns, which), held[number][index[which]]
-            plain = (0, regather, 0)
-            start = least[which]
-            if plain != pricer.usual and not offload:
-                start = pricer.seconds(some, plain)
-            step, layers = start, np.full(len(which), -1.0)
-            if choice != plain:
-                step = pricer.seconds(some, choice)
+            step, layers = seconds(which, choice), np.full(len(which), -1.0)
             if kind and not offload and 0 in pricer.kinds:
                 distinct_keys, place = np.unique(index[which], return_inverse=True)
                 few = pricer.few_layers(select(keys, distinct_keys), choice)
