@@ -260,9 +260,9 @@ def main() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     import hyper_parallel.trainer  # noqa: F401
-    from hyper_parallel.runtime import preload
+    from hyper_parallel.runtime import launch
 
-    preload()
+    launch(lambda rank: None, 1)  # imports what every run of a cell would import anew
     transformers.logging.set_verbosity_error()
     names = given.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     table = census(names, given.axes.split(","))
