@@ -1,6 +1,6 @@
 """Try every causal language model of transformers on every axis, through the command line, and say what happened.
 
-    python tools/census.py                        all model types: docs/compatibility.json (most of an hour on 2 cores)
+    python tools/census.py                        all model types, into docs/census.json (an hour on 2 cores)
     python tools/census.py starcoder2 mamba       these only, printed
     python tools/census.py --axes tp,pp cohere    these axes only
 

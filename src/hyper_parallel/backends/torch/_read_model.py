@@ -75,10 +75,19 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
         vocab_size=_number(config, ("vocab_size",)) or _rows(outside),
         tied_embeddings=any(p.tied_to for p in outside["head"]),
         blocks=blocks,
-        notes=(f"`{type(model).__name__}` was read from the module itself",),
+        notes=tuple(_notes(model, blocks)),
         max_position_embeddings=_number(config, _POSITIONS) or None,
         rules=tuple((rule.pattern, rule.style) for rule in module_rules(model)),
     )
+
+
+def _notes(model: nn.Module, blocks: tuple[Block, ...]) -> Iterator[str]:
+    """What a reader of the plan should know: that the module was read, and what was assumed."""
+    yield f"`{type(model).__name__}` was read from the module itself"
+    if any(b.name == "moe_decoder" for b in blocks) and not _number(text_config(model), _VISITED):
+        yield "the config does not say how many experts a token visits: priced as one"
+    if others := sum(b.count for b in blocks if b.layers and not b.attention):
+        yield f"{others} layers have no attention that is known: priced by their matrices alone"
 
 
 def _decoder(
