@@ -7,13 +7,15 @@ so besides the logits only one number per token is kept. Arithmetic is in float6
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch._collectives import gather_rows, sum_forward
@@ -143,3 +145,34 @@ def loss_function(
         return loss if add is None else add(loss)
 
     return causal_lm_loss
+
+
+def loss_of_logits(model: nn.Module) -> None:
+    """Let a forward with a loss of its own, not `loss_function`, take that of its logits where targets are given.
+
+    Such losses are means over a microbatch, of labels that some models move and others do not.
+    """
+    own = inspect.unwrap(type(model).forward)
+    if (
+        "loss_function" in own.__code__.co_names
+        or "labels" not in inspect.signature(own).parameters
+    ):
+        return
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if shift_labels is None:
+            return inner(*args, **kwargs)
+        labels, count = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
+        output = inner(*args, **kwargs)
+        output.loss = model.loss_function(  # type: ignore[operator]
+            output.logits,
+            labels,
+            output.logits.shape[-1],
+            num_items_in_batch=count,
+            shift_labels=shift_labels,
+        )
+        return output
+
+    model.forward = forward

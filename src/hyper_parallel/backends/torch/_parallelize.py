@@ -8,7 +8,7 @@ from torch import nn
 from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._forward import keep_float64, loop_over_experts, recompute_layers
 from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
-from hyper_parallel.backends.torch._loss import loss_function
+from hyper_parallel.backends.torch._loss import loss_function, loss_of_logits
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
 from hyper_parallel.backends.torch.context._apply import apply_context_parallel, mask_documents
@@ -93,6 +93,7 @@ def apply_plan(
     if hasattr(type(model), "loss_function"):
         whole = balance is not None and stages is None
         model.loss_function = loss_function(tp, balance.add_to if whole else None)
+        loss_of_logits(model)
     if stages is not None:
         stages.install(model)
 

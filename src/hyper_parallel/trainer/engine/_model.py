@@ -26,10 +26,10 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch
 
 
 def build_model(recipe: Recipe) -> nn.Module:
-    """The recipe's causal language model on the meta device, in training mode.
+    """The recipe's language model, of text or of images and text, on the meta device, in training mode.
 
     Raises:
-        ModelUnreadable: HP305 when transformers makes no causal language model of the config.
+        ModelUnreadable: HP305 when transformers makes no such model of the config.
     """
     return _on_meta(
         read_config(recipe.model.path),
@@ -39,7 +39,7 @@ def build_model(recipe: Recipe) -> nn.Module:
 
 
 def _on_meta(file: ConfigFile, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family = file.values.get("model_type")
@@ -47,22 +47,39 @@ def _on_meta(file: ConfigFile, dtype: torch.dtype, attention: str | None = None)
         raise ModelUnreadable(
             "transformers has no model of this type", where=f"{file.where}: model_type", got=family
         )
+    auto = _auto_class(family, file.where)
     try:
         config = AutoConfig.for_model(**file.values)
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
-            )
+            model: nn.Module = auto.from_config(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         # transformers raises many classes here: for keys, for attention it does not have, for no such model.
         of_attention = attention not in (None, "eager") and "attn_implementation" in str(error)
         raise ModelUnreadable(
-            f"transformers makes no causal language model of this `{family}` config",
+            f"transformers makes no language model of this `{family}` config",
             where=file.where,
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             hint="set `model.attn_implementation=eager`" if of_attention else None,
         ) from error
     return model
+
+
+def _auto_class(family: str, where: str) -> Any:
+    """The class of transformers that makes a language model of this type: of text, else of images and text."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForCausalLM
+    if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return transformers.AutoModelForImageTextToText
+    paired = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    raise ModelUnreadable(
+        f"`{family}` is {'an encoder-decoder' if paired else 'no language'} model",
+        where=f"{where}: model_type",
+        got=family,
+        allowed="causal language models, and models of images and text",
+    )
 
 
 def read_spec(path: str, where: str | None = None) -> ModelSpec:
@@ -73,7 +90,7 @@ def read_spec(path: str, where: str | None = None) -> ModelSpec:
         where: Where the value came from, for errors.
 
     Raises:
-        ModelUnreadable: HP305 when transformers makes no causal language model of the config either.
+        ModelUnreadable: HP305 when transformers makes no language model of the config either.
         HyperParallelError: What `load_model` raises.
     """
     file = read_config(path, where=where)
