@@ -35,7 +35,7 @@ from hyper_parallel.backends.torch.experts._routing import (
 )
 from hyper_parallel.backends.torch.memory import CommCounter, cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.weights._initialise import allocate, materialize
-from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
+from hyper_parallel.backends.torch.weights._pretrained import WeightFiles, load_pretrained
 from hyper_parallel.backends.torch.weights._ranges import local
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "Ranks",
     "Routing",
     "RoutingStatistics",
+    "WeightFiles",
     "accumulate",
     "allocate",
     "apply_plan",

@@ -7,7 +7,9 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +26,8 @@ from hyper_parallel.errors import WeightsUnreadable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_FORMATS = ((INDEX, SINGLE), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
+"""Index and single file of the formats that are read; the first that is there is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +43,14 @@ class LoadReport:
 def load_pretrained(
     model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None
 ) -> LoadReport:
-    """Fill a model from a Hugging Face directory of safetensors files.
+    """Fill a model from a Hugging Face directory of safetensors files, or of PyTorch's where there are none.
 
     Names, shapes and file sizes are checked from the headers before the first value is copied. Values are cast to the
     dtype of each parameter. No communication; every rank reads the directory on its own.
 
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
-        directory: Holds `model.safetensors`, or shards with their index.
+        directory: Holds `model.safetensors` or `pytorch_model.bin`, or shards with their index.
         device: Where plain tensors on the meta device go; None: the CPU.
 
     Raises:
@@ -54,7 +58,7 @@ def load_pretrained(
             shape.
     """
     begin = time.perf_counter()
-    source = SafetensorsDirectory(directory)
+    source = WeightFiles(directory)
     reference = twin(model)
     targets = _targets(model)
     shapes = {name: entry.shape for name, entry in source.tensors.items()}
@@ -87,9 +91,7 @@ def _targets(model: nn.Module) -> dict[str, Tensor]:
     return {canonical_name(n): t for n, t in named_tensors(model).items() if n not in skip}
 
 
-def _check_unknown(
-    unknown: list[str], reference: nn.Module | None, source: SafetensorsDirectory
-) -> None:
+def _check_unknown(unknown: list[str], reference: nn.Module | None, source: WeightFiles) -> None:
     for key in unknown:
         if not may_be_unexpected(reference, key):
             raise WeightsUnreadable(
@@ -100,7 +102,7 @@ def _check_unknown(
 
 
 def _choose(
-    targets: dict[str, Tensor], assigned: dict[str, list[Box]], source: SafetensorsDirectory
+    targets: dict[str, Tensor], assigned: dict[str, list[Box]], source: WeightFiles
 ) -> dict[str, list[Box]]:
     """Boxes for one name of each tensor; of a tied one, any of its names may be in the files."""
     names: dict[int, list[str]] = {}
@@ -119,9 +121,7 @@ def _choose(
     return chosen
 
 
-def _check_shape(
-    name: str, shape: tuple[int, ...], parts: list[Box], source: SafetensorsDirectory
-) -> None:
+def _check_shape(name: str, shape: tuple[int, ...], parts: list[Box], source: WeightFiles) -> None:
     """Refuse boxes that reach outside the parameter or do not fill it."""
     filled = 0
     for box in parts:
@@ -147,7 +147,7 @@ def _check_shape(
 
 
 def _read_box(
-    source: SafetensorsDirectory, box: Box, target: Tensor, ranges: tuple[tuple[Run, ...], ...]
+    source: WeightFiles, box: Box, target: Tensor, ranges: tuple[tuple[Run, ...], ...]
 ) -> None:
     """Copy the intersection of a stored tensor with this rank's part of the parameter."""
     size = ((1,) if box.stacked else ()) + source.tensors[box.key].shape
@@ -179,8 +179,10 @@ class Stored:
     slices: Any
 
 
-class SafetensorsDirectory:
-    """The tensors of one model directory: `model.safetensors`, or shards and `model.safetensors.index.json`.
+class WeightFiles:
+    """The tensors of one model directory: one file or shards with their index, safetensors or PyTorch's own.
+
+    A PyTorch file is unpickled with `weights_only`, which runs no code of the file, and is mapped into memory.
 
     Raises:
         WeightsUnreadable: HP703 when a file is missing or truncated, or lacks a tensor that the index promises.
@@ -191,14 +193,16 @@ class SafetensorsDirectory:
         self.bytes_read = 0
         """Bytes of tensor data handed out by `read` so far."""
         self.tensors: dict[str, Stored] = {}
+        there = [pair for pair in _FORMATS if any((self.directory / n).is_file() for n in pair)]
+        self._index_file, single = (there or _FORMATS)[0]
         promised = self._index()
-        for file in sorted({*promised.values()}) if promised else [SINGLE]:
+        for file in sorted({*promised.values()}) if promised else [single]:
             self._open(self.directory / file)
         for name, file in promised.items():
             if name not in self.tensors:
                 raise WeightsUnreadable(
                     f"`{file}` has no tensor `{name}`, which the index places there",
-                    where=str(self.directory / INDEX),
+                    where=str(self.directory / self._index_file),
                 )
 
     def read(self, name: str, ranges: tuple[tuple[int, int], ...]) -> Tensor:
@@ -215,7 +219,7 @@ class SafetensorsDirectory:
         return part
 
     def _index(self) -> dict[str, str]:
-        path = self.directory / INDEX
+        path = self.directory / self._index_file
         if not path.is_file():
             return {}
         try:
@@ -231,18 +235,32 @@ class SafetensorsDirectory:
                 allowed=f"a directory with {SINGLE}, or with {INDEX} and the files it names",
             )
         try:
-            file = safe_open(path, framework="pt", device="cpu")
-            for name in file.keys():  # noqa: SIM118 -- not a mapping
-                slices = file.get_slice(name)
-                shape = tuple(slices.get_shape())
+            stored = _unpickled(path) if path.suffix == ".bin" else _mapped(path)
+            for name, slices in stored.items():
                 if name in self.tensors:
                     raise WeightsUnreadable(
                         f"`{name}` is in two files", where=str(path), got=self.tensors[name].file
                     )
-                self.tensors[name] = Stored(path, shape, slices)
-        except (SafetensorError, OSError) as error:
+                self.tensors[name] = Stored(path, _shape(slices), slices)
+        except (SafetensorError, OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise WeightsUnreadable(
-                f"a weight file is truncated or damaged ({error})",
+                f"a weight file is truncated or damaged ({str(error).splitlines()[0]})",
                 where=str(path),
                 got=f"{path.stat().st_size} bytes",
             ) from None
+
+
+def _mapped(path: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file as slices that read when they are indexed."""
+    file = safe_open(path, framework="pt", device="cpu")
+    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- not a mapping
+
+
+def _unpickled(path: Path) -> dict[str, Any]:
+    """The tensors of a file of `torch.save`, whose bytes are read when they are used; all at once from old files."""
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _shape(slices: Any) -> tuple[int, ...]:
+    return tuple(slices.shape if isinstance(slices, Tensor) else slices.get_shape())
