@@ -34,7 +34,7 @@ class UnigramEngine:
     rank, world_size = 0, 1
 
     def __init__(self, job):
-        self.file = job.checkpoint_dir / "logits.json"
+        self.plan, self.file = job.plan, job.checkpoint_dir / "logits.json"
         self.logits, self.exported = np.zeros(job.packed.vocab_size), False
 
     def load(self):

@@ -50,10 +50,13 @@ def export(
     step: Annotated[int | None, typer.Option(help="Step; default the newest intact one.")] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="Directory of config.json; default the one in the run's config.yaml."),
+        typer.Option(
+            help="Directory of config.json, or such a file; default: as the run keeps it."
+        ),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory of the tokenizer; default that of the model.")
+        Path | None,
+        typer.Option(help="Directory of the tokenizer; default: that of the run or the model."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default as trained.")
@@ -61,7 +64,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face directory, in one process."""
     directory = _checkpoints(run_dir)
-    source = model if model is not None else _recipe_model(run_dir)
+    source = model if model is not None else _recipe_model(directory.parent)
     target = out if out is not None else directory.parent / "export"
     from hyper_parallel.trainer.checkpoints._export import export_checkpoint
 
@@ -112,9 +115,11 @@ def _checkpoints(run_dir: Path) -> Path:
 
 
 def _recipe_model(run_dir: Path) -> Path:
-    """`model.path` of the resolved recipe beside the checkpoints."""
+    """The model as the run keeps it beside the checkpoints; an older run has only `model.path` of its recipe."""
     import yaml
 
+    if (run_dir / "model" / "config.json").is_file():
+        return run_dir / "model"
     path = run_dir / "config.yaml"
     try:
         return Path(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["path"])

@@ -92,7 +92,7 @@ def train(
 
     def prepared() -> Job:
         progress = main and sys.stderr.isatty()
-        return prepare_job(loaded, progress=progress, write=main and not dry_run)
+        return prepare_job(loaded, progress=progress)
 
     job = prepared()
     if not (dry_run or no_calibrate) and (line := calibrate_first_run(job)):
@@ -100,7 +100,10 @@ def train(
         job = prepared()
     if main:
         data = f"{loaded.recipe.data.source}, {len(job.packed.train):,} training sequences"
-        console.print(startup_panel(job.plan, data, str(job.output_dir)))
+        weights = f"pretrained, {job.weights}"
+        if job.weights is None:
+            weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
+        console.print(startup_panel(job.plan, data, str(job.output_dir), weights, job.on_topology))
     if dry_run:
         if main:
             words = [shlex.quote(word) for word in (str(recipe), *(overrides or []))]

@@ -137,6 +137,14 @@ class WeightsUnreadable(HyperParallelError, code="HP703"):
     """
 
 
+class TokenizerMissing(HyperParallelError, code="HP706"):
+    """Pretrained weights come without the tokenizer that they were trained with.
+
+    Why: a tokenizer made from the training text gives the ids other meanings than the weights have learnt, and the
+    run would still look like one. Fix: name the directory of the model's own tokenizer as `data.tokenizer`.
+    """
+
+
 class WeightsUninitialised(HyperParallelError, code="HP704"):
     """A parameter or buffer has no initialisation rule, so training would start from undefined memory.
 

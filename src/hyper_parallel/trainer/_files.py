@@ -67,6 +67,13 @@ def check_files(
             raise Damaged(path, "content differs from its checksum")
 
 
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy those files of a directory that are there."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
 def replace_directory(written: Path, target: Path) -> None:
     """Give a written directory its name, in place of an earlier one, and flush the renaming to the disk."""
     old = target.with_name(f".{target.name}.old")

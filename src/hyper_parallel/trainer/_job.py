@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml
-from hyper_parallel.errors import CheckpointCorrupt, Contradiction
+from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMissing
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer._files import check_writable, write_text, write_timeline
+from hyper_parallel.topology import find_accelerators, load_topology
+from hyper_parallel.trainer._files import (
+    check_writable,
+    copy_files,
+    replace_directory,
+    write_text,
+    write_timeline,
+)
 from hyper_parallel.trainer.checkpoints._manifest import steps
-from hyper_parallel.trainer.data import Batches, PackedData
+from hyper_parallel.trainer.data import TOKENIZER_FILES, Batches, PackedData, has_tokenizer
 
 MOST_SIMULATED: Final = 4096
 """Microbatches of a step, over all stages, whose simulated timeline is still written."""
+
+_OF_A_RUN: Final = (
+    "checkpoints", "export", "model", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
+    "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html", "trace.json",
+)  # fmt: skip
+"""Files and directories of a run that one which starts over removes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +44,18 @@ class Job:
         plan: The plan, for exactly `plan.strategy.world_size` ranks.
         packed: The prepared data.
         output_dir: Where everything is written.
+        weights: Directory of the pretrained weights; None: the model starts from random ones.
+        model_files: Name to text of the model's config files, as the run and its exports keep them.
+        on_topology: Whether this machine is the plan's topology; else their times are not compared.
     """
 
     recipe: Recipe
     plan: Plan
     packed: PackedData
     output_dir: Path
+    weights: Path | None
+    model_files: Mapping[str, str]
+    on_topology: bool
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -45,6 +66,11 @@ class Job:
     def export_dir(self) -> Path:
         """Where the Hugging Face directory is written."""
         return self.output_dir / "export"
+
+    @property
+    def model_dir(self) -> Path:
+        """Where the model's config and tokenizer are kept: what an export needs beside a checkpoint."""
+        return self.output_dir / "model"
 
     @property
     def resume_dir(self) -> Path:
@@ -74,6 +100,39 @@ class Job:
         size = math.ceil(count / unit) * unit
         return Batches(held_out, sequences_per_step=size, shuffle=False, tail="pad", limit=count)
 
+    def write(self, plan: Plan) -> None:
+        """Write what the run says of itself: recipe, plan, simulated step, the model's config and tokenizer.
+
+        Args:
+            plan: The plan as the ranks carry it out.
+        """
+        out = self.output_dir
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / "config.yaml", recipe_to_yaml(self.recipe))
+        write_text(out / "plan.json", plan.to_json() + "\n")
+        _write_prediction(self.plan, out / "predicted_timeline.json")
+        written = out / ".model.tmp"
+        shutil.rmtree(written, ignore_errors=True)
+        written.mkdir()
+        for name, text in self.model_files.items():
+            write_text(written / name, text)
+        copy_files(Path(self.packed.tokenizer_dir), written, TOKENIZER_FILES)
+        replace_directory(written, self.model_dir)
+
+    def clear(self) -> list[str]:
+        """Remove what an earlier run left in the output directory and this one would mix with; the removed names."""
+        removed = []
+        for name in _OF_A_RUN:
+            path = self.output_dir / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.exists():
+                path.unlink()
+            else:
+                continue
+            removed.append(name)
+        return removed
+
 
 def under_torchrun() -> bool:
     """Whether another launcher has started this process as one of several ranks."""
@@ -85,23 +144,23 @@ def started_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
-def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = True) -> Job:
-    """Check the recipe, prepare its data and plan it.
+def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
+    """Check the recipe, prepare its data and plan it; writes nothing but the data's cache.
 
     Args:
         loaded: The recipe with the origins of its values.
         progress: Show progress bars of the data preparation on standard error.
-        write: Create the output directory and write `config.yaml` and `plan.json` there.
 
     Raises:
         HyperParallelError: Anything a user can have got wrong; see docs/train.md.
     """
-    from hyper_parallel.backends.torch import check_routing
+    from hyper_parallel.backends.torch import WeightFiles, check_routing
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.data import prepare
     from hyper_parallel.trainer.engine._model import (
         build_model,
         check_parameters,
+        model_files,
         read_spec,
         routing_of,
         weights_directory,
@@ -122,8 +181,17 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
         )
     _check_resume(loaded)
     spec = read_spec(recipe.model.path, loaded.where("model.path"))
+    weights = weights_directory(recipe, loaded.where("model.path"))
+    if weights is not None:
+        WeightFiles(weights)
+        if not (recipe.data.tokenizer or has_tokenizer(weights)):
+            raise TokenizerMissing(
+                "the pretrained weights come without their tokenizer",
+                where=loaded.where("model.path"),
+                got=str(weights),
+                hint="data.tokenizer=<the directory of the model's tokenizer>",
+            )
     plan = plan_recipe(recipe, started_ranks(), loaded.where, spec)
-    weights_directory(recipe)
     model = build_model(recipe)
     check_offload(recipe, plan, model, loaded.where)
     check_parameters(model, plan, loaded.where("model.path"))
@@ -136,14 +204,20 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True, write: bool = Tr
         progress=progress,
         vocab_limit=len(model.get_input_embeddings().weight),
     )
-    job = Job(recipe, plan, packed, output_dir)
+    kept = model_files(model, packed.tokenizer_dir, weights)
+    job = Job(recipe, plan, packed, output_dir, weights, kept, _is_this_machine(recipe.topology))
     job.train_batches(), job.holdout_batches()
-    if write:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        write_text(output_dir / "config.yaml", recipe_to_yaml(recipe))
-        write_text(output_dir / "plan.json", plan.to_json() + "\n")
-        _write_prediction(plan, output_dir / "predicted_timeline.json")
     return job
+
+
+def _is_this_machine(topology: str) -> bool:
+    """Whether the device of a topology is the one that this machine has."""
+    if topology == "local":
+        return True
+    device, found = load_topology(topology).device, find_accelerators()
+    if not found or not device.reported_as:
+        return device.kind == (found[0].kind if found else "cpu")
+    return any(fnmatch.fnmatchcase(found[0].name, glob) for glob in device.reported_as)
 
 
 def _write_prediction(plan: Plan, path: Path) -> None:
@@ -156,37 +230,24 @@ def _write_prediction(plan: Plan, path: Path) -> None:
 
 
 def _check_resume(loaded: LoadedRecipe) -> None:
-    """Raise when the recipe insists on a checkpoint and none was ever published."""
-    choice = loaded.recipe.checkpoint
+    """Raise when the recipe insists on a checkpoint and none was ever published, or has no step left after it."""
+    choice, wanted = loaded.recipe.checkpoint, loaded.recipe.training.steps
     directory = Path(choice.from_dir or loaded.recipe.output_dir) / "checkpoints"
-    if choice.resume == "must" and not steps(directory):
+    found = steps(directory)
+    if not found and (choice.resume == "must" or choice.from_dir):
+        key, value = ("from_dir", "null") if choice.from_dir else ("resume", "auto")
         raise CheckpointCorrupt(
             "there is no checkpoint to continue from",
-            where=f"{loaded.where('checkpoint.resume')}; looked in {directory}",
-            hint="checkpoint.resume=auto",
+            where=f"{loaded.where(f'checkpoint.{key}')}; looked in {directory}",
+            hint=f"checkpoint.{key}={value}",
         )
-
-
-def clear_run(job: Job) -> list[str]:
-    """Remove what an earlier run left in the output directory and the new run would mix with.
-
-    Returns:
-        Names of the removed files and directories.
-    """
-    names = ("checkpoints", "export", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
-             "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html",
-             "trace.json")  # fmt: skip
-    removed = []
-    for name in names:
-        path = job.output_dir / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.exists():
-            path.unlink()
-        else:
-            continue
-        removed.append(name)
-    return removed
+    if choice.resume != "never" and found and found[-1] > wanted:
+        raise Contradiction(
+            "the checkpoint to continue from is beyond the last step of the run",
+            where=loaded.where("training.steps"),
+            got=f"steps={wanted}, the newest checkpoint of {directory} is of step {found[-1]}",
+            hint=f"training.steps={2 * found[-1]}",
+        )
 
 
 def rank_command(job: Job, words: list[str]) -> str:

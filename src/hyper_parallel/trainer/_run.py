@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -13,11 +11,9 @@ from hyper_parallel.runtime import launch
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.trainer._generate import Generator, Sampling
-from hyper_parallel.trainer._job import Job, clear_run, under_torchrun
+from hyper_parallel.trainer._job import Job, under_torchrun
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
-
-logger = logging.getLogger(__name__)
 
 _NEW_TOKENS: Final = 160
 _TEMPERATURE: Final = 0.5
@@ -32,12 +28,6 @@ def run_job(job: Job) -> Summary | None:
         TransferFailed: HP513 when there can be no folder in `offload.flash_dir`.
         HyperParallelError: A coded error of a rank, as it is.
     """
-    if job.recipe.checkpoint.resume == "never" and int(os.environ.get("RANK", "0")) == 0:
-        removed = clear_run(job)
-        if removed:
-            logger.info(
-                "checkpoint.resume=never: removed %s of %s", ", ".join(removed), job.output_dir
-            )
     with ExitStack() as stack:
         flash, parent = None, job.recipe.offload.flash_dir
         if parent is not None:

@@ -27,12 +27,12 @@ from hyper_parallel.backends.torch.weights._initialise import (
 )
 from hyper_parallel.config import Model, Recipe
 from hyper_parallel.errors import BadValue, ModelUnreadable, OutputNotWritable, UnknownModel
-from hyper_parallel.trainer._files import replace_directory
+from hyper_parallel.trainer._files import copy_files, replace_directory
 from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES
-from hyper_parallel.trainer.engine._model import build_model
+from hyper_parallel.trainer.engine._model import GENERATION, build_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,6 +47,7 @@ def export_hf(
     out_dir: str | Path,
     dtype: torch.dtype | None = None,
     *,
+    generation: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
@@ -59,6 +60,7 @@ def export_hf(
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Created. An earlier export there is replaced; any other non-empty directory is refused.
         dtype: Stored dtype; None: that of the parameters.
+        generation: A `generation_config.json` that is taken along where it exists; else the model's own is written.
         max_file_bytes: Size at which a file is closed.
 
     Returns:
@@ -100,7 +102,8 @@ def export_hf(
     def close() -> None:
         if failure is not None:
             raise failure
-        writer.close(config, getattr(model, "generation_config", None), tokenizer_dir)
+        own = getattr(model, "generation_config", None)
+        writer.close(config, own, generation, tokenizer_dir)
 
     ranks.on_rank_0(close)
     return out
@@ -164,7 +167,9 @@ class _Writer:
             if self._left[file] == 0:
                 save_file(self._open.pop(file), self._temporary / file, metadata={"format": "pt"})
 
-    def close(self, config: Any, generation: Any, tokenizer_dir: str | Path | None) -> None:
+    def close(
+        self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None
+    ) -> None:
         """Write everything else and give the directory its name."""
         assert not self._open, f"tensors never completed: {sorted(self._open)}"
         if len(self._left) > 1:
@@ -178,13 +183,12 @@ class _Writer:
         config.architectures = [type(self._reference).__name__]
         config.dtype = str(self._dtype).removeprefix("torch.")
         config.save_pretrained(self._temporary)
-        if generation is not None:
-            generation.save_pretrained(self._temporary)
+        if generation is not None and generation.is_file():
+            shutil.copyfile(generation, self._temporary / GENERATION)
+        elif own is not None:
+            own.save_pretrained(self._temporary)
         if tokenizer_dir is not None:
-            for name in TOKENIZER_FILES:
-                source = Path(tokenizer_dir) / name
-                if source.is_file():
-                    shutil.copyfile(source, self._temporary / name)
+            copy_files(Path(tokenizer_dir), self._temporary, TOKENIZER_FILES)
         replace_directory(self._temporary, self._out)
 
 
@@ -284,5 +288,7 @@ def export_checkpoint(
     loader.load(model, None, found)
     if tokenizer_dir is None and model_dir.exists():
         tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
-    export_hf(model, model.config, tokenizer_dir, out_dir, _DTYPES[dtype] if dtype else None)
+    stored = _DTYPES[dtype] if dtype else None
+    generation = model_dir / GENERATION
+    export_hf(model, model.config, tokenizer_dir, out_dir, stored, generation=generation)
     return found

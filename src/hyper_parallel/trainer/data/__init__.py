@@ -9,12 +9,13 @@ Tokenising never happens under an open collective: `prepare` returns before rank
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX, Batch, Batches, PackedSequences
 from hyper_parallel.trainer.data._chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data._prepare import PackedData, prepare
-from hyper_parallel.trainer.data._tokenizer import has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
 
 __all__ = [
     "CHATML",
     "IGNORE_INDEX",
     "PLAIN",
+    "TOKENIZER_FILES",
     "Batch",
     "Batches",
     "PackedData",

@@ -23,11 +23,12 @@ from hyper_parallel.trainer.checkpoints._export import export_hf
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.engine._loop import Loop
 from hyper_parallel.trainer.engine._model import (
+    GENERATION,
     build_model,
     build_optimizer,
     compile_layers,
     routing_of,
-    weights_directory,
+    take_tokens,
 )
 from hyper_parallel.trainer.engine._offload import PlannedSteps
 from hyper_parallel.trainer.engine._offload_machine import Assumed
@@ -80,6 +81,7 @@ class TorchEngine:
             self._gauge.state = self._tensors
         self._planned: PlannedSteps | None = None
         self._stack = ExitStack()
+        self.plan = job.plan
 
     def __enter__(self) -> TorchEngine:
         return self
@@ -125,7 +127,7 @@ class TorchEngine:
         )
         self._stack.callback(planned.close)
         self._planned = planned
-        self._write_plan(planned)
+        self.plan = with_memory(job.plan, planned.plan, planned.notes)
 
     def step(self, step: int, batches: Batches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
@@ -151,7 +153,10 @@ class TorchEngine:
         self._saver.finish()
         self._stack.close()
         if (planned := self._planned) is not None:
-            self._write_plan(planned)  # a step may have been planned again
+            # A step may have been planned again.
+            self.plan = with_memory(self._job.plan, planned.plan, planned.notes)
+            if self.rank == 0:
+                write_text(self._job.output_dir / "plan.json", self.plan.to_json() + "\n")
             if self.rank == 0 and planned.timelines is not None:
                 write_timelines(planned.timelines, self._job.output_dir)
 
@@ -166,7 +171,16 @@ class TorchEngine:
     def export(self) -> None:
         """Write a Hugging Face directory."""
         job = self._job
-        export_hf(self._model, self._model.config, job.packed.tokenizer_dir, job.export_dir)
+        if job.weights is None:
+            take_tokens(self._model, job.packed.tokenizer_dir)
+        generation = job.model_dir / GENERATION
+        export_hf(
+            self._model,
+            self._model.config,
+            job.packed.tokenizer_dir,
+            job.export_dir,
+            generation=generation,
+        )
 
     def facts(self) -> dict[str, Any]:
         """Facts about device and versions that belong to the numbers of the run."""
@@ -191,11 +205,10 @@ class TorchEngine:
         }
 
     def _make_model(self) -> nn.Module:
-        recipe = self._recipe
+        recipe, directory = self._recipe, self._job.weights
         model = parallelize(
             build_model(recipe), self._job.plan, self._world, routing=routing_of(recipe)
         )
-        directory = weights_directory(recipe)
         if directory is None:
             materialize(model, seed=recipe.training.seed, device=self._world.device)
         else:
@@ -222,9 +235,3 @@ class TorchEngine:
                 "param_dtype": plan.workload.param_dtype,
             },
         )
-
-    def _write_plan(self, planned: PlannedSteps) -> None:
-        """plan.json with the memory of the fullest rank's memory plan in place of the cost model's."""
-        plan = with_memory(self._job.plan, planned.plan, planned.notes)
-        if self.rank == 0:
-            write_text(self._job.output_dir / "plan.json", plan.to_json() + "\n")

@@ -20,9 +20,17 @@ from hyper_parallel.model import (
     load_model,
     read_config,
 )
+from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 """Format of the parameters by compute format: bfloat16 computation keeps float32 parameters."""
+
+GENERATION = "generation_config.json"
+"""How a model generates, by transformers' name."""
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_LEFT = ("*.index.json", "*.gguf", "consolidated*.pth")
+"""Weight files that are read, and what says that a model was published with weights."""
 
 
 def build_model(recipe: Recipe) -> nn.Module:
@@ -131,21 +139,74 @@ def routing_of(recipe: Recipe) -> Routing:
     return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
 
 
-def weights_directory(recipe: Recipe) -> Path | None:
+def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     """Directory to read pretrained weights from, or None for random ones.
 
+    A preset's name and a config file are models from scratch. A hub id, and a directory with weights or a tokenizer,
+    are published models: under `init: auto` it is these weights or a refusal.
+
+    Args:
+        recipe: The recipe.
+        where: Origin of `model.path`, for errors.
+
     Raises:
-        WeightsUnreadable: HP703 when the recipe insists on weights that are not there.
+        WeightsUnreadable: HP703 when the recipe wants weights that are not there.
     """
-    directory = Path(recipe.model.path).expanduser()
-    present = directory.is_dir() and any(directory.glob("*.safetensors"))
-    if recipe.model.init == "pretrained" and not present:
-        raise WeightsUnreadable(
-            "the recipe wants pretrained weights, but the model has no safetensors files",
-            where=f"model.path={recipe.model.path}",
-            hint="set `model.init=random`, or give a directory with weights",
-        )
-    return directory if present and recipe.model.init != "random" else None
+    path, init = recipe.model.path, recipe.model.init
+    directory = read_config(path).directory
+    if init == "random":
+        return None
+    if directory is not None and any(f for glob in _WEIGHTS for f in directory.glob(glob)):
+        return directory
+    if directory is None:
+        is_hub_id = "/" in path and not Path(path).expanduser().exists()
+        published = f"the hub id `{path}` is that of a published model" if is_hub_id else None
+    else:
+        left = [f.name for glob in _LEFT for f in sorted(directory.glob(glob))]
+        left += ["a tokenizer"] * has_tokenizer(directory)
+        published = f"the model directory has {left[0]}" if left else None
+    if init == "auto" and published is None:
+        return None
+    why = "the recipe wants pretrained weights" if init == "pretrained" else published
+    fetch = f"hf download {path} --local-dir {path.rpartition('/')[2]}"
+    raise WeightsUnreadable(
+        f"{why}, but there are no weights that can be read",
+        where=where or f"model.path={path}",
+        got=path,
+        allowed="a directory with model.safetensors, pytorch_model.bin, or one's index and shards",
+        hint="model.init=random"
+        + (f", or for its weights: {fetch}" if directory is None and published else ""),
+    )
+
+
+def take_tokens(model: nn.Module, tokenizer_dir: str | Path) -> None:
+    """Give a model from scratch its tokenizer's first and last token, which generation reads from the configs."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.bos_token_id = tokenizer.bos_token_id
+            config.eos_token_id = tokenizer.eos_token_id
+
+
+def model_files(
+    model: nn.Module, tokenizer_dir: str | Path, weights: Path | None
+) -> dict[str, str]:
+    """Name to text of the files that say what a model is: its config, and how it generates as it was published.
+
+    Args:
+        model: As `build_model` gives it; one from scratch takes the tokenizer's first and last token.
+        tokenizer_dir: Directory of the run's tokenizer.
+        weights: Directory of the pretrained weights.
+    """
+    if weights is None:
+        take_tokens(model, tokenizer_dir)
+    model.config.architectures = [type(model).__name__]
+    files = {"config.json": model.config.to_json_string()}
+    if weights is not None and (weights / GENERATION).is_file():
+        files[GENERATION] = (weights / GENERATION).read_text(encoding="utf-8")
+    elif (generation := getattr(model, "generation_config", None)) is not None:
+        files[GENERATION] = generation.to_json_string()
+    return files
 
 
 def compile_layers(model: nn.Module) -> None:

@@ -47,15 +47,19 @@ class Display:
             self._console.print(text, markup=False)
 
 
-def startup_panel(plan: Plan, data: str, output_dir: str) -> Panel:
+def startup_panel(
+    plan: Plan, data: str, output_dir: str, weights: str, on_topology: bool = True
+) -> Panel:
     """Topology, model, mesh, plan, prediction and data of a run at a glance."""
     work = plan.workload
     share = plan.memory_bytes / plan.memory_capacity_bytes if plan.memory_capacity_bytes else 0.0
     tokens, params = format_count(work.tokens_per_step or 0), format_count(plan.model.num_params)
     batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens"
     rows = {
-        "topology": f"{plan.topology}, {plan.strategy.world_size} ranks",
+        "topology": f"{plan.topology}, {plan.strategy.world_size} ranks"
+        + ("" if on_topology else "; not this machine, so no time is compared with the prediction"),
         "model": f"{plan.model.name} ({plan.model.family}), {params} parameters",
+        "weights": weights,
         "mesh": str(plan.mesh),
         "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
         "data": data,

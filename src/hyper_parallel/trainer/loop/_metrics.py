@@ -36,7 +36,7 @@ class StepRecord:
     memory_bytes: (
         int  # peak of the step on the fullest rank; with offload that of the counted device
     )
-    pred_step_s: float  # step time the plan predicts
+    pred_step_s: float | None  # step time the plan predicts; None for another machine
     routing: dict[str, Any] | None = None  # routing of the experts; None for other models
     offload: dict[str, Any] | None = None  # what it predicted and measured; None when off
 
@@ -141,6 +141,6 @@ def log_line(record: StepRecord, steps: int, capacity_bytes: int) -> str:
         f"tflops {record.tflops:.3g}",
         f"mfu {record.mfu:.1%}",
     ]
-    if record.pred_step_s > 0 and math.isfinite(record.pred_step_s):
+    if record.pred_step_s and math.isfinite(record.pred_step_s):
         parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.1%}")
     return "  ".join(parts)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hyper_parallel.ir import Timeline
+from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.trainer._files import write_text, write_timeline
 from hyper_parallel.trainer.loop._display import Display
 from hyper_parallel.trainer.loop._metrics import EvalRecord, MetricsLog, StepRecord, log_line
@@ -45,10 +45,12 @@ class Engine(Protocol):
     Attributes:
         rank: This process; rank 0 writes the records.
         world_size: Number of processes.
+        plan: The plan as the ranks carry it out, known after `begin`.
     """
 
     rank: int
     world_size: int
+    plan: Plan
 
     def load(self) -> tuple[int, dict[str, Any]]:
         """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
@@ -117,14 +119,21 @@ class Trainer:
         done, extra = engine.load()
         if done:
             self._batches.load_state_dict(extra["data"])
+            self._display.line(f"resumed from {job.resume_dir}, step {done}")
         schedule = LrSchedule.of(training)
         begin = time.perf_counter()
         with ExitStack() as stack:
-            if engine.rank == 0:
-                self._log = MetricsLog(job.output_dir, done)
-                stack.callback(self._log.close)
             stack.enter_context(self._display.bar)
             engine.begin(done, self._batches)
+            if engine.rank == 0:
+                # Not before: a start that fails leaves an earlier run as it was.
+                if recipe.checkpoint.resume == "never" and (removed := job.clear()):
+                    self._display.line(
+                        f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
+                    )
+                job.write(engine.plan)
+                self._log = MetricsLog(job.output_dir, done)
+                stack.callback(self._log.close)
             first = last = self._evaluate(done)
             loss = math.nan
             for step in range(done + 1, training.steps + 1):
@@ -183,7 +192,7 @@ class Trainer:
             tps=per_device,
             tflops=flops / 1e12,
             mfu=flops / plan.peak_flops if plan.peak_flops else 0.0,
-            pred_step_s=plan.step_s,
+            pred_step_s=plan.step_s if self._job.on_topology else None,
             **asdict(result),
         )
         self._log.step(record)

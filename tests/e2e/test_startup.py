@@ -1,0 +1,115 @@
+"""How a run starts and what it leaves: which weights, which tokenizer, which checkpoint, which model is exported."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from hyper_parallel.errors import HyperParallelError
+from tests.e2e.runs import CONFIG, command, curve, train, write_functions
+
+pytestmark = pytest.mark.e2e
+PUBLISHED = {**CONFIG, "rope_theta": 5000.0, "rms_norm_eps": 1e-3, "bos_token_id": 1}
+DRY = ("--dry-run", "parallel.dp_shard=1")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A recipe for one step, and `published`: a model as the hub has it, with weights and tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    root = tmp_path_factory.mktemp("startup")
+    (root / "model.json").write_text(json.dumps(CONFIG))
+    write_functions(root / "text.txt", 400)
+    (root / "recipe.yaml").write_text(
+        f"model: {{path: {root}/model.json}}\n"
+        f"data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 300, cache_dir: {root}/cache}}\n"
+        "training: {steps: 1, dtype: float32, tokens_per_step: 64, warmup_steps: 0, eval_tokens: 64}\n"
+        "parallel: {dp_shard: 1}\n"
+    )
+    train(root, root / "scratch")
+    published = root / "published"
+    shutil.copytree(root / "scratch" / "model", published)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**PUBLISHED))
+    model.generation_config.update(do_sample=True, top_k=7, eos_token_id=[0, 3])
+    model.save_pretrained(published)
+    return root
+
+
+def refusal(place, *overrides) -> HyperParallelError:
+    with pytest.raises(HyperParallelError) as caught:
+        train(place, place / "refused", *overrides)
+    assert not (place / "refused").exists()
+    return caught.value
+
+
+def test_a_published_model_without_its_weights_is_refused(place, tmp_path):
+    error = refusal(place, "model.path=Qwen/Qwen3-8B", *DRY)
+    assert error.code == "HP703"
+    assert "hf download Qwen/Qwen3-8B" in error.hint
+    shutil.copy(place / "published" / "config.json", tmp_path)
+    scratch = train(place, tmp_path / "run", f"model.path={tmp_path}", *DRY)
+    assert "from scratch" in scratch.stderr
+    shutil.copy(place / "published" / "tokenizer.json", tmp_path)
+    assert refusal(place, f"model.path={tmp_path}", *DRY).code == "HP703"
+    train(place, tmp_path / "run", f"model.path={tmp_path}", "model.init=random", *DRY)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert refusal(place, f"model.path={tmp_path}", *DRY).code == "HP703"
+
+
+def test_weights_without_a_tokenizer_are_refused(place, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(place / "published" / name, tmp_path)
+    error = refusal(place, f"model.path={tmp_path}", *DRY)
+    assert error.code == "HP706"
+    tokenizer = f"data.tokenizer={place / 'published'}"
+    shown = train(place, tmp_path / "run", f"model.path={tmp_path}", tokenizer, *DRY).stderr
+    assert "pretrained" in shown
+
+
+def test_pytorch_weights_give_the_run_of_the_safetensors(place, tmp_path):
+    from safetensors.torch import load_file
+
+    train(place, place / "tuned", f"model.path={place / 'published'}")
+    shutil.copytree(place / "published", tmp_path / "bin")
+    state = load_file(tmp_path / "bin" / "model.safetensors")
+    (tmp_path / "bin" / "model.safetensors").unlink()
+    names = sorted(state)
+    parts = {"pytorch_model-1-of-2.bin": names[:5], "pytorch_model-2-of-2.bin": names[5:]}
+    for file, held in parts.items():
+        torch.save({name: state[name] for name in held}, tmp_path / "bin" / file)
+    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
+    (tmp_path / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    train(place, tmp_path / "run", f"model.path={tmp_path / 'bin'}", "checkpoint.export=false")
+    assert curve(tmp_path / "run") == curve(place / "tuned")
+    assert curve(tmp_path / "run") != curve(place / "scratch")
+    (tmp_path / "bin" / "pytorch_model-2-of-2.bin").unlink()
+    error = refusal(place, f"model.path={tmp_path / 'bin'}")
+    assert (error.code, "pytorch_model-2-of-2.bin" in error.where) == ("HP703", True)
+
+
+def test_a_checkpoint_is_exported_as_the_model_it_is_of(place, tmp_path):
+    """The run keeps its model: what `model.path` names, and what lies beside it, may change or go."""
+    from transformers import AutoConfig
+
+    for run, eos in (("scratch", 0), ("tuned", None)):
+        out = tmp_path / run
+        command("checkpoint", "export", str(place / run), "--out", str(out))
+        made = json.loads(
+            command(
+                "generate", str(out), "--prompt", "def", "--max-new-tokens", "3", "--json"
+            ).stdout
+        )
+        assert made["num_prompt_tokens"] > 0
+        for export in (out, place / run / "export"):
+            config = AutoConfig.from_pretrained(export)
+            generation = json.loads((export / "generation_config.json").read_text())
+            if run == "scratch":
+                assert (config.eos_token_id, generation["eos_token_id"]) == (eos, eos)
+            else:
+                assert (config.rms_norm_eps, config.bos_token_id) == (1e-3, 1)
+                assert config.rope_parameters["rope_theta"] == 5000.0
+                assert (generation["top_k"], generation["eos_token_id"]) == (7, [0, 3])
