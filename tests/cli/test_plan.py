@@ -18,22 +18,53 @@ BIG = ("llama-3-405b", "--topology", "cloudmatrix384", "--devices", "2048")
 pytestmark = pytest.mark.sanity
 
 
-def run(*args, cwd):
+def run(*args, cwd, options=()):
     environ = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
     environ |= {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "hyper_parallel", "plan", *args],
+        [sys.executable, "-m", "hyper_parallel", *options, "plan", *args],
         env=environ, cwd=cwd, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
 
-def test_plan_prints_an_explanation(tmp_path):
+TITLE = "llama-3-405b: 405.85B parameters, on 2048 devices of cloudmatrix384"
+
+
+def test_plan_prints_a_panel_and_the_next_command(tmp_path):
     done = run(*BIG, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(
-        "llama-3-405b: 405.85B parameters, on 2048 devices of cloudmatrix384"
-    )
-    assert "why not" in done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0] == TITLE
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 80
+    text = " ".join(done.stdout.split())
+    strategy = text.split("strategy ")[1].split(" batch ")[0]
+    assert text.count(strategy) == 1
+    for label in (
+        "step time",
+        "in 80 % of cases",
+        "MFU",
+        "GiB per device",
+        "why not",
+        "does not fit",
+    ):
+        assert label in text
+    pasted = done.stdout.split("next:\n")[1].replace("hyper-parallel", "echo")
+    pasted = pasted.replace("> recipe.yaml", "")
+    spoken = subprocess.run(["sh", "-c", pasted], capture_output=True, text=True).stdout.split("\n")
+    assert spoken[0] == f"plan {' '.join(BIG)} --launch ours"
+    assert spoken[1] == "train recipe.yaml"
+
+
+def test_quiet_is_one_line_and_explain_has_everything(tmp_path):
+    done = run(*BIG, cwd=tmp_path, options=["-q"])
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+    assert "per step" in done.stdout
+    done = run(*BIG, "--explain", cwd=tmp_path)
+    assert done.stdout.startswith(TITLE)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for part in ("layouts", "collectives per rank and step", "why not", "smaller in memory"):
+        assert f"\n{part}\n" in done.stdout
 
 
 def test_json_file_and_dry_run(tmp_path):
@@ -54,7 +85,7 @@ def test_a_pipeline_is_printed_and_written_as_csv(tmp_path):
     )
     (tmp_path / "pp.yaml").write_text(f"{recipe}parallel: {{pp: 4, dp_shard: 8}}\n")
     (tmp_path / "one.yaml").write_text(f"{recipe}parallel: {{dp_shard: 32}}\n")
-    done = run("--recipe", "pp.yaml", "--schedule-csv", "s.csv", cwd=tmp_path)
+    done = run("--recipe", "pp.yaml", "--schedule-csv", "s.csv", "--explain", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "pipeline: 4 stages on 4 ranks, schedule 1f1b" in done.stdout
     assert "layers per stage: 8, 9, 9, 6" in done.stdout

@@ -36,9 +36,6 @@ from hyper_parallel.units import GiB
 _SAFE: Final = 1.1
 """Share of the memory up to which a run that did fit is believed to fit by prediction, when recomputation is not
 stated: published runs use options that save memory and are not in the row."""
-_HALF_WIDTH: Final = 0.2
-"""Half width of the interval in log ratio with a card that was not fitted: wider than any shipped one for a known
-stack and a dense model."""
 _FIRST: Final = {
     "predicted_step_s": 6, "predicted_tok_s_dev": 6, "predicted_mem_gib": 4, "interval_low_s": 6, "interval_high_s": 6,
 }  # fmt: skip
@@ -170,10 +167,9 @@ def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
         notes.append(f"recompute={recompute}: not stated, {why}")
     step = float(scores.step_s[0])
     assert 0.0 < step < math.inf, f"the price of a run is {step} s"
-    widths = machine.stack.interval
-    width = widths.get(run.kind, _HALF_WIDTH)
+    width = machine.stack.half_width(run.kind)
     if not run.known_stack:
-        width = max(width, widths.get(f"{run.kind}_unknown_stack", 0.0))
+        width = max(width, machine.stack.interval.get(f"{run.kind}_unknown_stack", 0.0))
     return Prediction(run, scores, recompute, width, tuple(notes))
 
 

@@ -57,7 +57,7 @@ def _root(
         ),
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Log warnings and errors only.")
+        bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors only.")
     ] = False,
 ) -> None:
     """A supernode as one computer: plan, train, generate and report."""
@@ -65,6 +65,11 @@ def _root(
         stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s"
     )
     logging.getLogger("hyper_parallel").setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+def is_quiet() -> bool:
+    """Whether `--quiet` was given: only results and errors are shown."""
+    return logging.getLogger("hyper_parallel").level > logging.INFO
 
 
 def run(app: typer.Typer) -> None:

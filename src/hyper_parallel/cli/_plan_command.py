@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from hyper_parallel.cli._frame import is_quiet
 from hyper_parallel.cli._schedule_command import pipeline_text, write_schedule
 from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
 
@@ -16,7 +20,14 @@ if TYPE_CHECKING:
     from hyper_parallel.model import ModelSpec
 
 
+WIDTH: Final = 80
+"""Columns of the panel, also where the terminal has more."""
+_NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")
+"""Options that the command to paste next leaves out."""
+
+
 def plan(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -76,6 +87,10 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Write no file.")] = False,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Print every term, layout, collective and runner-up."),
+    ] = False,
     gantt: Annotated[
         bool, typer.Option("--gantt", help="Also draw the simulated schedule.")
     ] = False,
@@ -116,9 +131,17 @@ def plan(
             "nothing to plan: give a model, a recipe, or two plans to compare",
             hint="hyper-parallel plan llama-3-8b --topology dgx-h100",
         )
-    typer.echo(_shown(chosen, as_json, gantt, launch))
-    if chosen.strategy.pp > 1 and not as_json and launch is None:
-        typer.echo("\n" + pipeline_text(chosen))
+    if launch is not None:
+        from hyper_parallel.planner import launch_settings
+
+        typer.echo(launch_settings(chosen, launch).rstrip())
+    elif as_json:
+        typer.echo(chosen.to_json())
+    elif is_quiet():
+        typer.echo(chosen.one_line())
+    else:
+        typer.echo(_shown(chosen, explain, gantt))
+        typer.echo("\nnext:\n" + "\n".join(_next(ctx, recipe)))
     if schedule_csv is not None and not dry_run:
         write_schedule(chosen, schedule_csv)
         typer.echo(f"schedule written to {schedule_csv}", err=True)
@@ -188,15 +211,52 @@ def _plan_model(
     )
 
 
-def _shown(plan: Plan, as_json: bool, gantt: bool, launch: str | None) -> str:
-    """What is printed of a plan."""
+def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
+    """What people read of a plan: the panel, or with `--explain` all of it."""
     from hyper_parallel import planner
 
-    if launch is not None:
-        return planner.launch_settings(plan, launch).rstrip()
-    if as_json:
-        return plan.to_json()
-    return plan.explain() + (f"\n\n{planner.gantt(plan)}" if gantt else "")
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    if explain:
+        parts = [plan.explain(width)]
+        if plan.strategy.pp > 1:
+            parts.append(pipeline_text(plan))
+    else:
+        parts = [plan.summary(planner.half_width(plan), min(width, WIDTH))]
+    if gantt:
+        parts.append(planner.gantt(plan))
+    return "\n\n".join(parts)
+
+
+def _next(ctx: typer.Context, recipe: Path | None) -> Iterator[str]:
+    """The commands that go on from a plan, as lines to paste: a recipe is written, and trained."""
+    train = ["hyper-parallel", "train", str(recipe or "recipe.yaml")]
+    if recipe is None:
+        yield from _folded([*map(shlex.quote, _again(ctx)), "--launch", "ours", "> recipe.yaml"])
+    yield from _folded(list(map(shlex.quote, train)))
+
+
+def _folded(words: list[str]) -> Iterator[str]:
+    """A command on lines that a shell reads as one."""
+    line = ""
+    for word in words:
+        if line and len(line) + len(word) > WIDTH - 5:
+            yield f"{line} \\"
+            line = "     "
+        line += f" {word}" if line else f"  {word}"
+    yield line
+
+
+def _again(ctx: typer.Context) -> list[str]:
+    """The words of the command that was called, without what concerns its output."""
+    words = ["hyper-parallel", "plan"]
+    for param in ctx.command.params:
+        name, value = param.name or "", ctx.params.get(param.name or "")
+        if name in _NOT_REPEATED or value in (None, param.default, False, ()):
+            continue
+        option = [] if param.param_type_name == "argument" else [max(param.opts, key=len)]
+        for item in value if isinstance(value, list) else [value]:
+            words += option if item is True else [*option, str(item)]
+    return words
 
 
 def _plan_recipe(recipe: Path, devices: int | None) -> Plan:

@@ -10,6 +10,7 @@ from hyper_parallel.cost._candidates import (
     distinct,
 )
 from hyper_parallel.cost._cards import (
+    UNFITTED_HALF_WIDTH,
     DeviceCard,
     StackCard,
     by_field,
@@ -48,6 +49,7 @@ __all__ = [
     "RECOMPUTE",
     "SCHEDULES",
     "SHAPES",
+    "UNFITTED_HALF_WIDTH",
     "Candidates",
     "DeviceCard",
     "LayerPrices",

@@ -21,6 +21,9 @@ from hyper_parallel.errors import CardUnreadable
 
 _FOLDER: Final = Path(__file__).with_name("cards")
 _NO_NUMBERS: Final = ("name", "devices", "sources", "priors")
+UNFITTED_HALF_WIDTH: Final = 0.2
+"""Half width of the interval of a prediction in log ratio with a card that was not fitted: wider than any shipped one
+for a known stack and a dense model."""
 _INTERPOLATED: Final = "not on the card: the share of bfloat16"
 
 
@@ -155,6 +158,10 @@ class StackCard:
     sources: Mapping[str, str] = field(default_factory=dict)
     # what was believed before a number was fitted to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
+
+    def half_width(self, kind: str) -> float:
+        """Half width of the interval of a prediction in log ratio, for a kind of model (dense, moe)."""
+        return self.interval.get(kind, UNFITTED_HALF_WIDTH)
 
     def source(self, name: str) -> str:
         """Where a number comes from."""

@@ -1,22 +1,133 @@
-"""Plans as plain text: an explanation for people, and the difference of two plans line by line."""
+"""Plans as plain text: a panel, an explanation, and the difference of two plans line by line."""
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Iterable, Iterator
+from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.serde import encode
 from hyper_parallel.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from hyper_parallel.ir.plan import Plan
+    from hyper_parallel.ir.plan import Plan, Rejected
 
-BAR = 24
+BAR: Final = 24
+TERMS_SHOWN: Final = 3
+LOSERS_SHOWN: Final = 2
+NOTES_SHOWN: Final = 4
+_DETAILS: Final = ("searched:", "the space that was searched:")
+"""Beginnings of notes about the search, which a panel leaves to the explanation."""
 
 
-def explain(plan: Plan) -> str:
-    """Everything a plan decides and predicts, as text of at most about 120 columns."""
+def panel(plan: Plan, half_width: float | None, width: int) -> str:
+    """What decides, in about 25 lines: strategy, step, memory, the largest terms, why others lost, and notes."""
+    lines = [_title(plan)]
+    for label, items in summary(plan, half_width).items():
+        for index, item in enumerate(items):
+            head = f"  {label if not index else '':<11}"
+            lines += textwrap.wrap(
+                item, width, initial_indent=head, subsequent_indent=" " * len(head),
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+    return "\n".join(lines)
+
+
+def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]:
+    """The rows of the panel, by label.
+
+    Args:
+        plan: The plan.
+        half_width: Half width of the 80 % interval of the step time, in log ratio; None: not known.
+    """
+    w, s = plan.workload, plan.strategy
+    terms = sorted(plan.cost, key=lambda t: -t.seconds)[:TERMS_SHOWN]
+    notes = [note for note in plan.notes if not note.startswith(_DETAILS)]
+    if len(notes) > NOTES_SHOWN:
+        notes[NOTES_SHOWN - 1 :] = [f"{len(notes) - NOTES_SHOWN + 1} more with --explain"]
+    rows = {
+        "strategy": [str(s)],
+        "batch": [
+            f"{w.tokens_per_step or 0:,} tokens per step, sequences of {w.seq_len:,}, {w.microbatch} at a time, "
+            f"{w.accumulation_steps} times, {w.compute_dtype}"
+        ],
+        "step time": [f"{format_seconds(plan.step_s)} predicted" + _interval(plan, half_width)],
+        "throughput": [
+            f"{_tokens_per_second(plan):,.0f} tokens/s/device, MFU {plan.predicted_mfu:.1%}"
+        ],
+        "memory": [_tier(plan, tier) for tier in dict.fromkeys(t.tier for t in plan.memory)],
+        "mostly": [
+            ", ".join(
+                f"{t.name} {format_seconds(t.seconds)} ({t.seconds / plan.step_s:.0%})"
+                for t in terms
+            )
+        ],
+        "why not": [f"{r.strategy}: {r.reason}" for r in _losers(plan)],
+        "proof": [_proof(plan)],
+        "notes": notes,
+    }
+    return {label: items for label, items in rows.items() if any(items)}
+
+
+def one_line(plan: Plan) -> str:
+    """Machine, strategy, step time and memory of a plan in one line."""
+    return (
+        f"{plan.model.name} on {plan.strategy.world_size} devices of {plan.topology}: {plan.strategy}, "
+        f"{format_seconds(plan.step_s)} per step, MFU {plan.predicted_mfu:.1%}, {_tier(plan, 'hbm')}"
+    )
+
+
+def html(plan: Plan) -> str:
+    """The panel as a table for notebooks."""
+    rows = "".join(
+        f"<tr><th>{escape(label)}</th><td>{'<br>'.join(map(escape, items))}</td></tr>"
+        for label, items in summary(plan).items()
+    )
+    return f"<table><caption>{escape(_title(plan))}</caption>{rows}</table>"
+
+
+def _interval(plan: Plan, half_width: float | None) -> str:
+    if half_width is None:
+        return ""
+    low, high = (format_seconds(plan.step_s * math.exp(d)) for d in (-half_width, half_width))
+    return f", {low} to {high} in 80 % of cases"
+
+
+def _tokens_per_second(plan: Plan) -> float:
+    """Tokens per second and device."""
+    per_step = (plan.workload.tokens_per_step or 0) / plan.strategy.world_size
+    return per_step / plan.step_s if plan.step_s else 0.0
+
+
+def _tier(plan: Plan, tier: str) -> str:
+    """Peak bytes of a tier, against its capacity where that is known."""
+    total = sum(t.bytes for t in plan.memory if t.tier == tier)
+    if tier != "hbm" or not plan.memory_capacity_bytes:
+        return f"{format_bytes(total)} per device in {tier}"
+    share = total / plan.memory_capacity_bytes
+    return f"{format_bytes(total)} of {format_bytes(plan.memory_capacity_bytes)} per device ({share:.0%})"
+
+
+def _losers(plan: Plan) -> list[Rejected]:
+    """Runners-up that say most: the first that would be faster but does not fit, and the next that does fit."""
+    big = [r for r in plan.rejected if (r.step_s or 0.0) < plan.step_s]
+    fit = [r for r in plan.rejected if r not in big]
+    return [*big[: 1 if fit else LOSERS_SHOWN], *fit][:LOSERS_SHOWN]
+
+
+def _proof(plan: Plan) -> str:
+    c = plan.certificate
+    if c is None:
+        return ""
+    proof = "nothing better exists" if c.gap < 1e-9 else f"nothing is more than {c.gap:.2%} better"
+    return f"{proof} within the cost model ({c.priced:,} strategies priced)"
+
+
+def explain(plan: Plan, width: int | None = None) -> str:
+    """Everything a plan decides and predicts, as text; lines are as long as they get where no width is given."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),
@@ -30,7 +141,18 @@ def explain(plan: Plan) -> str:
         _section("what would change the choice", constants),
         _section("notes", (f"- {note}" for note in plan.notes)),
     )
-    return "\n\n".join(filter(None, sections))
+    text = "\n\n".join(filter(None, sections))
+    return text if width is None else "\n".join(_wrapped(text, width))
+
+
+def _wrapped(text: str, width: int) -> Iterator[str]:
+    """Lines of a text, long ones continued further in."""
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        yield from textwrap.wrap(
+            line.strip(), width, initial_indent=indent, subsequent_indent=" " * 8,
+            break_long_words=False, break_on_hyphens=False,
+        ) or [""]  # fmt: skip
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
@@ -50,7 +172,6 @@ def _title(plan: Plan) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     w, s = plan.workload, plan.strategy
     yield f"strategy   {s}"
-    yield f"mesh       {plan.mesh}"
     if w.tokens_per_step is None:
         yield f"batch      {w.seq_len} tokens per sequence, not resolved"
     else:
@@ -59,10 +180,8 @@ def _head(plan: Plan) -> Iterator[str]:
             f"{w.microbatch} sequences x {s.dp} data-parallel ranks x {w.seq_len} tokens"
         )
     yield f"formats    compute {w.compute_dtype}, parameters {w.param_dtype}, reductions {w.reduce_dtype}"
-    tokens = w.tokens_per_step or 0
-    rate = tokens / plan.step_s / s.world_size if plan.step_s else 0.0
     yield (
-        f"predicted  {format_seconds(plan.step_s)} per step, {rate:,.0f} tokens/s/device, "
+        f"predicted  {format_seconds(plan.step_s)} per step, {_tokens_per_second(plan):,.0f} tokens/s/device, "
         f"MFU {plan.predicted_mfu:.1%}, {format_bytes(plan.memory_bytes)} of "
         f"{format_bytes(plan.memory_capacity_bytes)} per device"
     )
@@ -138,8 +257,10 @@ def _runners_up(plan: Plan) -> Iterator[str]:
 
 
 def _front(plan: Plan) -> Iterator[str]:
-    width = max((len(str(a.strategy)) for a in plan.pareto), default=0)
-    for a in plan.pareto:
+    shown = {r.strategy for r in plan.rejected}
+    others = [a for a in plan.pareto if a.strategy not in shown]
+    width = max((len(str(a.strategy)) for a in others), default=0)
+    for a in others:
         price = f"{format_seconds(a.step_s):>9}  {format_bytes(a.memory_bytes):>10}"
         yield f"{a.strategy!s:<{width}}  {price}  {a.microbatch} sequences per microbatch"
 

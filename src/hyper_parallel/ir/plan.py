@@ -267,9 +267,29 @@ class Plan:
         capacity = self.step_s * peak
         return self.model.flops_per_token * tokens / capacity if capacity else 0.0
 
-    def explain(self) -> str:
-        """The plan as text: time and memory by term, layouts, collectives, why the runners-up lost."""
-        return _text.explain(self)
+    def summary(self, half_width: float | None = None, width: int = 80) -> str:
+        """The plan as a panel of about 25 lines.
+
+        Args:
+            half_width: Half width of the 80 % interval of the step time, in log ratio; None: it is left out.
+            width: Columns.
+        """
+        return _text.panel(self, half_width, width)
+
+    def one_line(self) -> str:
+        """The plan as one line: machine, strategy, step time and memory."""
+        return _text.one_line(self)
+
+    def _repr_html_(self) -> str:
+        return _text.html(self)
+
+    def explain(self, width: int | None = None) -> str:
+        """The plan as text: time and memory by term, layouts, collectives, why the runners-up lost.
+
+        Args:
+            width: Columns; None: as many as the longest line needs.
+        """
+        return _text.explain(self, width)
 
     def diff(self, other: Plan) -> str:
         """What differs from another plan, one line per value; empty when nothing does."""

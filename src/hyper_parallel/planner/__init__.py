@@ -1,5 +1,6 @@
 """Planner: legal strategies of a model on a machine, their cost, and the best Plan."""
 
+from hyper_parallel.planner._explain import half_width
 from hyper_parallel.planner._launch_settings import STACKS, launch_settings
 from hyper_parallel.planner._objective import OBJECTIVES, plan
 from hyper_parallel.planner._plan import diff, recheck
@@ -13,6 +14,7 @@ __all__ = [
     "default_workload",
     "diff",
     "gantt",
+    "half_width",
     "launch_settings",
     "plan",
     "plan_recipe",

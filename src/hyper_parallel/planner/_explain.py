@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from hyper_parallel.cost import COPIES, Load
-from hyper_parallel.ir import AXES, Certificate, CostTerm, Sensitivity, Strategy
+from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, Load, stack_card
+from hyper_parallel.ir import AXES, Certificate, CostTerm, Plan, Sensitivity, Strategy
 from hyper_parallel.planner._price import PricedStrategy
 from hyper_parallel.units import format_bytes, format_seconds
 
@@ -29,6 +29,20 @@ _CONSTANTS: Final = {
     "pipeline sends": "speed of exposed pipeline sends",
     "optimizer": "memory bandwidth of the optimizer",
 }
+
+
+def half_width(plan: Plan) -> float | None:
+    """Half width of the 80 % interval of a plan's step time, in log ratio; None for a machine that was not measured.
+
+    Runs of our own runtime are not among those that the cards of accelerators are fitted to, so the interval is that of
+    stacks that were left out of the fit.
+    """
+    if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
+        return UNFITTED_HALF_WIDTH
+    if plan.topology == "local":
+        return None
+    kind = "dense" if plan.model.num_active_params == plan.model.num_params else "moe"
+    return stack_card("megatron").interval[f"{kind}_unknown_stack"]
 
 
 def slower(
