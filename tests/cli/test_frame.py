@@ -59,6 +59,16 @@ finally:
 
 
 @pytest.mark.sanity
+@pytest.mark.parametrize("args", [[], ["checkpoint"], ["plan"], ["train"]])
+def test_no_line_of_help_is_cut_off(environ, tmp_path, args):
+    (tmp_path / "cache").mkdir()
+    text = _run({**environ, "COLUMNS": "80"}, *args, "--help").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    cut = [line for line in text.splitlines()[1:] if line.endswith("...") and "<" not in line]
+    assert not cut, cut
+
+
+@pytest.mark.sanity
 def test_commands_on_recipes_and_machines_import_no_framework(environ, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {path: tiny}\n")

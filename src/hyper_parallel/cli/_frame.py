@@ -40,6 +40,9 @@ def build_app(
         app.command()(command)
     for group in groups:
         app.add_typer(group)
+    for info in (c for a in (app, *groups) for c in a.registered_commands):
+        # The whole first sentence: left to itself the list of commands cuts summaries off.
+        info.short_help = " ".join((info.callback.__doc__ or "").partition("\n\n")[0].split())
     return app
 
 

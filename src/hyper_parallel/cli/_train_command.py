@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import is_quiet
 from hyper_parallel.errors import Contradiction
 
 if TYPE_CHECKING:
@@ -88,10 +89,10 @@ def train(
     )
 
     main = os.environ.get("RANK", "0") == "0"
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, quiet=is_quiet())
 
     def prepared() -> Job:
-        progress = main and sys.stderr.isatty()
+        progress = main and sys.stderr.isatty() and not is_quiet()
         return prepare_job(loaded, progress=progress)
 
     job = prepared()
@@ -141,10 +142,15 @@ def _conclude(job: Job, summary: Summary, console: Console) -> None:
 
     page, trace = write_report(job.output_dir)
     first, last = summary.first_eval_loss, summary.last_eval_loss
+    if is_quiet():
+        losses = f"loss {summary.loss:.4f}, held-out loss {last:.4f}"
+        typer.echo(f"{summary.steps} steps in {summary.seconds:.0f} s, {losses}: {page}")
     if not math.isnan(last):
         console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
     console.print(f"report {page}\ntrace  {trace}", highlight=False)
     if job.recipe.sample_prompt is not None:
         from hyper_parallel.trainer import write_sample
 
-        typer.echo(write_sample(job))
+        sample = write_sample(job)
+        if not is_quiet():
+            typer.echo(sample)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,7 +15,7 @@ from hyper_parallel.units import format_bytes, format_count, format_seconds
 
 
 class Display:
-    """Progress bar and log lines of a run; on other ranks than 0 it shows nothing.
+    """Progress bar and log lines of a run; on other ranks than 0, and where only warnings are logged, nothing.
 
     Args:
         steps: Last step.
@@ -24,6 +26,7 @@ class Display:
     """
 
     def __init__(self, steps: int, enabled: bool) -> None:
+        enabled = enabled and logging.getLogger("hyper_parallel").level <= logging.INFO
         self._enabled = enabled
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.bar = Progress(
