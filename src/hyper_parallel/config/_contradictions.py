@@ -24,13 +24,13 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
         error = DegreesMismatch if key == "parallel.world_size" else Contradiction
         found.append(error(what, where=where(key), got=got, allowed=allowed, hint=hint))
 
-    if recipe.stage == "sft" and data.format not in ("auto", "alpaca", "sharegpt"):
+    if recipe.stage == "sft" and data.format in ("text", "jsonl", "parquet", "csv"):
         clash(
             "data.format",
             "`stage: sft` needs conversations, and the format of the data holds plain text",
             f"stage=sft, data.format={data.format}",
             "set `data.format=auto`, or `stage=pt` to learn every token",
-            "auto, alpaca, sharegpt",
+            "auto, alpaca, sharegpt, prompt_completion",
         )
     elif recipe.stage == "sft" and data.source == "python-stdlib":
         clash(

@@ -70,11 +70,18 @@ class Data(Section):
     """What the model reads."""
 
     source: str = "python-stdlib"
-    """`python-stdlib` (the source text of the standard library on this machine) or a file or directory."""
-    format: Literal["auto", "text", "jsonl", "parquet", "alpaca", "sharegpt"] = "auto"
+    """`python-stdlib` (the source text of the standard library on this machine), a file, a directory, a folder that
+    `datasets` wrote, or a name on the Hugging Face hub."""
+    name: str | None = None
+    """Configuration of the dataset, where it has several."""
+    split: str | None = None
+    """Split of the dataset. None: `train`, or the only one."""
+    format: Literal[
+        "auto", "text", "jsonl", "parquet", "csv", "alpaca", "sharegpt", "prompt_completion"
+    ] = "auto"
     """Shape of the records; auto looks at the file name and the first record."""
     text_key: str = "text"
-    """Key of the text in JSONL and parquet records."""
+    """Key or column of the text in records."""
     seq_len: int = Field(default=512, ge=2)
     """Tokens per packed sequence."""
     tokenizer: str | None = None

@@ -1,12 +1,13 @@
-"""Records: JSON lines, JSON arrays and parquet rows, and what a conversation looks like in them.
+"""Records: lines and arrays of JSON, rows of CSV, TSV and parquet, and what a conversation looks like in them.
 
-JSON is read with the standard library and not through Arrow: an error names the file and the line, records may
-differ in their keys, and text that looks like a date stays text. Parquet goes through `datasets` as a stream of
-local files; nothing is fetched and nothing is copied into another cache.
+JSON and CSV are read with the standard library and not through Arrow: an error names the file and the line, records
+may differ in their keys, and text that looks like a date or a number stays text. Parquet goes through `datasets` as a
+stream of local files; nothing is fetched and nothing is copied into another cache.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,43 +61,81 @@ class _Alpaca(BaseModel):
             yield "assistant", answer
 
 
-_CONVERSATIONS: Final[dict[str, tuple[type[_Sharegpt | _Alpaca], str]]] = {
+class _Completion(BaseModel):
+    """A prompt and its completion, each a text or turns."""
+
+    system: str | None = None
+    prompt: str | list[_Turn]
+    completion: str | list[_Turn]
+
+    def exchanges(self) -> Iterator[tuple[str, str]]:
+        """Role and content of every turn."""
+        for role, part in (("user", self.prompt), ("assistant", self.completion)):
+            if isinstance(part, str):
+                yield role, part
+            else:
+                yield from _Sharegpt.model_construct(turns=part).exchanges()
+
+
+_CONVERSATIONS: Final[dict[str, tuple[type[_Sharegpt | _Alpaca | _Completion], str]]] = {
     "sharegpt": (
         _Sharegpt,
         "`conversations` with from and value, or `messages` with role and content",
     ),
     "alpaca": (_Alpaca, "instruction, output; optional: input, system, history"),
+    "prompt_completion": (_Completion, "prompt, completion: texts or lists of turns"),
 }
 """How a conversation is read, and what its record holds in words."""
+CONVERSATIONS: Final = frozenset(_CONVERSATIONS)
+"""Shapes of records that are conversations."""
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """(where, record) of a parquet, JSON lines or JSON array file; NoData (HP602) names the line or row."""
-    reader = _read_parquet if path.suffix == ".parquet" else _read_json
-    for where, record in reader(path):
-        if not isinstance(record, Mapping):
-            raise NoData(
-                "a record is not an object with keys",
-                where=where,
-                got=type(record).__name__,
-                allowed='objects such as {"text": "..."}',
-            )
-        yield where, record
+    """(where, record) of a parquet, CSV, TSV, JSON lines or JSON array file; NoData (HP602) names the line or row."""
+    suffix = path.suffix
+    if suffix == ".parquet":
+        reader = _read_parquet(path)
+    else:
+        reader = _read_table(path) if suffix in (".csv", ".tsv") else _read_json(path)
+    try:
+        for where, record in reader:
+            if not isinstance(record, Mapping):
+                raise NoData(
+                    "a record is not an object with keys",
+                    where=where,
+                    got=type(record).__name__,
+                    allowed='objects such as {"text": "..."}',
+                )
+            yield where, record
+    except UnicodeDecodeError as error:
+        kind = "JSON" if suffix in (".json", ".jsonl", ".ndjson") else suffix[1:].upper()
+        raise NoData(
+            f"a {kind} file is not UTF-8 text", where=str(path), got=error.reason
+        ) from error
+    except OSError as error:
+        raise NoData("a data file cannot be read", where=str(path), got=error.strerror) from error
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
-    number = 1
+    with path.open(encoding="utf-8-sig") as file:
+        is_array = file.read(4096).lstrip().startswith("[")
+        file.seek(0)
+        if is_array:
+            text = file.read()
+            for index, record in enumerate(_parse(text, path, 1), start=1):
+                where = f"{path}: record {index}"
+                yield where, _unicode(record, text, where)
+            return
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path}:{number}"
+                yield where, _unicode(_parse(line, path, number), line, where)
+
+
+def _parse(text: str, path: Path, number: int) -> Any:
+    """The value of a JSON text that begins in line `number` of a file."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            is_array = file.read(4096).lstrip().startswith("[")
-            file.seek(0)
-            if is_array:
-                for index, record in enumerate(json.load(file), start=1):
-                    yield f"{path}: record {index}", record
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", json.loads(line)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         shown = "".join(error.doc.split("\n")[error.lineno - 1 : error.lineno]).strip()[:60]
         number += error.lineno - 1
@@ -106,10 +145,47 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
             got=shown or "an empty line",
             hint=f"sed -n {number}p {path}",
         ) from error
-    except UnicodeDecodeError as error:
-        raise NoData("a JSON file is not UTF-8 text", where=str(path), got=error.reason) from error
-    except OSError as error:
-        raise NoData("a data file cannot be read", where=str(path), got=error.strerror) from error
+    except (RecursionError, ValueError) as error:
+        # Lists within lists without end, and numbers of thousands of digits.
+        what = "values are nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise NoData(
+            "a line of JSON cannot be read", where=f"{path}:{number}", got=what[:120]
+        ) from error
+
+
+def _unicode(record: Any, text: str, where: str) -> Any:
+    """The record, when all of its words can be written; escapes may spell half a character."""
+    if "\\u" in text:
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise NoData(
+                "a record holds half a character (a lone surrogate), which is not Unicode text",
+                where=where,
+                got=ascii(error.object[error.start : error.end]),
+                allowed="surrogates in pairs, as in \\ud83d\\ude00",
+            ) from error
+    return record
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(2**31 - 1)  # a text may be long
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        try:
+            for row in rows:
+                where = f"{path}:{rows.line_num}"
+                if None in row or None in row.values():
+                    raise NoData(
+                        "a row has more or fewer columns than the header",
+                        where=where,
+                        allowed=rows.fieldnames,
+                        hint=f"sed -n {rows.line_num}p {path}",
+                    )
+                yield where, row
+        except csv.Error as error:
+            where = f"{path}:{rows.reader.line_num}"
+            raise NoData("a line of a table cannot be read", where=where, got=str(error)) from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -135,8 +211,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def shape_of(record: Record, text_key: str, where: str) -> str:
-    """Which shape a record has: `sharegpt`, `alpaca` or `records` (text under `text_key`)."""
+    """Which shape a record has: that of a conversation, or `records` (text under `text_key`)."""
     shape = _conversation(record)
+    if shape == "prompt_completion" and isinstance(record.get(text_key), str):
+        shape = None
     if shape is None:
         text_of(record, text_key, where)
     return shape or "records"
@@ -145,7 +223,9 @@ def shape_of(record: Record, text_key: str, where: str) -> str:
 def _conversation(record: Record) -> str | None:
     if any(isinstance(record.get(key), list) for key in _TURNS):
         return "sharegpt"
-    return "alpaca" if "instruction" in record and "output" in record else None
+    if "instruction" in record and "output" in record:
+        return "alpaca"
+    return "prompt_completion" if "prompt" in record and "completion" in record else None
 
 
 def text_of(record: Record, text_key: str, where: str) -> str:
@@ -158,13 +238,13 @@ def text_of(record: Record, text_key: str, where: str) -> str:
         f"a record has no text under `{text_key}`",
         where=where,
         got=f"{text_key}: {type(value).__name__}" if text_key in record else sorted(record),
-        allowed=f"a string under `{text_key}`; sharegpt or alpaca records",
+        allowed=f"a string under `{text_key}`; sharegpt, alpaca or prompt_completion records",
         hint=f"data.text_key={max(texts, key=lambda key: texts[key])}" if texts else None,
     )
 
 
 def messages_of(record: Record, shape: str, where: str) -> tuple[Message, ...]:
-    """Turns of an alpaca or sharegpt record, the system's first; NoData (HP602) names the turn that is wrong."""
+    """Turns of a record with a conversation, the system's first; NoData (HP602) names the turn that is wrong."""
     model, allowed = _CONVERSATIONS[shape]
     try:
         read = model.model_validate({k: v for k, v in record.items() if v is not None})

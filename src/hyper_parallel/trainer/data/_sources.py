@@ -10,7 +10,7 @@ import difflib
 import itertools
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -18,23 +18,34 @@ from typing import Final
 from hyper_parallel.config import Data
 from hyper_parallel.errors import Contradiction, NoData
 from hyper_parallel.trainer.data._records import (
+    CONVERSATIONS,
     Message,
+    Record,
     messages_of,
     read_records,
     shape_of,
     text_of,
 )
+from hyper_parallel.trainer.data._tables import Table, is_table, open_table
 
 STDLIB = "python-stdlib"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
-_KINDS: Final = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+_KINDS: Final = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
 """What a file holds, by its suffix; every other file is text."""
+_RECORDS: Final = ("csv", "jsonl", "parquet")
 _FORMATS: Final = {
-    "text": {"text", "json", "parquet"},
+    "text": {"text", *_KINDS.values()},
     "jsonl": {"json"},
     "parquet": {"parquet"},
-    "alpaca": {"json", "parquet"},
-    "sharegpt": {"json", "parquet"},
+    "csv": {"csv"},
+    **{shape: set(_KINDS.values()) for shape in CONVERSATIONS},
 }
 """Kinds of files that are read with a `data.format`."""
 
@@ -60,25 +71,28 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The files of a recipe, resolved: `files` in reading order."""
+    """The files or the table of a recipe, resolved: `files` in reading order."""
 
     name: str
     shape: str
-    """`text` (a file is a document), `records` (text under a key), `alpaca` or `sharegpt`."""
+    """`text` (a file is a document), `records` (text under a key), or that of a conversation."""
     files: tuple[Path, ...]
     text_key: str
     max_bytes: int | None
+    table: Table | None = None
     counts: Counter[str] = field(default_factory=Counter)
     """What was left out, by reason."""
 
     @property
     def is_conversations(self) -> bool:
-        return self.shape in ("alpaca", "sharegpt")
+        return self.shape in CONVERSATIONS
 
     @property
     def num_bytes(self) -> int:
         """Size of the files, an estimate of the text in them; at most `max_bytes`."""
-        total = sum(f.stat().st_size for f in self.files)
+        total = sum(f.stat().st_size for f in self.files) or (
+            self.table.num_bytes if self.table else 0
+        )
         return total if self.max_bytes is None else min(total, self.max_bytes)
 
     def identity(self) -> dict[str, object]:
@@ -89,6 +103,7 @@ class Source:
             "text_key": self.text_key if self.shape == "records" else "",
             "max_bytes": self.max_bytes,
             "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+            **({"table": [self.table.name, self.table.fingerprint]} if self.table else {}),
         }
 
     def documents(self) -> Iterator[Document]:
@@ -112,7 +127,7 @@ class Source:
         if self.shape == "text":
             yield from filter(None, map(self._text_document, self.files))
             return
-        for where, record in itertools.chain.from_iterable(map(read_records, self.files)):
+        for where, record in _records(self.files, self.table):
             if self.shape == "records":
                 yield Document(where, text_of(record, self.text_key, where))
             else:
@@ -129,7 +144,7 @@ class Source:
                 raise NoData(
                     "the data file is binary, not text",
                     where=str(path),
-                    allowed="text, .jsonl, .json, .parquet",
+                    allowed=f"text, {', '.join(_KINDS)}",
                 )
             self.counts["binary files left out"] += 1
             return None
@@ -152,18 +167,35 @@ def resolve(data: Data, stage: str) -> Source:
             got=f"data.format={data.format}",
             hint="data.format=text",
         )
-    files = _files(data)
-    shape = _shape(files[0], data)
-    source = Source(data.source, shape, tuple(files), data.text_key, data.max_bytes)
+    path = Path(data.source).expanduser()
+    table = open_table(data, path) if data.source != STDLIB and is_table(data, path) else None
+    for key, value in (("name", data.name), ("split", data.split)):
+        if value is not None and table is None:
+            raise Contradiction(
+                f"`data.{key}` belongs to a dataset, and the source is none",
+                where=f"data.source: {data.source}",
+                got=f"data.{key}={value}",
+                allowed="a folder, or a name on the Hugging Face hub",
+                hint=f"data.{key}=null",
+            )
+    files = _files(data) if table is None else []
+    shape = _shape(files, table, data)
+    source = Source(data.source, shape, tuple(files), data.text_key, data.max_bytes, table)
     if stage == "sft" and not source.is_conversations:
         raise Contradiction(
             "`stage: sft` trains on the assistant's turns, and the source holds plain text",
             where=f"data.source: {data.source}",
             got=f"stage=sft, records={shape}",
-            allowed="alpaca or sharegpt records for sft; any format for pt",
+            allowed="sharegpt, alpaca or prompt_completion records for sft; any format for pt",
             hint="stage=pt",
         )
     return source
+
+
+def _records(files: Sequence[Path], table: Table | None) -> Iterator[tuple[str, Record]]:
+    if table is not None:
+        return table.records()
+    return itertools.chain.from_iterable(map(read_records, files))
 
 
 def _files(data: Data) -> list[Path]:
@@ -180,7 +212,7 @@ def _files(data: Data) -> list[Path]:
                 "the data source does not exist",
                 where=where,
                 got=str(path.absolute()),
-                allowed=f"{STDLIB}, a file or a directory",
+                allowed=f"{STDLIB}, a file, a directory, or a name on the Hugging Face hub (user/name)",
                 hint=f"data.source={_nearest(path)}",
             )
         path = path.absolute()
@@ -216,8 +248,8 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
             "the data directory mixes kinds of files",
             where=f"data.source: {root}",
             got=found,
-            allowed="one of text, JSON, parquet; or a format that says which files to take",
-            hint=f"data.format={'parquet' if 'parquet' in kinds else 'jsonl'}",
+            allowed="one of text, JSON, parquet, CSV; or a format that says which files to take (text: all)",
+            hint=f"data.format={next(f for f in _RECORDS[::-1] if _FORMATS[f] & kinds)}",
         )
     chosen = [f for f in files if _kind(f) in kinds]
     if not chosen:
@@ -234,11 +266,12 @@ def _kind(path: Path) -> str:
     return _KINDS.get(path.suffix, "text")
 
 
-def _shape(first: Path, data: Data) -> str:
-    if data.format != "auto":
-        return "records" if data.format in ("jsonl", "parquet") else data.format
-    if _kind(first) == "text":
+def _shape(files: Sequence[Path], table: Table | None, data: Data) -> str:
+    if data.format != "auto" and not (table and data.format == "text"):
+        return "records" if data.format in _RECORDS else data.format
+    if table is None and _kind(files[0]) == "text":
         return "text"
-    for where, record in read_records(first):
+    for where, record in _records(files[:1], table):
         return shape_of(record, data.text_key, where)
-    raise NoData("the first data file holds no record", where=str(first))
+    what = "the dataset holds no row" if table else "the first data file holds no record"
+    raise NoData(what, where=table.name if table else str(files[0]))
