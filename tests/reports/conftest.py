@@ -88,6 +88,7 @@ def run_dir(tmp_path: Path) -> Path:
                 "step": step,
                 "loss": 8.3 * math.exp(-step / 40) + 1.5,
                 "grad_norm": 1.0 + 0.3 * math.sin(step),
+                "lr": 1e-3 / step,
                 "tokens": 4096,
                 "step_s": 1.1 if step > 2 else 3.0,
                 "tps": 930.0,

@@ -1,14 +1,18 @@
 import json
 import re
+import shutil
+import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from hyper_parallel.cli import main
 from hyper_parallel.errors import RunUnreadable
-from hyper_parallel.ir import Span, Timeline
-from hyper_parallel.reports import chrome_trace, load_run, one_step, write_report
-from hyper_parallel.reports._charts import gantt
+from hyper_parallel.ir import Counter, Span, Strategy, Timeline
+from hyper_parallel.reports import chrome_trace, load_run, one_step, write_comparison, write_report
+from hyper_parallel.reports._terms import COLORS, RUNS
 from hyper_parallel.serde import encode
 from tests.reports.conftest import make_plan, make_timeline
 
@@ -28,7 +32,7 @@ class Balanced(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.references += [v for k, v in attrs if k in ("src", "href") and v]
-        if tag not in {"meta"}:
+        if tag not in {"meta", "br"}:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -39,7 +43,8 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.text.append(data)
+        if self.open[-1:] != ["script"]:
+            self.text.append(data)
 
 
 def page_of(run_dir: Path) -> Balanced:
@@ -51,10 +56,123 @@ def page_of(run_dir: Path) -> Balanced:
     return parsed
 
 
+def charts_of(page: Path) -> list[dict]:
+    """The data of every chart in a page, as the browser gets it."""
+    document = re.search(r"const docs_json = '(.*?)';\n", page.read_text())[1]
+    found, pending = [], [json.loads(document.encode().decode("unicode_escape"))]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict) and item.get("name") == "ColumnDataSource":
+            entries = item["attributes"]["data"]["entries"]
+            found.append(dict(entries))
+        pending += (
+            item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        )
+    return found
+
+
 def test_page_is_well_formed_and_refers_to_nothing_outside(run_dir: Path) -> None:
     parsed = page_of(run_dir)
     assert parsed.references == []
-    assert "http" not in (run_dir / "report.html").read_text()
+    page = run_dir / "report.html"
+    assert page.stat().st_size < 5e6
+    own = re.sub(r"<script>.*?</script>", "", page.read_text(), flags=re.DOTALL)
+    assert "http" not in own
+    assert "@import" not in own
+    assert "url(" not in own
+
+
+def test_curves_are_what_metrics_say(run_dir: Path) -> None:
+    write_report(run_dir)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    drawn = charts_of(run_dir / "report.html")
+    steps = [float(row["step"]) for row in rows]
+    for key in ("loss", "lr", "grad_norm", "step_s", "tps"):
+        values = [float(row[key]) for row in rows]
+        assert any(d.get("x") == steps and d["y"] == values for d in drawn), key
+    assert any(d.get("x") == [0.0, 60.0] and d["y"] == [9.7, 3.4] for d in drawn)
+
+
+def test_long_curves_are_thinned_but_hold_measured_values(run_dir: Path) -> None:
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    lines = [json.dumps(row | {"step": n, "loss": 1.0 + 1.0 / n}) for n in range(1, 9_001)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page, _ = write_report(run_dir)
+    assert page.stat().st_size < 5e6
+    loss = next(d for d in charts_of(page) if d.get("label") and d["label"][0] == "training")
+    assert 1000 < len(loss["x"]) <= 2000
+    assert all(y == 1.0 + 1.0 / x for x, y in zip(loss["x"], loss["y"], strict=True))
+
+
+def test_no_colour_has_two_meanings() -> None:
+    used = [*COLORS.values(), *RUNS]
+    assert len({*used}) == len(used)
+
+
+def test_measured_memory_is_broken_down_as_predicted(run_dir: Path) -> None:
+    timeline, held = make_timeline(), {"parameters": 4.0, "gradients": 3.0, "optimizer states": 2.0}
+    told = [Counter(f"rank 1/peak {k}", 13.5, gib * (20 << 20)) for k, gib in held.items()]
+    within = [Counter("rank 1/memory", 13.2 + 0.1 * i, (290 + i) << 20) for i in range(9)]
+    counted = Timeline("measured", timeline.spans, (*told, *within))
+    (run_dir / "timeline.json").write_text(json.dumps(encode(counted)))
+    write_report(run_dir)
+    drawn = charts_of(run_dir / "report.html")
+    bars = next(d for d in drawn if "activations and buffers" in d.get("what", ()))
+    ends = dict(zip(zip(bars["y"], bars["what"], strict=True), bars["right"], strict=True))
+    assert ends["measured: 300.00 MiB", "optimizer states"] == pytest.approx(180)
+    assert ends["measured: 300.00 MiB", "activations and buffers"] == pytest.approx(300)
+    assert ends["predicted: 320.00 MiB", "optimizer states"] == pytest.approx(120)
+    curve = next(d for d in drawn if d.get("label", [""])[0] == "measured, rank 1")
+    assert {*curve["y"]} == {290.0 + i for i in range(9)}
+
+
+def test_runs_are_compared_in_one_page(run_dir: Path, tmp_path_factory, monkeypatch) -> None:
+    other = tmp_path_factory.mktemp("other") / "slow"
+    shutil.copytree(run_dir, other)
+    rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(row | {"step_s": 2.2, "loss": row["loss"] + 1}) for row in rows]
+    (other / "metrics.jsonl").write_text("\n".join(lines))
+    (other / "config.yaml").write_text("model:\n  path: tiny\ntraining:\n  lr: 0.5\n")
+    monkeypatch.setattr(sys, "argv", ["hyper-parallel", "report", str(run_dir), str(other)])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    page = run_dir / "comparison.html"
+    parsed = Balanced()
+    parsed.feed(page.read_text())
+    assert parsed.references == []
+    text = " ".join(part.strip() for part in parsed.text if part.strip())
+    assert "2.2 s (+100.0 %)" in text
+    assert "training.lr - 0.5" in text
+    assert "model.path" not in text  # it does not differ
+    labels = {d["label"][0]: d for d in charts_of(page) if d.get("label")}
+    first, second = labels[f"{run_dir.name}, training"], labels["slow, training"]
+    assert second["y"] == [y + 1 for y in first["y"]]
+    assert (other / "report.html").is_file()
+    assert write_comparison([run_dir]).is_file()
+
+
+def test_arrows_lead_from_sends_to_receives() -> None:
+    plan = replace(make_plan(), strategy=Strategy(dp_shard=2, pp=2))
+    spans = tuple(
+        Span(f"rank {rank}/compute", f"{rank // 2}{kind}0", start + rank * 0.01, 0.1, "compute", 3)
+        for rank in range(4)
+        for kind, start in (("F", 0.2 * (rank // 2)), ("B", 0.8 - 0.2 * (rank // 2)))
+    )
+    events = chrome_trace(Timeline("measured", spans), plan)["traceEvents"]
+    lanes = {
+        e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2
+    }
+    ends: dict[str, dict] = {}
+    for e in (e for e in events if e["ph"] in "sf"):
+        ends.setdefault(e["id"], {})[e["ph"]] = e
+    arrows = {(e["s"]["name"], lanes[e["s"]["tid"]], lanes[e["f"]["tid"]]) for e in ends.values()}
+    assert arrows == {
+        ("activations", "rank 0/compute", "rank 2/compute"),
+        ("activations", "rank 1/compute", "rank 3/compute"),
+        ("gradients", "rank 2/compute", "rank 0/compute"),
+        ("gradients", "rank 3/compute", "rank 1/compute"),
+    }
+    assert all(e["s"]["ts"] < e["f"]["ts"] for e in ends.values())
 
 
 def test_page_shows_predicted_beside_measured(run_dir: Path) -> None:
@@ -138,9 +256,12 @@ def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
     (run_dir / "predicted_timeline.json").write_text(json.dumps(encode(simulated)))
     assert load_run(run_dir).simulated == simulated
     text = page_of(run_dir).text
-    assert any("simulated" in part for part in text)
-    assert {"forward", "backward", "1B1: 100 ms"} <= {part.strip() for part in text}
-    assert "0F0" not in text  # one colour and one key for all forwards
+    assert {"forward", "backward"} <= {part.strip() for part in text}
+    lanes = next(
+        d for d in charts_of(run_dir / "report.html") if d.get("what", [""])[0][-1:] == "0"
+    )
+    assert "backward, stage 1, microbatch 1" in lanes["what"]
+    assert len({*lanes["color"]}) == 2  # one for all forwards, one for all backwards
     events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
     lanes = {
         e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1
@@ -149,11 +270,3 @@ def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
     drawn = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["name"] == "0F0"]
     measured = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "data"]
     assert [e["ts"] for e in drawn] == pytest.approx(sorted({e["ts"] for e in measured}))
-
-
-def test_long_names_of_lanes_have_room() -> None:
-    for name in ("step", "rank 0/communication", "pipeline rank 12/communication"):
-        timeline = Timeline("measured", (Span("lane", "2F0", 0.0, 1.0, "compute"),))
-        chart = gantt(timeline, [("lane", name)], str)
-        bar = chart["rows"][0]["spans"][0][0]
-        assert 7.5 * len(name) <= chart["left"] - 8 < bar  # right-aligned, ends 8 left of the lanes

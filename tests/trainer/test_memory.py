@@ -66,3 +66,23 @@ def test_counted_tensors_are_exact_and_the_second_step_stands_for_all_later_ones
     # State of 4,000 bytes; then first and second or second and third: 2,000 + 4,000.
     # The slot comes at the end of the first step, and stays.
     assert peaks == [(10_000, 11_000), (11_000, 11_000), (11_000, 11_000), (11_000, 11_000)]
+
+
+def test_a_counted_step_tells_its_bytes_over_time_and_what_the_peak_held():
+    gauge = MemoryGauge(torch.device("cpu"))
+    weight = torch.zeros(1000)
+    grads: list[torch.Tensor] = []
+    gauge.state = lambda: [weight]
+    gauge.kinds = lambda: {"gradients": sum(g.nbytes for g in grads)}
+    with gauge.step():
+        grads.append(weight * 2)
+        high = weight.repeat(3)
+        high.add_(1)
+        del high
+        weight.sum()
+        grads.clear()
+        torch.zeros(5)
+    peak = gauge.peak_bytes()
+    assert peak == 4000 + 4000 + 12_000
+    assert max(n for what, _, n in gauge.samples if what == "memory") == peak
+    assert [n for what, _, n in gauge.samples if what == "peak gradients"] == [4000]

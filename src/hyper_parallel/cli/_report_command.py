@@ -1,4 +1,4 @@
-"""`hyper-parallel report`: the HTML page and the Perfetto trace of a run."""
+"""`hyper-parallel report`: the HTML page and the Perfetto trace of a run, or a page that compares runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ import typer
 
 
 def report(
-    run_dir: Annotated[
-        Path,
-        typer.Argument(help="Directory that `hyper-parallel train` wrote.", show_default=False),
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR...",
+            help="Directories that `hyper-parallel train` wrote; several are compared.",
+            show_default=False,
+        ),
     ],
 ) -> None:
-    """Write report.html (self-contained) and trace.json (for Perfetto) into a run directory."""
-    from hyper_parallel.reports import write_report
+    """Write report.html (self-contained) and trace.json (for Perfetto) into each run directory.
 
-    page, trace = write_report(run_dir)
-    typer.echo(page)
-    typer.echo(trace)
+    Of several runs also comparison.html into the first: curves overlaid, settings and results that differ.
+    """
+    from hyper_parallel.reports import write_comparison, write_report
+
+    for run_dir in dict.fromkeys(run_dirs):
+        page, trace = write_report(run_dir)
+        typer.echo(page)
+        typer.echo(trace)
+    if len(dict.fromkeys(run_dirs)) > 1:
+        typer.echo(write_comparison(list(dict.fromkeys(run_dirs))))

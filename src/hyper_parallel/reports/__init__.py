@@ -1,6 +1,7 @@
 """Reports: one self-contained HTML page and a Perfetto trace from a run directory; imports no framework."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from hyper_parallel.reports._page import render
@@ -15,6 +16,7 @@ __all__ = [
     "one_step",
     "predicted_timeline",
     "render",
+    "write_comparison",
     "write_report",
 ]
 
@@ -30,3 +32,15 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
     write_text(page, render(run))
     write_text(trace, json.dumps(chrome_trace(run.timeline, run.plan, run.simulated)) + "\n")
     return page, trace
+
+
+def write_comparison(directories: Sequence[str | Path]) -> Path:
+    """Write `comparison.html`, several runs in one page, into the directory of the first, and return its path.
+
+    Raises:
+        RunUnreadable: HP603 when a directory is not a run.
+    """
+    runs = [load_run(directory) for directory in directories]
+    page = runs[0].directory / "comparison.html"
+    write_text(page, render(*runs))
+    return page

@@ -2,274 +2,334 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+from bokeh.embed import components
+from bokeh.models import Range1d
+from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-from hyper_parallel.ir import Plan, Timeline
+from hyper_parallel.ir import Layout, Mesh, Timeline
 from hyper_parallel.reports._charts import (
-    FULL,
-    PALETTE,
-    BarPart,
+    BYTES,
+    SECONDS,
+    THEME,
     Chart,
-    Series,
-    colors,
-    gantt,
-    layout_chart,
-    line_chart,
-    mesh_chart,
-    stacked_bars,
+    Curve,
+    Unit,
+    bars,
+    curves,
+    lanes,
 )
+from hyper_parallel.reports._results import conditions, deviation, differences, results
 from hyper_parallel.reports._run_record import RunRecord
-from hyper_parallel.reports._timeline import one_step, predicted_timeline
-from hyper_parallel.units import GiB, KiB, MiB, format_bytes, format_count, format_seconds
+from hyper_parallel.reports._terms import (
+    MOVING,
+    RUNS,
+    STATES,
+    WHOLE,
+    kind_of,
+    memory_kind,
+    time_kind,
+    words,
+)
+from hyper_parallel.reports._timeline import one_step, steps_of
+from hyper_parallel.units import format_bytes, format_count, format_seconds
 
-_MEASURED, _PREDICTED = PALETTE[0], PALETTE[2]
 _MAX_LANES: Final = 16
-_MAX_POINTS: Final = 1500
-_ACTIONS: Final = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of inputs",
-    "W": "backward of weights",
-    "REDUCE_GRAD": "gradient reduction",
+_MAX_RANKS: Final = 256
+_TIERS: Final = {
+    "hbm": "device memory",
+    "device": "device memory",
+    "dram": "host memory",
+    "flash": "files",
 }
-_UNITS: Final = (("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
-_TIERS: Final = {"device": "device", "dram": "host memory", "flash": "files"}
-_OFFLOAD_LANES: Final = {
-    "compute": "compute",
-    "communication": "communication",
-    "host": "host",
+_COPIES: Final = {
     "store": "device to host",
     "prefetch": "host to device",
     "copy_out": "host to file",
     "copy_in": "file to host",
 }
+_CURVES: Final = (
+    ("lr", "learning rate", (("", 1.0),)),
+    ("grad_norm", "gradient norm", (("", 1.0),)),
+    ("step_s", "step time", SECONDS),
+    ("tps", "tokens/s per rank", (("", 1.0),)),
+)
 
 
-def render(run: RunRecord) -> str:
-    """The page of a run as HTML text; it refers to nothing outside itself."""
+def render(*runs: RunRecord) -> str:
+    """The page of a run, or of several beside each other, as HTML text; it refers to nothing outside itself."""
     environment = Environment(
         loader=PackageLoader("hyper_parallel.reports"), autoescape=True, undefined=StrictUndefined
     )
-    environment.filters |= {
-        "bytes": format_bytes,
-        "seconds": format_seconds,
-        "count": format_count,
-        "px": lambda x: f"{x:.1f}",
+    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "count": format_count}
+    charts = _curves(runs)
+    if len(runs) == 1:
+        charts |= _single(runs[0])
+    shown = {name: chart for name, chart in charts.items() if chart is not None}
+    script, divs = components(
+        {name: chart.figure for name, chart in shown.items()}, wrap_script=False, theme=THEME
+    )
+    values: dict[str, Any] = {
+        "runs": runs,
+        "names": _names(runs),
+        "colors": _run_colors(runs),
+        "charts": shown,
+        "divs": {name: Markup(div) for name, div in divs.items()},
+        "scripts": [
+            Markup(Resources(mode="inline", components=["bokeh"]).js_raw[0]),
+            Markup(script),
+        ],
+        "results": [results(run) for run in runs],
+        "conditions": [conditions(run) for run in runs],
     }
-    plan = run.plan
-    measured = None if run.timeline is None else one_step(run.timeline)
-    facts = run.run_info.items()
-    layouts = [
-        (
-            name,
-            list(zip(x.dims or [f"d{i}" for i in range(len(x.axes))], x.axes, strict=True)),
-            x.partial,
-            layout_chart(x, plan.mesh),
+    if len(runs) > 1:
+        return environment.get_template("comparison.html").render(
+            values,
+            settings=differences(runs),
+            rows=list(dict.fromkeys(r.name for found in values["results"] for r in found)),
+            delta=deviation,
         )
-        for name, x in plan.layouts.items()
-    ]
+    run = runs[0]
     return environment.get_template("page.html").render(
-        plan=plan,
-        info=", ".join(f"{k} {v}" for k, v in facts if isinstance(v, (str, int, float))),
-        tiles=_tiles(run),
-        loss=_loss(run),
-        predicted_terms=_terms("predicted", {t.name: t.seconds for t in plan.cost}),
-        measured_terms=run.timeline and _terms("measured", _phases(run.timeline)),
-        step_time=_step_time(run),
-        memory=_memory(run),
-        grad_norm=line_chart(
-            [Series("gradient norm before clipping", _points(run, "grad_norm"), PALETTE[6])],
-            y_format=lambda v: f"{v:.3g}",
-            y_label="gradient norm",
-            from_zero=True,
-        ),
-        predicted_lanes=_lanes(predicted_timeline(plan)),
-        simulated_lanes=run.simulated and _lanes(run.simulated),
-        measured_lanes=measured and _lanes(measured),
-        hidden_lanes=len(measured.lanes) - _MAX_LANES if measured else 0,
-        offload=_offload(run),
-        mesh=mesh_chart(plan.mesh),
-        layouts=layouts,
-        sample=run.sample,
-        config=run.config,
+        values | {"run": run, "plan": run.plan, "mesh": _mesh(run.plan.mesh)},
+        layouts=[(name, _layout(x, run.plan.mesh)) for name, x in run.plan.layouts.items()],
+        hidden_lanes=len(_ranks(run.timeline)) - _MAX_LANES if run.timeline else 0,
+        offload=_offload_facts(run),
     )
 
 
-def _deviation(measured: float | None, predicted: float) -> str:
-    if not measured or not predicted:
-        return f"predicted {predicted:.3g}" if predicted else ""
-    return f"{(measured / predicted - 1) * 100:+.1f} %"
+def _names(runs: Sequence[RunRecord]) -> list[str]:
+    """The shortest ends of the directories that differ."""
+    paths = [run.directory.resolve().parts for run in runs]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
-def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Name, value and note of every tile."""
-    plan, last = run.plan, run.metrics[-1] if run.metrics else {}
-    tokens = float(sum(int(m.get("tokens", 0)) for m in run.metrics))
-    tiles = [("steps", f"{len(run.metrics)}", f"{format_count(tokens)} tokens")]
-    if "loss" in last:
-        tiles.append(("training loss", f"{last['loss']:.3f}", f"from {run.metrics[0]['loss']:.3f}"))
-    if run.evals:
-        first, final = run.evals[0]["loss"], run.evals[-1]["loss"]
-        tiles.append(("held-out loss", f"{final:.3f}", f"from {first:.3f} before training"))
-    if (step_s := run.steady("step_s")) is not None:
-        note = f"predicted {format_seconds(plan.step_s)} ({_deviation(step_s, plan.step_s)})"
-        tiles.append(("step time (median)", format_seconds(step_s), note))
-    if (tps := run.steady("tps")) is not None:
-        tiles.append(("tokens/s per rank", f"{tps:,.0f}", f"all ranks {tps * plan.mesh.size:,.0f}"))
-    if (mfu := run.steady("mfu")) is not None:
-        tiles.append(("MFU", f"{mfu * 100:.1f} %", f"predicted {plan.predicted_mfu * 100:.1f} %"))
-    if (peak := run.peak_memory_bytes) is not None:
-        predicted = plan.memory_bytes
-        note = f"predicted {format_bytes(predicted)} ({_deviation(peak, predicted)})"
-        tiles.append(("peak memory per rank", format_bytes(peak), note))
-    return tiles
+def _run_colors(runs: Sequence[RunRecord]) -> list[str]:
+    return [RUNS[i % len(RUNS)] for i in range(len(runs))]
+
+
+def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
+    """What is drawn over steps, of one run or of several: one colour per run, zoomed together."""
+    ends = [(m[0]["step"], m[-1]["step"]) for m in (run.metrics for run in runs) if m]
+    first, last = min((a for a, _ in ends), default=1) - 1, max((b for _, b in ends), default=1)
+    margin = 0.02 * (last - first)
+    across = Range1d(first - margin, last + margin)
+    several = len(runs) > 1
+    named = list(zip(runs, _names(runs), _run_colors(runs), strict=True))
+
+    def label(name: str, what: str) -> str:
+        return f"{name}, {what}" if several else what
+
+    losses = []
+    for run, name, color in named:
+        losses.append(Curve(label(name, "training"), _points(run, "loss"), color))
+        held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
+        losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
+    charts = {"loss": curves(losses, "loss", x_range=across, height=320)}
+    for key, what, units in _CURVES:
+        lines = []
+        for run, name, color in named:
+            points = _points(run, key)
+            lines.append(Curve(label(name, "measured" if key != "lr" else "set"), points, color))
+            if key == "step_s" and points and run.plan.step_s:
+                flat = [(x, run.plan.step_s) for x in (points[0][0], points[-1][0])]
+                lines.append(Curve(label(name, "predicted"), flat, color, "dashed"))
+        charts[key] = curves(lines, what, units, x_range=across, from_zero=key != "lr")
+    within = [(label(name, "measured"), color, run) for run, name, color in named]
+    charts["within"] = _within(within)
+    return charts
 
 
 def _points(run: RunRecord, key: str) -> list[tuple[float, float]]:
     return [(float(m["step"]), float(m[key])) for m in run.metrics if m.get(key) is not None]
 
 
-def _loss(run: RunRecord) -> Chart:
-    series = [Series("training", _points(run, "loss"), _MEASURED)]
-    if run.evals:
-        held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
-        series.append(Series("held out", held_out, PALETTE[1], dots=True))
-    return line_chart(series, y_format=lambda v: f"{v:.4g}", y_label="loss", width=FULL, height=300)
+def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
+    """Memory over one step of the fullest rank; of a single run with the phases behind it and what was predicted."""
+    lines, bands = [], []
+    for label, color, run in runs:
+        rank = run.fullest_rank
+        if run.timeline is None or rank is None:
+            continue
+        step = one_step(run.timeline, steps_of(run.timeline)[0])
+        points = [(c.time_s, c.value) for c in step.counters if c.lane == f"{rank}/memory"]
+        if len(points) < 3:  # nothing was sampled inside of the step
+            continue
+        stairs = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
+        lines.append(Curve(f"{label}, {rank}", _stairs(points, stairs), color))
+        if len(runs) == 1:
+            bands = [s for s in _told(step, kind_of) if s.lane.startswith(f"{rank}/")]
+            flat = [(x, float(run.plan.memory_bytes)) for x in (points[0][0], points[-1][0])]
+            lines.append(Curve("predicted peak", flat, color, "dashed"))
+    end = max((x for line in lines for x, _ in line.points), default=0.0)
+    unit = Unit.of(end, SECONDS)
+    return curves(lines, "memory", BYTES, x_label="time", x_unit=unit, from_zero=True, bands=bands)
 
 
-def _terms(label: str, seconds: dict[str, float]) -> Chart:
-    shades = colors(list(seconds))
-    parts = [BarPart(name, value, shades[name]) for name, value in seconds.items()]
-    return stacked_bars([(label, parts)], x_format=format_seconds)
+def _stairs(
+    points: Sequence[tuple[float, float]], held: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    return sorted([*points, *held], key=lambda p: p[0])
 
 
-def _phases(timeline: Timeline) -> dict[str, float]:
-    """Mean seconds of each phase in one step of one rank."""
-    spans = [s for s in timeline.spans if s.step is not None]
-    rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
-    total: dict[str, float] = {}
-    for span in spans:
-        total[span.name] = total.get(span.name, 0.0) + span.duration_s / rank_steps
-    return total
-
-
-def _step_time(run: RunRecord) -> Chart:
-    points = _points(run, "step_s")
-    series = [Series("measured", points, _MEASURED)]
-    if points and run.plan.step_s:
-        flat = [(points[0][0], run.plan.step_s), (points[-1][0], run.plan.step_s)]
-        series.append(Series("predicted", flat, _PREDICTED, dashed=True))
-    return line_chart(series, y_format=format_seconds, y_label="step time", from_zero=True)
-
-
-def _memory(run: RunRecord) -> list[tuple[str, Chart]]:
-    """Title and chart of every tier."""
-    plan = run.plan
-    shades = colors([t.name for t in plan.memory])
-    charts = []
+def _single(run: RunRecord) -> dict[str, Chart | None]:
+    """What only the page of one run has: terms beside each other, lanes, offload."""
+    plan, timeline = run.plan, run.timeline
+    charts: dict[str, Chart | None] = {"terms": _terms(run)}
     for tier in dict.fromkeys(t.tier for t in plan.memory):
-        terms = [t for t in plan.memory if t.tier == tier]
-        bars = [("predicted", [BarPart(t.name, float(t.bytes), shades[t.name]) for t in terms])]
-        measured = run.peak_memory_bytes if tier == "hbm" else None
-        if run.offload is not None and tier in ("dram", "flash"):
-            measured = max(m["offload"][f"{tier}_bytes"] for m in run.metrics if "offload" in m)
-        if measured is not None:
-            bars.append(("measured", [BarPart("measured peak", float(measured), PALETTE[-1])]))
-        capacity = ("capacity of one rank", float(plan.memory_capacity_bytes))
-        limit = capacity if tier == "hbm" else None
-        charts.append(
-            (_tier_name(plan, tier), stacked_bars(bars, x_format=format_bytes, limit=limit))
-        )
+        charts[f"memory {tier}"] = _memory(run, tier)
+    if run.simulated:
+        charts["simulated"] = _lanes(run.simulated)
+    if timeline is not None:
+        charts["measured"] = _lanes(one_step(timeline))
+    for kind, steps in zip(("predicted", "measured"), run.offload or (), strict=False):
+        names = {lane: _COPIES.get(lane, lane) for lane in steps.lanes}
+        charts[f"offload {kind}"] = lanes(_told(steps, _offload_kind), names)
+    for tier in ("device", "dram", "flash") if run.offload else ():
+        charts[f"offload {tier}"] = _tier(run, tier)
     return charts
 
 
-def _tier_name(plan: Plan, tier: str) -> str:
-    if tier != "hbm":
-        return tier
-    return "memory" if plan.topology.startswith("local") else "device memory"
-
-
 def _lanes(timeline: Timeline) -> Chart:
-    shown = [(lane, lane) for lane in timeline.lanes[:_MAX_LANES]]
-    return gantt(timeline, shown, format_seconds, _kind)
+    """One step on its executors, as many as there is space for."""
+    busy = sorted({s.lane for s in timeline.spans if s.duration_s > 0}, key=timeline.lanes.index)
+    names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in busy[:_MAX_LANES]}
+    return lanes(_told(timeline, kind_of), names)
 
 
-def _kind(name: str) -> str:
-    """What a span does: pipeline actions (`2F0`) without their stage and microbatch have one colour."""
-    action = name.strip("0123456789 ")
-    return _ACTIONS.get(action, action) if name[:1].isdigit() else name
+def _told(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
+    """The spans with words for people, and their kinds."""
+    return [
+        replace(s, name=words(s.name), category=kind(s.name, s.category)) for s in timeline.spans
+    ]
 
 
-def _offload(run: RunRecord) -> dict[str, Any] | None:
-    """One planned step of rank 0 by tier and lane; None when the run did not offload."""
+def _offload_kind(name: str, category: str) -> str:
+    return memory_kind(name) if category in _COPIES else kind_of(name, category)
+
+
+def _terms(run: RunRecord) -> Chart:
+    """Predicted and measured seconds of a step by kind; pointing at a kind lists what is in it."""
+    rows = [
+        _by_kind("predicted", {t.name: t.seconds for t in run.plan.cost}, time_kind, format_seconds)
+    ]
+    if run.timeline is not None:
+        rows.append(_by_kind("measured", _phases(run.timeline), time_kind, format_seconds))
+    return bars(rows, SECONDS)
+
+
+def _by_kind(
+    label: str, terms: dict[str, float], kind: Callable[[str], str], text: Callable[[float], str]
+) -> tuple[str, dict[str, float], dict[str, str]]:
+    parts: dict[str, float] = {}
+    notes: dict[str, list[str]] = {}
+    for name, value in terms.items():
+        if value > 0:
+            parts[kind(name)] = parts.get(kind(name), 0.0) + value
+            notes.setdefault(kind(name), []).append(f"{words(name)} {text(value)}")
+    return label, parts, {k: ": " + ", ".join(v) for k, v in notes.items() if len(v) > 1}
+
+
+def _phases(timeline: Timeline) -> dict[str, float]:
+    """Mean seconds of each phase in one step of one rank; the first recorded step counts bytes and is slower."""
+    steps = steps_of(timeline)[1:] or steps_of(timeline)
+    spans = [s for s in timeline.spans if s.step in steps]
+    rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
+    total: dict[str, float] = {}
+    for span in spans:
+        name = words(span.name).partition(",")[0]
+        total[name] = total.get(name, 0.0) + span.duration_s / rank_steps
+    return total
+
+
+def _memory(run: RunRecord, tier: str) -> Chart:
+    """Predicted and measured peak of a tier by kind."""
+    plan = run.plan
+    predicted = {t.name: float(t.bytes) for t in plan.memory if t.tier == tier}
+    rows = [_by_kind("predicted", predicted, memory_kind, format_bytes)]
+    if tier == "hbm" and run.peak_memory_bytes is not None:
+        rows.append(("measured", _measured_memory(run), {}))
+    elif run.offload is not None and tier in ("dram", "flash"):
+        most = max(m["offload"][f"{tier}_bytes"] for m in run.metrics if "offload" in m)
+        rows.append(("measured", {"offloaded": float(most)}, {}))
+    return bars(rows, BYTES, float(plan.memory_capacity_bytes) if tier == "hbm" else 0.0)
+
+
+def _measured_memory(run: RunRecord) -> dict[str, float]:
+    """The measured peak by kind, where the fullest rank has told."""
+    peak, rank = float(run.peak_memory_bytes or 0), run.fullest_rank
+    counters = run.timeline.counters if run.timeline else ()
+    parts = {kind: c.value for kind in STATES for c in counters if c.lane == f"{rank}/peak {kind}"}
+    return parts | {MOVING: peak - sum(parts.values())} if parts else {WHOLE: peak}
+
+
+def _ranks(timeline: Timeline) -> set[str]:
+    return {lane.partition("/")[0] for lane in timeline.lanes}
+
+
+def _tier(run: RunRecord, tier: str) -> Chart | None:
+    """Bytes of a tier over one planned step."""
+    lines = []
+    for kind, style, timeline in zip(
+        ("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True
+    ):
+        points = [(c.time_s, c.value) for c in timeline.counters if c.lane == tier]
+        held = [(x, y) for (x, _), (_, y) in zip(points[1:], points, strict=False)]
+        lines.append(Curve(kind, _stairs(points, held), RUNS[0], style))
+    if not any(y for line in lines for _, y in line.points):
+        return None
+    unit = Unit.of(max(x for line in lines for x, _ in line.points), SECONDS)
+    return curves(
+        lines, f"bytes in {_TIERS[tier]}", BYTES, x_label="time", x_unit=unit, from_zero=True
+    )
+
+
+def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
+    """Numbers of the offloaded steps; None when the run did not offload."""
     if run.offload is None:
         return None
     steps = [m["offload"] for m in run.metrics if "offload" in m]
-    tiers = []
-    for tier, name in _TIERS.items():
-        predicted, measured = (_curve(timeline, tier) for timeline in run.offload)
-        peaks = [max((v for _, v in curve), default=0.0) for curve in (predicted, measured)]
-        if any(peaks):
-            chart = _tier_chart(name, predicted, measured, max(peaks))
-            tiers.append(
-                {"name": name, "predicted": peaks[0], "measured": peaks[1], "chart": chart}
-            )
     return {
         "last": steps[-1] if run.metrics and "offload" in run.metrics[-1] else None,
         "worst_bytes": max((int(step["difference_bytes"]) for step in steps), default=0),
         "replanned": sum(bool(step["replanned"]) for step in steps),
-        "tiers": tiers,
-        "lanes": [
-            (kind, gantt(timeline, _offload_lanes(timeline), format_seconds))
-            for kind, timeline in zip(("predicted", "measured"), run.offload, strict=True)
-        ],
     }
 
 
-def _offload_lanes(timeline: Timeline) -> list[tuple[str, str]]:
-    return [(lane, name) for lane, name in _OFFLOAD_LANES.items() if lane in timeline.lanes]
+def _mesh(mesh: Mesh) -> dict[str, Any] | None:
+    """Groups of the innermost axes (tensor parallel, if there is any), one row each; None for one device."""
+    axes = [(n, d) for n, d in mesh.axes if d > 1]
+    if not axes:
+        return None
+    inner = [n for n, _ in axes if n in ("tp_x", "tp_y")] or [axes[-1][0]]
+    groups = mesh.groups(inner)[: max(1, _MAX_RANKS // mesh.degree(inner))]
+    rows = []
+    for group in groups:
+        places = [mesh.coordinate(rank) for rank in group]
+        outer = ", ".join(f"{n} {places[0][n]}" for n, _ in axes if n not in inner)
+        told = [", ".join(f"{n}={p[n]}" for n, _ in axes) for p in places]
+        rows.append((outer, list(zip(group, told, strict=True))))
+    shown = sum(map(len, groups))
+    note = f"first {shown} of {mesh.size} ranks" if shown < mesh.size else ""
+    return {"inner": " x ".join(inner), "rows": rows, "note": note}
 
 
-def _tier_chart(
-    name: str,
-    predicted: Sequence[tuple[float, float]],
-    measured: Sequence[tuple[float, float]],
-    peak: float,
-) -> Chart:
-    # Plotted in the unit of the peak, so that the ticks are round numbers of it.
-    unit, size = next((u for u in _UNITS if peak >= u[1]), _UNITS[-1])
-    return line_chart(
-        [
-            Series("measured", [(x, y / size) for x, y in measured], PALETTE[0]),
-            Series("predicted", [(x, y / size) for x, y in predicted], PALETTE[2], dashed=True),
-        ],
-        y_format=lambda v: f"{v:.4g} {unit}",
-        y_label=f"bytes in {name}",
-        from_zero=True,
-        width=FULL,
-        height=200,
-        x_format=format_seconds,
-        x_label="time of the step",
-    )
-
-
-def _curve(timeline: Timeline, tier: str) -> list[tuple[float, float]]:
-    """Steps of a counter as points; of a long one the highest value of every interval."""
-    samples = [(c.time_s, c.value) for c in timeline.counters if c.lane == tier]
-    if len(samples) > _MAX_POINTS:
-        size = -(-len(samples) // _MAX_POINTS)
-        samples = [
-            max(samples[i : i + size], key=lambda point: point[1])
-            for i in range(0, len(samples), size)
-        ]
-    points: list[tuple[float, float]] = []
-    for time_s, value in samples:
-        if points:
-            points.append((time_s, points[-1][1]))
-        points.append((time_s, value))
-    if points:
-        points.append((max(timeline.end_s, points[-1][0]), points[-1][1]))
-    return points
+def _layout(layout: Layout, mesh: Mesh) -> dict[str, Any]:
+    """A layout's dims with their axes, and into how many rows and columns its first two dims are cut."""
+    rows, columns = [*(mesh.degree(axes) for axes in layout.axes[:2]), 1, 1][:2]
+    dims = layout.dims or [f"d{i}" for i in range(len(layout.axes))]
+    return {
+        "dims": list(zip(dims, layout.axes, strict=True)),
+        "partial": layout.partial,
+        "rows": rows,
+        "columns": columns,
+    }

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
+
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.serde import DecodeError, decode
@@ -55,6 +57,30 @@ class RunRecord:
         """Largest measured memory over all steps."""
         values = [int(m["memory_bytes"]) for m in self.metrics if m.get("memory_bytes")]
         return max(values) if values else None
+
+    @property
+    def fullest_rank(self) -> str | None:
+        """Name of the rank whose recorded memory is largest; None when none was recorded."""
+        samples = (
+            [c for c in self.timeline.counters if c.lane.endswith("/memory")]
+            if self.timeline
+            else []
+        )
+        return max(samples, key=lambda c: c.value).lane.partition("/")[0] if samples else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The resolved recipe by dotted keys."""
+        flat: dict[str, Any] = {}
+        pending = [("", yaml.safe_load(self.config) or {})]
+        while pending:
+            prefix, section = pending.pop(0)
+            for key, value in section.items():
+                if isinstance(value, dict) and value:
+                    pending.append((f"{prefix}{key}.", value))
+                else:
+                    flat[f"{prefix}{key}"] = value
+        return flat
 
 
 def load_run(directory: str | Path) -> RunRecord:

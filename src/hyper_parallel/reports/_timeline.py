@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
 
-from hyper_parallel.ir import Plan, Span, Timeline
+from hyper_parallel.ir import Counter, Mesh, Plan, Span, Timeline
+
+_PASS: Final = re.compile(r"(\d+)([FBI])(\d+)")
+"""A pass of a microbatch through a stage: its stage, the direction, the microbatch."""
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
@@ -17,18 +23,26 @@ def predicted_timeline(plan: Plan) -> Timeline:
     return Timeline("predicted", tuple(spans))
 
 
+def steps_of(timeline: Timeline) -> list[int]:
+    """The recorded steps."""
+    return sorted({span.step for span in timeline.spans if span.step is not None})
+
+
 def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
-    """The spans of one step (default: the middle one of the window), moved so that the step starts at 0."""
-    steps = sorted({span.step for span in timeline.spans if span.step is not None})
+    """Spans and samples of one step (default: the middle one of the window), moved so that the step starts at 0."""
+    steps = steps_of(timeline)
     if not steps:
         return timeline
     chosen = steps[len(steps) // 2] if step is None else step
     spans = [span for span in timeline.spans if span.step == chosen]
     start = min((span.start_s for span in spans), default=0.0)
-    moved = tuple(
-        Span(s.lane, s.name, s.start_s - start, s.duration_s, s.category, s.step) for s in spans
+    end = max((span.end_s for span in spans), default=0.0)
+    samples = [c for c in timeline.counters if start <= c.time_s <= end]
+    return Timeline(
+        timeline.kind,
+        tuple(replace(s, start_s=s.start_s - start) for s in spans),
+        tuple(replace(c, time_s=c.time_s - start) for c in samples),
     )
-    return Timeline(timeline.kind, moved)
 
 
 def chrome_trace(
@@ -44,7 +58,8 @@ def chrome_trace(
         plan: What was predicted.
         simulated: One step of the plan, event by event, or None.
 
-    Source: Trace Event Format, duration ("X"), counter ("C") and metadata ("M") events; times in microseconds.
+    Source: Trace Event Format, duration ("X"), counter ("C"), flow ("s", "f") and metadata ("M") events; times in
+    microseconds.
     """
     events: list[dict[str, Any]] = []
     _process(events, 1, f"predicted ({plan.strategy})")
@@ -58,21 +73,15 @@ def chrome_trace(
         events += [_thread(1, number, f"pipeline {lane}") for lane, number in lanes.items()]
         for step, start in starts:
             _spans(events, 1, simulated.spans, lanes, start, step)
+            _counters(events, 1, simulated.counters, start, "activations")
+            _flows(events, 1, simulated.spans, lanes, start, step)
     if measured is not None:
         _process(events, 2, "measured")
         lanes = {lane: number for number, lane in enumerate(measured.lanes, 1)}
         events += [_thread(2, number, lane) for lane, number in lanes.items()]
         _spans(events, 2, measured.spans, lanes, 0.0, None)
-        for counter in measured.counters:
-            events.append(
-                {
-                    "ph": "C",
-                    "pid": 2,
-                    "name": counter.lane,
-                    "ts": counter.time_s * 1e6,
-                    "args": {"value": counter.value},
-                }
-            )
+        _counters(events, 2, measured.counters, 0.0, "bytes")
+        _flows(events, 2, measured.spans, lanes, 0.0, None, plan.mesh)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": plan.fingerprint}}
 
 
@@ -82,6 +91,61 @@ def _step_starts(timeline: Timeline) -> list[tuple[int, float]]:
         if span.step is not None:
             starts[span.step] = min(span.start_s, starts.get(span.step, span.start_s))
     return sorted(starts.items()) or [(0, 0.0)]
+
+
+def _counters(
+    events: list[dict[str, Any]],
+    pid: int,
+    counters: Sequence[Counter],
+    offset_s: float,
+    unit: str,
+) -> None:
+    for c in counters:
+        event = {"ph": "C", "pid": pid, "name": c.lane, "ts": (c.time_s + offset_s) * 1e6}
+        events.append(event | {"args": {unit: c.value}})
+
+
+def _flows(
+    events: list[dict[str, Any]],
+    pid: int,
+    spans: Sequence[Span],
+    lanes: dict[str, int],
+    offset_s: float,
+    step: int | None,
+    mesh: Mesh | None = None,
+) -> None:
+    """Arrows from the pass that sends a microbatch to the pass of the next stage that receives it.
+
+    Args:
+        events: Where they are added.
+        pid: Process of the lanes.
+        spans: The passes.
+        lanes: Thread of each lane.
+        offset_s: Added to all times.
+        step: Step of spans that name none.
+        mesh: Ranks that lie on other places than pipeline stages send to each other nothing; None: there are none.
+    """
+    passes: dict[tuple[Any, ...], Span] = {}
+    for span in spans:
+        if action := _PASS.fullmatch(span.name):
+            rank = int(span.lane.partition("/")[0].removeprefix("rank "))
+            place = tuple(v for a, v in mesh.coordinate(rank).items() if a != "pp") if mesh else ()
+            way = "F" if action[2] == "F" else "B"
+            passes[span.step, place, way, int(action[1]), int(action[3])] = span
+    for (at, place, way, stage, microbatch), sent in passes.items():
+        taken = passes.get((at, place, way, stage + (1 if way == "F" else -1), microbatch))
+        if taken is None or taken.lane == sent.lane:
+            continue
+        name = "activations" if way == "F" else "gradients"
+        number = f"{pid} {at if at is not None else step} {place} {way}{stage} {microbatch}"
+        both = {"pid": pid, "cat": "send", "name": name, "id": number}
+        # A flow ends in the slices that enclose its two moments.
+        moments = (
+            (sent, sent.end_s - sent.duration_s * 1e-3),
+            (taken, taken.start_s + taken.duration_s * 1e-3),
+        )
+        for (span, now), more in zip(moments, ({"ph": "s"}, {"ph": "f", "bp": "e"}), strict=True):
+            events.append(both | more | {"tid": lanes[span.lane], "ts": (now + offset_s) * 1e6})
 
 
 def _process(events: list[dict[str, Any]], pid: int, name: str) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import load_pretrained, materialize
+from hyper_parallel.backends.torch import load_pretrained, local, materialize
 from hyper_parallel.ir import Timeline
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer._files import write_text
@@ -78,7 +78,11 @@ class TorchEngine:
         self._optimizer = build_optimizer(self._model, training)
         # What offload counts it counts itself, and what is compiled no counter sees.
         if not (self._recipe.offload.on or training.compile):
-            self._gauge.state = self._tensors
+            self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
+            self._gauge.kinds = lambda: {
+                kind: sum(local(t).nbytes for t in tensors)
+                for kind, tensors in self._state().items()
+            }
         self._planned: PlannedSteps | None = None
         self._stack = ExitStack()
         self.plan = job.plan
@@ -217,11 +221,15 @@ class TorchEngine:
             compile_layers(model)
         return model
 
-    def _tensors(self) -> list[Tensor]:
-        """Parameters, buffers and optimizer state that there are now."""
+    def _state(self) -> dict[str, list[Tensor]]:
+        """Parameters with buffers, gradients and optimizer states that there are now."""
+        parameters = list(self._model.parameters())
         slots = [value for state in self._optimizer.state.values() for value in state.values()]
-        tensors = (*self._model.parameters(), *self._model.buffers(), *slots)
-        return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        return {
+            "parameters": [*parameters, *self._model.buffers()],
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer states": [slot for slot in slots if isinstance(slot, Tensor)],
+        }
 
     def _checkpointer(self, directory: Path) -> Checkpointer:
         choice, plan = self._recipe.checkpoint, self._job.plan

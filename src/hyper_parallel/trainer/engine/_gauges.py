@@ -20,8 +20,8 @@ from hyper_parallel.backends.torch import local
 from hyper_parallel.backends.torch.memory import StorageWatch
 from hyper_parallel.ir import Counter, Span, Timeline
 
-WINDOW: Final = range(3, 13)
-"""Steps that are recorded: past the warm-up of caches, few enough to stay small."""
+WINDOW: Final = range(2, 13)
+"""Steps that are recorded, few enough to stay small: the second, whose bytes are counted, and ten past the warm-up."""
 _MAX_RANKS: Final = 64
 _ACTION: Final = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, what, microbatch."""
@@ -43,7 +43,7 @@ class SpanRecorder:
         self._events = device.type != "cpu"
         self._window = range(WINDOW.start + first_step - 1, WINDOW.stop + first_step - 1)
         self._spans: list[tuple[tuple[str, str, str, int | None], Any, Any]] = []
-        self._samples: list[tuple[Any, float]] = []
+        self._samples: list[tuple[str, Any, float]] = []
         self._step: int | None = None
         self._origin = self._now()
 
@@ -60,12 +60,15 @@ class SpanRecorder:
         start = self._now()
         yield
         what = (f"rank {self._rank}/{lane}", name, category, self._step)
-        self._spans.append((what, start, self._now()))
+        end = self._now()
+        self._spans.append((what, start, end))
+        if self._events:
+            self._samples.append(("memory", end, torch.accelerator.memory_allocated(self._device)))
 
-    def memory(self, num_bytes: float) -> None:
-        """Record one sample of the memory in use."""
+    def memory(self, samples: Iterable[tuple[str, float, int]]) -> None:
+        """Take over the gauge's samples of the step: what, when on the host's clock, and bytes."""
         if self._step in self._window:
-            self._samples.append((self._now(), num_bytes))
+            self._samples += [(w, self._now() if self._events else t, n) for w, t, n in samples]
 
     def gather(self, num_ranks: int) -> Timeline | None:
         """Collect every rank's spans on rank 0 (the first 64 ranks' at most); None elsewhere.
@@ -82,7 +85,7 @@ class SpanRecorder:
                 Span(lane, name, at(start), at(end) - at(start), category, step=step)
                 for (lane, name, category, step), start, end in spans
             ],
-            [Counter(f"rank {self._rank}/memory", at(mark), value) for mark, value in samples],
+            [Counter(f"rank {self._rank}/{what}", at(mark), n) for what, mark, n in samples],
         )
         gathered = [mine] * num_ranks
         if num_ranks > 1:
@@ -131,6 +134,8 @@ _STATUS: Final = Path("/proc/self/status")
 _RESET: Final = Path("/proc/self/clear_refs")
 _COUNTED_STEPS: Final = 2
 """Steps whose tensors are counted, which slows them: the first makes the optimizer state, all others are equal."""
+_APART_S: Final = 1e-3
+"""Seconds between samples of the bytes in a counted step, peaks aside."""
 
 
 class MemoryGauge:
@@ -147,11 +152,17 @@ class MemoryGauge:
 
     Attributes:
         state: Gives the tensors that outlive a step; None: tensors are not counted.
+        kinds: Gives the bytes of parameters, optimizer states and gradients that there are now; none: not told apart.
+        samples: What (`memory`, or `peak` and a kind), when, and bytes, of the last step if it was counted.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.state: Callable[[], Iterable[Tensor]] | None = None
+        self.kinds: Callable[[], dict[str, int]] = dict
+        self.samples: list[tuple[str, float, int]] = []
+        self._highest: dict[str, int] = {}
+        self._rising = False
         self._steps = self._counted = 0
         self._watch: StorageWatch | None = None
         if device.type == "cpu" and sys.platform == "linux":
@@ -163,6 +174,7 @@ class MemoryGauge:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Watch the enclosed step; what was watched before is forgotten."""
+        self.samples = []
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
         elif self.state is None:
@@ -170,14 +182,25 @@ class MemoryGauge:
                 _RESET.write_text("5")
         elif self._steps < _COUNTED_STEPS:
             self._steps += 1
-            watch = self._watch = StorageWatch()
+            watch = self._watch = StorageWatch(sample=self._sample)
             for tensor in self.state():
                 watch.hold(local(tensor))
             with watch:
                 yield
             self._counted, self._watch = self.peak_bytes(), None
+            now = time.perf_counter()
+            self.samples += [(f"peak {kind}", now, size) for kind, size in self._highest.items()]
             return
         yield
+
+    def _sample(self, live_bytes: int, peak_bytes: int) -> None:
+        """Note what lives after an operator of a counted step, and what a peak held once it is over."""
+        now, rising = time.perf_counter(), live_bytes == peak_bytes
+        if self._rising and not rising:
+            self._highest = self.kinds()
+        if rising or not self.samples or now - self.samples[-1][1] >= _APART_S:
+            self.samples.append(("memory", now, live_bytes))
+        self._rising = rising
 
     def peak_bytes(self) -> int:
         """Peak of the running or the last step; 0 on a system that tells none."""

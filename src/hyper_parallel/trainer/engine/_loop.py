@@ -101,7 +101,7 @@ class Loop:
             self.update(lr, skip=~torch.isfinite(shared[-2:]).all())
             loss, norm, memory = self.read(shared, step, "the step was not applied")
             routing = statistics(self.count_routing())
-            self.recorder.memory(self.gauge.peak_bytes())
+        self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
         return StepResult(loss, norm, int(inputs.valid_tokens), seconds, memory, routing)
 

@@ -261,7 +261,7 @@ class PlannedSteps:
         with loop.recorder.span("loss", "communication"):
             shared = loop.share(loss_sum, measured.device_bytes, grad_norm)
         loss, norm, memory = loop.read(shared, step, "the run ends here")
-        loop.recorder.memory(measured.device_bytes)
+        loop.recorder.memory([("memory", time.perf_counter(), measured.device_bytes)])
         record = self._record(measured).over_ranks()
         if record.replanned:
             self._say(drift_line(step, record))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -27,12 +28,15 @@ class StorageWatch:
 
     Args:
         inputs: Also follow storages that are first met as inputs.
+        sample: Called after every operator with the bytes that live, and the most so far.
     """
 
-    def __init__(self, *, inputs: bool = False) -> None:
+    def __init__(
+        self, *, inputs: bool = False, sample: Callable[[int, int], None] | None = None
+    ) -> None:
         self._storages = Storages(alignment_bytes=1)
         self._mode = OperatorMode(self._operator)
-        self._inputs = inputs
+        self._inputs, self._sample = inputs, sample
 
     def hold(self, tensor: Tensor) -> None:
         """Follow a tensor's storage from here on."""
@@ -68,6 +72,8 @@ class StorageWatch:
         for tensor in tensors_in(out):
             if self._storages.find(tensor) is None:
                 self._storages.add(tensor, Entry("", 0, "activation"), watch=func is EMPTY)
+        if self._sample is not None:
+            self._sample(self._storages.live_bytes, self._storages.peak_bytes)
         return out
 
     def _follow_resized(self, *, everywhere: bool = False) -> None:

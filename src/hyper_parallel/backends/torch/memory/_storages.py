@@ -77,6 +77,11 @@ class Storages:
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._watched: dict[int, None] = {}
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that are live now."""
+        return self._live
+
     def find(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage; None: it is not known."""
         return self._numbers.get(tensor.untyped_storage()._cdata)

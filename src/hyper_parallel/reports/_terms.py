@@ -1,0 +1,110 @@
+"""The words of the field for what a span or a term stands for, and the one colour of each: none has two meanings."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_ACTION: Final = re.compile(r"(\d+)\s?([A-Za-z_]+?)(\d+)?")
+"""A pipeline action such as `2F0`, `1RECV_B3`, `0REDUCE_GRAD` or `0 update`: stage, what, microbatch."""
+_ACTIONS: Final = {
+    "F": ("forward", "forward"),
+    "B": ("backward", "backward"),
+    "I": ("backward of inputs", "backward of inputs"),
+    "W": ("backward of weights", "backward of weights"),
+    "SEND_F": ("communication", "send activations"),
+    "SEND_B": ("communication", "send gradients"),
+    "RECV_F": ("waiting", "wait for activations"),
+    "RECV_B": ("waiting", "wait for gradients"),
+    "REDUCE_GRAD": ("communication", "gradient reduction"),
+    "UNSHARD": ("communication", "gather parameters"),
+    "update": ("optimizer", "gradient norm and optimizer"),
+}
+"""Kind and words of what an action does."""
+_KINDS: Final = {
+    "wait": "waiting",
+    "pipeline bubble": "waiting",
+    "stragglers": "waiting",
+    "data": "data and host",
+    "every step": "data and host",
+    "host": "data and host",
+    "update": "optimizer",
+    "weight": "parameters",
+    "expert": "parameters",
+    "gradient": "gradients",
+    "optimizer state": "optimizer states",
+    "pipeline sends": "communication",
+    "gradient norm": "communication",
+    "gradient reduction": "communication",
+    "data-parallel reduction": "communication",
+    "loss": "communication",
+    "routing": "communication",
+    "offload copies": "copies",
+}
+BOTH, MOVING, WHOLE = "forward and backward", "activations and buffers", "not broken down"
+STATES: Final = ("parameters", "gradients", "optimizer states")
+COLORS: Final = {
+    "forward": "#1f77b4",
+    "backward": "#ff7f0e",
+    "backward of inputs": "#ffbb78",
+    "backward of weights": "#8c564b",
+    BOTH: "#7a9cc6",
+    "recompute": "#0b7285",
+    "communication": "#9467bd",
+    "optimizer": "#2ca02c",
+    "waiting": "#b4b8be",
+    "data and host": "#bcbd22",
+    "copies": "#e64980",
+    "parameters": "#17becf",
+    "gradients": "#e377c2",
+    "optimizer states": "#98df8a",
+    MOVING: "#d8a657",
+    "offloaded": "#6c757d",
+    WHOLE: "#495057",
+}
+"""Colour of every kind of time and of memory."""
+RUNS: Final = (
+    "#d6336c",
+    "#1c7ed6",
+    "#f08c00",
+    "#2b8a3e",
+    "#7048e8",
+    "#0c8599",
+    "#a0522d",
+    "#868e96",
+)
+"""Colours of the runs in a page, in turn; the first belongs to no kind either."""
+
+
+def kind_of(name: str, category: str = "") -> str:
+    """The kind of a span or of a term of the step time; of `COLORS`."""
+    action = _ACTION.fullmatch(name)
+    if action and action[2] in _ACTIONS:
+        return _ACTIONS[action[2]][0]
+    kind = _KINDS.get(name, name)
+    if kind in COLORS:
+        return kind
+    if "communication" in (category, name.rpartition(" ")[2]):
+        return "communication"
+    return BOTH
+
+
+def words(name: str) -> str:
+    """What a span does, in words: `forward, stage 2, microbatch 0` for `2F0`."""
+    action = _ACTION.fullmatch(name)
+    if not action or action[2] not in _ACTIONS:
+        return _KINDS.get(name, name) if name in ("weight", "expert", "wait", "update") else name
+    microbatch = f", microbatch {action[3]}" if action[3] else ""
+    return f"{_ACTIONS[action[2]][1]}, stage {action[1]}{microbatch}"
+
+
+def time_kind(name: str) -> str:
+    """`kind_of` a part of a step's time, where forward and backward are one: terms of a plan do not part them."""
+    kind = kind_of(name)
+    return BOTH if kind.startswith(("forward", "backward", "recompute")) else kind
+
+
+def memory_kind(name: str) -> str:
+    """The kind of a term of a plan's memory: what stays through a step by itself, what moves together."""
+    kind = _KINDS.get(name, "optimizer states" if name == "optimizer" else name)
+    return kind if kind in STATES else "offloaded" if name.startswith("offloaded") else MOVING
