@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from hyper_parallel.errors import HyperParallelError
-from tests.e2e.runs import command, write_functions
+from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError
+from hyper_parallel.trainer.data import prepare
+from tests.e2e.runs import command, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
 
@@ -14,7 +16,8 @@ LLAMA = {
     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }  # fmt: skip
-GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4,
+        "n_positions": 64}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +81,89 @@ def test_bad_data_is_refused_with_its_file_and_line(place, tmp_path, name):
     if line is not None:
         assert error.where.startswith((f"{path}:{line}", f"{path}: record {line}"))
     str(error).encode()  # can be printed
+
+
+def conversations(place, count=24):
+    """Conversations of one to three short exchanges, none longer than a row."""
+    path = place / "chat.jsonl"
+    with path.open("w") as file:
+        for i in range(count):
+            turns = [
+                {"role": role, "content": text}
+                for n in range(1 + i % 3)
+                for role, text in (("user", f"{i}+{n}?"), ("assistant", f"{i + n}!"))
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def whole(place, out, *overrides):
+    """Loss summed over all documents, gradient norm and number of labels of one step over the whole data."""
+    train(place, place / out, "training.steps=1", "data.holdout=0", "training.max_grad_norm=null",
+          "training.warmup_steps=0", *overrides)  # fmt: skip
+    (row,) = rows(place / out / "metrics.jsonl")
+    count = row["valid_tokens"]
+    return row["loss"] * count, row["grad_norm"] * count, count
+
+
+@pytest.mark.parametrize("stage", ["sft", "pt"])
+def test_documents_in_one_row_learn_what_they_learn_alone(place, stage):
+    source = conversations(place)
+    if stage == "pt":
+        source = place / "texts.jsonl"
+        texts = [f"text {'ab' * i}." for i in range(24)]
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    common = (f"stage={stage}", f"data.source={source}", "data.seq_len=128")
+    blocked = ("data.mask_documents=true",) if stage == "pt" else ()
+
+    def learnt(out, *overrides):
+        """One step over all rows, so that each document is read once."""
+        num_rows = rows_of(place, *common, *overrides)
+        step = f"training.tokens_per_step={num_rows * 128}"
+        return num_rows, whole(place, f"{stage}-{out}", *common, step, *overrides)
+
+    count, reference = learnt("alone", "data.packing=false")
+    num_rows, packed = learnt("packed", *blocked)
+    assert count == 24 > num_rows
+    assert packed == pytest.approx(reference, rel=1e-10)
+    if stage == "pt":
+        return
+    for out, *choice in (("cp", "parallel.cp=2"), ("tp", "parallel.tp=2", "data.packing=false")):
+        assert learnt(out, *choice)[1] == pytest.approx(reference, rel=1e-10)
+    crossing = learnt("crossing", "data.mask_documents=false")[1]
+    assert crossing[2] == reference[2]
+    assert crossing[0] != pytest.approx(reference[0], rel=1e-6)
+
+
+def rows_of(place, *overrides):
+    """Number of training sequences of a recipe."""
+    recipe = load_recipe(place / "recipe.yaml", ["data.holdout=0", *overrides]).recipe
+    return len(prepare(recipe.data, stage=recipe.stage, model_path=None, seed=0).train)
+
+
+def test_positions_that_a_model_has_no_row_for_are_refused(place, caplog):
+    source = f"data.source={place / 'text.txt'}"
+    with pytest.raises(BadValue, match=r"wpe\.weight has 64 positions") as caught:
+        dry(place, source, f"model.path={place / 'gpt2.json'}", "data.seq_len=128")
+    assert caught.value.hint == "data.seq_len=64"
+    dry(place, source, f"model.path={place / 'gpt2.json'}", "data.seq_len=64")
+    assert "max_position_embeddings" not in caplog.text
+    dry(place, source, "data.seq_len=256")
+    assert "data.seq_len=256 is above the model's max_position_embeddings=128" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["opt", "mamba"])
+def test_a_model_that_cannot_tell_documents_apart_is_refused(place, family):
+    (place / f"{family}.json").write_text(
+        json.dumps({"model_type": family, "vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2,
+                    "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32, "state_size": 4})
+    )  # fmt: skip
+    words = (
+        "stage=sft",
+        f"data.source={conversations(place)}",
+        f"model.path={place / family}.json",
+    )
+    with pytest.raises(Contradiction, match="tell the documents") as caught:
+        dry(place, *words)
+    dry(place, *words, caught.value.hint)
+    dry(place, *words, "data.mask_documents=false")

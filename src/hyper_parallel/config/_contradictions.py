@@ -41,6 +41,14 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "a file or directory of conversations",
         )
 
+    if not data.packing and data.mask_documents is not None:
+        clash(
+            "data.mask_documents",
+            "without packing there is one document in a sequence, and nothing to block",
+            f"packing=false, mask_documents={str(data.mask_documents).lower()}",
+            "set `data.mask_documents=null`, or `data.packing=true`",
+        )
+
     steps, warmup, decay = training.steps, training.warmup_steps, training.decay_steps
     if warmup > steps:
         clash(

@@ -83,7 +83,12 @@ class Data(Section):
     text_key: str = "text"
     """Key or column of the text in records."""
     seq_len: int = Field(default=512, ge=2)
-    """Tokens per packed sequence."""
+    """Tokens per sequence."""
+    packing: bool = True
+    """Put several documents in one sequence. false: one document in each, padded."""
+    mask_documents: bool | None = None
+    """Block attention between the documents of a packed sequence, and let their positions begin at 0. None: between
+    conversations yes (`stage: sft`), between texts no (`stage: pt`), where a sequence is a piece of one long stream."""
     tokenizer: str | None = None
     """Tokenizer directory. None: the one of `model.path`, else a byte-level BPE trained on the source."""
     vocab_size: int = Field(default=4096, ge=260)
@@ -96,6 +101,11 @@ class Data(Section):
     """Visit the packed sequences in an order drawn from `training.seed`."""
     cache_dir: str | None = None
     """Where tokenised files are kept. None: the user's cache directory."""
+
+    def masks(self, stage: str) -> bool:
+        """Whether attention is blocked between the documents of a sequence."""
+        wanted = stage == "sft" if self.mask_documents is None else self.mask_documents
+        return self.packing and wanted
 
 
 class Training(Section):

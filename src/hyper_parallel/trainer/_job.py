@@ -159,7 +159,9 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     from hyper_parallel.trainer.data import prepare
     from hyper_parallel.trainer.engine._model import (
         build_model,
+        check_documents,
         check_parameters,
+        check_positions,
         model_files,
         read_spec,
         routing_of,
@@ -196,6 +198,9 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     check_offload(recipe, plan, model, loaded.where)
     check_parameters(model, plan, loaded.where("model.path"))
     check_routing(model, routing_of(recipe), loaded.where("moe"))
+    check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
+    if recipe.data.masks(recipe.stage):
+        check_documents(model, loaded.where("data.mask_documents"))
     packed = prepare(
         recipe.data,
         stage=recipe.stage,

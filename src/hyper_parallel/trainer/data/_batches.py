@@ -33,8 +33,9 @@ class PackedSequences:
 
     Plain text is one flat stream of tokens; sequence i reads the S + 1 tokens from i * S on: its inputs are the first
     S, its labels the last S. Neighbours share one token, so every token of the stream except the first is a label
-    exactly once per epoch. Fewer than S tokens at the end of the stream are not used. Conversations are stored as
-    [N, S] inputs and [N, S] labels, already shifted, -100 where there is nothing to learn.
+    exactly once per epoch. Fewer than S tokens at the end of the stream are not used. Conversations, and
+    texts that are kept apart, are stored as [N, S] inputs and [N, S] labels, already shifted, -100 where there is
+    nothing to learn, and [N, S] positions that begin at 0 with each where attention is blocked between them.
     """
 
     def __init__(self, directory: str | Path, split: str, seq_len: int) -> None:
@@ -46,6 +47,8 @@ class PackedSequences:
         self._labels = np.load(labels, mmap_mode="r") if labels.exists() else None
         counts = self.directory / f"{split}_num_valid.npy"
         self._num_valid = np.load(counts) if counts.exists() else None
+        positions = self.directory / f"{split}_positions.npy"
+        self._positions = np.load(positions, mmap_mode="r") if positions.exists() else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (PackedSequences, (self.directory, self.split, self.seq_len))
@@ -81,6 +84,14 @@ class PackedSequences:
         labels[~real] = IGNORE_INDEX
         return inputs, labels
 
+    def positions(self, indices: Int64) -> Int64 | None:
+        """Position of every input in its document, int64 [len(indices), S]; None: sequences are not told apart."""
+        if self._positions is None:
+            return None
+        found = self._positions[np.maximum(indices, 0)].astype(np.int64)
+        found[indices < 0] = np.arange(self.seq_len)
+        return found
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -89,6 +100,9 @@ class Batch:
     input_ids: Int64  # [B, S]
     shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 where there is no loss
     num_valid: int  # labels that are not -100
+    position_ids: Int64 | None = (
+        None  # [B, S], 0 where a document begins; None: a row is one document
+    )
 
 
 class Batches:
@@ -187,7 +201,8 @@ class Batches:
                 allowed=self.sequences_per_step,
             )
         mine = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
-        return [Batch(*self.sequences.read(i), self.sequences.num_valid(i)) for i in mine]
+        read = self.sequences
+        return [Batch(*read.read(i), read.num_valid(i), read.positions(i)) for i in mine]
 
     def sequences_seen(self, step: int) -> int:
         """Sequences read before a step, those of a resumed run's earlier batch sizes included."""

@@ -37,15 +37,17 @@ class Flat:
     learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
 
 
-def pack(directory: Path, flat: Flat, data: Data, pad_id: int, seed: int) -> list[str]:
+def pack(
+    directory: Path, flat: Flat, data: Data, pad_id: int, seed: int, masked: bool
+) -> list[str]:
     """Write the training and the held-out sequences of a stream; returns what was cut or left out, in words."""
     notes: list[str] = []
     train, holdout = split_documents(flat, data.holdout, seed, data.seq_len)
     for split, spans in (("train", train), ("holdout", holdout)):
-        if flat.learn is None:
+        if flat.learn is None and data.packing and not masked:
             write_text(flat, spans, directory / f"{split}.npy")
         else:
-            notes += write_conversations(flat, spans, directory, split, data.seq_len, pad_id)
+            notes += write_rows(flat, spans, directory / split, data, pad_id, masked)
     if len(PackedSequences(directory, "train", data.seq_len)) == 0:
         raise _too_short(flat, data, sum(map(_length, train)))
     if data.holdout and len(PackedSequences(directory, "holdout", data.seq_len)) == 0:
@@ -186,36 +188,53 @@ def write_text(flat: Flat, spans: list[slice], path: Path) -> None:
     out.flush()
 
 
-def write_conversations(
-    flat: Flat, spans: list[slice], directory: Path, split: str, seq_len: int, pad_id: int
+def write_rows(
+    flat: Flat, spans: list[slice], path: Path, data: Data, pad_id: int, masked: bool
 ) -> list[str]:
-    """Pack conversations into rows of `seq_len` and write inputs, shifted labels and the labels per row.
+    """Put documents into rows of `seq_len`; write inputs, shifted labels, labels per row and, `masked`, positions.
 
-    A conversation of T tokens takes T - 1 positions (its last token is only a label). One that is longer than a row
-    is cut to its first `seq_len` + 1 tokens; one without a token to learn is left out. Returns how many, in words.
+    A document of T tokens takes T - 1 positions (its last token is only a label) of a row that it shares with others,
+    or without packing of its own. A longer text is cut into pieces that share one token, so that every token but its
+    first is a label once; a longer conversation keeps its first `seq_len` + 1 tokens. One without a token to learn is
+    left out. Positions begin at 0 with every document and with the padding. Returns how many were cut, in words.
     """
-    assert flat.learn is not None
+    seq_len, learn = data.seq_len, flat.learn
     kept = [slice(s.start, min(s.stop, s.start + seq_len + 1)) for s in spans]
-    used = [k for k in kept if flat.learn[k.start + 1 : k.stop].any()]
-    rows = first_fit([_length(s) - 1 for s in used], seq_len)
+    if learn is None:
+        used = [
+            slice(at, min(s.stop, at + seq_len + 1))
+            for s in spans
+            for at in range(s.start, s.stop - 1, seq_len)
+        ]
+    else:
+        used = [k for k in kept if learn[k.start + 1 : k.stop].any()]
+    lengths = [_length(s) - 1 for s in used]
+    rows = first_fit(lengths, seq_len) if data.packing else [[i] for i in range(len(used))]
     inputs = np.full((len(rows), seq_len), pad_id, flat.tokens.dtype)
     labels = np.full((len(rows), seq_len), IGNORE_INDEX, np.int32)
+    positions = np.zeros((len(rows), seq_len), np.int32)
     for row, members in enumerate(rows):
         at = 0
         for member in members:
-            tokens, learn = flat.tokens[used[member]], flat.learn[used[member]]
-            end = at + len(tokens) - 1
-            inputs[row, at:end] = tokens[:-1]
-            labels[row, at:end] = np.where(learn[1:], tokens[1:].astype(np.int32), IGNORE_INDEX)
+            tokens, end = flat.tokens[used[member]], at + lengths[member]
+            targets = tokens[1:].astype(np.int32)
+            if learn is not None:
+                targets = np.where(learn[used[member]][1:], targets, IGNORE_INDEX)
+            inputs[row, at:end], labels[row, at:end] = tokens[:-1], targets
+            positions[row, at:end] = np.arange(end - at)
             at = end
-    np.save(directory / f"{split}.npy", inputs)
-    np.save(directory / f"{split}_labels.npy", labels)
-    np.save(directory / f"{split}_num_valid.npy", (labels != IGNORE_INDEX).sum(1, dtype=np.int64))
+        positions[row, at:] = np.arange(seq_len - at)
+    num_valid = (labels != IGNORE_INDEX).sum(1, dtype=np.int64)
+    arrays = {"": inputs, "_labels": labels, "_num_valid": num_valid}
+    for name, array in {**arrays, **({"_positions": positions} if masked else {})}.items():
+        np.save(path.with_name(f"{path.name}{name}.npy"), array)
+    if learn is None:
+        return []
     counts = {
         f"cut to seq_len={seq_len}": sum(k != s for k, s in zip(kept, spans, strict=True)),
         "left out: no token of the assistant in them": len(kept) - len(used),
     }
-    return [f"{count} {split} conversations {what}" for what, count in counts.items() if count]
+    return [f"{count} {path.name} conversations {what}" for what, count in counts.items() if count]
 
 
 def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:

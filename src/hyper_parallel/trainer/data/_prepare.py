@@ -90,14 +90,18 @@ def prepare(
             )
         hf = tokenizer.hf
         pad_id = hf.eos_token_id if hf.pad_token_id is None else hf.pad_token_id
-        return {"notes": notes + pack(target, flat, data, pad_id, seed)}
+        return {"notes": notes + pack(target, flat, data, pad_id, seed, masked)}
 
+    masked = data.masks(stage)
     matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
-    key = digest([*matters, stage, data.holdout, seed])
+    rows = [data.packing, masked] if masked or not data.packing else []
+    key = digest([*matters, stage, data.holdout, seed, *rows])
     directory, meta = entry(cache / "packed", key, build)
     for note in meta["notes"]:
         logger.warning("%s: %s", data.source, note)
-    arrays = {name: file["sha256"] for name, file in meta["files"].items()}
+    # Positions change no token and no order, which is what a checkpoint's place in the data means.
+    files = {n: file for n, file in meta["files"].items() if not n.endswith("_positions.npy")}
+    arrays = {name: file["sha256"] for name, file in files.items()}
     return PackedData(
         train=PackedSequences(directory, "train", data.seq_len),
         holdout=PackedSequences(directory, "holdout", data.seq_len),

@@ -209,7 +209,8 @@ class Loop:
         tensors = [
             {
                 name: torch.from_numpy(array).to(self.world.device, non_blocking=True)
-                for name, array in (("input_ids", b.input_ids), ("shift_labels", b.shift_labels))
+                for name in ("input_ids", "shift_labels", "position_ids")
+                if (array := getattr(b, name)) is not None
             }
             for b in parts
         ]

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import re
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts
+from hyper_parallel.backends.torch.context._apply import FORGETFUL
 from hyper_parallel.config import Recipe, Training
-from hyper_parallel.errors import ModelUnreadable, PlanMismatch, WeightsUnreadable
+from hyper_parallel.errors import (
+    BadValue,
+    Contradiction,
+    ModelUnreadable,
+    PlanMismatch,
+    WeightsUnreadable,
+)
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import (
     FAMILIES_READ,
@@ -22,6 +33,9 @@ from hyper_parallel.model import (
 )
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 
+logger = logging.getLogger(__name__)
+
+_TABLE: Final = re.compile(r"\bwpe\b|pos").search
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 """Format of the parameters by compute format: bfloat16 computation keeps float32 parameters."""
 
@@ -131,6 +145,58 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
             allowed=None if known else FAMILIES_READ,
             hint=None if known else "use a model of a family that is read",
         ) from error
+
+
+def check_documents(model: nn.Module, where: str) -> None:
+    """Refuse a model that would let the documents of a sequence see each other, whatever their positions are.
+
+    Models of transformers tell documents apart where they build their masks from positions; a convolution over tokens,
+    which recurrent layers have, knows none.
+
+    Raises:
+        Contradiction: HP104.
+    """
+    source = inspect.getsource(sys.modules[type(model).__module__])
+    calls = re.findall(r"create_\w*mask\w*\((?:[^()]|\([^()]*\))*\)", source)
+    tells = (
+        any("position_ids" in call for call in calls) or '"position_ids": position_ids' in source
+    )
+    tells |= model.config.model_type in FORGETFUL
+    if not tells or any(isinstance(m, nn.Conv1d) for m in model.modules()):
+        raise Contradiction(
+            "the model does not tell the documents of a packed sequence apart",
+            where=where,
+            got=f"{type(model).__name__}, data.packing=true",
+            allowed="data.packing=false, or data.mask_documents=false to let them see each other",
+            hint="data.packing=false",
+        )
+
+
+def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
+    """Refuse sequences that are longer than a model's table of positions; warn when rotary positions go further.
+
+    Raises:
+        BadValue: HP102.
+    """
+    most = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(most, int) or seq_len <= most:
+        return
+    parts = [*model.named_parameters(), *model.named_buffers()]
+    # Some tables begin with rows that no position has.
+    tables = [n for n, t in parts if t.dim() == 2 and t.shape[0] - most in range(3) and _TABLE(n)]
+    if tables:
+        raise BadValue(
+            "sequences are longer than the model's table of positions",
+            where=where,
+            got=f"data.seq_len={seq_len}, {tables[0]} has {most} positions",
+            allowed=f"at most {most}",
+            hint=f"data.seq_len={most}",
+        )
+    logger.warning(
+        "data.seq_len=%d is above the model's max_position_embeddings=%d: it has not been trained that far",
+        seq_len,
+        most,
+    )
 
 
 def routing_of(recipe: Recipe) -> Routing:
