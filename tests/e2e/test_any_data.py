@@ -1,6 +1,8 @@
 """Data as strangers bring it, through the command: it trains, or one coded error says where it is wrong."""
 
 import json
+import math
+import re
 
 import pytest
 
@@ -137,7 +139,9 @@ def test_documents_in_one_row_learn_what_they_learn_alone(place, stage):
 
 def rows_of(place, *overrides):
     """Number of training sequences of a recipe."""
-    recipe = load_recipe(place / "recipe.yaml", ["data.holdout=0", *overrides]).recipe
+    recipe = load_recipe(
+        place / "recipe.yaml", ["data.holdout=0", *(o for o in overrides if "epochs" not in o)]
+    ).recipe
     return len(prepare(recipe.data, stage=recipe.stage, model_path=None, seed=0).train)
 
 
@@ -167,3 +171,37 @@ def test_a_model_that_cannot_tell_documents_apart_is_refused(place, family):
         dry(place, *words)
     dry(place, *words, caught.value.hint)
     dry(place, *words, "data.mask_documents=false")
+
+
+def test_epochs_become_steps_and_each_reads_all_in_another_order(place):
+    source = (f"data.source={place / 'text.txt'}", "training.epochs=2.5")
+    (place / "epochs.yaml").write_text(
+        (place / "recipe.yaml").read_text().replace("steps: 2, ", "")
+    )
+    words = ("train", str(place / "epochs.yaml"), "--dry-run", *source)
+    said = " ".join(re.sub("[^\\w.,;]+", " ", command(*words).stderr).split())
+    count = rows_of(place, source[0], "data.holdout=0.02")
+    steps = math.ceil(2.5 * count / 8)
+    assert (
+        f"{count:,} training sequences; {steps} steps of 8 are {steps * 8 / count:.4g} epochs"
+        in said
+    )
+    with pytest.raises(Contradiction, match="how long the run is"):
+        dry(place, *source)
+    with pytest.raises(Contradiction, match="warm-up is longer"):
+        command(*words, "training.warmup_steps=5000")
+    # Few rows: the run is short, and what it wrote is a recipe with steps.
+    few = ("data.max_bytes=900", "data.holdout=0", "training.tokens_per_step=64", "--no-calibrate")
+    command("train", str(place / "epochs.yaml"), *source, *few, f"output_dir={place / 'epochs'}")
+    resolved = load_recipe(place / "epochs" / "config.yaml").recipe.training
+    count = rows_of(place, source[0], "data.max_bytes=900")
+    assert (resolved.epochs, resolved.steps) == (None, math.ceil(2.5 * count / 2))
+    assert len(rows(place / "epochs" / "metrics.jsonl")) == resolved.steps
+    assert resolved.warmup_steps <= resolved.steps
+
+
+def test_a_memory_plan_does_not_keep_documents_apart(place):
+    words = ("stage=sft", f"data.source={conversations(place)}", "offload.max_slowdown=0.5")
+    with pytest.raises(Contradiction, match="repeats one program"):
+        dry(place, *words)
+    dry(place, *words, "data.packing=false")

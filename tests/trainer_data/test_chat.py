@@ -50,6 +50,19 @@ def test_the_mask_covers_the_answers_and_their_end_markers(tokenizer, template, 
     assert tokenizer.decode(learnt) == "".join(expected)
 
 
+def test_a_template_that_marks_the_assistants_words_decides_the_mask(tokenizer):
+    tokenizer.chat_template = CHATML.replace(
+        "{{ message['content'] }}<|im_end|>",
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+        "{%- endgeneration %}{% else %}{{ message['content'] }}{% endif %}<|im_end|>",
+    )
+    ids, mask = encode_conversation(tokenizer, MESSAGES)
+    learnt = [i for i, m in zip(ids, mask, strict=True) if m]
+    # Without the end marker, which this template leaves outside of its mark.
+    assert tokenizer.decode(learnt) == " 4 \u00fcber4"
+    assert tokenizer.decode(ids) == assistant_spans(tokenizer, MESSAGES)[0]
+
+
 def test_a_template_that_drops_words_of_earlier_answers_is_refused(tokenizer):
     tokenizer.chat_template = CHATML.replace(
         "message['content'] }}", "message['content'] if loop.last else 'gone' }}"

@@ -1,6 +1,12 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
-from hyper_parallel.config._load_recipe import DEGREES, LoadedRecipe, load_recipe, recipe_to_yaml
+from hyper_parallel.config._load_recipe import (
+    DEGREES,
+    LoadedRecipe,
+    load_recipe,
+    recipe_to_yaml,
+    with_steps,
+)
 from hyper_parallel.config._problems import describe, leaves, problems, raise_all
 from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config._sections import (
@@ -32,4 +38,5 @@ __all__ = [
     "raise_all",
     "read_mapping",
     "recipe_to_yaml",
+    "with_steps",
 ]

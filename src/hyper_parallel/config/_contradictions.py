@@ -49,8 +49,24 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "set `data.mask_documents=null`, or `data.packing=true`",
         )
 
+    if recipe.offload.on and data.masks(recipe.stage):
+        clash(
+            "data.mask_documents",
+            "a memory plan repeats one program, and the masks of packed documents differ from batch to batch",
+            "offload with data.packing=true",
+            "set `data.packing=false`, or `data.mask_documents=false` to let documents see each other",
+        )
+
     steps, warmup, decay = training.steps, training.warmup_steps, training.decay_steps
-    if warmup > steps:
+    if training.epochs is not None:
+        if "steps" in training.model_fields_set:
+            clash(
+                "training.epochs",
+                "epochs and steps both say how long the run is",
+                f"epochs={training.epochs:g}, steps={steps}",
+                "set `training.epochs=null`, or leave out `training.steps`",
+            )
+    elif warmup > steps:
         clash(
             "training.warmup_steps",
             "the warm-up is longer than the run, so the peak learning rate is never reached",

@@ -114,6 +114,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     return LoadedRecipe(recipe, resolved, path)
 
 
+def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
+    """The recipe with the steps that its epochs are, and without epochs.
+
+    Raises:
+        Contradiction: HP104 when warm-up or decay are longer.
+    """
+    update = {"steps": steps, "epochs": None}
+    training = loaded.recipe.training.model_copy(update=update)
+    epochs = loaded.recipe.training.epochs
+    origins = {**loaded.origins, "training.steps": f"derived: training.epochs={epochs:g}"}
+    recipe = _derive_warmup(loaded.recipe.model_copy(update={"training": training}), origins)
+    found = LoadedRecipe(recipe, origins, loaded.path)
+    raise_all(cross_section(recipe, found.where))
+    return found
+
+
 def _where(path: Path, key: str, origin: str) -> str:
     how = {"recipe": "", _DEFAULT: " (default)", _COMMAND_LINE: f" (set by {_COMMAND_LINE})"}
     return f"{path}: {key}{how.get(origin, f' (from {origin})')}"

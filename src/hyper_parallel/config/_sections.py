@@ -112,7 +112,9 @@ class Training(Section):
     """The optimisation."""
 
     steps: int = Field(default=100, ge=1)
-    """Optimizer steps in all, resumed ones included."""
+    """Optimizer steps in all, resumed ones included. More than the data has are further epochs."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Times that the data is read, instead of `steps`, which are derived. None: as many as the steps are."""
     seed: int = 0
     """Seed of the weights and the data order."""
     dtype: Annotated[Dtype, BeforeValidator(_canonical_dtype)] = "bfloat16"

@@ -7,11 +7,11 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml
+from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml, with_steps
 from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMissing
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import find_accelerators, load_topology
@@ -88,6 +88,14 @@ class Job:
             shuffle=self.recipe.data.shuffle,
             fingerprint=self.packed.fingerprint,
         )
+
+    def data_line(self) -> str:
+        """What is read and how often, in words."""
+        batches, steps = self.train_batches(), self.recipe.training.steps
+        epochs = steps * batches.sequences_per_step / batches.num_sequences
+        read = f"{steps:,} steps of {batches.sequences_per_step:,} are {epochs:.4g} epochs"
+        source = self.recipe.data.source
+        return f"{source}, {batches.num_sequences:,} training sequences; {read}"
 
     def holdout_batches(self) -> Batches | None:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
@@ -211,7 +219,10 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     )
     kept = model_files(model, packed.tokenizer_dir, weights)
     job = Job(recipe, plan, packed, output_dir, weights, kept, _is_this_machine(recipe.topology))
-    job.train_batches(), job.holdout_batches()
+    batches, _ = job.train_batches(), job.holdout_batches()
+    if (epochs := recipe.training.epochs) is not None:
+        steps = math.ceil(epochs * batches.num_sequences / batches.sequences_per_step)
+        job = replace(job, recipe=with_steps(loaded, steps).recipe)
     return job
 
 

@@ -3,18 +3,22 @@
 The tokenizer's own template is used when it has one. A tokenizer trained here carries `CHATML`; a foreign tokenizer
 without a template gets `PLAIN`, which needs no special token but the end-of-text one.
 
-The loss mask is found from text alone, for any template: the assistant's turn i begins where the rendering of the
+A template that marks the assistant's words itself, between `{% generation %}` and `{% endgeneration %}`, decides the
+loss mask. For any other it is found from text alone: the assistant's turn i begins where the rendering of the
 turns before it, with the generation prompt, ends. The template must therefore render a conversation's beginning the
 same way whether or not more turns follow it; a template that does not is refused by name.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.data._records import Message
+
+_MARKS: Final = re.compile(r"\{%-?\+?\s*generation\b")
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -40,7 +44,7 @@ def render(
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=prompt
         )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise BadValue(
             "the chat template of the tokenizer refuses a conversation",
             where=where or "chat template",
@@ -103,6 +107,12 @@ def encode_conversation(
             got=type(tokenizer).__name__,
             allowed="a tokenizer with a tokenizer.json",
         )
+    if _MARKS.search(tokenizer.chat_template):
+        render(tokenizer, messages, where=where)  # refuses what the template refuses
+        given = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return list(given["input_ids"]), [bool(one) for one in given["assistant_masks"]]
     text, spans = assistant_spans(tokenizer, messages, where)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = encoded["offset_mapping"]
