@@ -9,7 +9,7 @@ import pytest
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError
 from hyper_parallel.trainer.data import prepare
-from tests.e2e.runs import command, rows, train, write_functions
+from tests.e2e.runs import assert_same_curve, command, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
 
@@ -205,3 +205,31 @@ def test_a_memory_plan_does_not_keep_documents_apart(place):
     with pytest.raises(Contradiction, match="repeats one program"):
         dry(place, *words)
     dry(place, *words, "data.packing=false")
+
+
+def test_a_stream_is_resumed_on_other_ranks_and_judged_by_a_validation_file(place):
+    write_functions(place / "valid.txt", 40)
+    words = ("data.streaming=true", f"data.source={place / 'text.txt'}", "training.lr_schedule=constant",
+             "training.warmup_steps=0", f"data.validation={place / 'valid.txt'}")  # fmt: skip
+    train(place, place / "stream", *words, "training.steps=6")
+    train(place, place / "resumed", *words, "training.steps=3")
+    train(place, place / "resumed", *words, "training.steps=6", "parallel.dp_shard=2")
+    assert_same_curve(curve(place / "resumed"), curve(place / "stream"))
+    first, last = (r["loss"] for r in rows(place / "stream" / "eval.jsonl"))
+    assert last < first
+    assert rows(place / "resumed" / "eval.jsonl")[-1]["loss"] == pytest.approx(last, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("data.streaming=true", "data.holdout=0.1"), "held out of the source"),
+        (("data.validation=x.txt", "data.holdout=0.1"), "held out of the source"),
+        (("data.streaming=true", "training.eval_every=1"), "no text is held out"),
+        (("data.validation_split=test",), "a split of what is not given"),
+        (("data.packing=false", "data.mask_documents=true"), "nothing to block"),
+    ],
+)
+def test_keys_that_cannot_hold_together_are_refused(place, words, match):
+    with pytest.raises(Contradiction, match=match):
+        dry(place, *words)

@@ -49,6 +49,28 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "set `data.mask_documents=null`, or `data.packing=true`",
         )
 
+    if data.streaming and training.epochs is not None:
+        clash(
+            "training.epochs",
+            "how long an epoch of a stream is is not known before it is read",
+            f"epochs={training.epochs:g}, data.streaming=true",
+            "set `training.epochs=null` and `training.steps`, or `data.streaming=false`",
+        )
+    elsewhere = "data.streaming" if data.streaming else "data.validation"
+    if (data.streaming or data.validation) and data.holdout and "holdout" in data.model_fields_set:
+        clash(
+            "data.holdout",
+            f"with `{elsewhere}` no documents are held out of the source",
+            f"holdout={data.holdout:g}, {elsewhere}={str(data.validation or True).lower()}",
+            "set `data.holdout=0`",
+        )
+    if data.validation_split is not None and data.validation is None:
+        clash(
+            "data.validation_split",
+            "a split of what is not given",
+            f"validation_split={data.validation_split}, validation=null",
+            f"set `data.validation={data.source}`",
+        )
     if recipe.offload.on and data.masks(recipe.stage):
         clash(
             "data.mask_documents",
@@ -89,12 +111,12 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"set `training.decay_steps={steps - warmup}`",
             f"0..{steps - warmup}",
         )
-    if training.eval_every and data.holdout == 0:
+    if training.eval_every and not data.validation and (data.holdout == 0 or data.streaming):
         clash(
             "training.eval_every",
             "evaluation is asked for and no text is held out for it",
-            f"eval_every={training.eval_every}, data.holdout=0",
-            "set `data.holdout=0.02`, or `training.eval_every=0`",
+            f"eval_every={training.eval_every}, data.holdout={0 if not data.streaming else 'of a stream'}",
+            f"set `data.{'validation=FILE' if data.streaming else 'holdout=0.02'}`, or `training.eval_every=0`",
         )
 
     ranks = math.prod((p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp_x, p.tp_y))

@@ -94,7 +94,13 @@ class Data(Section):
     vocab_size: int = Field(default=4096, ge=260)
     """Entries of a tokenizer that is trained here."""
     holdout: float = Field(default=0.02, ge=0.0, lt=0.5)
-    """Share of the documents kept for evaluation."""
+    """Share of the documents kept for evaluation. With `validation` or `streaming` none are."""
+    validation: str | None = None
+    """What is evaluated instead of held-out documents, in any form of `source`."""
+    validation_split: str | None = None
+    """Split of the dataset in `validation`."""
+    streaming: bool = False
+    """Tokenise while the run reads, and prepare nothing: for data that is endless or very large."""
     max_bytes: int | None = Field(default=None, ge=1)
     """Read at most this much text. None: all of it."""
     shuffle: bool = True

@@ -23,7 +23,14 @@ from hyper_parallel.trainer._files import (
     write_timeline,
 )
 from hyper_parallel.trainer.checkpoints._manifest import steps
-from hyper_parallel.trainer.data import TOKENIZER_FILES, Batches, PackedData, has_tokenizer
+from hyper_parallel.trainer.data import (
+    TOKENIZER_FILES,
+    Batches,
+    PackedData,
+    Stream,
+    StreamBatches,
+    has_tokenizer,
+)
 
 MOST_SIMULATED: Final = 4096
 """Microbatches of a step, over all stages, whose simulated timeline is still written."""
@@ -78,12 +85,15 @@ class Job:
         source = self.recipe.checkpoint.from_dir
         return Path(source) / "checkpoints" if source else self.checkpoint_dir
 
-    def train_batches(self) -> Batches:
+    def train_batches(self) -> Batches | StreamBatches:
         """The order of the training sequences."""
-        work = self.plan.workload
+        work, train = self.plan.workload, self.packed.train
+        sequences_per_step = (work.tokens_per_step or 0) // work.seq_len
+        if isinstance(train, Stream):
+            return StreamBatches(train, sequences_per_step, self.packed.fingerprint)
         return Batches(
-            self.packed.train,
-            sequences_per_step=(work.tokens_per_step or 0) // work.seq_len,
+            train,
+            sequences_per_step=sequences_per_step,
             seed=self.recipe.training.seed,
             shuffle=self.recipe.data.shuffle,
             fingerprint=self.packed.fingerprint,
@@ -92,6 +102,8 @@ class Job:
     def data_line(self) -> str:
         """What is read and how often, in words."""
         batches, steps = self.train_batches(), self.recipe.training.steps
+        if isinstance(batches, StreamBatches):
+            return f"{self.recipe.data.source}, a stream; {steps:,} steps of {batches.sequences_per_step:,} sequences"
         epochs = steps * batches.sequences_per_step / batches.num_sequences
         read = f"{steps:,} steps of {batches.sequences_per_step:,} are {epochs:.4g} epochs"
         source = self.recipe.data.source
@@ -101,6 +113,8 @@ class Job:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
+        if held_out is None:
+            return None
         count = min(len(held_out), max(1, tokens // self.recipe.data.seq_len))
         if count == 0:
             return None
@@ -220,7 +234,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     kept = model_files(model, packed.tokenizer_dir, weights)
     job = Job(recipe, plan, packed, output_dir, weights, kept, _is_this_machine(recipe.topology))
     batches, _ = job.train_batches(), job.holdout_batches()
-    if (epochs := recipe.training.epochs) is not None:
+    if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
         steps = math.ceil(epochs * batches.num_sequences / batches.sequences_per_step)
         job = replace(job, recipe=with_steps(loaded, steps).recipe)
     return job

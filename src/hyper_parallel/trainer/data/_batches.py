@@ -105,6 +105,32 @@ class Batch:
     )
 
 
+def check_cut(
+    sequences_per_step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
+) -> None:
+    """Raise HP308 when the three sizes do not multiply to the sequences of a step."""
+    size = dp_size * microbatch * accumulation
+    if size != sequences_per_step or not 0 <= dp_rank < dp_size:
+        raise BatchMismatch(
+            "data ranks x microbatch x accumulation must be the sequences of a step",
+            got=f"{dp_size} x {microbatch} x {accumulation} = {size}, rank {dp_rank}",
+            allowed=sequences_per_step,
+        )
+
+
+def check_position(state: dict[str, Any], mine: dict[str, Any], order: tuple[str, ...]) -> None:
+    """Raise HP702 when a checkpoint's place is one in other data; `order` names what must be equal."""
+    changed = [k for k in order if state.get(k) != mine[k]]
+    if changed:
+        raise CheckpointMismatch(
+            "the checkpoint was written on other data or another order, so its position means nothing here",
+            where=", ".join(changed),
+            got=", ".join(f"{k}={mine[k]}" for k in changed),
+            allowed=", ".join(f"{k}={state.get(k)}" for k in changed),
+            hint="checkpoint.resume=never",
+        )
+
+
 class Batches:
     """Deterministic order over packed sequences, cut into steps.
 
@@ -193,13 +219,7 @@ class Batches:
         Raises:
             BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
         """
-        size = dp_size * microbatch * accumulation
-        if size != self.sequences_per_step or not 0 <= dp_rank < dp_size:
-            raise BatchMismatch(
-                "data ranks x microbatch x accumulation must be the sequences of a step",
-                got=f"{dp_size} x {microbatch} x {accumulation} = {size}, rank {dp_rank}",
-                allowed=self.sequences_per_step,
-            )
+        check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
         mine = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
         read = self.sequences
         return [Batch(*read.read(i), read.num_valid(i), read.positions(i)) for i in mine]
@@ -228,17 +248,8 @@ class Batches:
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.
         """
-        mine = self.state_dict(0)
         order = ("fingerprint", "num_sequences", "seed", "shuffle")
-        changed = [k for k in order if state[k] != mine[k]]
-        if changed:
-            raise CheckpointMismatch(
-                "the checkpoint was written on other data or another order, so its position means nothing here",
-                where=", ".join(changed),
-                got=", ".join(f"{k}={mine[k]}" for k in changed),
-                allowed=", ".join(f"{k}={state[k]}" for k in changed),
-                hint="checkpoint.resume=never",
-            )
+        check_position(state, self.state_dict(0), order)
         if self.tail == "pad":
             return
         if state["sequences_per_step"] != self.sequences_per_step:

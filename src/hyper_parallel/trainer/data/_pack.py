@@ -89,7 +89,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
         TemporaryFile(dir=directory) as learn_file,
     ):
         for batch in _batches(source.documents()):
-            for ids, learn in _encode(batch, tokenizer.hf, stage):
+            for ids, learn in encode(batch, tokenizer.hf, stage):
                 spans.append(slice(end, end + len(ids)))
                 end += len(ids)
                 tokens_file.write(np.asarray(ids, dtype))
@@ -116,7 +116,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _encode(
+def encode(
     batch: list[Document], hf: Any, stage: str
 ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
     """Tokens of each document; of a conversation also whether the assistant wrote them."""
@@ -210,20 +210,17 @@ def write_rows(
         used = [k for k in kept if learn[k.start + 1 : k.stop].any()]
     lengths = [_length(s) - 1 for s in used]
     rows = first_fit(lengths, seq_len) if data.packing else [[i] for i in range(len(used))]
-    inputs = np.full((len(rows), seq_len), pad_id, flat.tokens.dtype)
-    labels = np.full((len(rows), seq_len), IGNORE_INDEX, np.int32)
-    positions = np.zeros((len(rows), seq_len), np.int32)
+    inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)
+    labels, positions = (np.empty((len(rows), seq_len), np.int32) for _ in range(2))
     for row, members in enumerate(rows):
-        at = 0
+        pieces = []
         for member in members:
-            tokens, end = flat.tokens[used[member]], at + lengths[member]
+            tokens = flat.tokens[used[member]]
             targets = tokens[1:].astype(np.int32)
             if learn is not None:
                 targets = np.where(learn[used[member]][1:], targets, IGNORE_INDEX)
-            inputs[row, at:end], labels[row, at:end] = tokens[:-1], targets
-            positions[row, at:end] = np.arange(end - at)
-            at = end
-        positions[row, at:] = np.arange(seq_len - at)
+            pieces.append((tokens[:-1], targets))
+        inputs[row], labels[row], positions[row] = fill_row(pieces, seq_len, pad_id)
     num_valid = (labels != IGNORE_INDEX).sum(1, dtype=np.int64)
     arrays = {"": inputs, "_labels": labels, "_num_valid": num_valid}
     for name, array in {**arrays, **({"_positions": positions} if masked else {})}.items():
@@ -235,6 +232,17 @@ def write_rows(
         "left out: no token of the assistant in them": len(kept) - len(used),
     }
     return [f"{count} {path.name} conversations {what}" for what, count in counts.items() if count]
+
+
+def fill_row(
+    pieces: Sequence[tuple[NDArray[Any], NDArray[Any]]], seq_len: int, pad_id: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Inputs, labels and positions of a row, [S] each, of pieces with their targets and of padding."""
+    room = seq_len - sum(len(tokens) for tokens, _ in pieces)
+    padding = (np.full(room, pad_id), np.full(room, IGNORE_INDEX))
+    inputs, labels = (np.concatenate(part) for part in zip(*pieces, padding, strict=True))
+    positions = [np.arange(len(tokens)) for tokens, _ in (*pieces, padding)]
+    return inputs, labels, np.concatenate(positions)
 
 
 def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:

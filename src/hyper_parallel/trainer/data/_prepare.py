@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from hyper_parallel.errors import BadValue, NoData
 from hyper_parallel.trainer.data._batches import PackedSequences
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
 from hyper_parallel.trainer.data._pack import pack, tokenise
-from hyper_parallel.trainer.data._sources import resolve
+from hyper_parallel.trainer.data._sources import Source, resolve
+from hyper_parallel.trainer.data._stream import Place, Stream
 from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,8 @@ _VERSION = 1
 class PackedData:
     """What a run reads."""
 
-    train: PackedSequences
-    holdout: PackedSequences  # empty when `data.holdout` is 0
+    train: PackedSequences | Stream
+    holdout: PackedSequences | None  # empty when `data.holdout` is 0; None: nothing of a stream
     tokenizer_dir: str  # Hugging Face tokenizer directory that made the tokens
     vocab_size: int  # largest token id plus one
     fingerprint: str  # hash of the packed content: equal wherever the same text is packed alike
@@ -79,35 +80,62 @@ def prepare(
             hint=own,
         )
 
-    def build(target: Path) -> dict[str, Any]:
-        flat = tokenise(source, tokenizer, stage, target, progress)
-        notes = [f"{count} {reason}" for reason, count in sorted(source.counts.items()) if count]
-        if not len(flat.tokens):
-            raise NoData(
-                "the data source holds no text",
-                where=f"data.source: {data.source}",
-                got=", ".join(notes) or f"{len(source.files)} files, no record",
-            )
-        hf = tokenizer.hf
-        pad_id = hf.eos_token_id if hf.pad_token_id is None else hf.pad_token_id
-        return {"notes": notes + pack(target, flat, data, pad_id, seed, masked)}
+    pad_id = tokenizer.hf.pad_token_id
+    pad_id = tokenizer.hf.eos_token_id if pad_id is None else pad_id
 
-    masked = data.masks(stage)
-    matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
-    rows = [data.packing, masked] if masked or not data.packing else []
-    key = digest([*matters, stage, data.holdout, seed, *rows])
-    directory, meta = entry(cache / "packed", key, build)
-    for note in meta["notes"]:
-        logger.warning("%s: %s", data.source, note)
-    # Positions change no token and no order, which is what a checkpoint's place in the data means.
-    files = {n: file for n, file in meta["files"].items() if not n.endswith("_positions.npy")}
-    arrays = {name: file["sha256"] for name, file in files.items()}
+    def packed(data: Data, source: Source) -> PackedData:
+        def build(target: Path) -> dict[str, Any]:
+            flat = tokenise(source, tokenizer, stage, target, progress)
+            counts = sorted(source.counts.items())
+            notes = [f"{count} {reason}" for reason, count in counts if count]
+            if not len(flat.tokens):
+                raise NoData(
+                    "the data source holds no text",
+                    where=f"data.source: {data.source}",
+                    got=", ".join(notes) or f"{len(source.files)} files, no record",
+                )
+            return {"notes": notes + pack(target, flat, data, pad_id, seed, masked)}
+
+        masked = data.masks(stage)
+        matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
+        rows = [data.packing, masked] if masked or not data.packing else []
+        key = digest([*matters, stage, data.holdout, seed, *rows])
+        directory, meta = entry(cache / "packed", key, build)
+        for note in meta["notes"]:
+            logger.warning("%s: %s", data.source, note)
+        # Positions change no token and no order, which is what a checkpoint's place in the data means.
+        files = {n: file for n, file in meta["files"].items() if not n.endswith("_positions.npy")}
+        arrays = {name: file["sha256"] for name, file in files.items()}
+        return PackedData(
+            train=PackedSequences(directory, "train", data.seq_len),
+            holdout=PackedSequences(directory, "holdout", data.seq_len),
+            tokenizer_dir=str(tokenizer.directory),
+            vocab_size=tokenizer.vocab_size,
+            fingerprint=digest([arrays, data.seq_len]),
+            cached=meta["cached"],
+            notes=tuple(meta["notes"]),
+        )
+
+    holdout = None
+    if data.validation is not None:
+        name = data.name if data.validation == data.source else None
+        update = {"source": data.validation, "split": data.validation_split, "name": name}
+        held = data.model_copy(update={**update, "holdout": 0.0, "streaming": False})
+        holdout = packed(held, resolve(held, stage)).train
+        data = data.model_copy(update={"holdout": 0.0})
+    if not data.streaming:
+        found = packed(data, source)
+        return found if holdout is None else replace(found, holdout=holdout)
+    stream = Stream(source, tokenizer.hf, data, stage, seed, pad_id)
+    next(stream.rows(Place()))  # a source without a sequence is refused here
+    settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     return PackedData(
-        train=PackedSequences(directory, "train", data.seq_len),
-        holdout=PackedSequences(directory, "holdout", data.seq_len),
+        train=stream,
+        holdout=holdout,
         tokenizer_dir=str(tokenizer.directory),
         vocab_size=tokenizer.vocab_size,
-        fingerprint=digest([arrays, data.seq_len]),
-        cached=meta["cached"],
-        notes=tuple(meta["notes"]),
+        fingerprint=digest(
+            [_VERSION, source.name, source.shape, stage, tokenizer.fingerprint, *settings]
+        ),
+        cached=False,
     )

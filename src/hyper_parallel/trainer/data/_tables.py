@@ -76,7 +76,9 @@ def open_table(data: Data, path: Path) -> Table:
             found = datasets.load_from_disk(str(path))
         else:
             source = str(path.absolute()) if here else data.source
-            found = datasets.load_dataset(source, data.name, split=data.split)
+            found = datasets.load_dataset(
+                source, data.name, split=data.split, streaming=data.streaming
+            )
     except Exception as error:
         # datasets, huggingface_hub and Arrow raise many classes: no such name, split, file or column.
         tried = [f"the path {path.absolute()}"]

@@ -36,7 +36,7 @@ from hyper_parallel.trainer.engine._offload_record import with_memory, write_tim
 from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary, Trainer
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer.data import Batches
+    from hyper_parallel.trainer.data import Batches, StreamBatches
 
 
 def train_rank(job: Job, flash: Path | None = None) -> Summary | None:
@@ -102,7 +102,7 @@ class TorchEngine:
             return 0, {}
         return source.load(self._model, self._optimizer)
 
-    def begin(self, done: int, batches: Batches) -> None:
+    def begin(self, done: int, batches: Batches | StreamBatches) -> None:
         """Open the run's checkpoints and, with offload, plan the memory of a step."""
         job, training = self._job, self._recipe.training
         self._saver = self._checkpointer(job.checkpoint_dir)
@@ -133,7 +133,7 @@ class TorchEngine:
         self._planned = planned
         self.plan = with_memory(job.plan, planned.plan, planned.notes)
 
-    def step(self, step: int, batches: Batches, lr: float) -> StepResult:
+    def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
 
         Raises:
@@ -141,7 +141,7 @@ class TorchEngine:
         """
         return (self._planned or self._loop).step(step, batches, lr)
 
-    def evaluate(self, batches: Batches) -> tuple[float, int]:
+    def evaluate(self, batches: Batches | StreamBatches) -> tuple[float, int]:
         """Mean loss over the first step of `batches`, and how many tokens counted."""
         with self._lent():
             return self._loop.evaluate(batches)

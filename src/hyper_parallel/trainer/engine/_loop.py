@@ -33,7 +33,7 @@ from hyper_parallel.trainer.loop import StepResult
 
 if TYPE_CHECKING:
     from hyper_parallel.runtime import World
-    from hyper_parallel.trainer.data import Batches
+    from hyper_parallel.trainer.data import Batches, StreamBatches
 
 Routing = tuple[Tensor, Tensor | None] | None
 """What the experts of a step were given, see `count_routing`; None for a model without experts."""
@@ -84,7 +84,7 @@ class Loop:
     gauge: MemoryGauge
     max_grad_norm: float | None
 
-    def step(self, step: int, batches: Batches, lr: float) -> StepResult:
+    def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
 
         Raises:
@@ -116,7 +116,7 @@ class Loop:
         return loss_sum, grad_norm, self.count_routing()
 
     @torch.no_grad()
-    def evaluate(self, batches: Batches) -> tuple[float, int]:
+    def evaluate(self, batches: Batches | StreamBatches) -> tuple[float, int]:
         """Mean loss over the first step of `batches` and how many tokens counted."""
         self.recorder.begin_step(None)
         self.model.eval()
@@ -127,7 +127,7 @@ class Loop:
         self.model.train()
         return mean, int(inputs.valid_tokens)
 
-    def inputs(self, batches: Batches, step: int, lr: float) -> StepInputs:
+    def inputs(self, batches: Batches | StreamBatches, step: int, lr: float) -> StepInputs:
         """What this rank reads in a step, counted from 1."""
         with self.recorder.span("data", "data"):
             return self._fetch(batches, step - 1, lr)
@@ -200,7 +200,7 @@ class Loop:
         with self.recorder.span("routing", "communication"):
             return count_routing(self.model)
 
-    def _fetch(self, batches: Batches, index: int, lr: float = 0.0) -> StepInputs:
+    def _fetch(self, batches: Batches | StreamBatches, index: int, lr: float = 0.0) -> StepInputs:
         coordinate, strategy = self.plan.mesh.coordinate(self.world.rank), self.plan.strategy
         rank = coordinate["dp_replicate"] * strategy.dp_shard + coordinate["dp_shard"]
         microbatch = self.plan.workload.microbatch or 1

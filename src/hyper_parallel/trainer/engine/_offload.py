@@ -62,7 +62,7 @@ from hyper_parallel.trainer.engine._offload_rehearsal import StepOutcome, refuse
 from hyper_parallel.trainer.loop import StepResult
 
 if TYPE_CHECKING:
-    from hyper_parallel.trainer.data import Batches
+    from hyper_parallel.trainer.data import Batches, StreamBatches
 
 DRIFT: Final = 0.02
 """Share of a step that waits may take beyond the plan before it is planned again."""
@@ -244,7 +244,7 @@ class PlannedSteps:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def step(self, step: int, batches: Batches, lr: float) -> StepResult:
+    def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run one planned step, as `Loop.step` runs a plain one; plan again when its waits are not as planned.
 
         Raises:

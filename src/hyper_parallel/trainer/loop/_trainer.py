@@ -23,7 +23,7 @@ from hyper_parallel.trainer.loop._schedule import LrSchedule
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
-    from hyper_parallel.trainer.data import Batches
+    from hyper_parallel.trainer.data import Batches, StreamBatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,17 @@ class Engine(Protocol):
     def load(self) -> tuple[int, dict[str, Any]]:
         """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
 
-    def begin(self, done: int, batches: Batches) -> None:
+    def begin(self, done: int, batches: Batches | StreamBatches) -> None:
         """Prepare for the steps after step `done`."""
 
-    def step(self, step: int, batches: Batches, lr: float) -> StepResult:
+    def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
 
         Raises:
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
         """
 
-    def evaluate(self, batches: Batches) -> tuple[float, int]:
+    def evaluate(self, batches: Batches | StreamBatches) -> tuple[float, int]:
         """Mean loss over the first step of `batches`, and how many tokens counted."""
 
     def save(self, step: int, extra: dict[str, Any]) -> None:

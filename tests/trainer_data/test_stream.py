@@ -1,0 +1,120 @@
+"""A stream gives what packing gives, goes on at any place, and is the same for every layout."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
+from hyper_parallel.trainer.data import StreamBatches, _stream, load_tokenizer
+
+pytestmark = pytest.mark.torch
+
+FORMS = {
+    "text": {},
+    "text apart": {"mask_documents": True},
+    "text unpacked": {"packing": False},
+    "chat": {"stage": "sft", "seq_len": 128},
+}
+
+
+def steps(batches, which):
+    """Inputs and labels of steps, whole."""
+    found = [batches.microbatches(s, 0, 1, batches.sequences_per_step, 1)[0] for s in which]
+    return [np.stack([b.input_ids, b.shift_labels]) for b in found]
+
+
+@pytest.fixture(params=FORMS)
+def stream(request, corpus, conversations, make, monkeypatch):
+    monkeypatch.setattr(_stream, "_BLOCK", 8)
+    source = conversations if request.param == "chat" else corpus
+    return make(source, streaming=True, max_bytes=6000, **FORMS[request.param]).train
+
+
+def test_a_stream_goes_on_where_a_checkpoint_stopped_in_a_later_epoch_too(stream):
+    whole = StreamBatches(stream, 5, "f")
+    reference, states = [], []
+    for step in range(40):
+        states.append(json.loads(json.dumps(whole.state_dict(step))))
+        reference += steps(whole, [step])
+    assert states[-1]["place"][0] >= 1  # the first epoch is over
+    for done in (0, 1, 7, 39):
+        again = StreamBatches(stream, 5, "f")
+        again.load_state_dict(states[done])
+        (mine,) = steps(again, [done])
+        assert np.array_equal(mine, reference[done])
+    other = StreamBatches(stream, 3, "f")
+    other.load_state_dict(states[6])
+    rows = np.concatenate(steps(other, range(6, 11)), axis=1)
+    assert np.array_equal(rows, np.concatenate(reference[6:9], axis=1))
+    assert other.sequences_seen(8) == 6 * 5 + 2 * 3
+
+
+def test_a_step_is_the_same_for_every_layout(stream):
+    batches = StreamBatches(stream, 8, "f")
+    (reference,) = steps(batches, [2])
+    for dp, microbatch, accumulation in [(2, 2, 2), (4, 1, 2), (8, 1, 1)]:
+        parts = [batches.microbatches(2, r, dp, microbatch, accumulation) for r in range(dp)]
+        flat = [b for rank in parts for b in rank]
+        mine = np.concatenate([np.stack([b.input_ids, b.shift_labels]) for b in flat], axis=1)
+        assert np.array_equal(mine, reference)
+        assert sum(b.num_valid for b in flat) == batches.num_valid(2)
+        assert all((b.position_ids is not None) == stream.masked for b in flat)
+    with pytest.raises(BatchMismatch):
+        batches.microbatches(2, 0, 3, 1, 2)
+
+
+def test_in_the_order_of_the_source_a_stream_is_the_packed_text(corpus, make):
+    packed = make(corpus, holdout=0.0, shuffle=False).train
+    stream = StreamBatches(make(corpus, streaming=True, shuffle=False).train, 1, "f")
+    inputs, labels = packed.read(np.arange(len(packed)))
+    mine = np.concatenate(steps(stream, range(len(packed))), axis=1)
+    assert np.array_equal(mine, [inputs, labels])
+
+
+def test_every_document_is_read_once_per_epoch_in_a_new_order(conversations, make):
+    packed = make(conversations, streaming=True, stage="sft", seq_len=128)
+    tokenizer = load_tokenizer(packed.tokenizer_dir)
+    batches = StreamBatches(packed.train, 1, "f")
+    text = "".join(tokenizer.decode(steps(batches, [s])[0][0, 0]) for s in range(60))
+    asked = text.split("<|im_start|>system")[1:61]
+    asked = [a.partition("What is ")[2].partition(" plus")[0] for a in asked]
+    assert sorted(map(int, asked[:30])) == sorted(map(int, asked[30:])) == list(range(30))
+    assert asked[:30] != asked[30:]
+
+
+def test_another_order_is_refused_and_an_empty_stream_too(corpus, make, tmp_path):
+    state = StreamBatches(make(corpus, streaming=True).train, 5, "f").state_dict(0)
+    with pytest.raises(CheckpointMismatch, match="HP702"):
+        StreamBatches(make(corpus, streaming=True, seed=1).train, 5, "f").load_state_dict(state)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Q"}]}) + "\n")
+    with pytest.raises(NoData, match="no sequence to learn from"):
+        make(path, streaming=True, stage="sft")
+
+
+def test_an_endless_source_is_not_read_to_its_end(tmp_path, make, monkeypatch):
+    import hyper_parallel.trainer.data._sources as sources
+
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "first"}\n')
+    tokenizer = make(path, streaming=True).tokenizer_dir
+    endless = ((f"row {n}", {"text": f"number {n}"}) for n in itertools.count())
+    monkeypatch.setattr(sources, "read_records", lambda path: endless)
+    stream = make(path, streaming=True, tokenizer=tokenizer, shuffle=False).train
+    assert len(steps(StreamBatches(stream, 5, "f"), range(20))) == 20
+
+
+def test_a_validation_file_is_what_is_evaluated(corpus, make, tmp_path):
+    path = tmp_path / "held.jsonl"
+    path.write_text(json.dumps({"text": "held out words " * 40}) + "\n")
+    packed = make(corpus, validation=str(path), holdout=0.02)
+    text = load_tokenizer(packed.tokenizer_dir).decode(packed.holdout.read(np.arange(1))[0][0])
+    assert text.startswith("held out words held out")
+    alone = make(corpus, holdout=0.0)
+    assert packed.fingerprint == alone.fingerprint
+    assert len(packed.train) == len(alone.train)
+    streamed = make(corpus, validation=str(path), streaming=True)
+    assert len(streamed.holdout) == len(packed.holdout)
+    assert make(corpus, streaming=True).holdout is None
