@@ -103,9 +103,9 @@ def train(
         weights = f"pretrained, {job.weights}"
         if job.weights is None:
             weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
-        console.print(startup_panel(
-                job.plan, job.data_line(), str(job.output_dir), weights, job.on_topology
-            ))
+        console.print(
+            startup_panel(job.plan, job.data_line(), str(job.output_dir), weights, job.on_topology)
+        )
     if dry_run:
         if main:
             words = [shlex.quote(word) for word in (str(recipe), *(overrides or []))]
