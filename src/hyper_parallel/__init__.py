@@ -20,7 +20,23 @@ _EXPORTS = {
     "load_model": "hyper_parallel.model",
     "Supernode": "hyper_parallel.topology",
     "plan": "hyper_parallel.planner",
-    "parallelize": "hyper_parallel.runtime",
+    **dict.fromkeys(
+        (
+            "World",
+            "accumulate",
+            "clip_grad_norm_",
+            "data_share",
+            "forward_backward",
+            "forward_loss",
+            "launch",
+            "load_pretrained",
+            "materialize",
+            "parallelize",
+            "plan_of",
+            "token_logprobs",
+        ),
+        "hyper_parallel.runtime",
+    ),
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]

@@ -201,7 +201,7 @@ def _matmuls(decoders: Iterable[Block], layers: int) -> tuple[Matmul, ...]:
             # Linear layers store (out, in), Conv1D and some experts (in, out): the dim named embed tells.
             embed = param.dims[-2:].index("embed") if "embed" in param.dims[-2:] else 1
             inputs, outputs = (second, first) if (embed == 1) != row else (first, second)
-            source = f"{part} row {outputs}" if row else param.name.rsplit(".", 3)[-3] + part
+            source = f"{part} row {outputs}" if row else f"..{param.name}".rsplit(".", 3)[-3] + part
             key = (part, "row" if row else source, inputs)
             fused[key] = fused.get(key, 0) + outputs
         routed = block.mlp.experts_per_token if block.mlp and block.mlp.num_experts else 0

@@ -36,6 +36,7 @@ from hyper_parallel.errors._planning import (
     UnsupportedSharding,
 )
 from hyper_parallel.errors._running import (
+    BadObjective,
     BudgetImpossible,
     CaptureUnsupported,
     CheckpointCorrupt,
@@ -47,6 +48,7 @@ from hyper_parallel.errors._running import (
     MemoryPlanInvalid,
     MissingDependency,
     NoData,
+    NoLoss,
     RankFailed,
     RunUnreadable,
     StepChanged,
@@ -59,6 +61,7 @@ from hyper_parallel.errors._running import (
 
 __all__ = [
     "AuditError",
+    "BadObjective",
     "BadValue",
     "BatchMismatch",
     "BudgetImpossible",
@@ -81,6 +84,7 @@ __all__ = [
     "ModelUnreadable",
     "NoData",
     "NoLegalStrategy",
+    "NoLoss",
     "NotDivisible",
     "OutputNotWritable",
     "PlanMismatch",

@@ -81,6 +81,23 @@ class TransferFailed(HyperParallelError, code="HP513"):
     """
 
 
+class NoLoss(HyperParallelError, code="HP514"):
+    """A model gives no loss, or no log-probabilities, for the microbatches of a step.
+
+    The cross entropy, and log-probabilities of tokens, come from the logits of a causal language model and from targets
+    (`labels`, or `shift_labels` that were moved already). Fix: give them; or give `forward_backward` an objective over
+    the output of the model, `over="output"`.
+    """
+
+
+class BadObjective(HyperParallelError, code="HP515"):
+    """An objective returned something else than a scalar that depends on what it was given.
+
+    `objective(first, batch)` returns one number as a tensor, computed from `first` without `detach` or `.item()`. The
+    numbers of all microbatches and data-parallel ranks are added up: divide by what the whole step has, yourself.
+    """
+
+
 class RankFailed(HyperParallelError, code="HP601"):
     """A rank ended with an error; the first one to fail is printed in full.
 

@@ -7,6 +7,7 @@ from hyper_parallel.planner._plan import diff, recheck
 from hyper_parallel.planner._recipe import plan_recipe
 from hyper_parallel.planner._request import default_workload
 from hyper_parallel.planner._simulate import gantt, plan_tasks, simulate_plan
+from hyper_parallel.planner._words import parse_strategy
 
 __all__ = [
     "OBJECTIVES",
@@ -16,6 +17,7 @@ __all__ = [
     "gantt",
     "half_width",
     "launch_settings",
+    "parse_strategy",
     "plan",
     "plan_recipe",
     "plan_tasks",

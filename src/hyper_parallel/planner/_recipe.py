@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Final
+from typing import Any, Final
 
 from hyper_parallel.config import Parallel, Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch
@@ -173,11 +173,19 @@ def _culprit(strategy: Strategy) -> str:
 
 
 def _strategy(recipe: Recipe) -> Strategy:
-    p = recipe.parallel
-    return Strategy(
-        **{name: getattr(p, name) for name in _SHARED},
-        rules=tuple(Rule(pattern, style) for pattern, style in p.rules.items()),
-        recompute=recipe.training.recompute,
-        recompute_layers=recipe.training.recompute_layers,
+    t = recipe.training
+    return strategy_of(
+        recipe.parallel,
+        recompute=t.recompute,
+        recompute_layers=t.recompute_layers,
         offload=recipe.offload.on,
+    )
+
+
+def strategy_of(parallel: Parallel, **others: Any) -> Strategy:
+    """The strategy of a `parallel` section and what other sections say."""
+    return Strategy(
+        **{name: getattr(parallel, name) for name in _SHARED},
+        rules=tuple(Rule(pattern, style) for pattern, style in parallel.rules.items()),
+        **others,
     )

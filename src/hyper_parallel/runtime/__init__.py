@@ -8,13 +8,18 @@ from hyper_parallel.backends.torch import (
     accumulate,
     audit,
     clip_grad_norm_,
+    data_share,
     end_step,
     forward_backward,
     forward_loss,
     handle,
+    load_pretrained,
+    materialize,
+    token_logprobs,
 )
 from hyper_parallel.runtime._launch import launch
 from hyper_parallel.runtime._parallelize import parallelize
+from hyper_parallel.runtime._plan_of import plan_of
 from hyper_parallel.runtime._world import World
 
 __all__ = [
@@ -26,10 +31,15 @@ __all__ = [
     "accumulate",
     "audit",
     "clip_grad_norm_",
+    "data_share",
     "end_step",
     "forward_backward",
     "forward_loss",
     "handle",
     "launch",
+    "load_pretrained",
+    "materialize",
     "parallelize",
+    "plan_of",
+    "token_logprobs",
 ]

@@ -204,7 +204,10 @@ def _child(
             INIT_METHOD: f"file://{scratch / 'store'}",
         }
         torch.manual_seed(rank)
-        _write(scratch, rank, _Record(fn(rank)))
+        result = fn(rank)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # others may still be opening connections to this rank
+        _write(scratch, rank, _Record(result))
         status = 0
     except BaseException as error:
         if not echo:  # what the parent raises reaches the same terminal

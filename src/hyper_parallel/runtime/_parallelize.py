@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 
 from torch import nn
@@ -25,7 +26,7 @@ def parallelize(
         model: Any `nn.Module`; Hugging Face models bring their own sharding rules. Parameters are real and equal on
             every rank, or on the meta device.
         plan: The plan.
-        world: Ranks to use; None: joins the one the environment describes.
+        world: Ranks to use; None: joins the one the environment describes, until the process ends.
         ranks: Ranks of the world this model lives on; None: all.
         routing: Choices about the routing of experts; None: what the model does by itself.
 
@@ -37,7 +38,9 @@ def parallelize(
         PlanMismatch: HP307 when the plan is for another model.
         NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for what cannot be split exactly.
     """
-    world = World.join() if world is None else world
+    if world is None:
+        world = World.join()
+        atexit.register(world.leave)
     strategy = plan.strategy
     mixed = plan.workload.compute_dtype != plan.workload.param_dtype
     if strategy.world_size == 1 and world.world_size == 1 and not mixed:

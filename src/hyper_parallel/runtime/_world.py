@@ -158,9 +158,10 @@ class World:
         """
         if self._owns_group and dist.is_initialized():
             dist.barrier()
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Leave the world without waiting for the other ranks."""
         self._meshes.clear()
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
@@ -175,7 +176,7 @@ class World:
         if kind is None:
             self.close()
         else:  # the others may be waiting elsewhere
-            self._leave()
+            self.leave()
 
 
 def forget_meshes() -> None:

@@ -22,10 +22,12 @@ from hyper_parallel.backends.torch._step import (
     accumulate,
     clip_grad_norm_,
     count_routing,
+    data_share,
     end_step,
     forward_backward,
     forward_loss,
 )
+from hyper_parallel.backends.torch._user_objective import token_logprobs
 from hyper_parallel.backends.torch.data._fsdp import FLAT
 from hyper_parallel.backends.torch.experts._routing import (
     Routing,
@@ -55,6 +57,7 @@ __all__ = [
     "count_routing",
     "cpu_workspace",
     "cross_entropy_sum",
+    "data_share",
     "device_workspace",
     "end_step",
     "forward_backward",
@@ -69,4 +72,5 @@ __all__ = [
     "resolve_layouts",
     "routing_statistics",
     "shifted",
+    "token_logprobs",
 ]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts._routing import ExpertState
@@ -51,6 +52,7 @@ class Handle:
         balance: The auxiliary loss of experts, or None.
         pipeline: Runs this rank's pipeline stages; None without a pipeline.
         fsdp: Modules that FSDP manages, root last.
+        loss: The loss function of a causal language model, in whose place an objective takes the logits; or None.
     """
 
     plan: Plan
@@ -63,6 +65,7 @@ class Handle:
     balance: BalanceLoss | None
     pipeline: Pipeline | None
     fsdp: tuple[nn.Module, ...]
+    loss: LossTap | None
 
     @property
     def device(self) -> torch.device:

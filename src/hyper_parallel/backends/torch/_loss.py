@@ -30,7 +30,7 @@ def _blocks(logits: Tensor) -> range:
     return range(0, logits.shape[0], max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1])))
 
 
-class _CrossEntropySum(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -39,6 +39,7 @@ class _CrossEntropySum(torch.autograd.Function):
         ignore_index: int,
         first: int,
         group: dist.ProcessGroup | None,
+        summed: bool,
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = _blocks(logits)
@@ -53,11 +54,12 @@ class _CrossEntropySum(torch.autograd.Function):
             lse = torch.logsumexp(stats[:, 0], dim=0)
             at_target = stats[:, 1].sum(dim=0)
         ctx.save_for_backward(logits, lse, here, inside, valid)
-        return (lse - at_target).masked_fill_(~valid, 0).sum()
+        losses = (lse - at_target).masked_fill_(~valid, 0)
+        return losses.sum() if summed else losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, lse, here, inside, valid = ctx.saved_tensors
         out = torch.empty_like(logits)
         scale = valid.to(lse.dtype) * grad
@@ -74,7 +76,7 @@ class _CrossEntropySum(torch.autograd.Function):
             block.mul_(scale[cut].unsqueeze(1))
             if out.dtype != lse.dtype:
                 out[cut] = block
-        return out, None, None, None, None
+        return out, None, None, None, None, None
 
 
 def cross_entropy_sum(
@@ -84,6 +86,7 @@ def cross_entropy_sum(
     ignore_index: int = -100,
     first: int = 0,
     group: dist.ProcessGroup | None = None,
+    summed: bool = True,
 ) -> Tensor:
     """Sum of the cross entropies of all tokens whose target is not `ignore_index`.
 
@@ -93,13 +96,44 @@ def cross_entropy_sum(
         ignore_index: Target of tokens that do not count.
         first: Token id of the first local column.
         group: Ranks that hold the other columns; None: there are none.
+        summed: False: the cross entropy of every token instead, [T], 0 where the target is `ignore_index`.
     """
-    return _CrossEntropySum.apply(logits, targets, ignore_index, first, group)
+    return _CrossEntropy.apply(logits, targets, ignore_index, first, group, summed)
 
 
 def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """Labels moved one token to the left: the target of a position is the next token."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def cross_entropy(
+    tp: TpState | None,
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    summed: bool = True,
+) -> Tensor:
+    """`cross_entropy_sum` of logits as the head left them, and the targets [T] of all tokens it saw.
+
+    Where the head works on pieces of the tokens it is that of this rank's piece, ceil(T / tp) tokens with padding.
+    """
+    split = None if tp is None or tp.head == "whole" else tp.head
+    if tp is not None:
+        tp.loss_taken = True
+    columns = logits.shape[-1]
+    if split == "tokens":
+        rows = logits.shape[-2]
+        missing = rows * tp.degree - targets.shape[0]
+        targets = F.pad(targets, (0, missing), value=ignore_index)
+        targets = targets[tp.rank * rows : (tp.rank + 1) * rows]
+    return cross_entropy_sum(
+        logits.reshape(-1, columns),
+        targets,
+        ignore_index=ignore_index,
+        first=tp.rank * columns if split == "vocabulary" else 0,
+        group=tp.group if split == "vocabulary" else None,
+        summed=summed,
+    )
 
 
 def loss_function(
@@ -121,23 +155,8 @@ def loss_function(
         count = num_items_in_batch
         if count is None:
             count = (targets != ignore_index).sum().clamp(min=1)
-        split = None if tp is None or tp.head == "whole" else tp.head
-        if tp is not None:
-            tp.loss_taken = True
-        columns = logits.shape[-1]
-        if split == "tokens":
-            rows = logits.shape[-2]
-            missing = rows * tp.degree - targets.shape[0]
-            targets = F.pad(targets, (0, missing), value=ignore_index)
-            targets = targets[tp.rank * rows : (tp.rank + 1) * rows]
-        total = cross_entropy_sum(
-            logits.reshape(-1, columns),
-            targets,
-            ignore_index=ignore_index,
-            first=tp.rank * columns if split == "vocabulary" else 0,
-            group=tp.group if split == "vocabulary" else None,
-        )
-        if split == "tokens":
+        total = cross_entropy(tp, logits, targets, ignore_index)
+        if tp is not None and tp.head == "tokens":
             total = sum_forward(total, tp.group, Purpose.LOSS)
         if isinstance(count, Tensor):
             count = count.to(total.device)

@@ -9,6 +9,7 @@ from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._forward import keep_float64, loop_over_experts, recompute_layers
 from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch._loss import loss_function, loss_of_logits
+from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
 from hyper_parallel.backends.torch.context._apply import apply_context_parallel, mask_documents
@@ -90,9 +91,11 @@ def apply_plan(
     balance = BalanceLoss.of(model, experts, plan, mesh)
     if tp is not None:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
+    tap = None
     if hasattr(type(model), "loss_function"):
         whole = balance is not None and stages is None
-        model.loss_function = loss_function(tp, balance.add_to if whole else None)
+        usual = loss_function(tp, balance.add_to if whole else None)
+        model.loss_function = tap = LossTap(usual, tp, context)
         loss_of_logits(model)
     if stages is not None:
         stages.install(model)
@@ -110,7 +113,7 @@ def apply_plan(
     if tp is not None and decoder is not None:
         watch_gradients(model, layouts, tp)
 
-    rooms = (tp, context, experts, balance, pipeline, fsdp)
+    rooms = (tp, context, experts, balance, pipeline, fsdp, tap)
     attach(model, Handle(plan, ranks, layouts, shapes, *rooms))
     audit(model)
     return model

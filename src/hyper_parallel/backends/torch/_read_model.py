@@ -61,17 +61,20 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
             if end != "final_norm" and len(shape) == 2:
                 dims = ("vocab", "embed")
             outside[end].append(ParamSpec(full, shape, dims, tied))
+    decoder = tuple(_decoder(model, inside, list(layers), hidden))
+    if not layers:  # the module is priced as one layer
+        decoder = (Block("decoder", (0,), tuple(outside.pop("final_norm"))),)
     blocks = (
         Block("embedding", (), tuple(outside["embedding"])),
-        *_decoder(model, inside, list(layers), hidden),
-        *(Block(n, (), tuple(outside[n])) for n in ("final_norm", "head") if outside[n]),
+        *decoder,
+        *(Block(n, (), tuple(outside[n])) for n in ("final_norm", "head") if outside.get(n)),
     )
     return ModelSpec(
         name=name,
         family=getattr(config, "model_type", None) or type(model).__name__,
         dtype=_dtype(model),
         hidden_size=hidden,
-        num_layers=len(layers),
+        num_layers=max(1, len(layers)),
         vocab_size=_number(config, ("vocab_size",)) or _rows(outside),
         tied_embeddings=any(p.tied_to for p in outside["head"]),
         blocks=blocks,

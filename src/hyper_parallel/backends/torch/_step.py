@@ -16,6 +16,14 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._collectives import all_reduce
 from hyper_parallel.backends.torch._handle import Handle, handle
+from hyper_parallel.backends.torch._user_objective import (
+    Objective,
+    Over,
+    check_loss,
+    for_stages,
+    objective_loss,
+    targets_of,
+)
 from hyper_parallel.backends.torch.data._fsdp import set_last_backward
 from hyper_parallel.backends.torch.experts._routing import (
     RoutingStatistics,
@@ -24,57 +32,100 @@ from hyper_parallel.backends.torch.experts._routing import (
 )
 from hyper_parallel.backends.torch.pipeline._apply import Microbatch, Span
 from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import Purpose
 
 
 def forward_backward(
     model: nn.Module,
     microbatches: Sequence[Microbatch],
-    num_tokens: int | Tensor,
+    num_tokens: int | Tensor | None = None,
     span: Span = lambda name, kind: nullcontext(),
+    *,
+    objective: Objective | None = None,
+    over: Over | None = None,
 ) -> Tensor:
     """Gradients of one step; call the optimizer and `clip_grad_norm_` afterwards.
 
     Args:
         model: A model that passed through `parallelize`.
-        microbatches: This data-parallel rank's microbatches, equal on the ranks that share its data.
+        microbatches: This data-parallel rank's microbatches, equal on the ranks that share its data: arguments of the
+            model's forward with `labels`, or `shift_labels` that were moved already; for an objective also whatever
+            else it needs.
         num_tokens: Valid tokens of the whole step, over all ranks and microbatches; a tensor where the step is
-            captured, so that the number is no constant of it.
+            captured, so that the number is no constant of it. None: they are counted.
         span: ContextState per piece of work, for a timeline: name and kind.
+        objective: `objective(first, batch) -> scalar`, in place of the cross entropy. The loss of the step is the sum
+            of its values over microbatches and data-parallel ranks: divide by what the whole step has.
+        over: What it is given first. logprobs: [B, S], as `token_logprobs`. logits: [N, V] of this rank's own tokens,
+            each token on one of the ranks that share it, with a batch cut likewise to [N, ...] and its targets
+            `shift_labels` [N]; a sum over tokens, which is added up over these ranks. output: what the model returns,
+            without pipeline stages. None: logprobs for a causal language model, else output.
 
     Returns:
-        This rank's share of the loss, a float64 scalar: the sum over all ranks is the loss of the step.
+        The loss of the step, a float64 scalar, equal on all ranks. With `num_tokens` this rank's share of it, so that
+        no collective is spent: the sum over all ranks is the loss.
+
+    Raises:
+        NoLoss: HP514 when model or microbatches give no loss. BadObjective: HP515 when an objective gives no scalar.
     """
-    return _run(model, microbatches, num_tokens, span, train=True)
+    return _run(model, microbatches, num_tokens, span, objective, over, train=True)
 
 
 @torch.no_grad()
-def forward_loss(model: nn.Module, microbatches: Sequence[Microbatch], num_tokens: int) -> Tensor:
-    """This rank's share of the loss of `microbatches`, as in `forward_backward`, without gradients."""
-    return _run(model, microbatches, num_tokens, lambda name, kind: nullcontext(), train=False)
+def forward_loss(
+    model: nn.Module,
+    microbatches: Sequence[Microbatch],
+    num_tokens: int | None = None,
+    *,
+    objective: Objective | None = None,
+    over: Over | None = None,
+) -> Tensor:
+    """The loss of `microbatches`, as in `forward_backward`, without gradients."""
+    span: Span = lambda name, kind: nullcontext()  # noqa: E731
+    return _run(model, microbatches, num_tokens, span, objective, over, train=False)
 
 
 def _run(
     model: nn.Module,
     microbatches: Sequence[Microbatch],
-    num_tokens: int | Tensor,
+    num_tokens: int | Tensor | None,
     span: Span,
+    objective: Objective | None,
+    over: Over | None,
     train: bool,
 ) -> Tensor:
     attached = handle(model)
+    shares = num_tokens is not None
+    if objective is None:
+        check_loss(model)
+        if num_tokens is None:
+            num_tokens = _count(model, attached, microbatches)
+    elif shares:
+        raise BadValue(
+            "an objective divides by what it wants itself; `num_tokens` belongs to the cross entropy",
+            got=f"num_tokens={num_tokens}",
+            hint="num_tokens=None",
+        )
 
-    def loss_of(part: Microbatch) -> Tensor:
-        given = {"labels": part["shift_labels"], **part}
+    def loss_of(i: int) -> Tensor:
+        part = microbatches[i]
+        if objective is not None:
+            return objective_loss(model, attached, part, objective, over)
+        given = dict(part)
+        if "labels" not in given:
+            given = {"labels": targets_of(model, part), **given}
         return model(**given, num_items_in_batch=num_tokens, use_cache=False).loss
 
     if attached.pipeline is not None:
-        total = attached.pipeline.run(model, microbatches, loss_of, span, train)
+        parts = [for_stages(model, p, objective) for p in microbatches]
+        total = attached.pipeline.run(model, parts, loss_of, span, train)
     else:
         total = torch.zeros((), dtype=torch.float64, device=attached.device)
-        for i, microbatch in enumerate(microbatches):
+        for i in range(len(microbatches)):
             with accumulate(model) if train and i < len(microbatches) - 1 else nullcontext():
                 with span("forward", "compute"):
-                    loss = loss_of(microbatch)
+                    loss = loss_of(i)
                 if train:
                     with span("backward", "compute"):
                         loss.backward()
@@ -82,7 +133,36 @@ def _run(
     # One of the ranks that see the same tokens, which all compute the loss, reports it.
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     reports = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
-    return total if reports else torch.zeros_like(total)
+    total = total if reports else torch.zeros_like(total)
+    return total if shares else _add_up(attached, total)
+
+
+def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch]) -> Tensor:
+    """Valid tokens of a step over all ranks."""
+    count = torch.zeros((), dtype=torch.float64, device=attached.device)
+    for part in microbatches:
+        count += (targets_of(model, part) != -100).sum()
+    coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
+    if any(coordinate[axis] for axis in ("pp", "cp", "tp_x", "tp_y")):
+        count.zero_()  # another rank has counted the same tokens
+    return _add_up(attached, count).clamp(min=1)
+
+
+def _add_up(attached: Handle, value: Tensor) -> Tensor:
+    """Sum over all ranks of the model."""
+    group = attached.ranks.world_group
+    return value if group is None else all_reduce(value, group, Purpose.LOSS)
+
+
+def data_share(model: nn.Module) -> tuple[int, int]:
+    """Which share of the data this rank reads, and how many there are: `rank` and `num_replicas` of a sampler.
+
+    Ranks of one tensor-, context- or pipeline-parallel group read the same share.
+    """
+    attached = handle(model)
+    strategy = attached.plan.strategy
+    at = attached.plan.mesh.coordinate(attached.ranks.rank)
+    return at["dp_replicate"] * strategy.dp_shard + at["dp_shard"], strategy.dp
 
 
 @contextmanager

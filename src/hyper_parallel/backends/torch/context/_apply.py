@@ -103,7 +103,11 @@ def _wrap_root(
             )
         for name in ("logits", "last_hidden_state"):
             if getattr(output, name, None) is not None:
-                whole = None if kwargs.get("labels") is not None else _join(context, output[name])
+                whole = (
+                    None
+                    if kwargs.get("labels") is not None
+                    else join_sequences(context, output[name])
+                )
                 output[name] = whole
         return output
 
@@ -124,7 +128,7 @@ def _wrap_rotary(context: ContextState, rotary: nn.Module) -> None:
     rotary.forward = forward
 
 
-def _join(context: ContextState, local: Tensor) -> Tensor:
+def join_sequences(context: ContextState, local: Tensor) -> Tensor:
     """Whole sequences [B, S, ...] from every rank's tokens; the ranks then all do the same with them."""
     assert context.view is not None
     cut, group = context.view.cut, context.group

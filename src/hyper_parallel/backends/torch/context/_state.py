@@ -69,6 +69,11 @@ class ContextState:
         """How sequences of a length are cut."""
         return self._cuts.setdefault(seq_len, SequenceCut(seq_len, self.ring, self.ulysses))
 
+    def own(self, whole: Tensor, fill: int) -> Tensor:
+        """This rank's tokens of [B, S] or [B, S, D], of sequences as long as those of the running pass."""
+        cut = self.cut(whole.shape[1])
+        return _cut(whole, self._positions[whole.shape[1], whole.device], cut, fill)
+
     def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's tokens of a microbatch, [B, padded length / cp], and the state of its forward pass.
 

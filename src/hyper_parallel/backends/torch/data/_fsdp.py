@@ -77,6 +77,7 @@ def shard_data_parallel(
             shard(layer, over, strategy.frees_gathered, policy)
         shard(model, over, False, policy)
         model.register_forward_hook(_refuse_hidden_outputs)
+        model.register_forward_hook(lambda *_: _free_gathered(sharded))
     return tuple(sharded)
 
 
@@ -105,6 +106,13 @@ def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
             got=type(hidden[0]).__name__,
             allowed="tensors, and tuples, named tuples, lists, dicts and Hugging Face outputs of them",
         )
+
+
+def _free_gathered(modules: Sequence[FSDPModule]) -> None:
+    """After a pass without gradients show the sharded parameters again, which optimizers and `zero_grad` mean."""
+    if not torch.is_grad_enabled():
+        for module in modules:
+            module.reshard()
 
 
 def set_last_backward(modules: Sequence[nn.Module], strategy: Strategy, last: bool) -> None:

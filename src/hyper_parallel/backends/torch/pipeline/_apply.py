@@ -31,7 +31,8 @@ from hyper_parallel.ir import Action, Purpose, Schedule, Strategy
 from hyper_parallel.mpmd import forward_schedule, one_by_one, step_schedule
 
 Microbatch = Mapping[str, Any]
-LossOf = Callable[[Microbatch], Tensor]
+LossOf = Callable[[int], Tensor]
+"""Loss of a microbatch by its number."""
 Span = Callable[[str, str], AbstractContextManager[Any]]
 _Key = tuple[int, int]
 """Stage and microbatch."""
@@ -227,7 +228,7 @@ class _PipelinePass:
         running = pipeline.stages.running
         with running.run(stage, received):
             if stage == last:
-                out = self._loss_of(batch)
+                out = self._loss_of(i)
                 self._total += out.detach()
             else:
                 given = {k: v for k, v in batch.items() if k not in _TARGETS}

@@ -1,0 +1,115 @@
+"""A plan of a module in hand, from a strategy in words: any module, and a refusal by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import hyper_parallel as hp
+from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey
+from hyper_parallel.ir import Rule
+from hyper_parallel.planner import parse_strategy
+from tests.parity.planned import whole
+
+pytestmark = pytest.mark.torch
+
+
+def _qwen() -> nn.Module:
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(Qwen3Config(
+            vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        ))  # fmt: skip
+
+
+class Blocks(nn.Module):
+    """No config, no list of layers, and an argument of its own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.down(torch.tanh(self.up(points))))
+
+
+def test_words_are_the_keys_of_a_recipe() -> None:
+    words = "parallel.pp=2 tp=2 schedule=zb-h1 training.recompute=full rules.layers.*.up=colwise"
+    assert parse_strategy(words) == hp.Strategy(
+        pp=2, tp_x=2, schedule="zb-h1", recompute="full", rules=(Rule("layers.*.up", "colwise"),)
+    )
+    assert parse_strategy("") == hp.Strategy()
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "says"),
+    [
+        ("dp_shrad=4", UnknownKey, "write `dp_shard=4`"),
+        ("tp", BadValue, "key=value"),
+        ("tp=two", BadValue, "an integer >= 1"),
+        ("tp=2 tp_x=4", BadValue, "two names of one degree"),
+        ("auto=true", BadValue, "nothing is searched"),
+    ],
+)
+def test_wrong_words(words: str, error: type[HyperParallelError], says: str) -> None:
+    with pytest.raises(error, match=says) as raised:
+        hp.plan_of(_qwen(), words)
+    hint = raised.value.hint
+    if hint is not None:
+        parse_strategy(hint.removeprefix("write `").removesuffix("`"))
+
+
+def test_degrees_that_do_not_fit_name_some_that_do() -> None:
+    with pytest.raises(HyperParallelError) as raised:
+        hp.plan_of(_qwen(), "tp=3")
+    assert raised.value.code == "HP203"
+    assert hp.plan_of(_qwen(), raised.value.hint).strategy.tp == 2
+
+
+def test_formats_are_those_of_the_module() -> None:
+    plan = hp.plan_of(_qwen(), "dp_shard=2 tp=2")
+    assert plan.strategy == hp.Strategy(dp_shard=2, tp_x=2)
+    assert plan.workload.compute_dtype == plan.workload.param_dtype == "float32"
+
+
+def _loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (output - batch["wanted"]).square().sum() / 8
+
+
+@pytest.mark.dist
+def test_any_module_on_data_and_on_its_own_rules() -> None:
+    torch.manual_seed(0)
+    workload = hp.Workload(
+        1, microbatch=4, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64"
+    )
+    model = Blocks().double()
+    points, wanted = torch.randn(2, 8, 6, dtype=torch.float64)
+    loss = _loss(model(points), {"wanted": wanted})
+    loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    state = model.state_dict()
+
+    def rank(_: int) -> None:
+        for words in (
+            "dp_shard=2",
+            "dp_replicate=2",
+            "tp=2 rules.up=colwise rules.down=rowwise rules.*=replicate",
+        ):
+            model = Blocks().double()
+            model.load_state_dict(state)
+            hp.parallelize(model, hp.plan_of(model, words, workload))
+            at, size = hp.data_share(model)
+            mine = {"points": points.chunk(size)[at], "wanted": wanted.chunk(size)[at]}
+            value = hp.forward_backward(model, [mine], objective=_loss)
+            torch.testing.assert_close(value, loss.detach(), rtol=1e-12, atol=0)
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(
+                    whole(param.grad), expected[name], rtol=1e-10, atol=1e-12
+                )
+            with pytest.raises(HyperParallelError, match="takes no labels"):
+                hp.forward_backward(model, [mine])
+
+    hp.launch(rank, 2, timeout_s=120)
