@@ -20,6 +20,8 @@ _EXPORTS = {
     "load_model": "hyper_parallel.model",
     "Supernode": "hyper_parallel.topology",
     "plan": "hyper_parallel.planner",
+    "load": "hyper_parallel.trainer",
+    "save": "hyper_parallel.trainer",
     **dict.fromkeys(
         (
             "World",

@@ -119,6 +119,11 @@ class Checkpointer:
             thread.shutdown()
             saved.result()
 
+    def close(self) -> None:
+        """Wait for the save in the background, and give the process group back."""
+        self.finish()
+        self._ranks.close()
+
     def latest(self) -> int | None:
         """Step of the newest published checkpoint; its files are checked by `load`, not here."""
         return max(files.steps(self.directory), default=None)

@@ -33,6 +33,12 @@ class RankGroup:
         self.size = dist.get_world_size() if self.several else 1
         self.group = dist.new_group(backend="gloo") if self.several and own_group else None
 
+    def close(self) -> None:
+        """Give back the group of its own; it does nothing afterwards."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+
     def everywhere(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank; the results of all ranks, or the first failure on all ranks."""
         try:
