@@ -155,9 +155,14 @@ def _name_of(path: Path) -> str:
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
+def _special_float(value: dict[str, Any]) -> Any:
+    """Infinity and the like, which transformers writes as `{"__float__": "Infinity"}`."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except (OSError, ValueError) as error:
         raise ModelUnreadable(
             "the config is not readable JSON",

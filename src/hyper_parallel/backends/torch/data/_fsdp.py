@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,12 +74,24 @@ def shard_data_parallel(
             shard(module, over, strategy.frees_gathered, uncast)
     if not alone:
         over = fsdp_mesh(mesh, strategy)
-        for layer in layers:
+        for layer in _unshared(layers, model):
             shard(layer, over, strategy.frees_gathered, policy)
         shard(model, over, False, policy)
         model.register_forward_hook(_refuse_hidden_outputs)
         model.register_forward_hook(lambda *_: _free_gathered(sharded))
     return tuple(sharded)
+
+
+def _unshared(layers: Sequence[nn.Module], model: nn.Module) -> Iterator[nn.Module]:
+    """Layers all of whose parameters are theirs alone: FSDP would make two of one that is in two of its groups."""
+
+    def uses(module: nn.Module) -> Counter[int]:
+        return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+    everywhere = uses(model)
+    for layer in layers:
+        if all(everywhere[key] == count for key, count in uses(layer).items()):
+            yield layer
 
 
 def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
