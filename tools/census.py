@@ -188,11 +188,24 @@ def shrunk(cls: type[Any], own: dict[str, Any], unused: Iterator[int], base: Any
         if key in SIZES and key not in own:
             whole = isinstance(value, int)  # strict classes take no float there
             sizes[key] = int(SIZES[key]) if whole else SIZES[key]
+            if isinstance(value, list) and key in ("patch_size", "moe_intermediate_size"):
+                sizes[key] = [SIZES[key]] * len(value)
         elif re.search(r"_token(_id|_index)?$", key) and isinstance(value, int) and value > 2:
             sizes[key] = next(unused)
     if sizes.get("kv_lora_rank"):
         # Latent attention expands its own key and value for every head.
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    rope = base.to_dict().get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        # Sections of the positions of time, height and width add up to half of what is rotated.
+        half = (
+            int((sizes.get("head_dim") or HIDDEN // HEADS) * rope.get("partial_rotary_factor", 1))
+            // 2
+        )
+        sizes["rope_parameters"] = {
+            **rope,
+            "mrope_section": [half - 2 * (half // 3)] + 2 * [half // 3],
+        }
     for key in cls.sub_configs:
         if (part := getattr(base, key, None)) is not None:
             sizes[key] = shrunk(type(part), own.get(key, {}), unused, part).to_dict()
@@ -431,6 +444,7 @@ def record(name: str, cells: dict[str, str]) -> None:
         file.seek(0)
         page = json.loads(file.read() or '{"types": {}}')
         page.update({package: version(package) for package in ("torch", "transformers")})
+        page["image_text"] = sorted(all_types(images=True))
         old = page["types"].get(name, {})
         page["types"][name] = {**old, **cells} if cells.get("one rank") == "ok" else cells
         page["types"] = dict(sorted(page["types"].items()))
@@ -447,13 +461,13 @@ def has_row(name: str, axes: list[str]) -> bool:
     return cells.get("one rank") != "ok" or all(axis in cells for axis in axes)
 
 
-def all_types() -> list[str]:
-    """Model types of transformers that are language models, with text alone or with images."""
+def all_types(images: bool = False) -> set[str]:
+    """Model types of transformers that are language models; `images`: those that are no causal language models."""
     from transformers.models.auto import modeling_auto as auto
 
-    return sorted(
-        {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    )
+    causal = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    both = causal.union(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return both - causal if images else both
 
 
 def main() -> None:
@@ -475,7 +489,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     axes = given.axes.split(",")
     part, parts = map(int, given.shard.split("/"))
-    names = (given.types or all_types())[part::parts]
+    names = (given.types or sorted(all_types()))[part::parts]
     if given.missing:
         names = [name for name in names if not has_row(name, axes)]
     keep = record if given.record or not given.types else (lambda name, cells: None)

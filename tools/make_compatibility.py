@@ -1,25 +1,27 @@
-"""Write docs/compatibility.md: every family on every axis, with the largest error against one device.
+"""Write docs/compatibility.md from docs/census.json: model types by axis, and layouts of 4 ranks by family.
 
-    python tools/make_compatibility.py                 run all cells and write the page (minutes, 4 CPU ranks)
-    python tools/make_compatibility.py phi3 olmo2      run these rows, keep the others of the page
+    python tools/make_compatibility.py                 write the page from what is known
+    python tools/make_compatibility.py --run           run the cells of all families on 4 ranks first (minutes)
+    python tools/make_compatibility.py --run phi3      run these rows first
 
-A cell runs one step in float64 on 4 ranks and compares the loss and every gradient with one device. What the planner or
-`parallelize` refuses is listed with its sentence; anything else that goes wrong is shown as an error of ours.
+`tools/census.py` fills in the model types. A cell of a family runs one step in float64 on 4 ranks and compares the loss
+and every gradient with one device. What is refused is listed with its sentence; anything else is shown as it is.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from importlib.metadata import version
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-import torch  # noqa: E402
 from tests.parity.listed import Listed  # noqa: E402
 from tests.parity.plain import Plain  # noqa: E402
 from tests.parity.universal import FAMILIES, Reference, Setup, run  # noqa: E402
@@ -29,37 +31,58 @@ from hyper_parallel.ir import Strategy  # noqa: E402
 from hyper_parallel.runtime import World, launch  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
+DATA = ROOT / "docs" / "census.json"
 PLAIN = "plain nn.Module"
 LISTED = "list of experts"
 NUMBER = re.compile(r"\d(\.\d+)?e[+-]\d+")
 ROWS = (*FAMILIES, LISTED, PLAIN)
 OWN: dict[str, type[Setup]] = {LISTED: Listed, PLAIN: Plain}
 COLUMNS: dict[str, Strategy] = {
-    "dp_replicate": Strategy(dp_replicate=4),
-    "dp_shard": Strategy(dp_shard=4),
-    "tp 2": Strategy(dp_shard=2, tp_x=2),
     "tp 4": Strategy(tp_x=4),
     "tp 2-D": Strategy(tp_x=2, tp_y=2),
     "cp ring": Strategy(dp_shard=2, cp=2, cp_kind="ring"),
     "cp Ulysses": Strategy(dp_shard=2, cp=2, cp_kind="ulysses"),
-    "ep": Strategy(dp_shard=4, ep=4),
-    "pp": Strategy(dp_shard=2, pp=2),
-    "recompute": Strategy(dp_shard=2, tp_x=2, recompute="full"),
 }
+AXES = ("one rank", "dp_replicate", "dp_shard", "recompute", "pp", "tp", "cp", "ep")
 LIMIT = 1e-10
 FAILS = "fails:"
 """Begin of a cell that is neither equal to one device nor refused: an error of ours."""
-HEAD = """# Compatibility
+PAGE_TEXT = """# Compatibility
 
-<!-- Written by tools/make_compatibility.py, which runs every cell; do not edit. -->
+<!-- Written by tools/make_compatibility.py from docs/census.json; do not edit. -->
 
-Each cell is one training step of a tiny model of the family on 4 ranks, in float64, against the same step on one
-device: the largest relative error over the loss and every gradient. Numbers in parentheses are refusals, listed below.
-The models are those of transformers {transformers}, unchanged, on torch {torch}.
+Every language model of transformers {transformers}, on torch {torch}, shrunk and with random weights, was tried
+through `hyper-parallel train` by `tools/census.py`. A cell is a run of two steps in float64. `ok` on one rank: loss
+and gradient norm of the first step are those of plain transformers on the same tokens, to 1e-10. `ok` on an axis:
+those of both steps are the ones of one rank, to 1e-10. The axes have two ranks (`ep`: dp_shard 2, ep 2; `recompute`:
+one rank, full). Numbers in parentheses are what was refused or went wrong, with its sentence below; an empty cell was not run.
 
-"""
-FOOT = """
-Degrees of the columns, on 4 ranks:
+## Causal language models
+
+{causal}
+
+## Models of images and text, trained on text
+
+{image_text}
+
+## What the numbers say
+
+{notes}
+
+## Not trainable in plain transformers
+
+With text alone, on a CPU, as the census shrinks them; one line of what plain transformers says:
+
+{plain}
+
+## Layouts of four ranks
+
+One training step of families with a hand-written reader, in float64, against the same step on one device: the largest
+relative error over the loss and every gradient.
+
+{families}
+
+Degrees of the columns:
 
 {columns}
 
@@ -112,49 +135,81 @@ def row_cells(row: str) -> dict[str, str]:
     return {name: cell(reference, strategy) for name, strategy in COLUMNS.items()}
 
 
-def page(table: dict[str, dict[str, str]]) -> str:
-    """The table as Markdown, each different refusal once below it."""
-    refusals: dict[str, int] = {}
+class Notes:
+    """Sentences that cells point to, each different one once."""
 
-    def shown(value: str) -> str:
-        if NUMBER.fullmatch(value):
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def shown(self, value: str) -> str:
+        """A cell as it is printed."""
+        if value in ("", "ok") or NUMBER.fullmatch(value):
             return value
-        return f"({refusals.setdefault(value, len(refusals) + 1)})"
+        return f"({self.numbers.setdefault(value, len(self.numbers) + 1)})"
 
-    lines = ["| family | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for row in ROWS:
-        cells = " | ".join(shown(table[row][name]) for name in COLUMNS)
-        lines.append(f"| {row} | {cells} |")
-    notes = [f"{number}. {sentence}" for sentence, number in refusals.items()]
-    degrees = "\n".join(f"* {name}: `{strategy}`" for name, strategy in COLUMNS.items())
-    head = HEAD.format(transformers=version("transformers"), torch=torch.__version__.split("+")[0])
-    return head + "\n".join([*lines, "", *notes]) + "\n" + FOOT.format(columns=degrees)
+    def lines(self) -> str:
+        """The sentences."""
+        return "\n".join(f"{n}. {sentence}" for sentence, n in self.numbers.items())
 
 
-def read_page(text: str) -> dict[str, dict[str, str]]:
-    """The cells of a page: row to column to number or sentence."""
-    refusals = {f"({n})": sentence for n, sentence in re.findall(r"^(\d+)\. (.+)$", text, re.M)}
-    lines = [
-        [part.strip() for part in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
-    names = lines[0][1:]
-    return {
-        row: {n: refusals.get(v, v) for n, v in zip(names, values, strict=True)}
-        for row, *values in lines[2:]
-    }
+def table(rows: dict[str, dict[str, str]], columns: tuple[str, ...], notes: Notes) -> str:
+    """Rows as a Markdown table."""
+    lines = ["| type | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, cells in rows.items():
+        shown = [notes.shown(cells.get(column, "")) for column in columns]
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
 
 
-def main(rows: list[str]) -> None:
-    """Run the rows, all of them without arguments, and write the page."""
-    if unknown := sorted(set(rows) - set(ROWS)):
-        sys.exit(f"no such row: {', '.join(unknown)}; rows: {', '.join(ROWS)}")
-    table = read_page(PAGE.read_text(encoding="utf-8")) if rows else {}
-    for row in rows or ROWS:
-        table[row] = row_cells(row)
-        sys.stderr.write(f"{row}: {table[row]}\n")
-    PAGE.write_text(page(table), encoding="utf-8")
+def counted(rows: dict[str, dict[str, str]], notes: Notes) -> str:
+    """The table of model types that train in plain transformers, under what its axes add up to."""
+    trained = {name: cells for name, cells in rows.items() if cells["plain"] == "ok"}
+    lines = [f"{len(trained)} of {len(rows)} types train in plain transformers. Of these:", ""]
+    lines += ["| axis | ok | refused | differs or fails | not run |", "|---|---|---|---|---|"]
+    for axis in AXES:
+        kinds = Counter(kind(cells.get(axis, "")) for cells in trained.values())
+        counts = " | ".join(str(kinds[k]) for k in ("ok", "refused", "wrong", "not run"))
+        lines.append(f"| {axis} | {counts} |")
+    return "\n".join([*lines, "", table(trained, AXES, notes)])
+
+
+def kind(cell: str) -> str:
+    """What a cell of the census is."""
+    if not cell:
+        return "not run"
+    return "ok" if cell == "ok" else "refused" if re.match(r"HP\d+:", cell) else "wrong"
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page as Markdown."""
+    notes, images = Notes(), set(data["image_text"])
+    types: dict[str, dict[str, str]] = data["types"]
+    causal = counted({n: c for n, c in types.items() if n not in images}, notes)
+    image_text = counted({n: c for n, c in types.items() if n in images}, notes)
+    families = table(data["families"], tuple(COLUMNS), notes)
+    return PAGE_TEXT.format(
+        transformers=data["transformers"],
+        torch=data["torch"].split("+")[0],
+        causal=causal,
+        image_text=image_text,
+        families=families,
+        notes=notes.lines(),
+        plain="\n".join(f"* {n}: `{c['plain']}`" for n, c in types.items() if c["plain"] != "ok"),
+        columns="\n".join(f"* {name}: `{strategy}`" for name, strategy in COLUMNS.items()),
+    )
+
+
+def main(words: list[str]) -> None:
+    """Run cells of families where asked to, and write the page."""
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+    if words[:1] == ["--run"]:
+        if unknown := sorted(set(words[1:]) - set(ROWS)):
+            sys.exit(f"no such row: {', '.join(unknown)}; rows: {', '.join(ROWS)}")
+        for row in words[1:] or ROWS:
+            data["families"][row] = row_cells(row)
+            sys.stderr.write(f"{row}: {data['families'][row]}\n")
+        DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(data), encoding="utf-8")
 
 
 if __name__ == "__main__":
