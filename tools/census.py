@@ -254,7 +254,7 @@ def recipe(weights: Path, folder: Path) -> dict[str, Any]:
         "data": {
             "source": str(folder / "text"),
             "seq_len": SEQ_LEN,
-            "vocab_size": 300,
+            "tokenizer": str(folder / "tokenizer"),
             "holdout": 0.0,
         },
         "training": {"steps": 2, "dtype": "float64", "tokens_per_step": 4 * SEQ_LEN, "seed": 3},
@@ -289,7 +289,7 @@ def plain_step(model: Any, file: Path) -> dict[str, float]:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products have no float64
     keep_float64(model)
-    job = prepare_job(load_recipe(file, AXES["one rank"]), progress=False, write=False)
+    job = prepare_job(load_recipe(file, AXES["one rank"]), progress=False)
     batches = job.train_batches()
     size = job.plan.workload.microbatch or 1
     rounds = batches.sequences_per_step // size
@@ -411,12 +411,25 @@ def row(name: str, axes: list[str], folder: Path) -> dict[str, str]:
     return cells
 
 
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of fewer tokens than the models have, as transformers loads it."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator([(ROOT / "LICENSE").read_text()], 300, special_tokens=["<|end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|end|>").save_pretrained(
+        folder
+    )
+
+
 def census(names: list[str], axes: list[str], keep: Callable[[str, dict[str, str]], None]) -> None:
     """Rows of model types, each in a process of its own, given to `keep` as they come."""
     with tempfile.TemporaryDirectory(prefix="census_") as scratch:
         text = Path(scratch, "text")
         text.mkdir()
         (text / "a.txt").write_text((ROOT / "LICENSE").read_text())
+        write_tokenizer(Path(scratch, "tokenizer"))
         for name in names:
             result = Path(scratch, "row.json")
             result.write_text(json.dumps({"plain": "ok", "one rank": "fails: killed, or no end"}))

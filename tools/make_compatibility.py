@@ -55,7 +55,8 @@ Every language model of transformers {transformers}, on torch {torch}, shrunk an
 through `hyper-parallel train` by `tools/census.py`. A cell is a run of two steps in float64. `ok` on one rank: loss
 and gradient norm of the first step are those of plain transformers on the same tokens, to 1e-10. `ok` on an axis:
 those of both steps are the ones of one rank, to 1e-10. The axes have two ranks (`ep`: dp_shard 2, ep 2; `recompute`:
-one rank, full). Numbers in parentheses are what was refused or went wrong, with its sentence below; an empty cell was not run.
+one rank, full). Numbers in parentheses are what was refused or went wrong, with its sentence below; an empty cell was
+not run.
 
 ## Causal language models
 
