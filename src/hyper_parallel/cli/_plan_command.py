@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -35,8 +36,13 @@ def plan(
         ),
     ] = None,
     topology: Annotated[
-        str, typer.Option("--topology", "-t", help="Preset name, YAML file, or local.")
-    ] = "local",
+        str | None,
+        typer.Option(
+            "--topology",
+            "-t",
+            help="Preset name, YAML file, or local. Default: local, or the recipe's.",
+        ),
+    ] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Devices to use. Default: all of the topology.")
     ] = None,
@@ -121,11 +127,12 @@ def plan(
                 got="--recipe with a model, a workload or choices of the search",
                 hint=f"hyper-parallel plan --recipe {recipe}",
             )
-        chosen = _plan_recipe(recipe, devices)
+        chosen, named = _plan_recipe(recipe, devices, topology)
     elif model is not None:
         workload = (seq_len, tokens_per_step)
         goal = (objective, deadline)
-        chosen = _plan_model(model, topology, devices, workload, pin, exclude, goal, top, offload)
+        named = (model, topology or "local")
+        chosen = _plan_model(*named, devices, workload, pin, exclude, goal, top, offload)
     else:
         raise BadValue(
             "nothing to plan: give a model, a recipe, or two plans to compare",
@@ -134,14 +141,14 @@ def plan(
     if launch is not None:
         from hyper_parallel.planner import launch_settings
 
-        typer.echo(launch_settings(chosen, launch).rstrip())
+        typer.echo(launch_settings(_as_named(chosen, *named), launch).rstrip())
     elif as_json:
         typer.echo(chosen.to_json())
     elif is_quiet():
         typer.echo(chosen.one_line())
     else:
         typer.echo(_shown(chosen, explain, gantt))
-        typer.echo("\nnext:\n" + "\n".join(_next(ctx, recipe)))
+        typer.echo("\nnext:\n" + "\n".join(_next(ctx, recipe, topology)))
     if schedule_csv is not None and not dry_run:
         write_schedule(chosen, schedule_csv)
         typer.echo(f"schedule written to {schedule_csv}", err=True)
@@ -227,11 +234,13 @@ def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
     return "\n\n".join(parts)
 
 
-def _next(ctx: typer.Context, recipe: Path | None) -> Iterator[str]:
+def _next(ctx: typer.Context, recipe: Path | None, topology: str | None) -> Iterator[str]:
     """The commands that go on from a plan, as lines to paste: a recipe is written, and trained."""
     train = ["hyper-parallel", "train", str(recipe or "recipe.yaml")]
     if recipe is None:
         yield from _folded([*map(shlex.quote, _again(ctx)), "--launch", "ours", "> recipe.yaml"])
+    elif topology is not None:
+        train.append(f"topology={topology}")
     yield from _folded(list(map(shlex.quote, train)))
 
 
@@ -259,12 +268,22 @@ def _again(ctx: typer.Context) -> list[str]:
     return words
 
 
-def _plan_recipe(recipe: Path, devices: int | None) -> Plan:
+def _as_named(plan: Plan, model: str, topology: str) -> Plan:
+    """The plan with the paths that model and machine were read from: a recipe finds them by these, not by names."""
+    model, topology = (str(Path(n).resolve()) if Path(n).exists() else n for n in (model, topology))
+    return replace(plan, model=replace(plan.model, name=model), topology=topology)
+
+
+def _plan_recipe(
+    recipe: Path, devices: int | None, topology: str | None
+) -> tuple[Plan, tuple[str, str]]:
+    """The plan of a recipe, and what model and topology are named by."""
     from hyper_parallel.config import load_recipe
     from hyper_parallel.planner import plan_recipe
 
-    loaded = load_recipe(recipe)
-    return plan_recipe(loaded.recipe, devices, loaded.where)
+    loaded = load_recipe(recipe, [] if topology is None else [f"topology={topology}"])
+    named = (loaded.recipe.model.path, loaded.recipe.topology)
+    return plan_recipe(loaded.recipe, devices, loaded.where), named
 
 
 def _pin(text: str) -> tuple[str, str]:
