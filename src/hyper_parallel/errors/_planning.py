@@ -182,6 +182,14 @@ class RunsUnreadable(HyperParallelError, code="HP314"):
     """
 
 
+class LauncherIncomplete(HyperParallelError, code="HP315"):
+    """The environment variables of a launcher (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, ...) are missing or wrong.
+
+    Why: a rank that does not know its place would wait for the others for ever. Fix: start the ranks with torchrun,
+    which sets all of them, or remove `RANK` from the environment to start local ranks without it.
+    """
+
+
 class ScheduleError(HyperParallelError, code="HP320"):
     """A pipeline schedule is impossible, would deadlock, computes something twice or not at all, or cannot be read.
 

@@ -20,7 +20,7 @@ from hyper_parallel.backends.torch import (
 from hyper_parallel.runtime._launch import launch
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
-from hyper_parallel.runtime._world import World
+from hyper_parallel.runtime._world import World, launched_rank
 
 __all__ = [
     "CommCounter",
@@ -37,6 +37,7 @@ __all__ = [
     "forward_loss",
     "handle",
     "launch",
+    "launched_rank",
     "load_pretrained",
     "materialize",
     "parallelize",

@@ -213,11 +213,17 @@ def _child(
         if not echo:  # what the parent raises reaches the same terminal
             traceback.print_exc()
         coded = error if isinstance(error, HyperParallelError) else None
-        _write(scratch, rank, _Record(None, time.time(), traceback.format_exc(), coded))
+        _write(scratch, rank, _Record(None, stamp(error), traceback.format_exc(), coded))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def stamp(error: BaseException) -> float:
+    """When an error was raised: the time of the first call, which the error keeps."""
+    when: float = error.__dict__.setdefault("failed_at", time.time())
+    return when
 
 
 def _write(scratch: Path, rank: int, record: _Record) -> None:

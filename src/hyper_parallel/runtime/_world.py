@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch import FLAT
-from hyper_parallel.errors import DegreesMismatch, DeviceUnavailable
+from hyper_parallel.errors import DegreesMismatch, DeviceUnavailable, LauncherIncomplete
 from hyper_parallel.ir import AXES, Strategy
-from hyper_parallel.runtime._launch import INIT_METHOD
+from hyper_parallel.runtime._launch import INIT_METHOD, stamp
 
 
 class World:
@@ -48,14 +48,15 @@ class World:
 
         Raises:
             DeviceUnavailable: HP502 when this process finds no accelerator of its own.
+            LauncherIncomplete: HP315 when the environment is that of no launcher.
         """
-        rank = int(os.environ.get("RANK", "0"))
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        rank, world_size, local_rank = launched_rank()
         found = torch.accelerator.current_accelerator(check_available=True)
         kind = device or ("cpu" if found is None else found.type)
         world = cls(rank, world_size, local_rank, _device(kind, local_rank), "")
         if "RANK" in os.environ and not dist.is_initialized():
+            if INIT_METHOD not in os.environ:
+                _variables("MASTER_ADDR", "MASTER_PORT")
             world._open(os.environ.get(INIT_METHOD, "env://"))
         elif dist.is_initialized():
             world.rank, world.world_size = dist.get_rank(), dist.get_world_size()
@@ -172,10 +173,13 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        if kind is None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: Any
+    ) -> None:
+        if error is None:
             self.close()
-        else:  # the others may be waiting elsewhere
+        else:  # the others may be waiting elsewhere, and fail as soon as this rank has left
+            stamp(error)
             self.leave()
 
 
@@ -193,6 +197,43 @@ def forget_meshes() -> None:
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):
         _redistribute.clear_redistribute_planner_cache()
+
+
+def launched_rank() -> tuple[int, int, int]:
+    """Rank, world size and local rank by the environment; 0, 1 and 0 where no launcher has set it.
+
+    Raises:
+        LauncherIncomplete: HP315 when a variable is missing or no number that can be.
+    """
+    if "RANK" not in os.environ:
+        return 0, 1, 0
+    given = _variables("RANK", "WORLD_SIZE")
+    given["LOCAL_RANK"] = os.environ.get("LOCAL_RANK", "0")
+    for name, text in given.items():
+        if not text.isdecimal():
+            raise _incomplete(f"`{name}` is no number", f"{name}={text}")
+    rank, world_size, local_rank = (int(text) for text in given.values())
+    if rank >= world_size:
+        raise _incomplete("there is no such rank", f"RANK={rank}, WORLD_SIZE={world_size}")
+    return rank, world_size, local_rank
+
+
+def _variables(*names: str) -> dict[str, str]:
+    """Variables that a launcher sets."""
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise _incomplete(f"`{missing[0]}` is missing", f"RANK={os.environ['RANK']}")
+    return {name: os.environ[name] for name in names}
+
+
+def _incomplete(what: str, got: str) -> LauncherIncomplete:
+    return LauncherIncomplete(
+        f"{what}, so this rank cannot meet the others",
+        where="environment of this process",
+        got=got,
+        allowed="RANK below WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
+        hint="unset RANK WORLD_SIZE",
+    )
 
 
 def _device(kind: str, local_rank: int) -> torch.device:
