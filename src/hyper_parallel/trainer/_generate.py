@@ -157,6 +157,7 @@ def load(
             str(export),
             dtype=getattr(torch, dtype) if dtype else "auto",
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
     except Exception as error:

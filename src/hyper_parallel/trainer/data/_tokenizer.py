@@ -76,7 +76,9 @@ def load_tokenizer(directory: str | Path) -> Any:
             allowed=f"a directory with one of {', '.join(_VOCABULARIES)}",
         )
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         # transformers and tokenizers raise plain Exception for damaged files.
         raise NoData(
