@@ -326,3 +326,17 @@ def test_a_saved_auto_recipe_fixes_no_more_than_was_given(tmp_path):
     chosen = {"pp", "cp", "cp_kind", "attention_shape", "reshard_after_forward", "virtual_stages"}
     assert not chosen & again.parallel.model_fields_set
     assert "recompute" not in again.training.model_fields_set
+
+
+def test_a_key_below_a_value_is_refused(write):
+    path = write("model: {path: llama-3-8b}\ntraining: {lr: 1.0e-3}\n")
+    with pytest.raises(UnknownKey, match=r"training\.lr\.x") as caught:
+        load_recipe(path, ["training.lr.x=3"])
+    assert caught.value.hint == "training.lr=3"
+
+
+def test_a_contradiction_with_a_default_says_default(write):
+    path = write("model: {path: llama-3-8b}\nstage: sft\n")
+    with pytest.raises(Contradiction) as caught:
+        load_recipe(path)
+    assert caught.value.where.endswith("data.source (default)")

@@ -1,13 +1,16 @@
 """How a run starts and what it leaves: which weights, which tokenizer, which checkpoint, which model is exported."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from hyper_parallel.errors import HyperParallelError
-from tests.e2e.runs import CONFIG, command, curve, train, write_functions
+from tests.e2e.runs import CONFIG, command, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
 PUBLISHED = {**CONFIG, "rope_theta": 5000.0, "rms_norm_eps": 1e-3, "bos_token_id": 1}
@@ -113,3 +116,70 @@ def test_a_checkpoint_is_exported_as_the_model_it_is_of(place, tmp_path):
                 assert (config.rms_norm_eps, config.bos_token_id) == (1e-3, 1)
                 assert config.rope_parameters["rope_theta"] == 5000.0
                 assert (generation["top_k"], generation["eos_token_id"]) == (7, [0, 3])
+
+
+def test_a_recipe_names_files_beside_itself(place, tmp_path, monkeypatch):
+    """And its run is continued from anywhere, here under the topology of another machine."""
+    (tmp_path / "here").mkdir()
+    folder = tmp_path / "recipes"
+    (folder / "models").mkdir(parents=True)
+    shutil.copy(place / "model.json", folder / "models")
+    shutil.copy(place / "text.txt", folder)
+    (folder / "base.yaml").write_text("model: {path: models/model.json}\nparallel: {dp_shard: 1}\n")
+    (folder / "recipe.yaml").write_text(
+        "extends: base.yaml\ndata: {source: text.txt, seq_len: 32, vocab_size: 300, cache_dir: cache}\n"
+        "training: {steps: 1, dtype: float32, tokens_per_step: 64}\ncheckpoint: {export: false}\n"
+        "output_dir: out\n"
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    command("train", "../recipes/recipe.yaml", "--no-calibrate")
+    assert (tmp_path / "here" / "out" / "metrics.jsonl").is_file()
+    with pytest.raises(HyperParallelError, match="HP602"):
+        command("train", "../recipes/recipe.yaml", "data.source=text.txt", "--dry-run")
+    again = str(tmp_path / "here" / "out" / "config.yaml")
+    words = ("train", again, "--no-calibrate", "training.steps=2", "topology=dgx-h100")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = subprocess.run(
+        [sys.executable, "-m", "hyper_parallel", *words],
+        cwd="/", env=environment, capture_output=True, text=True, check=True,
+    ).stderr  # fmt: skip
+    assert f"resumed from {tmp_path}/here/out/checkpoints, step 1" in shown
+    assert "not this machine" in shown
+    assert "pred " not in shown
+    first, second = rows(tmp_path / "here" / "out" / "metrics.jsonl")
+    assert (first["step"], second["step"]) == (1, 2)
+    assert "pred_step_s" in first
+    assert "pred_step_s" not in second
+    beyond = ("train", again, "training.steps=1", "--dry-run")
+    with pytest.raises(HyperParallelError, match="is of step 2"):
+        command(*beyond)
+
+
+def test_a_start_that_fails_leaves_the_earlier_run(place, tmp_path, monkeypatch):
+    shutil.copytree(place / "scratch", tmp_path / "run")
+    files = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    over = ("checkpoint.resume=never", "training.lr=1.0e-3")
+    monkeypatch.setenv("RANK", "0")
+    for size, code in (("two", "HP315"), ("1", "HP315")):  # no number; no MASTER_ADDR
+        monkeypatch.setenv("WORLD_SIZE", size)
+        with pytest.raises(HyperParallelError, match=code):
+            train(place, tmp_path / "run", *over)
+    kept = {p: p.read_bytes() for p in files if p.exists()}
+    assert kept == files
+    assert "config.yaml" in {p.name for p in files}
+
+
+def test_a_missing_source_run_is_refused(place, tmp_path):
+    error = refusal(place, f"checkpoint.from_dir={tmp_path}", *DRY)
+    assert (error.code, error.hint) == ("HP701", "checkpoint.from_dir=null")
+
+
+def test_a_planned_recipe_names_the_model_by_its_path(place, tmp_path):
+    model = str(place / "published")
+    text = command("plan", model, "--devices", "1", "--seq-len", "32", "--launch", "ours").stdout
+    (tmp_path / "planned.yaml").write_text(text)
+    from hyper_parallel.config import load_recipe
+
+    assert load_recipe(tmp_path / "planned.yaml").recipe.model.path == model
+    recipe = str(place / "recipe.yaml")
+    assert "dgx-h100" in command("plan", "--recipe", recipe, "-t", "dgx-h100").stdout

@@ -5,6 +5,7 @@ from hyper_parallel.config._load_recipe import (
     LoadedRecipe,
     load_recipe,
     recipe_to_yaml,
+    with_absolute_paths,
     with_steps,
 )
 from hyper_parallel.config._problems import describe, leaves, problems, raise_all
@@ -38,5 +39,6 @@ __all__ = [
     "raise_all",
     "read_mapping",
     "recipe_to_yaml",
+    "with_absolute_paths",
     "with_steps",
 ]

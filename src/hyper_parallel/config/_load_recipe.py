@@ -11,6 +11,7 @@ origin is one label per leaf. `parallel` needs three rules of its own, applied t
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 
 from hyper_parallel.config._contradictions import cross_section
 from hyper_parallel.config._problems import (
+    describe,
     dotted,
     field_at,
     is_mapping,
@@ -32,7 +34,7 @@ from hyper_parallel.config._problems import (
 )
 from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._sections import Parallel, Recipe
-from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable
+from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, UnknownKey
 
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 """Keys of the `parallel` section that are degrees of mesh axes."""
@@ -42,6 +44,17 @@ _CHOSEN: Final = (
     "reshard_after_forward",
 )  # fmt: skip
 """Keys of the `parallel` section besides the degrees that the planner chooses where nobody gives them."""
+
+_PATHS: Final = (
+    "model.path", "data.source", "data.tokenizer", "parallel.schedule_file", "checkpoint.from_dir", "topology",
+)  # fmt: skip
+"""Keys that may name a file or a directory to read; a relative one is looked for beside the recipe first."""
+
+_WRITTEN: Final = ("output_dir", "data.cache_dir", "offload.flash_dir")
+"""Keys that name a directory to write, always the caller's."""
+
+_WORDS: Final = ("local", "python-stdlib")
+"""Values of `_PATHS` that are never a path."""
 
 _COMMAND_LINE: Final = "command line"
 _DEFAULT: Final = "default"
@@ -70,6 +83,9 @@ class LoadedRecipe:
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Read a recipe file, apply its parent and the overrides, and check it.
+
+    A relative path to something that is read (model, source, tokenizer, ...) is taken from the folder of the file that
+    gives it if it exists there, else from the working directory; overrides and `output_dir` are the caller's.
 
     Args:
         path: YAML file, or JSON when the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
@@ -104,14 +120,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         return f"{key}{'=' if as_override else ': '}{'null' if value is None else value}"
 
     try:
-        recipe = Recipe.model_validate(_nest(merged))
+        recipe = Recipe.model_validate(_nest(path, merged))
     except ValidationError as error:
         raise_all(problems(error, Recipe, where, pasteable))
         raise
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
     recipe = _derive_warmup(recipe, resolved)
-    raise_all(cross_section(recipe, where))
-    return LoadedRecipe(recipe, resolved, path)
+    loaded = LoadedRecipe(recipe, resolved, path)
+    raise_all(cross_section(recipe, loaded.where))
+    return loaded
 
 
 def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
@@ -158,9 +175,22 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
                 got=parent["extends"],
                 hint=f"write `extends: {parent['extends']}` in {path} or copy the values",
             )
-        yield f"extends {parent_name}", dict(_flatten(parent, Recipe))
-    yield "recipe", dict(_flatten(data, Recipe))
+        layer = dict(_flatten(parent, Recipe))
+        yield f"extends {parent_name}", _beside(path.parent / parent_name, layer)
+    yield "recipe", _beside(path, dict(_flatten(data, Recipe)))
     yield _COMMAND_LINE, _override_layer(path, overrides)
+
+
+def _beside(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
+    """A file's values, with relative paths that exist in its folder taken from there."""
+    for key in (tuple(name.split(".")) for name in _PATHS):
+        value = layer.get(key)
+        if isinstance(value, str) and value and value not in _WORDS:
+            # os.path, because pathlib raises where a text cannot be a path.
+            path = os.path.join(file.parent, value)  # noqa: PTH118
+            if os.path.exists(path):  # noqa: PTH110
+                layer[key] = path
+    return layer
 
 
 def _flatten(
@@ -255,16 +285,26 @@ def _merge_parallel(
         layer.setdefault(auto, False)
 
 
-def _nest(merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
+def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for *sections, name in sorted(merged, key=len):
         node: Any = tree
         for section in sections:
             node = node.setdefault(section, {}) if isinstance(node, dict) else None
-        if isinstance(
-            node, dict
-        ):  # else a plain value where a section belongs: validation refuses it
-            node[name] = merged[(*sections, name)][0]
+        value, origin = merged[(*sections, name)]
+        if isinstance(node, dict):
+            node[name] = value
+            continue
+        # A plain value where a section belongs is refused by validation.
+        field = field_at(Recipe, sections)
+        if field is not None and section_of(field.annotation) is None:
+            key = dotted(sections)
+            raise UnknownKey(
+                f"unknown key `{key}.{name}`: `{key}` is a value and has no keys",
+                where=_where(path, f"{key}.{name}", origin),
+                allowed=describe(field),
+                hint=f"{key}={value}",
+            )
     return tree
 
 
@@ -278,6 +318,21 @@ def _derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     )
     shorter = training.model_copy(update={"warmup_steps": training.steps // 10})
     return recipe.model_copy(update={"training": shorter})
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The same recipe for any working directory: what exists, and what the run writes, by its absolute path."""
+    for key in (*_PATHS, *_WRITTEN):
+        section, _, name = key.rpartition(".")
+        owner = getattr(recipe, section) if section else recipe
+        value = getattr(owner, name)
+        if not value or value in _WORDS:
+            continue
+        path = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111
+        if key in _WRITTEN or os.path.exists(path):  # noqa: PTH110
+            changed = owner.model_copy(update={name: path})
+            recipe = recipe.model_copy(update={section: changed}) if section else changed
+    return recipe
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.config import LoadedRecipe, Recipe, recipe_to_yaml, with_steps
+from hyper_parallel.config import (
+    LoadedRecipe,
+    Recipe,
+    recipe_to_yaml,
+    with_absolute_paths,
+    with_steps,
+)
 from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMissing
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import find_accelerators, load_topology
@@ -130,7 +136,7 @@ class Job:
         """
         out = self.output_dir
         out.mkdir(parents=True, exist_ok=True)
-        write_text(out / "config.yaml", recipe_to_yaml(self.recipe))
+        write_text(out / "config.yaml", recipe_to_yaml(with_absolute_paths(self.recipe)))
         write_text(out / "plan.json", plan.to_json() + "\n")
         _write_prediction(self.plan, out / "predicted_timeline.json")
         written = out / ".model.tmp"
@@ -158,12 +164,16 @@ class Job:
 
 def under_torchrun() -> bool:
     """Whether another launcher has started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return "RANK" in os.environ
 
 
 def started_ranks() -> int | None:
     """Ranks that another launcher has started; None when this process starts them."""
-    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+    if "RANK" not in os.environ:
+        return None
+    from hyper_parallel.runtime import launched_rank
+
+    return launched_rank()[1]
 
 
 def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
