@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from hyper_parallel.cli import application
+from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +80,80 @@ def test_json_file_and_dry_run(tmp_path):
     done = run(*BIG, "-o", "other.json", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "other.json").exists()
+
+
+def planned(tmp_path, *args):
+    done = run(*args, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return Plan.from_json(done.stdout)
+
+
+def test_a_search_chooses_what_runs_and_pins_what_they_ask_for(tmp_path):
+    asked = ("llama-3-70b", "-t", "dgx-h100", "--devices", "64")
+    studied = planned(tmp_path, *asked, "--all-layouts")
+    assert any("cannot run this plan yet" in note for note in studied.notes)
+    chosen = planned(tmp_path, *asked)
+    assert chosen.layouts
+    assert not any("cannot run" in note for note in chosen.notes)
+    assert chosen.step_s >= studied.step_s
+    etp = planned(tmp_path, "mixtral-8x7b", "-t", "dgx-h100", "--devices", "16",
+                  "--pin", "etp=2", "--pin", "ep=2", "--pin", "tp=2")  # fmt: skip
+    assert etp.strategy.expert_tp == 2
+    assert any("cannot run this plan yet (etp=2" in note for note in etp.notes)
+
+
+def test_tp_is_tp_x_as_in_a_recipe(tmp_path):
+    strategy = planned(tmp_path, *BIG, "--pin", "tp=8").strategy
+    assert (strategy.tp_x, strategy.tp_y) == (8, 1)
+    strategy = planned(tmp_path, *BIG, "--pin", "tp=4", "--pin", "tp_y=2").strategy
+    assert (strategy.tp_x, strategy.tp_y) == (4, 2)
+
+
+def test_a_share_of_the_memory_stays_free(tmp_path):
+    asked = ("llama-3-70b", "-t", "dgx-h100", "--devices", "64")
+    usual, half = planned(tmp_path, *asked), planned(tmp_path, *asked, "--memory-headroom", "50%")
+    assert usual.memory_bytes <= 0.95 * usual.memory_capacity_bytes
+    assert half.memory_bytes <= 0.5 * half.memory_capacity_bytes
+    assert half.memory_capacity_bytes == usual.memory_capacity_bytes
+    full = planned(tmp_path, *asked, "--memory-headroom", "0")
+    assert full.memory_bytes > 0.95 * full.memory_capacity_bytes
+    assert "5% of" in run(*asked, cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("llama-3-8b", "-t", "dgx-h100", "--pin", "tp=3"),
+        ("llama-3-8b", "-t", "dgx-h100", "--devices", "12", "--pin", "tp=8"),
+        ("llama-3-8b", "-t", "dgx-h100", "--pin", "tpx=2"),
+        ("llama-3-8b", "-t", "dgx-h100", "--pin", "tp"),
+        ("llama-3-8b", "-t", "dgx-h100", "--tokens-per-step", "1000"),
+        ("llama-3-8b", "-t", "dgx-h100", "--deadline", "3"),
+        ("llama-3-8b", "-t", "dgx-h100", "--memory-headroom", "200%"),
+        ("lama-3-8b", "-t", "dgx-h100"),
+        ("llama-3-8b", "-t", "dgxh100"),
+        ("llama-3-405b", "-t", "dgx-h100"),
+        (),
+    ],
+)
+def test_a_pasted_hint_plans(args):
+    """An option of a hint stands for the one that was given; a name for the argument that was meant."""
+    with pytest.raises(HyperParallelError) as caught:
+        CliRunner().invoke(application(), ["plan", *args], catch_exceptions=False)
+    hint, words = caught.value.hint, [*args]
+    if hint.startswith("did you mean"):
+        wrong = str(caught.value.got)
+        words[words.index(wrong)] = hint.split("`")[1]
+    elif hint.startswith("hyper-parallel"):
+        words = shlex.split(hint)[2:]
+    else:
+        option = shlex.split(hint)
+        for name in option[::2]:
+            if name in words:
+                del words[words.index(name) : words.index(name) + 2]
+        words += option
+    done = CliRunner().invoke(application(), ["plan", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
 
 
 def test_a_pipeline_is_printed_and_written_as_csv(tmp_path):

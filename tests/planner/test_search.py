@@ -285,7 +285,7 @@ def test_choices_that_are_pinned_have_their_own_price(pins):
         (8, 4, {"tp_x": 4, "tp_y": 1}, "head"),
         (8, 4, {"tp": 4, "pp": 1, "recompute": "none"}, "head"),
         # Heads do not divide over 2 x 2 ranks.
-        (6, 2, {"tp": 4, "cp": 1, "attention_shape": "2d"}, "token"),
+        (6, 2, {"tp_x": 2, "tp_y": 2, "cp": 1, "attention_shape": "2d"}, "token"),
     ],
 )
 def test_inputs_gathered_again_and_scattered_tokens_equal_brute_force(
@@ -310,7 +310,7 @@ def test_inputs_gathered_again_and_scattered_tokens_equal_brute_force(
 
 def test_gathering_again_is_chosen_pinned_excluded_and_told():
     asked = {"topology": "dgx-h100", "num_devices": 16}
-    pins = {"tp": 4, "pp": 1, "cp": 1, "zero": 2}
+    pins = {"tp_x": 2, "tp_y": 2, "pp": 1, "cp": 1, "zero": 2}
     free = plan("llama-3-8b", pins=pins, **asked)
     assert free.strategy.gathered_inputs == "re-gather"
     assert any("inputs are gathered again" in note for note in free.notes)

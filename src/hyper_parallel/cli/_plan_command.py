@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -79,6 +79,18 @@ def plan(
             help="What exceeds a device's memory may lie in host memory, or be computed again.",
         ),
     ] = False,
+    all_layouts: Annotated[
+        bool,
+        typer.Option(
+            "--all-layouts", help="For studies: choose also what this version cannot run."
+        ),
+    ] = False,
+    memory_headroom: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of a device's memory to leave free. Default: 5% on accelerators, 0% on a CPU.",
+        ),
+    ] = None,
     recipe: Annotated[
         Path | None, typer.Option(help="Plan what a recipe would train, instead of a model.")
     ] = None,
@@ -121,6 +133,7 @@ def plan(
         return
     if recipe is not None:
         searched = (pin, exclude, deadline, objective != "step-time", offload)
+        searched += (all_layouts, memory_headroom)
         if model is not None or seq_len or tokens_per_step or any(searched):
             raise Contradiction(
                 "a recipe names the model and the workload itself",
@@ -132,7 +145,11 @@ def plan(
         workload = (seq_len, tokens_per_step)
         goal = (objective, deadline)
         named = (model, topology or "local")
-        chosen = _plan_model(*named, devices, workload, pin, exclude, goal, top, offload)
+        free = None if memory_headroom is None else _share(memory_headroom)
+        chosen = _plan_model(
+            *named, devices, workload, pin, exclude, goal, top,
+            offload=offload, all_layouts=all_layouts, memory_headroom=free,
+        )  # fmt: skip
     else:
         raise BadValue(
             "nothing to plan: give a model, a recipe, or two plans to compare",
@@ -182,7 +199,7 @@ def _plan_model(
     exclude: list[str] | None,
     goal: tuple[str, float | None],
     top: int,
-    offload: bool,
+    **choices: Any,
 ) -> Plan:
     from hyper_parallel import planner
     from hyper_parallel.topology import detect_local, load_topology
@@ -214,7 +231,7 @@ def _plan_model(
         objective=goal[0],
         deadline_s=goal[1],
         top=top,
-        offload=offload,
+        **choices,
     )
 
 
@@ -284,6 +301,23 @@ def _plan_recipe(
     loaded = load_recipe(recipe, [] if topology is None else [f"topology={topology}"])
     named = (loaded.recipe.model.path, loaded.recipe.topology)
     return plan_recipe(loaded.recipe, devices, loaded.where), named
+
+
+def _share(text: str) -> float:
+    """A share such as 5% or 0.05."""
+    try:
+        share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share < 1.0:
+        raise BadValue(
+            "headroom is a share of the memory",
+            where="--memory-headroom",
+            got=text,
+            allowed="from 0% to below 100%",
+            hint="--memory-headroom 5%",
+        )
+    return share
 
 
 def _pin(text: str) -> tuple[str, str]:

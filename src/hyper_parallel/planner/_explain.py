@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, Load, stack_card
-from hyper_parallel.ir import AXES, Certificate, CostTerm, Plan, Sensitivity, Strategy
+from hyper_parallel.ir import Certificate, CostTerm, Plan, Sensitivity, Strategy
+from hyper_parallel.planner._executable import missing
 from hyper_parallel.planner._price import PricedStrategy
 from hyper_parallel.units import format_bytes, format_seconds
 
@@ -75,20 +76,11 @@ def too_big(memory_bytes: int, capacity_bytes: int) -> str:
 
 def not_executable(strategy: Strategy) -> str | None:
     """The note of a plan that this version cannot run yet, or None."""
-    s = strategy
-    missing = []
-    if s.order != AXES:
-        missing.append("order of the axes")
-    if s.dp_shard * s.cp > 1 and (s.zero == 0 or (s.zero == 1 and s.pp > 1)):
-        missing.append(f"zero={s.zero}" + (" with pipeline stages" if s.zero else ""))
-    if s.etp is not None:
-        missing.append(f"etp={s.etp}")
-    if s.recompute == "selective":
-        missing.append("selective recomputation")
-    if not missing:
+    found = missing(strategy)
+    if not found:
         return None
     return (
-        f"this version cannot run this plan yet ({', '.join(missing)} not implemented): it is a prediction, and the "
+        f"this version cannot run this plan yet ({', '.join(found)} not implemented): it is a prediction, and the "
         "layouts are left out"
     )
 

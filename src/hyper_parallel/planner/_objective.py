@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.errors import BadValue, DeadlineMissed
+from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.planner._pins import check_exclusions, check_pins
@@ -36,17 +36,19 @@ def plan(
     deadline_s: float | None = None,
     top: int = 5,
     offload: bool = False,
+    all_layouts: bool = False,
+    memory_headroom: float | None = None,
 ) -> Plan:
     """The best strategy of a model on a machine that fits in memory, as a Plan.
 
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
-        topology: Preset name, YAML file, `local` for this machine, or a Supernode. On `local` only what this version
-            can run is chosen; elsewhere the notes say when a plan cannot be run yet.
+        topology: Preset name, YAML file, `local` for this machine, or a Supernode.
         workload: What a step is; None, or no batch number in it: assumed, and said in the notes.
         num_devices: Devices to use; None: the product of the degrees of `strategy`, else all of the topology.
         strategy: Price exactly this one instead of searching.
-        pins: What is fixed, such as `{"tp": 8}` (tp is tp_x * tp_y) or `{"schedule": "zbv"}`.
+        pins: What is fixed, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. What this version
+            cannot run is priced, with a note, where pins ask for it; on `local` it is refused.
         exclude: Axes that stay 1, and choices of `EXCLUDABLE` that stay as they usually are.
         objective: One of `OBJECTIVES`: the fastest step; the most tokens per second and device, on all of the devices
             or fewer; the least memory; the fewest devices that meet `deadline_s`.
@@ -54,6 +56,8 @@ def plan(
         top: Runners-up to keep.
         offload: What exceeds a device's memory may lie in host memory, or be computed again, by a memory plan; where
             a strategy is given, its own `offload` says so.
+        all_layouts: Choose also what this version cannot run, for studies; the notes name it.
+        memory_headroom: Share of a device's memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
 
     Raises:
         DegreesMismatch: HP301 when the strategy does not multiply to `num_devices`.
@@ -69,8 +73,20 @@ def plan(
     if offload:
         request = replace(request, offload=HostMemory())
     fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
-    request = replace(request, pins=fixed, executable=request.supernode.name == LOCAL)
-    return _best_for(request, objective, deadline_s, top)
+    local = request.supernode.name == LOCAL
+    request = replace(request, pins=fixed, executable=local or not all_layouts)
+    request = request.with_headroom(memory_headroom)
+    try:
+        return _best_for(request, objective, deadline_s, top)
+    except NoLegalStrategy:
+        if local or not pins or all_layouts:
+            raise
+        try:
+            # What pins ask for is priced although it cannot run.
+            return _best_for(replace(request, executable=False), objective, deadline_s, top)
+        except NoLegalStrategy:
+            pass
+        raise
 
 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:

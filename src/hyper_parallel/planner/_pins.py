@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -87,15 +88,24 @@ EXCLUDABLE: Final = ("attention_scatter", "gathered_inputs", "recompute", "offlo
 def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
     """Pins by the name of `Pinnable`: numbers as they are, choices as their index.
 
+    As in a recipe `tp` is `tp_x`: pinned alone there is no second axis.
+
     Raises:
         UnknownKey: HP101 for a name that is neither an axis nor a choice.
         BadValue: HP102 for a value that it cannot have.
     """
-    checked = {}
-    for name, value in (pins or {}).items():
+    checked: dict[str, int] = {}
+    given = dict(pins or {})
+    if "tp" in given and "tp_y" not in given:
+        given["tp_y"] = 1
+    elif "tp" in given:
+        given.setdefault("tp_x", given.pop("tp"))
+    for name, value in given.items():
         key = PINNABLE.get(name)
         if key is None:
-            raise UnknownKey("a pin names no axis", got=name, allowed=tuple(PINNABLE))
+            near = get_close_matches(name, PINNABLE, 1)
+            hint = f"--pin {near[0]}={value}" if near else None
+            raise UnknownKey("a pin names no axis", got=name, allowed=tuple(PINNABLE), hint=hint)
         indices = {str(v): i for i, v in enumerate(key.values)}
         if key.values and str(value) in indices:
             checked[key.name] = indices[str(value)]

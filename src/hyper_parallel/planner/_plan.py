@@ -225,7 +225,7 @@ def _make(
         step_s=priced.step_s,
         cost=priced.cost,
         memory=priced.memory,
-        memory_capacity_bytes=request.machine.memory_bytes,
+        memory_capacity_bytes=request.device_bytes,
         collectives=collectives,
         rejected=rejected,
         stages=priced.stages,

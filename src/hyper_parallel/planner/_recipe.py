@@ -73,7 +73,8 @@ def plan_recipe(
     )
     request = _request(recipe, model, world_size or parallel.world_size)
     pins = _pins(recipe, strategy, where)
-    return search(replace(request, from_recipe=True, executable=True, pins=pins, base=base))
+    request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
+    return search(request.with_headroom())
 
 
 def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None) -> PlanRequest:

@@ -212,6 +212,8 @@ def nothing_fits(request: PlanRequest, least_bytes: int) -> DoesNotFit:
 def _changes(request: PlanRequest) -> Iterator[str]:
     """Changes that make a plan fit, the smallest first."""
     pins, workload = request.pins, request.workload
+    if request.headroom and not request.from_recipe and _fits(replace(request, headroom=0.0)):
+        yield "--memory-headroom 0%"
     for name in sorted(pins, key=lambda n: (n != "recompute", n != "microbatch")):
         if not _fits(replace(request, pins={k: v for k, v in pins.items() if k != name})):
             continue

@@ -14,11 +14,15 @@ from hyper_parallel.ir import ModelRef, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec, load_model
 from hyper_parallel.shard import ShardPlan, family_rules, plan_layouts
 from hyper_parallel.topology import Supernode, detect_local, load_topology
+from hyper_parallel.units import format_bytes
 
 LOCAL = "local"
 TOKENS_PER_DEVICE = 8192
 TOKENS_PER_CPU_RANK = 1024
 MOST_TOKENS_PER_STEP = 2**24
+HEADROOM = 0.05
+"""Share of an accelerator's memory that stays free: the formulas are off by some percent of published peaks, and an
+allocator at its limit flushes its cache and retries, which costs more than the last percent of memory gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class PlanRequest:
     from_recipe: bool = False  # hints are overrides of a recipe, not options of the plan command
     offload: HostMemory | None = None  # what may lie in host memory; None: nothing
     capacity_bytes: float | None = None  # memory of a device that may be used; None: all of it
+    headroom: float = 0.0  # share of the device's memory that a search leaves free
     # what is fixed, see `check_pins`; `tp` is the product of tp_x and tp_y
     pins: Mapping[str, int] = field(default_factory=dict)
     executable: bool = False  # only what this version can run
@@ -79,8 +84,8 @@ class PlanRequest:
     def machine(self) -> Machine:
         """The numbers of the machine that the cost formulas need."""
         machine = Machine.of(self.supernode, self.workload.compute_dtype)
-        if self.capacity_bytes is not None:
-            machine = replace(machine, memory_bytes=int(self.capacity_bytes))
+        usable = machine.memory_bytes * (1.0 - self.headroom)
+        machine = replace(machine, memory_bytes=int(self.capacity_bytes or usable))
         host = self.offload
         if host is None:
             return machine
@@ -90,6 +95,23 @@ class PlanRequest:
             host_bytes_s=machine.host_bytes_s if host.bytes_s is None else host.bytes_s,
             drops=host.drops,
         )
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of a device, headroom included; where a budget is given, that."""
+        return int(self.capacity_bytes or self.supernode.device.memory_bytes.value)
+
+    def with_headroom(self, share: float | None = None) -> PlanRequest:
+        """The request that leaves a share of the memory free; None: as is usual on the device."""
+        if share is None:
+            share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
+        if not share or self.capacity_bytes is not None:
+            return replace(self, headroom=0.0)
+        free = (
+            f"{share:.3%}".replace(".000", "")
+            + f" of {format_bytes(self.device_bytes)} per device are left free"
+        )
+        return replace(self, headroom=share, notes=(*self.notes, free))
 
     def model_ref(self) -> ModelRef:
         """What the plan remembers of the model."""

@@ -17,13 +17,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import RECOMPUTE, SCHEDULES, SHAPES, Candidates
+from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.planner._executable import missing
 from hyper_parallel.planner._orders import TENSOR_INNERMOST, distinct_orders
 from hyper_parallel.planner._pins import PINNABLE
 from hyper_parallel.planner._request import PlanRequest
@@ -63,9 +64,15 @@ class Space:
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.ruled_out = request, Counter[str]()
         runs, model = request.executable, request.model
-        self.zeros = self._values("zero", (3, 2, 1) if runs else (3, 2, 1, 0))
-        kinds = (0, RECOMPUTE.index("full")) if runs else range(len(RECOMPUTE))
+
+        def may(**choice: Any) -> bool:
+            return not runs or not missing(Strategy(**choice))
+
+        self.zeros = self._values("zero", [z for z in (3, 2, 1, 0) if may(dp_shard=2, zero=z)])
+        kinds = [i for i, kind in enumerate(RECOMPUTE) if may(recompute=kind)]
         self.recomputes = self._values("recompute", kinds)
+        self._any_order, self._any_etp = may(order=ORDERS[1]), may(etp=2)
+        self._zero_1_staged = may(pp=2, dp_shard=2, zero=1)
         self.regathers = self._values("gathered_inputs", (0, 1))
         host = request.offload is not None and request.machine.host_bytes_s > 0
         self.offloads = self._values("offload", (0, 1)) if host else [0]
@@ -101,7 +108,7 @@ class Space:
             if refused("more pipeline stages than layers", pp > r.model.num_layers):
                 continue
             for tp in self._divisors("tp", r.num_devices // pp):
-                if tp > MOST_TP and "tp" not in pins:
+                if tp > MOST_TP and not {"tp", "tp_x"} & pins.keys():
                     continue
                 for y in self._divisors("tp_y", tp):
                     x = tp // y
@@ -228,7 +235,7 @@ class Space:
             math.gcd(self.request.experts, ranks) if self.request.experts else 1,
         )
         cut = not r.experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
-        free = r.experts and not r.executable
+        free = r.experts and self._any_etp
         return [
             (ep, etp)
             for ep in self._values("ep", divisors(inner))
@@ -299,7 +306,7 @@ class Space:
         """
         if "zero" in self.request.pins:
             return np.full(len(rows["pp"]), True)
-        once = (rows["accumulation"] == 1) | (self.request.executable & (rows["pp"] > 1))
+        once = (rows["accumulation"] == 1) | ((rows["pp"] > 1) & (not self._zero_1_staged))
         alone = rows["dp_shard"] * rows["cp"] == 1
         own: NDArray[np.bool_] = ~((rows["zero"] == 1) & once) & ~((rows["zero"] == 0) & alone)
         return own
@@ -331,7 +338,7 @@ class Space:
             tiers: Devices in the domains beyond which other links are used, inner to outer.
             inner: Orders with tensor parallelism innermost, which communicates most, else all the others.
         """
-        pinned = self.request.pins.get("order", 0 if self.request.executable else None)
+        pinned = self.request.pins.get("order", None if self._any_order else 0)
         if pinned is not None:
             return [pinned] if inner else []
         return [i for i in distinct_orders(degrees, tiers) if (i in TENSOR_INNERMOST) == inner]
