@@ -62,6 +62,7 @@ REQUIREMENTS: Final = (
     Requirement("datasets", "4.0", "training", "JSONL and parquet data"),
     Requirement("tokenizers", "0.22", "training", "tokenizers"),
     Requirement("safetensors", "0.6", "training", "weight files"),
+    Requirement("bokeh", "3.7", "core", "charts of the report page"),
     Requirement("jinja2", "3.1", "core", "the report page, chat templates"),
     Requirement("filelock", "3.13", "training", "one process prepares the data"),
     Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
