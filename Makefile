@@ -3,6 +3,7 @@
 #   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
 #   make test    formatting, types, import layers, and the whole test suite in two processes
 #   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
+#   make docs    the pages of docs/ as a site in build/site
 #   make bench   every benchmark, one after the other, as JSON (hours on 2 cores; each is a script of its own)
 
 export OMP_NUM_THREADS ?= 1
@@ -11,7 +12,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-accelerator check fuzz bench clean
+.PHONY: help setup train test test-accelerator check fuzz docs bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -38,6 +39,10 @@ test-accelerator: setup
 
 fuzz: setup
 	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -s -q
+
+docs: setup
+	$(bin)/python -m pip install --quiet -e '.[docs]'
+	$(bin)/mkdocs build --quiet
 
 bench: setup
 	@failed=; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(bin)/python $$script --json || failed="$$failed $$script"; done; \

@@ -12,7 +12,13 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 stamp=.venv/.ready
 wanted=$(cat pyproject.toml constraints/*.txt tools/setup.sh | cksum)
-[ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && exit 0
+ready() {
+    echo "setup: the command is .venv/bin/hyper-parallel; \`source .venv/bin/activate\` puts it on the PATH"
+}
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    ready
+    exit 0
+fi
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "error: Python 3.11 or newer is needed, $("$python" --version) found" >&2
@@ -38,10 +44,11 @@ else
 fi
 
 [ -x .venv/bin/python ] || "$python" -m venv "${flags[@]}" .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check "${constraint[@]}" -e '.[torch,dev]'
+.venv/bin/python -m pip install --progress-bar on --disable-pip-version-check "${constraint[@]}" -e '.[torch,dev]'
 has_torch .venv/bin/python || {
     echo "error: torch >= 2.11 does not import in .venv" >&2
     echo "hint: rm -rf .venv && make setup" >&2
     exit 1
 }
 echo "$wanted" >"$stamp"
+ready

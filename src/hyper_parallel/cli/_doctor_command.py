@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from hyper_parallel import __version__
+from hyper_parallel.cli._frame import EXTRA
 
 Need = Literal["core", "training", "optional"]
 
@@ -130,7 +131,8 @@ def check_package(requirement: Requirement) -> Finding:
     try:
         version = importlib.metadata.version(r.name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(r.name, "missing", "not installed", r.need, r.gives, _install(r.wanted))
+        wanted = EXTRA if r.need == "training" else r.wanted
+        return Finding(r.name, "missing", "not installed", r.need, r.gives, _install(wanted))
     if r.minimum and release(version) < release(r.minimum):
         detail = f"{version}, at least {r.minimum} is needed"
         return Finding(r.name, "old", detail, r.need, r.gives, _install(r.wanted))
@@ -147,7 +149,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def _install(wanted: str) -> str:
-    quoted = f"'{wanted}'" if ">" in wanted else wanted
+    quoted = f"'{wanted}'" if {">", "["} & {*wanted} else wanted
     return f"{Path(sys.executable).name} -m pip install {quoted}"
 
 
@@ -253,4 +255,5 @@ def _print(findings: list[Finding], planning: bool, training: bool) -> None:
     for what, usable in verdicts:
         typer.echo(f"{what}: {'works' if usable else 'disabled, see the hints above'}")
     if not training:
-        typer.echo("\nhint: from a checkout, `make setup` installs everything that training needs")
+        typer.echo(f"\nhint: {_install(EXTRA)}")
+        typer.echo("      from a checkout `make setup` does the same")

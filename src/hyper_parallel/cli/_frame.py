@@ -7,13 +7,20 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated, Final
+from pathlib import Path
+from typing import Annotated, Final, NoReturn
 
 import typer
 
 from hyper_parallel import __version__
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import HyperParallelError, MissingDependency
 
+EXTRA: Final = "hyper-parallel[torch]"
+"""What pip installs for training."""
+TRAINING: Final = (
+    "torch", "transformers", "datasets", "filelock", "tokenizers", "safetensors", "tensorboard",
+)  # fmt: skip
+"""Packages of that extra."""
 _DEFECT_STATUS: Final = 70
 """Exit status of a defect (EX_SOFTWARE of sysexits.h), so that scripts can tell it from a user's mistake."""
 
@@ -30,7 +37,7 @@ def build_app(
     app = typer.Typer(
         name="hyper-parallel",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -81,17 +88,33 @@ def run(app: typer.Typer) -> None:
         app(prog_name="hyper-parallel")
     except HyperParallelError as error:
         fail(error)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in TRAINING:
+            _defect(error)
+        fail(
+            MissingDependency(
+                f"this command needs `{missing}`, which is not installed; planning works without",
+                got=f"no module {missing}",
+                hint=f"{Path(sys.executable).name} -m pip install '{EXTRA}'",
+            )
+        )
     except BrokenPipeError:
         # The reader of a pipe has left; a second complaint at interpreter exit is avoided by giving stdout a sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
-        traceback.print_exc()
-        sys.stderr.write(
-            f"\ninternal error: {type(error).__name__} in hyper_parallel {__version__}; this is a defect, "
-            "please report it with the lines above\n"
-        )
-        sys.exit(_DEFECT_STATUS)
+        _defect(error)
+
+
+def _defect(error: Exception) -> NoReturn:
+    """Print a traceback that asks for a report, and exit."""
+    traceback.print_exception(error)
+    sys.stderr.write(
+        f"\ninternal error: {type(error).__name__} in hyper_parallel {__version__}; this is a defect, "
+        "please report it with the lines above\n"
+    )
+    sys.exit(_DEFECT_STATUS)
 
 
 def fail(error: HyperParallelError) -> None:
