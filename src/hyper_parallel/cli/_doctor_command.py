@@ -5,7 +5,6 @@ Versions come from package metadata, so nothing is imported to be looked at.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -127,10 +126,13 @@ def doctor(
 
 def check_package(requirement: Requirement) -> Finding:
     """Look up one package by its metadata."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
     r = requirement
     try:
-        version = importlib.metadata.version(r.name)
-    except importlib.metadata.PackageNotFoundError:
+        version = installed(r.name)
+    except PackageNotFoundError:
         wanted = EXTRA if r.need == "training" else r.wanted
         return Finding(r.name, "missing", "not installed", r.need, r.gives, _install(wanted))
     if r.minimum and release(version) < release(r.minimum):
@@ -202,9 +204,11 @@ def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
 
 
 def _is_cpu_build(name: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
-        return importlib.metadata.version(name).endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
+        return version(name).endswith("+cpu")
+    except PackageNotFoundError:
         return False
 
 

@@ -17,7 +17,7 @@ from hyper_parallel.units import parse_bytes
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Other names of keys, accepted on input only."""

@@ -46,6 +46,8 @@ MOST_ROWS: Final = 2_500_000
 _PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
 _FIRST: Final = ("tp_x", "tp_y", "cp", "microbatch")
 _PIPELINE: Final = ("pp", "dp", "accumulation", "schedule", "vpp")
+_EP: Final = 3 + BLOCKS.index("ep")
+"""Place of ep behind cp, tp_x and tp_y."""
 _STATES: Final = ("dp_replicate", "dp_shard", "zero")
 
 
@@ -218,7 +220,9 @@ class BranchAndBound:
 
     def _runs(self, row: tuple[int, ...]) -> bool:
         """Whether this version can run a strategy; counted when it cannot."""
-        reason = self._refusal(*row)
+        shard, *others = row
+        # FSDP cuts what it finds: of all layouts only those of experts depend on its ranks.
+        reason = self._refusal(shard if others[_EP] > 1 else 1, *others)
         return reason is None or not self.space.refused(reason)
 
     def _lower_threshold(self, rows: Columns) -> None:
