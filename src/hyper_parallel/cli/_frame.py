@@ -17,10 +17,6 @@ from hyper_parallel.errors import HyperParallelError, MissingDependency
 
 EXTRA: Final = "hyper-parallel[torch]"
 """What pip installs for training."""
-TRAINING: Final = (
-    "torch", "transformers", "datasets", "filelock", "tokenizers", "safetensors", "tensorboard",
-)  # fmt: skip
-"""Packages of that extra."""
 _DEFECT_STATUS: Final = 70
 """Exit status of a defect (EX_SOFTWARE of sysexits.h), so that scripts can tell it from a user's mistake."""
 
@@ -89,8 +85,10 @@ def run(app: typer.Typer) -> None:
     except HyperParallelError as error:
         fail(error)
     except ModuleNotFoundError as error:
+        from hyper_parallel.cli._doctor_command import REQUIREMENTS
+
         missing = (error.name or "").partition(".")[0]
-        if missing not in TRAINING:
+        if missing not in {r.name for r in REQUIREMENTS if r.need == "training"}:
             _defect(error)
         fail(
             MissingDependency(
