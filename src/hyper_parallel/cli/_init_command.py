@@ -11,7 +11,7 @@ import typer
 
 from hyper_parallel.errors import BadValue, OutputNotWritable
 
-_NAMED = re.compile(r"^extends: *(\S+)|path: *recipes/(\S+)", re.MULTILINE)
+_NAMED = re.compile(r"^extends: *(\S+)|path: *(models/\S+\.json)", re.MULTILINE)
 """Other files of the folder that a recipe names."""
 
 
