@@ -131,3 +131,22 @@ def test_a_fake_world_is_closed_and_another_can_be_opened():
             with counter:
                 torch.distributed.all_reduce(torch.ones(8))
             assert counter.sent_bytes["all_reduce", ("dp_shard",)] == 2 * 32 * (size - 1) // size
+
+
+def test_experts_in_float32_are_traced(tmp_path):
+    """torch's shape rule of grouped products knows bfloat16 only."""
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    (tmp_path / "model.json").write_text(
+        json.dumps({**CONFIG, **experts, "hidden_size": 32, "num_hidden_layers": 1})
+    )
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {path: model.json}\ndata: {seq_len: 32}\nparallel: {dp_shard: 2}\n"
+        "training: {dtype: float32, tokens_per_step: 128}\ntopology: local-cpu\n"
+    )
+    shown = command("train", str(tmp_path / "recipe.yaml"), "--dry-run", "--json").stdout
+    assert json.loads(shown)["differences"] == [[]]

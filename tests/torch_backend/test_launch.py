@@ -28,6 +28,30 @@ def test_ranks_that_hang_are_stopped_and_say_where_they_stand() -> None:
     assert "rank 0" not in text
 
 
+def test_the_rank_that_raised_is_named_first_though_its_group_closes_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others fail when its connections close, and may have said so before it has written its own failure."""
+    leave = World._leave
+
+    def slowly(world: World) -> None:
+        leave(world)
+        time.sleep(0.5 * world.rank)
+
+    monkeypatch.setattr(World, "_leave", slowly)
+
+    def body(rank: int) -> None:
+        with World.join("cpu"):
+            torch.distributed.barrier()
+            if rank == 1:
+                raise ArithmeticError("the cause")
+            torch.distributed.barrier()
+
+    with pytest.raises(RankFailed, match="rank 1 failed") as failure:
+        launch(body, 2, timeout_s=60)
+    assert "ArithmeticError: the cause" in failure.value.what.partition("rank 0:")[0]
+
+
 def test_results_come_in_rank_order() -> None:
     assert launch(lambda rank: rank * rank, 3, timeout_s=30) == [0, 1, 4]
 

@@ -14,29 +14,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from hyper_parallel.backends.torch.memory._fake_values import grouped_products
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.errors import CaptureUnsupported
-
-
-def _grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Shapes of `_grouped_mm` for every format.
-
-    torch's own shape rule knows bfloat16 only, as on a GPU; the CPU kernel also takes float32 and float16.
-    """
-    left = args[0] if args else None
-    if func is not torch.ops.aten._grouped_mm.default or left.dtype == torch.bfloat16:
-        return func(*args, **kwargs)
-    right = args[1]
-    shape = (left.shape[-2], right.shape[-1])
-    if left.dim() == right.dim():
-        # Groups are a dim of both, or parts of the one that is summed over.
-        parts = args[2] if len(args) > 2 else kwargs["offs"]
-        shape = (len(left) if left.dim() == 3 else len(parts), *shape)
-    # Rows begin at multiples of 16 bytes, as in the kernels.
-    unit = 16 // left.element_size()
-    row = -(-shape[-1] // unit) * unit
-    strides = (row, 1) if len(shape) == 2 else (shape[-2] * row, row, 1)
-    return torch.empty_strided(shape, strides, dtype=left.dtype, device=left.device)
 
 
 @contextmanager
@@ -54,7 +34,7 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
     with FakeCopyMode(mode):
         fake = copy.deepcopy(model)
     try:
-        with mode, OperatorMode(_grouped_products):
+        with mode, OperatorMode(grouped_products):
             _move(fake, device)
             yield fake
     except DynamicOutputShapeException as error:

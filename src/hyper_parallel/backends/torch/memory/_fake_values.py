@@ -57,7 +57,7 @@ def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[s
     if fake_mode() is None:
         return func(*args, **kwargs)
     if any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
-        out = func(*args, **kwargs)
+        out = grouped_products(func, args, kwargs)
         if func is torch.ops.aten.topk.default:
             return out[0], _round_robin(out[1], args[0].shape[-1])
         return out
@@ -75,6 +75,27 @@ def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[s
         if func.namespace == "c10d":
             _from_equal_ranks(func, args)
         return out
+
+
+def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Shapes of `_grouped_mm` for every format.
+
+    torch's own shape rule knows bfloat16 only, as on a GPU; the CPU kernel also takes float32 and float16.
+    """
+    left = args[0] if args else None
+    if func is not torch.ops.aten._grouped_mm.default or left.dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    right = args[1]
+    shape = (left.shape[-2], right.shape[-1])
+    if left.dim() == right.dim():
+        # Groups are a dim of both, or parts of the one that is summed over.
+        parts = args[2] if len(args) > 2 else kwargs["offs"]
+        shape = (len(left) if left.dim() == 3 else len(parts), *shape)
+    # Rows begin at multiples of 16 bytes, as in the kernels.
+    unit = 16 // left.element_size()
+    row = -(-shape[-1] // unit) * unit
+    strides = (row, 1) if len(shape) == 2 else (shape[-2] * row, row, 1)
+    return torch.empty_strided(shape, strides, dtype=left.dtype, device=left.device)
 
 
 def _round_robin(index: Tensor, choices: int) -> Tensor:
