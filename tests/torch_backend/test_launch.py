@@ -32,13 +32,13 @@ def test_the_rank_that_raised_is_named_first_though_its_group_closes_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others fail when its connections close, and may have said so before it has written its own failure."""
-    leave = World._leave
+    leave = World.leave
 
     def slowly(world: World) -> None:
         leave(world)
         time.sleep(0.5 * world.rank)
 
-    monkeypatch.setattr(World, "_leave", slowly)
+    monkeypatch.setattr(World, "leave", slowly)
 
     def body(rank: int) -> None:
         with World.join("cpu"):
