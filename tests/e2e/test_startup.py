@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hyper_parallel.errors import HyperParallelError
-from tests.e2e.runs import CONFIG, command, curve, rows, train, write_functions
+from tests.e2e.runs import CONFIG, assert_same_curve, command, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
 PUBLISHED = {**CONFIG, "rope_theta": 5000.0, "rms_norm_eps": 1e-3, "bos_token_id": 1}
@@ -183,3 +183,17 @@ def test_a_planned_recipe_names_the_model_by_its_path(place, tmp_path):
     assert load_recipe(tmp_path / "planned.yaml").recipe.model.path == model
     recipe = str(place / "recipe.yaml")
     assert "dgx-h100" in command("plan", "--recipe", recipe, "-t", "dgx-h100").stdout
+
+
+def test_a_scaled_embedding_starts_from_scratch_on_tensor_parallel_ranks(place, tmp_path):
+    """Its scale is a buffer of the sharded module, computed on every rank."""
+    gemma = {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type")}
+    (tmp_path / "gemma.json").write_text(json.dumps({**gemma, "model_type": "gemma3_text"}))
+    common = (
+        f"model.path={tmp_path / 'gemma.json'}",
+        "training.dtype=float64",
+        "checkpoint.export=false",
+    )
+    train(place, tmp_path / "one", *common)
+    train(place, tmp_path / "two", "parallel.tp_x=2", *common)
+    assert_same_curve(curve(tmp_path / "two"), curve(tmp_path / "one"))

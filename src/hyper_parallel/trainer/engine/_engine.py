@@ -227,7 +227,8 @@ class TorchEngine:
         slots = [value for state in self._optimizer.state.values() for value in state.values()]
         return {
             "parameters": [*parameters, *self._model.buffers()],
-            "gradients": [p.grad for p in parameters if p.grad is not None],
+            # Within a forward a module may show a part of its parameter, which has no gradient of its own.
+            "gradients": [p.grad for p in parameters if p.is_leaf and p.grad is not None],
             "optimizer states": [slot for slot in slots if isinstance(slot, Tensor)],
         }
 

@@ -217,8 +217,8 @@ class TensorParallel:
         state = self.state
         rows = module.num_embeddings // state.degree
         first = state.rank * rows
-        scale = getattr(module, "embed_scale", None)
-        own_forward = type(module).forward is not nn.Embedding.forward and scale is None
+        scaled = getattr(module, "embed_scale", None) is not None
+        own_forward = type(module).forward is not nn.Embedding.forward and not scaled
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq or own_forward:
             raise UnsupportedSharding(
                 "an embedding with a forward of its own, max_norm, sparse or scale_grad_by_freq cannot be split",
@@ -232,8 +232,9 @@ class TensorParallel:
             index = (ids - first).masked_fill_(outside, 0)
             out = F.embedding(index, state.local(module.weight), pad)
             out = out.masked_fill(outside.unsqueeze(-1), 0)
-            if scale is not None:
-                out = out * scale.to(out.dtype)
+            if scaled:  # read here: a model on the meta device gets its buffers later
+                scale = module.embed_scale
+                out = out * (scale.to(out.dtype) if isinstance(scale, Tensor) else scale)
             if reduce is None:
                 state.partial_embedding = True
                 return out
