@@ -1,8 +1,7 @@
 """Generation: a prompt continued by an exported model, one token a step, with a KV cache.
 
-The prompt passes through the model once (prefill) and leaves the keys and values of every layer in the cache; each
-further step feeds one token. Greedy decoding with the cache gives the tokens that recomputing everything would give.
-Runs on one device; with a `DeviceMemory`, in less memory than the model has.
+The prompt passes through the model once (prefill) and leaves keys and values in the cache; each further step feeds one
+token. Greedy decoding gives the tokens of full recomputation. One device; with a `DeviceMemory`, in less memory.
 """
 
 from __future__ import annotations
