@@ -108,7 +108,17 @@ QWEN4 = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
+MROPE = {
+    "text_config": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+        }
+    }
+}
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga"), MROPE),
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {

@@ -116,7 +116,10 @@ def read_spec(path: str, where: str | None = None) -> ModelSpec:
         HyperParallelError: What `load_model` raises.
     """
     file = read_config(path, where=where)
-    if is_read(file.values) or "model_type" not in file.values:
+    # A reader takes the language part alone of a model with several; what trains is the whole.
+    if "model_type" not in file.values or (
+        is_read(file.values) and "text_config" not in file.values
+    ):
         return load_model(path, where=where)
     return read_model(_on_meta(file, torch.float32), file.name)
 
