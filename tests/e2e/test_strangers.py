@@ -1,9 +1,19 @@
 """Models that no reader knows train through the command, and a layout gives the losses of one rank."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig
 
+import hyper_parallel as hp
+from hyper_parallel.backends.torch import read_model
+from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.model import read_config
+from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
 from tests.e2e.runs import assert_same_curve, curve, train, write_functions
 
 pytestmark = pytest.mark.e2e
@@ -37,3 +47,103 @@ def test_a_stranger_trains_sharded_as_on_one_rank(place):
     train(place, place / "one", "parallel.dp_shard=1")
     train(place, place / "two", "parallel.dp_shard=2", "training.recompute=full")
     assert_same_curve(curve(place / "two"), curve(place / "one"))
+
+
+@pytest.fixture(scope="module")
+def tool():
+    path = Path(__file__).resolve().parents[2] / "tools" / "census.py"
+    spec = importlib.util.spec_from_file_location("census", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("bart", id="loss of its own"),
+        pytest.param("zamba2", id="layers that share parameters"),
+        pytest.param("qwen3_vl", id="images and text"),
+    ],
+)
+def test_one_rank_takes_the_step_of_plain_transformers_and_two_the_same(tool, name):
+    rows = {}
+    tool.census([name], ["dp_shard"], rows.__setitem__)
+    assert rows == {name: {"plain": "ok", "one rank": "ok", "dp_shard": "ok"}}
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path):
+    made = AutoConfig.for_model("granitemoehybrid", time_step_limit=(0.5, float("inf")))
+    made.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert read_config(tmp_path).values["time_step_limit"] == [0.5, float("inf")]
+
+
+def test_rows_of_two_processes_stay_beside_each_other(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "PAGE", tmp_path / "census.json")
+    tool.record("llama", {"plain": "ok", "one rank": "ok", "dp_shard": "ok"})
+    tool.record("gpt2", {"plain": "ok", "one rank": "HP999: no"})
+    tool.record("llama", {"plain": "ok", "one rank": "ok", "tp": "ok"})
+    assert tool.has_row("llama", ["tp", "dp_shard"])
+    assert not tool.has_row("llama", ["pp"])
+    assert tool.has_row("gpt2", ["pp"]), "what fails on one rank has no more cells"
+    assert not tool.has_row("mamba", [])
+
+
+def test_a_model_called_with_images_steps_sharded_as_in_plain_transformers(tool):
+    config = tool.tiny("llava")
+    image_token = config["image_token_index"]
+    sequences, patches = 4, 16  # 4 x 4 patches of an image of 16 pixels; the class token is dropped
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 300, (sequences, 24), generator=generator)
+    ids[:, 2 : 2 + patches] = image_token
+    pixels = torch.rand(sequences, 3, 16, 16, generator=generator, dtype=torch.float64)
+    targets = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].clone()
+    targets[targets == image_token] = -100
+    count = int((targets != -100).sum())
+
+    def build():
+        torch.manual_seed(0)
+        made = AutoConfig.for_model(**config)
+        return tool.auto_class("llava").from_config(made, dtype=torch.float64).train()
+
+    def parts(rank, ranks):
+        mine = slice(rank * sequences // ranks, (rank + 1) * sequences // ranks)
+        return [
+            {"input_ids": ids[mine], "shift_labels": targets[mine], "pixel_values": pixels[mine]}
+        ]
+
+    plain = build()
+    keep_float64(plain)
+    logits = plain(input_ids=ids, pixel_values=pixels).logits
+    cross = torch.nn.functional.cross_entropy
+    loss = cross(logits.flatten(0, 1), targets.flatten(), reduction="sum") / count
+    loss.backward()
+    tower = [
+        p.grad for n, p in plain.named_parameters() if "vision_tower" in n and p.grad is not None
+    ]
+    assert max(float(g.abs().max()) for g in tower) > 0, "the images must matter"
+    grads = [p.grad for p in plain.parameters() if p.grad is not None]
+    norm = float(sum(g.square().sum() for g in grads)) ** 0.5
+
+    def rank(index):
+        with World.join("cpu") as world:
+            model = build()
+            work = Workload(
+                seq_len=24,
+                microbatch=sequences // world.world_size,
+                accumulation_steps=1,
+                compute_dtype="float64",
+                param_dtype="float64",
+                reduce_dtype="float64",
+            )
+            strategy = Strategy(dp_shard=world.world_size)
+            plan = hp.plan(read_model(model, "tiny"), "local", work, strategy=strategy)
+            model = parallelize(model, plan, world)
+            total = forward_backward(model, parts(index, world.world_size), count)
+            return float(total), float(clip_grad_norm_(model, None))
+
+    for ranks in (1, 2):
+        results = launch(rank, ranks)
+        assert sum(share for share, _ in results) == pytest.approx(loss.item(), rel=1e-10)
+        assert results[0][1] == pytest.approx(norm, rel=1e-10)
