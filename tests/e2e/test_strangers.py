@@ -11,9 +11,11 @@ from transformers import AutoConfig
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import read_model
 from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import read_config
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
+from hyper_parallel.trainer.engine._model import read_spec
 from tests.e2e.runs import assert_same_curve, curve, train, write_functions
 
 pytestmark = pytest.mark.e2e
@@ -77,6 +79,13 @@ def test_infinity_is_read_as_transformers_writes_it(tmp_path):
     made.save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert read_config(tmp_path).values["time_step_limit"] == [0.5, float("inf")]
+
+
+@pytest.mark.parametrize("family", ["t5", "t5gemma2"])
+def test_an_encoder_decoder_model_is_refused_by_name(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ModelUnreadable, match=f"`{family}` is an encoder-decoder model"):
+        read_spec(str(tmp_path))
 
 
 def test_rows_of_two_processes_stay_beside_each_other(tool, tmp_path, monkeypatch):

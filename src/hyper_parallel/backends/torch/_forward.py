@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -35,6 +36,10 @@ class _KeepFloat64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.float and not args[0].is_floating_point():
             return args[0].double()
+        if func is torch.full and torch.finfo(torch.float32).max < abs(args[1]) < math.inf:
+            return func(
+                *args, **{"dtype": torch.float64, **kwargs}
+            )  # the lowest float64, of a mask
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]

@@ -93,9 +93,9 @@ def _auto_class(family: str, where: str) -> Any:
 
     if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return transformers.AutoModelForCausalLM
-    if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return transformers.AutoModelForImageTextToText
     paired = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not paired:
+        return transformers.AutoModelForImageTextToText
     raise ModelUnreadable(
         f"`{family}` is {'an encoder-decoder' if paired else 'no language'} model",
         where=f"{where}: model_type",
