@@ -1,0 +1,178 @@
+"""Tiny configs of all model types of transformers: one table of sizes, and what some types need besides."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+SEQ_LEN = 32
+"""Tokens of a sequence of the census."""
+
+HIDDEN, LAYERS, HEADS, VOCAB = 32, 4, 4, 320
+SIZES: dict[str, Any] = {
+    key: value
+    for keys, value in (
+        ("hidden_size n_embd d_model dim emb_dim embed_dim model_dim embedding_size", HIDDEN),
+        ("embedding_dim out_hidden_size vision_output_dim projector_input_dim", HIDDEN),
+        ("projector_output_dim hidden_size_global backbone_hidden_size hidden_dim", HIDDEN),
+        ("num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers", LAYERS),
+        ("num_attention_heads n_head n_heads num_heads decoder_attention_heads", HEADS),
+        ("encoder_attention_heads swa_num_attention_heads linear_num_heads index_n_heads", HEADS),
+        ("num_key_value_heads num_kv_heads swa_num_key_value_heads depth", 2),
+        ("intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner d_ff dff", 48),
+        ("ffn_hidden_size d_inner dim_ff intermediate_size_mlp mlp_dim lru_width", 48),
+        ("max_position_embeddings n_positions n_ctx max_seq_len model_max_length", 128),
+        ("num_experts num_local_experts n_routed_experts", 4),
+        ("moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size", 24),
+        ("shared_experts_intermediate_size shared_intermediate_size", 24),
+        ("qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank head_dim dim_head", 8),
+        ("swa_head_dim linear_head_dim index_head_dim laurel_rank d_rel", 8),
+        ("hidden_size_per_layer_input mamba_d_state mamba_d_ssm ssm_state_size", 8),
+        ("n_group topk_group first_k_dense_replace n_shared_experts num_expert_group", 1),
+        ("num_experts_per_tok num_experts_per_token moe_topk moe_top_k zero_expert_num", 2),
+        ("q_lora_rank image_size rel_extent mamba_chunk_size chunk_size", 16),
+        ("mamba_dt_rank patch_size index_topk rotary_dim", 4),
+        ("vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab", VOCAB),
+        ("embd_pdrop resid_pdrop attn_pdrop emb_pdrop dropout attention_dropout", 0.0),
+        ("hidden_dropout activation_dropout summary_first_dropout layerdrop drop_rate", 0.0),
+        ("hidden_dropout_prob attention_probs_dropout_prob hidden_dropout_rate", 0.0),
+        ("attention_dropout_prob ffn_dropout emb_dropout dropout_rate dropout_p", 0.0),
+        ("residual_dropout resid_dropout embed_dropout drop_path_rate", 0.0),
+        ("router_jitter_noise input_jitter_noise decoder_layerdrop encoder_layerdrop", 0.0),
+        ("pad_token_id num_kv_shared_layers", 0),
+        ("bos_token_id", 1),
+        ("eos_token_id", 2),
+    )
+    for key in keys.split()
+}
+"""Sizes of a tiny model, for the keys that a configuration class has, in its parts too."""
+
+PAIRS = ["linear_attention", "hybrid"] * 2
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+DOTS3 = {
+    "head_dim": 16,
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse"] * 2,
+    "per_layer_config": {i: {"num_attention_heads": 2, "num_key_value_heads": 2} for i in (1, 3)},
+}
+QWEN4 = {
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16},
+    **{"indexer_compress_ratio": 4, "hc_lowrank": 8, "ple_embed_dim": 32},
+    **{"ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+MROPE = {
+    "text_config": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+        }
+    }
+}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga"), MROPE),
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2},
+    },
+    "dots3_note_text": DOTS3,
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8},
+    "phi4_multimodal": {
+        "vision_config": {"crop_size": 16},
+        "audio_config": {
+            **{"num_blocks": 2, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
+            **{"depthwise_separable_out_channel": 32, "bias_max_distance": 16, "input_size": 16},
+            "nemo_final_size": 2,
+        },
+    },
+    "qwen4_exp": {"text_config": QWEN4},
+    "qwen4_exp_text": QWEN4,
+    "reformer": {
+        **{"is_decoder": True, "attn_layers": ["local"] * LAYERS, "axial_pos_shape": [4, 8]},
+        **{"axial_pos_embds_dim": [16, 16], "attention_head_size": 8, "feed_forward_size": 48},
+        **{
+            "local_attn_chunk_length": 8,
+            "max_position_embeddings": SEQ_LEN,
+            "local_attention_probs_dropout_prob": 0.0,
+        },
+    },
+    "roc_bert": {
+        **{"pronunciation_embed_dim": 16, "pronunciation_vocab_size": 32},
+        **{"shape_embed_dim": 16, "shape_vocab_size": 32},
+    },
+    "xlstm": {"num_blocks": LAYERS},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": PAIRS, "attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba2": {
+        **{"layers_block_type": PAIRS, "hybrid_layer_ids": [1, 3], "attention_hidden_size": 64},
+        **{"attention_head_dim": 16, "mamba_headdim": 8, "adapter_rank": 8},
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+"""What a model type needs besides: sizes that must fit each other, patterns as long as the layers."""
+
+
+def tiny(name: str) -> dict[str, Any]:
+    """The config of a model type, shrunk."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = shrunk(CONFIG_MAPPING[name], OWN.get(name, {}), itertools.count(302)).to_dict()
+    return {"model_type": name, **{k: v for k, v in config.items() if k != "transformers_version"}}
+
+
+def shrunk(cls: type[Any], own: dict[str, Any], unused: Iterator[int], base: Any = None) -> Any:
+    """A config of a class with small sizes, its parts (text, vision, audio) shrunk likewise.
+
+    Args:
+        cls: The configuration class.
+        own: Values that it needs besides `SIZES`; for a part: a dict of them.
+        unused: Tokens that no text has, for images and the like.
+        base: The class with its own values.
+    """
+    if base is None:
+        try:
+            base = cls()
+        except Exception:  # a class whose own values are none that it takes
+            base = cls(**own)
+    sizes = dict(own)
+    for key, value in base.to_dict().items():
+        if key in SIZES and key not in own:
+            whole = isinstance(value, int)  # strict classes take no float there
+            sizes[key] = int(SIZES[key]) if whole else SIZES[key]
+            if isinstance(value, list) and key in ("patch_size", "moe_intermediate_size"):
+                sizes[key] = [SIZES[key]] * len(value)
+        elif re.search(r"_token(_id|_index)?$", key) and isinstance(value, int) and value > 2:
+            sizes[key] = next(unused)
+    if sizes.get("kv_lora_rank"):
+        # Latent attention expands its own key and value for every head.
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    rope = base.to_dict().get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        # Sections of the positions of time, height and width add up to half of what is rotated.
+        half = (
+            int((sizes.get("head_dim") or HIDDEN // HEADS) * rope.get("partial_rotary_factor", 1))
+            // 2
+        )
+        sizes["rope_parameters"] = {
+            **rope,
+            "mrope_section": [half - 2 * (half // 3)] + 2 * [half // 3],
+        }
+    for key in cls.sub_configs:
+        if (part := getattr(base, key, None)) is not None:
+            sizes[key] = shrunk(type(part), own.get(key, {}), unused, part).to_dict()
+    return cls(**sizes)
