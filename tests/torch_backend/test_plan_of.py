@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey
@@ -109,7 +114,60 @@ def test_any_module_on_data_and_on_its_own_rules() -> None:
                 torch.testing.assert_close(
                     whole(param.grad), expected[name], rtol=1e-10, atol=1e-12
                 )
-            with pytest.raises(HyperParallelError, match="takes no labels"):
+            with pytest.raises(HyperParallelError, match="only a causal language model"):
                 hp.forward_backward(model, [mine])
 
     hp.launch(rank, 2, timeout_s=120)
+
+
+@pytest.mark.dist
+def test_a_head_that_classifies_keeps_its_own_loss() -> None:
+    """In a loop of the kind Lightning runs: a module with `training_step` and `configure_optimizers`."""
+    config = BertConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_labels=3,
+        num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config).double()
+    ids, labels = torch.randint(1, 48, (8, 12)), torch.arange(8) % 3
+    workload = hp.Workload(
+        12, microbatch=4, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64"
+    )
+
+    class Task(nn.Module):
+        def __init__(self, words: str) -> None:
+            super().__init__()
+            own = BertForSequenceClassification(config).double()
+            own.load_state_dict(model.state_dict())
+            self.model = hp.parallelize(own, hp.plan_of(own, words, workload))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-2, foreach=True)
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            return self.model(**batch).loss / hp.data_share(self.model)[1]
+
+    def fit(words: str) -> list[float]:
+        task = Task(words)
+        optimizer, (rank, size) = task.configure_optimizers(), hp.data_share(task.model)
+        batch = {"input_ids": ids.chunk(size)[rank], "labels": labels.chunk(size)[rank]}
+        norms = []
+        for i in range(3):
+            optimizer.zero_grad()
+            task.training_step(batch, i).backward()
+            norms.append(hp.clip_grad_norm_(task.model, 1.0).item())
+            optimizer.step()
+        with pytest.raises(HyperParallelError, match="only a causal language model"):
+            hp.forward_backward(task.model, [batch])
+        return norms
+
+    plain = model(input_ids=ids, labels=labels).loss
+    plain.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+    one = fit("")
+    assert one[0] == pytest.approx(
+        norm.item(), rel=1e-5
+    )  # transformers' own norms round to float32
+    assert hp.launch(lambda _: fit("dp_shard=2"), 2, timeout_s=120)[1] == pytest.approx(
+        one, rel=1e-10
+    )

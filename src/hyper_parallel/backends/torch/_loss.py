@@ -166,6 +166,16 @@ def loss_function(
     return causal_lm_loss
 
 
+def has_causal_loss(model: nn.Module) -> bool:
+    """Whether a model of transformers learns the next token; heads that classify or mask keep a loss of their own."""
+    if not hasattr(type(model), "loss_function"):
+        return False
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+    return loss is ForCausalLMLoss
+
+
 def loss_of_logits(model: nn.Module) -> None:
     """Let a forward with a loss of its own, not `loss_function`, take that of its logits where targets are given.
 

@@ -8,7 +8,7 @@ from torch import nn
 from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._forward import keep_float64, loop_over_experts, recompute_layers
 from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
-from hyper_parallel.backends.torch._loss import loss_function, loss_of_logits
+from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, loss_of_logits
 from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
@@ -92,7 +92,7 @@ def apply_plan(
     if tp is not None:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
     tap = None
-    if hasattr(type(model), "loss_function"):
+    if has_causal_loss(model):
         whole = balance is not None and stages is None
         usual = loss_function(tp, balance.add_to if whole else None)
         model.loss_function = tap = LossTap(usual, tp, context)

@@ -98,7 +98,7 @@ def _run(
     attached = handle(model)
     shares = num_tokens is not None
     if objective is None:
-        check_loss(model)
+        check_loss(model, attached)
         if num_tokens is None:
             num_tokens = _count(model, attached, microbatches)
     elif shares:

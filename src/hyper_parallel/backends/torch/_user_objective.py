@@ -134,14 +134,14 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
     targets, tap = targets_of(model, batch), attached.loss
     if tap is not None and _gives_loss(model, attached):
         return _tapped(model, attached, batch, targets, tap.logprobs)
-    out = model(**_for_model(model, batch))
+    out = None if _translates(model) else model(**_for_model(model, batch))
     logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if logits is None or logits.shape[:-1] != targets.shape:
         raise NoLoss(
-            "the model returns no logits of every token",
+            "the model gives no logits of the next token at every position",
             where=type(model).__name__,
             got=type(out).__name__ if logits is None else f"logits {tuple(logits.shape)}",
-            allowed="logits [B, S, V], or an output that has them",
+            allowed="logits [B, S, V], or an output that has them, without an encoder",
             hint='over="output"',
         )
     flat = targets.to(logits.device).reshape(-1)
@@ -192,11 +192,11 @@ def _tapped(
     return loss
 
 
-def check_loss(model: nn.Module) -> None:
-    """Refuse a cross entropy of a model that has none."""
-    if "labels" not in _named(model) and not _free(model):
+def check_loss(model: nn.Module, attached: Handle) -> None:
+    """Refuse the cross entropy of a model that does not predict the next token."""
+    if not _gives_loss(model, attached):
         raise NoLoss(
-            "the model's forward takes no labels, so it gives no loss",
+            "only a causal language model has a cross entropy that adds up over microbatches and ranks",
             where=type(model).__name__,
             hint='forward_backward(model, microbatches, objective=..., over="output")',
         )
@@ -234,7 +234,13 @@ def _named(model: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def _gives_loss(model: nn.Module, attached: Handle) -> bool:
-    return attached.loss is not None and "labels" in _named(model)
+    """Whether a model gives the loss of next tokens; labels of an encoder and decoder are not moved."""
+    takes = "labels" in _named(model) or _free(model)
+    return attached.loss is not None and takes and not _translates(model)
+
+
+def _translates(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _free(model: nn.Module) -> bool:
