@@ -22,6 +22,7 @@ _EXPORTS = {
     "plan": "hyper_parallel.planner",
     "load": "hyper_parallel.trainer",
     "save": "hyper_parallel.trainer",
+    "save_pretrained": "hyper_parallel.trainer",
     **dict.fromkeys(
         (
             "World",

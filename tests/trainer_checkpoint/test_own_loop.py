@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BadValue, CheckpointCorrupt, CheckpointMismatch
@@ -48,6 +49,7 @@ def test_any_layout_continues_what_another_saved(tmp_path: Path) -> None:
     def saves(_: int) -> None:
         for kind in OPTIMIZERS:
             shared, optimizer = start(model, "tp=2 pp=2", kind)
+            hp.save_pretrained(shared, tmp_path / "huggingface")
             assert step(shared, optimizer) == pytest.approx(expected[kind][0], rel=1e-10)
             hp.save(shared, optimizer, tmp_path / kind, step=1, epoch=7, lr=[0.1])
 
@@ -63,6 +65,9 @@ def test_any_layout_continues_what_another_saved(tmp_path: Path) -> None:
 
     hp.launch(saves, 4, timeout_s=120)
     hp.launch(loads, 2, timeout_s=120)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface", dtype=torch.float64)
+    for name, param in model.named_parameters():
+        assert torch.equal(read.get_parameter(name), param)
     damaged = next((tmp_path / "sgd" / "step_00000001").glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     one, optimizer = start(model, "", "sgd")

@@ -15,7 +15,7 @@ _MODULES = {
     "_probe": ("short_step",),
     "_run": ("run_job", "write_sample"),
     "_trace": ("TracedRank", "differences", "trace_rank"),
-    "checkpoints._own_loop": ("load", "save"),
+    "checkpoints._own_loop": ("load", "save", "save_pretrained"),
     "engine._engine": ("train_rank",),
     "engine._model": ("build_optimizer", "parameter_groups"),
     "loop": ("LrSchedule", "Summary", "startup_panel"),

@@ -13,6 +13,7 @@ from torch import nn
 from hyper_parallel.backends.torch import handle
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints._export import export_hf
 
 _ALL: Final = sys.maxsize
 
@@ -86,6 +87,23 @@ def load(
     finally:
         checkpoints.close()
     return {**extra, "step": found}
+
+
+def save_pretrained(
+    model: nn.Module, path: str | Path, *, tokenizer: str | Path | None = None
+) -> None:
+    """Write a model of transformers as a directory that `from_pretrained` reads; every rank calls this.
+
+    Args:
+        model: A model of transformers that passed through `parallelize`, on any layout.
+        path: The directory. An earlier one of this kind is replaced; any other that is not empty is refused.
+        tokenizer: Directory whose tokenizer files are copied; None: none.
+
+    Raises:
+        ModelUnreadable: HP305 for a model that is not one of transformers.
+        OutputNotWritable: HP105 when the directory cannot be written.
+    """
+    export_hf(model, getattr(model, "config", None), tokenizer, path)
 
 
 def _check_json(name: str, value: Any) -> None:
