@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hyper_parallel.config import load_recipe
-from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError
+from hyper_parallel.errors import BadValue, Contradiction, HyperParallelError, UnknownKey
 from hyper_parallel.trainer.data import prepare
 from tests.e2e.runs import assert_same_curve, command, curve, rows, train, write_functions
 
@@ -233,3 +233,39 @@ def test_a_stream_is_resumed_on_other_ranks_and_judged_by_a_validation_file(plac
 def test_keys_that_cannot_hold_together_are_refused(place, words, match):
     with pytest.raises(Contradiction, match=match):
         dry(place, *words)
+
+
+def test_a_mixture_is_the_same_on_two_ranks_and_says_its_shares(place):
+    write_functions(place / "other.txt", 100)
+    mixed = (f"data.source=[{{source: {place / 'text.txt'}, weight: 3}}, "
+             f"{{source: {conversations(place)}}}]")  # fmt: skip
+    one = train(place, place / "mix1", mixed, "training.steps=3")
+    said = " ".join(re.sub("[^\\w.,;+/]+", " ", one.stderr).split())
+    assert "0.75 of" in said
+    assert "+ 0.25 of" in said
+    train(place, place / "mix2", mixed, "training.steps=3", "parallel.dp_shard=2")
+    assert_same_curve(curve(place / "mix2"), curve(place / "mix1"))
+    assert load_recipe(place / "mix1" / "config.yaml").recipe.data.source[0].weight == 3
+    with pytest.raises(UnknownKey, match=r"data.source\[0\].wieght") as caught:
+        dry(place, "data.source=[{source: a.txt, wieght: 3}]")
+    assert "weight" in caught.value.hint
+    with pytest.raises(BadValue, match=r"data.source\[1\].weight"):
+        dry(place, "data.source=[{source: a.txt}, {source: b.txt, weight: 0}]")
+    with pytest.raises(Contradiction, match="a stream has one source"):
+        dry(place, mixed, "data.streaming=true")
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_for_presets_too(place):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<eos>": 0, **{f"w{i}": i + 1 for i in range(130_000)}}
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "<eos>")), eos_token="<eos>"
+    )
+    hf.save_pretrained(str(place / "large"))
+    words = (f"data.source={place / 'text.txt'}", f"data.tokenizer={place / 'large'}")
+    for path, size in ((place / "llama.json", 384), ("llama-3-8b", 128256)):
+        with pytest.raises(BadValue, match="more tokens than the model") as caught:
+            dry(place, *words, f"model.path={path}", "topology=h100-8")
+        assert caught.value.got == f"tokenizer=130001, model={size}"

@@ -7,6 +7,7 @@ import pytest
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
 from hyper_parallel.trainer.data import IGNORE_INDEX, Batches
+from hyper_parallel.trainer.data._batches import JoinedSequences
 
 pytestmark = pytest.mark.torch
 
@@ -126,3 +127,43 @@ def test_a_position_in_other_data_is_refused(train, change):
     with pytest.raises(CheckpointMismatch, match="HP702") as caught:
         Batches(train, sequences_per_step=6, **values).load_state_dict(state)
     assert caught.value.where == {"limit": "num_sequences"}.get(*list(change) * 2)
+
+
+def test_a_mixture_has_exact_shares_in_an_order_of_the_seed(corpus, conversations, make, tmp_path):
+    small = make(conversations, stage="pt", max_bytes=600, holdout=0.0).train
+    joined = JoinedSequences([make(corpus).train, small])
+    weights = (3, 1)
+    batches = Batches(joined, sequences_per_step=8, seed=3, weights=weights)
+    seen = np.concatenate([batches.step_batch(s) for s in range(512)])
+    second = seen >= len(joined.parts[0])
+    for end in (1024, 2048, 4096):
+        assert second[:end].sum() == end / 4
+    assert 0 < second[:64].sum() < 64  # mixed, not one after another
+    # Every source goes through its own epochs: each of its sequences once before any comes again.
+    for part, mine in zip(joined.parts, (seen[~second], seen[second]), strict=True):
+        assert len(set(mine[: len(part)].tolist())) == min(len(part), len(mine))
+    again = Batches(joined, sequences_per_step=4, seed=3, weights=weights)
+    again.load_state_dict(batches.state_dict(300))
+    assert np.array_equal(again.step_batch(300), batches.step_batch(300)[:4])
+    other = Batches(joined, sequences_per_step=8, seed=4, weights=weights)
+    assert not np.array_equal(other.step_batch(0), batches.step_batch(0))
+    # Many sources of small weight: a block is still full, and nobody is owed more than one.
+    many = Batches(
+        JoinedSequences([small] * 9), sequences_per_step=1024, weights=[1000, *[0.7] * 8]
+    )
+    owed = np.zeros(9)
+    for step in range(6):
+        source = many.step_batch(step) // len(small)
+        owed += np.array([1000, *[0.7] * 8]) / 1005.6 * 1024 - np.bincount(source, minlength=9)
+        assert np.abs(owed).max() < 8
+
+
+def test_sequences_of_several_sources_are_read_as_each_alone(corpus, conversations, make):
+    parts = [make(corpus).train, make(conversations).train]
+    joined = JoinedSequences(parts)
+    at = np.array([len(parts[0]) + 1, 0, -1, len(parts[0]), len(parts[0]) - 1])
+    inputs, labels = joined.read(at)
+    for row, (part, index) in enumerate([(1, 1), (0, 0), (0, -1), (1, 0), (0, len(parts[0]) - 1)]):
+        expected = parts[part].read(np.array([index]))
+        assert np.array_equal([inputs[row], labels[row]], [expected[0][0], expected[1][0]])
+    assert joined.num_valid(at) == 4 * 32

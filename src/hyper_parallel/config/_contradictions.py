@@ -49,6 +49,13 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "set `data.mask_documents=null`, or `data.packing=true`",
         )
 
+    if data.streaming and not isinstance(data.source, str):
+        clash(
+            "data.streaming",
+            "a stream has one source",
+            f"{len(data.source)} sources, streaming=true",
+            "set `data.streaming=false`, or one `data.source`",
+        )
     if data.streaming and training.epochs is not None:
         clash(
             "training.epochs",

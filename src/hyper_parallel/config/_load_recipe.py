@@ -242,6 +242,7 @@ def _split(name: str) -> _Key:
 def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
     field = field_at(Recipe, key)
     takes_text = field is not None and field.annotation in (str, str | None, dict[str, str])
+    takes_text |= key == ("data", "source") and not text.lstrip().startswith("[")
     if takes_text and text.strip() != "null":
         return text
     try:

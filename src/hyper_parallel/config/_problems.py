@@ -39,6 +39,8 @@ def field_at(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | N
     field: FieldInfo | None = None
     parts = iter(path)
     for part in parts:
+        if isinstance(part, int):
+            continue
         field = None if section is None else section.model_fields.get(str(part))
         if field is None:
             return None
@@ -138,7 +140,9 @@ def problems(
     """
     found: list[HyperParallelError] = []
     for item in error.errors(include_url=False):
-        path, value = item["loc"], item["input"]
+        # A union of forms puts the tag of the form into the path, in brackets.
+        path = tuple(part for part in item["loc"] if not str(part).startswith("["))
+        value = item["input"]
         key, field = dotted(path), field_at(model, path)
         allowed = None if field is None else describe(field)
         if item["type"] == "extra_forbidden":

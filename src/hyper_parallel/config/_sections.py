@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from hyper_parallel.units import parse_bytes
 
@@ -66,19 +74,47 @@ class Model(Section):
     """Attention of the model, a name in transformers' attention registry. None: sdpa where the model has it."""
 
 
+_Format = Literal[
+    "auto", "text", "jsonl", "parquet", "csv", "alpaca", "sharegpt", "prompt_completion"
+]
+
+
+class MixedSource(Section):
+    """One source of several; a key that is not given is that of `data`."""
+
+    source: str
+    """As `data.source`."""
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the sequences is its weight over the sum of the weights."""
+    name: str | None = None
+    """As `data.name`."""
+    split: str | None = None
+    """As `data.split`."""
+    format: _Format | None = None
+    """As `data.format`."""
+    text_key: str | None = None
+    """As `data.text_key`."""
+
+
+def _source_tag(value: object) -> str:
+    return "[list]" if isinstance(value, (list, tuple)) else "[text]"
+
+
 class Data(Section):
     """What the model reads."""
 
-    source: str = "python-stdlib"
+    source: Annotated[
+        Annotated[str, Tag("[text]")]
+        | Annotated[tuple[MixedSource, ...], Field(min_length=1), Tag("[list]")],
+        Discriminator(_source_tag),
+    ] = "python-stdlib"
     """`python-stdlib` (the source text of the standard library on this machine), a file, a directory, a folder that
-    `datasets` wrote, or a name on the Hugging Face hub."""
+    `datasets` wrote, or a name on the Hugging Face hub. A list of such, with weights, is mixed."""
     name: str | None = None
     """Configuration of the dataset, where it has several."""
     split: str | None = None
     """Split of the dataset. None: `train`, or the only one."""
-    format: Literal[
-        "auto", "text", "jsonl", "parquet", "csv", "alpaca", "sharegpt", "prompt_completion"
-    ] = "auto"
+    format: _Format = "auto"
     """Shape of the records; auto looks at the file name and the first record."""
     text_key: str = "text"
     """Key or column of the text in records."""
@@ -107,6 +143,15 @@ class Data(Section):
     """Visit the packed sequences in an order drawn from `training.seed`."""
     cache_dir: str | None = None
     """Where tokenised files are kept. None: the user's cache directory."""
+
+    def parts(self) -> list[tuple[Data, float]]:
+        """Every source as a section of its own, with its weight."""
+        if isinstance(self.source, str):
+            return [(self, 1.0)]
+        whole = self.model_dump()
+        given = [p.model_dump(exclude_none=True, exclude={"weight"}) for p in self.source]
+        weights = [p.weight for p in self.source]
+        return [(Data(**whole | own), w) for own, w in zip(given, weights, strict=True)]
 
     def masks(self, stage: str) -> bool:
         """Whether attention is blocked between the documents of a sequence."""

@@ -103,6 +103,7 @@ class Job:
             seed=self.recipe.training.seed,
             shuffle=self.recipe.data.shuffle,
             fingerprint=self.packed.fingerprint,
+            weights=self.packed.weights,
         )
 
     def data_line(self) -> str:
@@ -112,7 +113,10 @@ class Job:
             return f"{self.recipe.data.source}, a stream; {steps:,} steps of {batches.sequences_per_step:,} sequences"
         epochs = steps * batches.sequences_per_step / batches.num_sequences
         read = f"{steps:,} steps of {batches.sequences_per_step:,} are {epochs:.4g} epochs"
-        source = self.recipe.data.source
+        parts = self.recipe.data.parts()
+        total = sum(weight for _, weight in parts)
+        source = " + ".join(f"{weight / total:.4g} of {one.source}" for one, weight in parts)
+        source = source if len(parts) > 1 else str(self.recipe.data.source)
         return f"{source}, {batches.num_sequences:,} training sequences; {read}"
 
     def holdout_batches(self) -> Batches | None:

@@ -11,6 +11,7 @@ rank and microbatch only cut that list, so a step's content is the same for ever
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
 """Label of a position that carries no loss (the default `ignore_index` of cross entropy)."""
+
+_BLOCK = 1024  # sequences of a mixture whose shares are exact to one
 
 Int64 = NDArray[np.int64]
 
@@ -93,6 +96,46 @@ class PackedSequences:
         return found
 
 
+class JoinedSequences:
+    """The sequences of several sources, one source after another."""
+
+    def __init__(self, parts: Sequence[PackedSequences]) -> None:
+        self.parts, self.split = tuple(parts), parts[0].split
+        self.starts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def _each(self, indices: Int64) -> Iterator[tuple[PackedSequences, Int64, Any]]:
+        """Every source, the places of `indices` that are in it, and their sequences there."""
+        source = np.searchsorted(self.starts, np.maximum(indices, 0), side="right") - 1
+        for number in np.unique(source):
+            at = np.nonzero(source == number)[0]
+            inside = indices[at] - self.starts[number]
+            yield self.parts[number], np.where(indices[at] < 0, -1, inside), at
+
+    def num_valid(self, indices: Int64) -> int:
+        """As `PackedSequences.num_valid`."""
+        return sum(part.num_valid(inside) for part, inside, _ in self._each(indices))
+
+    def read(self, indices: Int64) -> tuple[Int64, Int64]:
+        """As `PackedSequences.read`."""
+        found = np.empty((2, len(indices), self.parts[0].seq_len), np.int64)
+        for part, inside, at in self._each(indices):
+            found[:, at] = part.read(inside)
+        return found[0], found[1]
+
+    def positions(self, indices: Int64) -> Int64 | None:
+        """As `PackedSequences.positions`; sources of one recipe have them all or none."""
+        rows: list[Any] = [None] * len(indices)
+        for part, inside, at in self._each(indices):
+            if (found := part.positions(inside)) is None:
+                return None
+            for row, place in zip(found, at, strict=True):
+                rows[place] = row
+        return np.stack(rows)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One microbatch of one data-parallel rank."""
@@ -144,6 +187,8 @@ class Batches:
             (evaluation: every sequence exactly once, the same number of microbatches on every rank).
         limit: Use so many sequences, spread evenly over those on disk; None: all.
         fingerprint: Hash of the data, kept in checkpoints.
+        weights: Shares of the sources of `JoinedSequences`, each of which is read at its own pace; none: all sequences
+            are read equally often.
 
     Raises:
         NoData: HP602 when there is no sequence.
@@ -151,7 +196,7 @@ class Batches:
 
     def __init__(
         self,
-        sequences: PackedSequences,
+        sequences: PackedSequences | JoinedSequences,
         *,
         sequences_per_step: int,
         seed: int = 0,
@@ -159,6 +204,7 @@ class Batches:
         tail: Literal["wrap", "pad"] = "wrap",
         limit: int | None = None,
         fingerprint: str = "",
+        weights: Sequence[float] = (),
     ) -> None:
         if sequences_per_step < 1:
             what = "a step must hold at least one sequence"
@@ -177,6 +223,9 @@ class Batches:
         self._picked = every * len(sequences) // self.num_sequences
         self._origin = 0
         self._order: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
+        self._shares = np.asarray(weights, np.float64) / sum(weights) if weights else None
+        # Sequences of each source before every block of a mixture.
+        self._before = [np.zeros(len(weights), np.int64)]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -192,11 +241,40 @@ class Batches:
             return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
         at, end = self._origin + step * size, self._origin + (step + 1) * size
         parts = []
+        while at < end and self._shares is not None:
+            block, within = divmod(at, _BLOCK)
+            parts.append(self._mixed(block)[within : within + end - at])
+            at += len(parts[-1])
         while at < end:
             epoch, within = divmod(at, self.num_sequences)
             parts.append(self._epoch(epoch)[within : within + end - at])
             at += len(parts[-1])
         return np.concatenate(parts)
+
+    def _mixed(self, block: int) -> Int64:
+        """The sequences of one block of a mixture: exact shares so far, in an order of the seed."""
+        assert self._shares is not None
+        assert isinstance(self.sequences, JoinedSequences)
+        while len(self._before) <= block + 1:
+            owed = self._shares * len(self._before) * _BLOCK - self._before[-1]
+            counts = np.maximum(np.floor(owed), 0).astype(np.int64)
+            while (missing := _BLOCK - counts.sum()) != 0:
+                counts[np.argmax(owed - counts) if missing > 0 else np.argmax(counts)] += np.sign(
+                    missing
+                )
+            self._before.append(self._before[-1] + counts)
+        first, last = self._before[block], self._before[block + 1]
+        keys = np.random.PCG64([self.seed, 2, block]).random_raw(_BLOCK)
+        sources = np.repeat(np.arange(len(first)), last - first)[np.argsort(keys, kind="stable")]
+        found = np.empty(_BLOCK, np.int64)
+        for source, part in enumerate(self.sequences.parts):
+            epochs, inside = np.divmod(np.arange(first[source], last[source]), len(part))
+            for epoch in np.unique(epochs) if self.shuffle else ():
+                keys = np.random.PCG64([self.seed, 0, int(epoch), source]).random_raw(len(part))
+                order = np.argsort(keys, kind="stable")
+                inside[epochs == epoch] = order[inside[epochs == epoch]]
+            found[sources == source] = self.sequences.starts[source] + inside
+        return found
 
     def _epoch(self, epoch: int) -> Int64:
         if not self.shuffle:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, NoData
-from hyper_parallel.trainer.data._batches import PackedSequences
+from hyper_parallel.trainer.data._batches import JoinedSequences, PackedSequences
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
 from hyper_parallel.trainer.data._pack import pack, tokenise
 from hyper_parallel.trainer.data._sources import Source, resolve
@@ -25,13 +25,30 @@ _VERSION = 1
 class PackedData:
     """What a run reads."""
 
-    train: PackedSequences | Stream
-    holdout: PackedSequences | None  # empty when `data.holdout` is 0; None: nothing of a stream
+    train: PackedSequences | JoinedSequences | Stream
+    holdout: (
+        PackedSequences | JoinedSequences | None
+    )  # empty when `data.holdout` is 0; None: nothing of a stream
     tokenizer_dir: str  # Hugging Face tokenizer directory that made the tokens
     vocab_size: int  # largest token id plus one
     fingerprint: str  # hash of the packed content: equal wherever the same text is packed alike
     cached: bool  # whether the cache already held the result
     notes: tuple[str, ...] = ()  # what was cut or left out, in words
+    weights: tuple[float, ...] = ()  # of the sources of a mixture
+
+
+def _joined(found: list[PackedData], weights: list[float]) -> PackedData:
+    """Several sources as one."""
+    holdouts = [f.holdout for f in found if f.holdout]
+    return replace(
+        found[0],
+        train=JoinedSequences([f.train for f in found]),
+        holdout=JoinedSequences(holdouts) if holdouts else None,
+        fingerprint=digest([[f.fingerprint for f in found], weights]),
+        cached=all(f.cached for f in found),
+        notes=tuple(note for f in found for note in f.notes),
+        weights=tuple(weights),
+    )
 
 
 def prepare(
@@ -62,9 +79,9 @@ def prepare(
         Contradiction: HP104 when the stage does not suit the records.
         OutputNotWritable: HP105 when the cache cannot be written.
     """
-    source = resolve(data, stage)
+    sources = [(one, resolve(one, stage)) for one, _ in data.parts()]
     cache = cache_root(data.cache_dir)
-    tokenizer = obtain(data, source, model_path, cache, progress)
+    tokenizer = obtain(data, [s for _, s in sources], model_path, cache, progress)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
         trained = not data.tokenizer and not has_tokenizer(model_path)
         own = (
@@ -122,10 +139,12 @@ def prepare(
         update = {"source": data.validation, "split": data.validation_split, "name": name}
         held = data.model_copy(update={**update, "holdout": 0.0, "streaming": False})
         holdout = packed(held, resolve(held, stage)).train
-        data = data.model_copy(update={"holdout": 0.0})
+        sources = [(one.model_copy(update={"holdout": 0.0}), s) for one, s in sources]
     if not data.streaming:
-        found = packed(data, source)
-        return found if holdout is None else replace(found, holdout=holdout)
+        found = [packed(one, source) for one, source in sources]
+        whole = found[0] if len(found) == 1 else _joined(found, [w for _, w in data.parts()])
+        return whole if holdout is None else replace(whole, holdout=holdout)
+    ((data, source),) = sources
     stream = Stream(source, tokenizer.hf, data, stage, seed, pad_id)
     next(stream.rows(Place()))  # a source without a sequence is refused here
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]

@@ -7,7 +7,8 @@ alphabet: no text is unknown to it. Source of the method: Sennrich et al. 2016 (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -89,15 +90,16 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 
 def obtain(
-    data: Data, source: Source, model_path: str | None, cache: Path, show: bool
+    data: Data, sources: Sequence[Source], model_path: str | None, cache: Path, show: bool
 ) -> Tokenizer:
     """The tokenizer of a recipe: `data.tokenizer`, else the model directory's, else trained on the source."""
     given = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if given:
         directory = Path(given).expanduser().absolute()
     else:
-        matters = [_VERSION, source.identity(), data.vocab_size, _TRAIN_BYTES]
-        directory = _saved(cache, matters, lambda: _train(data.vocab_size, source, show))
+        texts = [s.identity() for s in sources]
+        matters = [_VERSION, texts if len(texts) > 1 else texts[0], data.vocab_size, _TRAIN_BYTES]
+        directory = _saved(cache, matters, lambda: _train(data.vocab_size, sources, show))
     tokenizer = Tokenizer(load_tokenizer(directory), directory)
     if tokenizer.hf.eos_token_id is None:
         raise BadValue(
@@ -105,7 +107,7 @@ def obtain(
             where=f"data.tokenizer: {directory}",
             hint="add `eos_token` to its tokenizer_config.json",
         )
-    if source.is_conversations and not tokenizer.hf.chat_template:
+    if any(s.is_conversations for s in sources) and not tokenizer.hf.chat_template:
         # A copy with the plain template, so that `generate --chat` knows it.
         tokenizer.hf.chat_template = PLAIN
         matters = [_VERSION, tokenizer.fingerprint, PLAIN]
@@ -124,14 +126,14 @@ def _saved(cache: Path, matters: list[Any], make: Callable[[], Any]) -> Path:
     return entry(cache / "tokenizers", digest(matters), build)[0]
 
 
-def _train(vocab_size: int, source: Source, show: bool) -> Any:
+def _train(vocab_size: int, sources: Sequence[Source], show: bool) -> Any:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     def texts() -> Iterator[str]:
         seen = 0
-        for document in source.documents():
+        for document in itertools.chain.from_iterable(s.documents() for s in sources):
             if seen >= _TRAIN_BYTES:
                 return
             seen += document.num_bytes
@@ -147,7 +149,8 @@ def _train(vocab_size: int, source: Source, show: bool) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with byte_bar("train tokenizer", min(source.num_bytes, _TRAIN_BYTES), show) as advance:
+    total = sum(s.num_bytes for s in sources)
+    with byte_bar("train tokenizer", min(total, _TRAIN_BYTES), show) as advance:
         backend.train_from_iterator(texts(), trainer)
     hf = PreTrainedTokenizerFast(
         tokenizer_object=backend,
