@@ -246,8 +246,8 @@ def test_a_mixture_is_the_same_on_two_ranks_and_says_its_shares(place):
     train(place, place / "mix2", mixed, "training.steps=3", "parallel.dp_shard=2")
     assert_same_curve(curve(place / "mix2"), curve(place / "mix1"))
     assert load_recipe(place / "mix1" / "config.yaml").recipe.data.source[0].weight == 3
-    with pytest.raises(UnknownKey, match=r"data.source\[0\].wieght") as caught:
-        dry(place, "data.source=[{source: a.txt, wieght: 3}]")
+    with pytest.raises(UnknownKey, match=r"data.source\[0\].weights") as caught:
+        dry(place, "data.source=[{source: a.txt, weights: 3}]")
     assert "weight" in caught.value.hint
     with pytest.raises(BadValue, match=r"data.source\[1\].weight"):
         dry(place, "data.source=[{source: a.txt}, {source: b.txt, weight: 0}]")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
-from hyper_parallel.trainer.data import StreamBatches, _stream, load_tokenizer
+from hyper_parallel.trainer.data import StreamBatches, _streaming, load_tokenizer
 
 pytestmark = pytest.mark.torch
 
@@ -27,7 +27,7 @@ def steps(batches, which):
 
 @pytest.fixture(params=FORMS)
 def stream(request, corpus, conversations, make, monkeypatch):
-    monkeypatch.setattr(_stream, "_BLOCK", 8)
+    monkeypatch.setattr(_streaming, "_BLOCK", 8)
     source = conversations if request.param == "chat" else corpus
     return make(source, streaming=True, max_bytes=6000, **FORMS[request.param]).train
 

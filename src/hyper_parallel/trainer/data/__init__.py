@@ -9,7 +9,7 @@ Tokenising never happens under an open collective: `prepare` returns before rank
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX, Batch, Batches, PackedSequences
 from hyper_parallel.trainer.data._chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data._prepare import PackedData, prepare
-from hyper_parallel.trainer.data._stream import Stream, StreamBatches
+from hyper_parallel.trainer.data._streaming import Stream, StreamBatches
 from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
 
 __all__ = [

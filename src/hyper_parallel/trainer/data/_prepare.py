@@ -13,7 +13,7 @@ from hyper_parallel.trainer.data._batches import JoinedSequences, PackedSequence
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
 from hyper_parallel.trainer.data._pack import pack, tokenise
 from hyper_parallel.trainer.data._sources import Source, resolve
-from hyper_parallel.trainer.data._stream import Place, Stream
+from hyper_parallel.trainer.data._streaming import Place, Stream
 from hyper_parallel.trainer.data._tokenizer import has_tokenizer, obtain
 
 logger = logging.getLogger(__name__)
