@@ -245,7 +245,13 @@ def test_a_mixture_is_the_same_on_two_ranks_and_says_its_shares(place):
     assert "+ 0.25 of" in said
     train(place, place / "mix2", mixed, "training.steps=3", "parallel.dp_shard=2")
     assert_same_curve(curve(place / "mix2"), curve(place / "mix1"))
-    assert load_recipe(place / "mix1" / "config.yaml").recipe.data.source[0].weight == 3
+    first, second = load_recipe(place / "mix1" / "config.yaml").recipe.data.source
+    assert (first.source, first.weight, second.weight) == (str(place / "text.txt"), 3, 1)
+    # Paths of a recipe are looked for beside it, in a list too.
+    beside = "data: {source: [{source: text.txt, weight: 3}, {source: chat.jsonl}], "
+    text = (place / "recipe.yaml").read_text().replace("data: {", beside)
+    (place / "mixed.yaml").write_text(text)
+    command("train", str(place / "mixed.yaml"), "--dry-run")
     with pytest.raises(UnknownKey, match=r"data.source\[0\].weights") as caught:
         dry(place, "data.source=[{source: a.txt, weights: 3}]")
     assert "weight" in caught.value.hint

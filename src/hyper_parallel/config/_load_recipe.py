@@ -46,7 +46,8 @@ _CHOSEN: Final = (
 """Keys of the `parallel` section besides the degrees that the planner chooses where nobody gives them."""
 
 _PATHS: Final = (
-    "model.path", "data.source", "data.tokenizer", "parallel.schedule_file", "checkpoint.from_dir", "topology",
+    "model.path", "data.source", "data.validation", "data.tokenizer", "parallel.schedule_file", "checkpoint.from_dir",
+    "topology",
 )  # fmt: skip
 """Keys that may name a file or a directory to read; a relative one is looked for beside the recipe first."""
 
@@ -183,13 +184,20 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
 
 def _beside(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
     """A file's values, with relative paths that exist in its folder taken from there."""
+
+    def beside(value: Any) -> Any:
+        if isinstance(value, list):  # of sources
+            return [{k: beside(v) if k == "source" else v for k, v in one.items()} if isinstance(one, dict) else one
+                    for one in value]  # fmt: skip
+        if not isinstance(value, str) or not value or value in _WORDS:
+            return value
+        # os.path, because pathlib raises where a text cannot be a path.
+        path = os.path.join(file.parent, value)  # noqa: PTH118
+        return path if os.path.exists(path) else value  # noqa: PTH110
+
     for key in (tuple(name.split(".")) for name in _PATHS):
-        value = layer.get(key)
-        if isinstance(value, str) and value and value not in _WORDS:
-            # os.path, because pathlib raises where a text cannot be a path.
-            path = os.path.join(file.parent, value)  # noqa: PTH118
-            if os.path.exists(path):  # noqa: PTH110
-                layer[key] = path
+        if key in layer:
+            layer[key] = beside(layer[key])
     return layer
 
 
@@ -323,16 +331,23 @@ def _derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The same recipe for any working directory: what exists, and what the run writes, by its absolute path."""
+
+    def absolute(value: str | None, written: bool) -> str | None:
+        if not value or value in _WORDS:
+            return value
+        path = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111
+        return path if written or os.path.exists(path) else value  # noqa: PTH110
+
     for key in (*_PATHS, *_WRITTEN):
         section, _, name = key.rpartition(".")
         owner = getattr(recipe, section) if section else recipe
         value = getattr(owner, name)
-        if not value or value in _WORDS:
-            continue
-        path = os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111
-        if key in _WRITTEN or os.path.exists(path):  # noqa: PTH110
-            changed = owner.model_copy(update={name: path})
-            recipe = recipe.model_copy(update={section: changed}) if section else changed
+        if isinstance(value, tuple):  # of sources
+            own = [p.model_copy(update={"source": absolute(p.source, False)}) for p in value]
+            changed = owner.model_copy(update={name: tuple(own)})
+        else:
+            changed = owner.model_copy(update={name: absolute(value, key in _WRITTEN)})
+        recipe = recipe.model_copy(update={section: changed}) if section else changed
     return recipe
 
 
