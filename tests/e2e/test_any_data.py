@@ -215,6 +215,7 @@ def test_a_stream_is_resumed_on_other_ranks_and_judged_by_a_validation_file(plac
     train(place, place / "resumed", *words, "training.steps=3")
     train(place, place / "resumed", *words, "training.steps=6", "parallel.dp_shard=2")
     assert_same_curve(curve(place / "resumed"), curve(place / "stream"))
+    assert load_recipe(place / "stream" / "config.yaml").recipe.data.holdout == 0
     first, last = (r["loss"] for r in rows(place / "stream" / "eval.jsonl"))
     assert last < first
     assert rows(place / "resumed" / "eval.jsonl")[-1]["loss"] == pytest.approx(last, rel=1e-10)

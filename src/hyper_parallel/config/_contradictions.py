@@ -64,7 +64,7 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "set `training.epochs=null` and `training.steps`, or `data.streaming=false`",
         )
     elsewhere = "data.streaming" if data.streaming else "data.validation"
-    if (data.streaming or data.validation) and data.holdout and "holdout" in data.model_fields_set:
+    if (data.streaming or data.validation) and data.holdout:
         clash(
             "data.holdout",
             f"with `{elsewhere}` no documents are held out of the source",

@@ -126,7 +126,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         raise_all(problems(error, Recipe, where, pasteable))
         raise
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
-    recipe = _derive_warmup(recipe, resolved)
+    recipe = _derive_holdout(_derive_warmup(recipe, resolved), resolved)
     loaded = LoadedRecipe(recipe, resolved, path)
     raise_all(cross_section(recipe, loaded.where))
     return loaded
@@ -327,6 +327,15 @@ def _derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     )
     shorter = training.model_copy(update={"warmup_steps": training.steps // 10})
     return recipe.model_copy(update={"training": shorter})
+
+
+def _derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
+    """Hold nothing out by default where validation data is given, or of a stream."""
+    data = recipe.data
+    if "holdout" in data.model_fields_set or not (data.validation or data.streaming):
+        return recipe
+    origins["data.holdout"] = "derived: data.validation or data.streaming"
+    return recipe.model_copy(update={"data": data.model_copy(update={"holdout": 0.0})})
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
