@@ -18,7 +18,8 @@ from hyper_parallel.topology import detect_local
 from hyper_parallel.trainer.data import Batch
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.engine._loop import Loop
-from hyper_parallel.trainer.engine._model import build_optimizer
+from hyper_parallel.trainer.engine._loss_scale import LossScale
+from hyper_parallel.trainer.engine._optimizer import build_optimizer
 from tests.e2e.runs import CONFIG
 
 
@@ -97,3 +98,40 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(where):
         return changed, all(same)
 
     assert launch(rank_body, 2, timeout_s=120) == [(True, True)] * 2
+
+
+def gradients_of(loop: Loop, scale: LossScale | None) -> tuple[float, list[torch.Tensor]]:
+    loop.scale, loop.max_grad_norm = scale, None
+    loss, _ = loop.gradients(loop.inputs(OneBatch(), 1, 1e-2))
+    found = [local(p.grad).clone() for p in loop.model.parameters()]
+    loop.optimizer.zero_grad(set_to_none=True)
+    return float(loss), found
+
+
+@pytest.mark.torch
+def test_a_loss_scale_leaves_loss_and_gradients_as_they_are():
+    loop = make_loop(World(0, 1, 0, torch.device("cpu"), ""))
+    loss, plain = gradients_of(loop, None)
+    scaled_loss, scaled = gradients_of(loop, LossScale(2.0**14))
+    assert scaled_loss == loss  # a power of two changes exponents only
+    assert all(torch.equal(a, b) for a, b in zip(scaled, plain, strict=True))
+
+
+@pytest.mark.torch
+def test_an_overflow_skips_the_step_and_lowers_the_scale():
+    loop = make_loop(World(0, 1, 0, torch.device("cpu"), ""))
+    before = [local(p).clone() for p in loop.model.parameters()]
+    loop.scale = LossScale(2.0**127, good_steps=7)  # a float32 overflows
+    result = loop.step(1, OneBatch(), 1e-2)
+    assert (result.skipped, result.loss_scale) == (1, 2.0**127)
+    assert loop.scale == LossScale(2.0**126, 0)
+    same = zip(loop.model.parameters(), before, strict=True)
+    assert all(torch.equal(local(now), then) for now, then in same)
+    loop.scale = LossScale(2.0**10, good_steps=1999)
+    assert loop.step(2, OneBatch(), 1e-2).skipped == 0
+    assert loop.scale == LossScale(2.0**11, 0)
+    loop.scale = LossScale(1.0)
+    with torch.no_grad():
+        next(iter(loop.model.parameters())).fill_(float("inf"))
+    with pytest.raises(LossNotFinite):  # no lower scale helps
+        loop.step(3, OneBatch(), 1e-2)

@@ -4,7 +4,7 @@ from torch import nn
 
 from hyper_parallel.config import Training
 from hyper_parallel.trainer import build_optimizer, parameter_groups
-from hyper_parallel.trainer.engine._model import step_unless
+from hyper_parallel.trainer.engine._optimizer import step_unless
 
 pytestmark = pytest.mark.torch
 

@@ -118,6 +118,14 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"set `training.decay_steps={steps - warmup}`",
             f"0..{steps - warmup}",
         )
+    window = training.profile
+    if window is not None and window.start + window.steps - 1 > steps:
+        clash(
+            "training.profile",
+            "the steps to profile end after the last step of the run",
+            f"start={window.start}, steps={window.steps} of {steps}",
+            f"set `training.profile.start={max(1, steps - window.steps + 1)}`",
+        )
     if training.eval_every and not data.validation and (data.holdout == 0 or data.streaming):
         clash(
             "training.eval_every",
@@ -179,6 +187,13 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "`offload.flash` limits files that no directory is given for",
             f"flash={offload.flash}, flash_dir=null",
             "set `offload.flash_dir=/scratch`, or `offload.flash=null`",
+        )
+    if offload.on and training.dtype == "float16":
+        clash(
+            "training.dtype",
+            "the loss scale of float16 changes between steps, and a planned step runs as it was recorded",
+            "training.dtype=float16 with offload",
+            "set `training.dtype=bfloat16`, or `offload.budget=null`",
         )
     if offload.on and training.compile:
         clash(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -31,8 +31,8 @@ class Section(BaseModel):
     """Other names of keys, accepted on input only."""
 
 
-Dtype = Literal["float64", "float32", "bfloat16"]
-_DTYPE_ALIAS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+_DTYPE_ALIAS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 def _canonical_dtype(value: object) -> object:
@@ -159,6 +159,17 @@ class Data(Section):
         return self.packing and wanted
 
 
+class Profile(Section):
+    """A window of steps that torch.profiler watches; the trace is written to `profile/rank<r>.json`."""
+
+    start: int = Field(ge=1)
+    """First step."""
+    steps: int = Field(default=2, ge=1)
+    """Steps."""
+    ranks: Literal["first", "all"] = "first"
+    """Whose trace is written: rank 0's, or every rank's."""
+
+
 class Training(Section):
     """The optimisation."""
 
@@ -169,7 +180,8 @@ class Training(Section):
     seed: int = 0
     """Seed of the weights and the data order."""
     dtype: Annotated[Dtype, BeforeValidator(_canonical_dtype)] = "bfloat16"
-    """Compute format. bfloat16 keeps float32 parameters and reductions; float64 is for parity runs."""
+    """Compute format. bfloat16 and float16 keep float32 parameters and reductions, float16 scales the loss; float64 is
+    for parity runs."""
     deterministic: bool = False
     """Only deterministic kernels."""
     tokens_per_step: int | None = Field(default=None, ge=1)
@@ -188,12 +200,16 @@ class Training(Section):
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Last learning rate over the peak one."""
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, adafactor, muon (hidden matrices; AdamW for the rest), or the dotted path of a class."""
+    optimizer_args: dict[str, Any] = {}
+    """More arguments of the optimizer, by the names of its class."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """AdamW decay of matrices; vectors (norms, biases) are not decayed."""
+    """Decay of matrices; vectors (norms, biases) are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW moments."""
+    """Moments of adamw and adam."""
     eps: float = Field(default=1e-8, gt=0)
-    """AdamW epsilon."""
+    """Epsilon of adamw and adam."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Global gradient norm above which gradients are scaled down. None: never."""
     recompute: Literal["none", "full"] = "none"
@@ -208,6 +224,10 @@ class Training(Section):
     """Steps between printed lines; metrics.jsonl has every step."""
     eval_tokens: int = Field(default=65536, ge=1)
     """Held-out tokens per evaluation."""
+    callbacks: tuple[str, ...] = ()
+    """Dotted paths of subclasses of `hyper_parallel.trainer.Callback`."""
+    profile: Profile | None = None
+    """Steps to profile. None: none."""
 
 
 class Parallel(Section):

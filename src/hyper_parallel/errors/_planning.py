@@ -31,6 +31,14 @@ class Contradiction(HyperParallelError, code="HP104"):
     """
 
 
+class NotImportable(HyperParallelError, code="HP109"):
+    """A recipe names code by a dotted path, and there is no such class, or it is none of the kind that is needed.
+
+    Why: `module.Class` is imported from the current directory or what is installed, before any rank starts. Fix: check
+    the path, and that the class derives from the base class that is named.
+    """
+
+
 class OutputNotWritable(HyperParallelError, code="HP105"):
     """A directory that is to be written cannot be created or written.
 

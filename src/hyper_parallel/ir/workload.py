@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from hyper_parallel.errors import BatchMismatch
 
@@ -23,7 +22,7 @@ class Workload:
         compute_dtype: Format of matmuls and activations.
         param_dtype: Format of the parameters the optimizer owns.
         reduce_dtype: Format of gradient reductions.
-        optimizer: Name of the optimizer; AdamW holds two states per parameter.
+        optimizer: Name of the optimizer; memory and time are those of AdamW, which holds two states per parameter.
     """
 
     seq_len: int
@@ -33,7 +32,7 @@ class Workload:
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
     reduce_dtype: str = "float32"
-    optimizer: Literal["adamw"] = "adamw"
+    optimizer: str = "adamw"
 
     def resolve(self, dp: int) -> Workload:
         """The same workload with all three batch numbers, for a data-parallel degree.

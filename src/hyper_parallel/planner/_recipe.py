@@ -93,6 +93,7 @@ def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None) -
         compute_dtype=t.dtype,
         param_dtype=stored,
         reduce_dtype=stored,
+        optimizer=t.optimizer,
     )
     request = resolve(model or recipe.model.path, recipe.topology, workload, num_devices)
     if not given and recipe.parallel.auto:
@@ -100,6 +101,9 @@ def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None) -
         workload = replace(workload, tokens_per_step=tokens, microbatch=None)
         note = f"tokens per step assumed: one sequence per rank, {tokens}"
         request = replace(request, workload=workload, notes=(*request.notes, note))
+    if t.optimizer not in ("adamw", "adam"):
+        note = f"optimizer states and time of {t.optimizer} are predicted as those of adamw: two per parameter"
+        request = replace(request, notes=(*request.notes, note))
     if not offload.on:
         return request
     budget = offload.budget if isinstance(offload.budget, int) else None

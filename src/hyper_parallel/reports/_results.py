@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from typing import Final, NamedTuple
 
 from hyper_parallel.reports._run_record import RunRecord
@@ -50,7 +51,7 @@ def results(run: RunRecord) -> list[Result]:
 
     if "loss" in last:
         loss = last["loss"]
-        add("training loss", f"{loss:.3f}", loss, f"from {run.metrics[0]['loss']:.3f}")
+        add("training loss", f"{loss:.3f}", loss, f"from {run.metrics[0].get('loss', nan):.3f}")
     if run.evals:
         first, final = run.evals[0]["loss"], run.evals[-1]["loss"]
         add("held-out loss", f"{final:.3f}", final, f"from {first:.3f} before training")

@@ -17,8 +17,8 @@ _MODULES = {
     "_trace": ("TracedRank", "differences", "trace_rank"),
     "checkpoints._own_loop": ("load", "save", "save_pretrained"),
     "engine._engine": ("train_rank",),
-    "engine._model": ("build_optimizer", "parameter_groups"),
-    "loop": ("LrSchedule", "Summary", "startup_panel"),
+    "engine._optimizer": ("build_optimizer", "parameter_groups"),
+    "loop": ("Callback", "LrSchedule", "Summary", "startup_panel"),
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -28,6 +28,7 @@ from hyper_parallel.trainer._files import (
     write_text,
     write_timeline,
 )
+from hyper_parallel.trainer._user_code import load_class
 from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.data import (
     TOKENIZER_FILES,
@@ -37,6 +38,7 @@ from hyper_parallel.trainer.data import (
     StreamBatches,
     has_tokenizer,
 )
+from hyper_parallel.trainer.loop._callback import Callback
 
 MOST_SIMULATED: Final = 4096
 """Microbatches of a step, over all stages, whose simulated timeline is still written."""
@@ -44,6 +46,7 @@ MOST_SIMULATED: Final = 4096
 _OF_A_RUN: Final = (
     "checkpoints", "export", "model", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
     "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html", "trace.json",
+    "profile",
 )  # fmt: skip
 """Files and directories of a run that one which starts over removes."""
 
@@ -204,6 +207,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         weights_directory,
     )
     from hyper_parallel.trainer.engine._offload_machine import check_offload
+    from hyper_parallel.trainer.engine._optimizer import check_optimizer
 
     recipe = loaded.recipe
     output_dir = Path(recipe.output_dir)
@@ -232,6 +236,9 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     plan = plan_recipe(recipe, started_ranks(), loaded.where, spec)
     model = build_model(recipe)
     check_offload(recipe, plan, model, loaded.where)
+    check_optimizer(recipe, plan, loaded.where)
+    for path in recipe.training.callbacks:
+        load_class(path, Callback, loaded.where("training.callbacks"))
     check_parameters(model, plan, loaded.where("model.path"))
     check_routing(model, routing_of(recipe), loaded.where("moe"))
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))

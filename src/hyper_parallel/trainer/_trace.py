@@ -29,7 +29,7 @@ from hyper_parallel.ir import Collective, Plan, Purpose
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer.engine._gauges import PhaseSpans
 from hyper_parallel.trainer.engine._loop import Loop, StepInputs
-from hyper_parallel.trainer.engine._model import build_optimizer
+from hyper_parallel.trainer.engine._optimizer import build_optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ def forward_backward(
     *,
     objective: Objective | None = None,
     over: Over | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """Gradients of one step; call the optimizer and `clip_grad_norm_` afterwards.
 
@@ -61,6 +62,7 @@ def forward_backward(
             each token on one of the ranks that share it, with a batch cut likewise to [N, ...] and its targets
             `shift_labels` [N]; a sum over tokens, which is added up over these ranks. output: what the model returns,
             without pipeline stages. None: logprobs for a causal language model, else output.
+        scale: Gradients are those of so many times the loss; the loss that is returned is not scaled.
 
     Returns:
         The loss of the step, a float64 scalar, equal on all ranks. With `num_tokens` this rank's share of it, so that
@@ -69,7 +71,7 @@ def forward_backward(
     Raises:
         NoLoss: HP514 when model or microbatches give no loss. BadObjective: HP515 when an objective gives no scalar.
     """
-    return _run(model, microbatches, num_tokens, span, objective, over, train=True)
+    return _run(model, microbatches, num_tokens, span, objective, over, train=True, scale=scale)
 
 
 @torch.no_grad()
@@ -94,6 +96,7 @@ def _run(
     objective: Objective | None,
     over: Over | None,
     train: bool,
+    scale: float = 1.0,
 ) -> Tensor:
     attached = handle(model)
     shares = num_tokens is not None
@@ -108,14 +111,17 @@ def _run(
             hint="num_tokens=None",
         )
 
+    def scaled(loss: Tensor) -> Tensor:
+        return loss if scale == 1.0 else loss * scale
+
     def loss_of(i: int) -> Tensor:
         part = microbatches[i]
         if objective is not None:
-            return objective_loss(model, attached, part, objective, over)
+            return scaled(objective_loss(model, attached, part, objective, over))
         given = dict(part)
         if "labels" not in given:
             given = {"labels": targets_of(model, part), **given}
-        return model(**given, num_items_in_batch=num_tokens, use_cache=False).loss
+        return scaled(model(**given, num_items_in_batch=num_tokens, use_cache=False).loss)
 
     if attached.pipeline is not None:
         parts = [for_stages(model, p, objective) for p in microbatches]
@@ -134,6 +140,7 @@ def _run(
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     reports = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
     total = total if reports else torch.zeros_like(total)
+    total = total if scale == 1.0 else total / scale
     return total if shares else _add_up(attached, total)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import signal
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +24,10 @@ from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.engine._loop import Loop
+from hyper_parallel.trainer.engine._loss_scale import LossScale
 from hyper_parallel.trainer.engine._model import (
     GENERATION,
     build_model,
-    build_optimizer,
     compile_layers,
     routing_of,
     take_tokens,
@@ -33,6 +35,7 @@ from hyper_parallel.trainer.engine._model import (
 from hyper_parallel.trainer.engine._offload import PlannedSteps
 from hyper_parallel.trainer.engine._offload_machine import Assumed
 from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
+from hyper_parallel.trainer.engine._optimizer import build_optimizer
 from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary, Trainer
 
 if TYPE_CHECKING:
@@ -76,6 +79,9 @@ class TorchEngine:
         self._gauge = MemoryGauge(world.device)
         self._model = self._make_model()
         self._optimizer = build_optimizer(self._model, training)
+        self._parameters = list(
+            self._model.parameters()
+        )  # inside of a step FSDP puts whole ones there
         # What offload counts it counts itself, and what is compiled no counter sees.
         if not (self._recipe.offload.on or training.compile):
             self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
@@ -83,8 +89,9 @@ class TorchEngine:
                 kind: sum(local(t).nbytes for t in tensors)
                 for kind, tensors in self._state().items()
             }
+        self._scale = LossScale() if training.dtype == "float16" else None
         self._planned: PlannedSteps | None = None
-        self._stack = ExitStack()
+        self._stack, self._profiles = ExitStack(), ExitStack()
         self.plan = job.plan
 
     def __enter__(self) -> TorchEngine:
@@ -100,7 +107,10 @@ class TorchEngine:
         source = self._checkpointer(self._job.resume_dir)
         if source.latest() is None:
             return 0, {}
-        return source.load(self._model, self._optimizer)
+        done, extra = source.load(self._model, self._optimizer)
+        if self._scale is not None and "loss_scale" in extra:
+            self._scale = LossScale(**extra["loss_scale"])
+        return done, extra
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
         """Open the run's checkpoints and, with offload, plan the memory of a step."""
@@ -117,7 +127,10 @@ class TorchEngine:
             self._recorder,
             self._gauge,
             training.max_grad_norm,
+            self._scale,
         )
+        if training.profile is not None and training.profile.start <= done:
+            self._display.line("nothing is profiled: the window begins before the checkpoint")
         if not self._recipe.offload.on or done >= training.steps:
             return
         assumed, schedule = Assumed.of(self._recipe, job.plan), LrSchedule.of(training)
@@ -139,7 +152,8 @@ class TorchEngine:
         Raises:
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
         """
-        return (self._planned or self._loop).step(step, batches, lr)
+        with self._profiled(step):
+            return (self._planned or self._loop).step(step, batches, lr)
 
     def evaluate(self, batches: Batches | StreamBatches) -> tuple[float, int]:
         """Mean loss over the first step of `batches`, and how many tokens counted."""
@@ -149,12 +163,39 @@ class TorchEngine:
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after a step; may return before it is written."""
         self._recorder.begin_step(None)
+        if self._scale is not None:
+            extra = extra | {"loss_scale": asdict(self._scale)}
         with self._recorder.span("checkpoint", "checkpoint"), self._lent():
             self._saver.save(step, self._model, self._optimizer, extra)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        raised = torch.tensor(float(flag), device=self._world.device)
+        if self.world_size > 1:
+            dist.all_reduce(raised, dist.ReduceOp.MAX)
+        return bool(raised.item())
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """Context of a step that torch.profiler watches when the recipe says so."""
+        window = self._recipe.training.profile
+        if window is None or (self.rank and window.ranks == "first"):
+            yield
+            return
+        if step == window.start:
+            path = self._job.output_dir / "profile" / f"rank{self.rank}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler = torch.profiler.profile(record_shapes=True)
+            self._profiles.callback(profiler.export_chrome_trace, str(path))
+            self._profiles.enter_context(profiler)
+        yield
+        if step == window.start + window.steps - 1:
+            self._profiles.close()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, and take the state back from the memory plan."""
         self._saver.finish()
+        self._profiles.close()  # a run may end inside of the window
         self._stack.close()
         if (planned := self._planned) is not None:
             # A step may have been planned again.
@@ -223,12 +264,10 @@ class TorchEngine:
 
     def _state(self) -> dict[str, list[Tensor]]:
         """Parameters with buffers, gradients and optimizer states that there are now."""
-        parameters = list(self._model.parameters())
         slots = [value for state in self._optimizer.state.values() for value in state.values()]
         return {
-            "parameters": [*parameters, *self._model.buffers()],
-            # Within a forward a module may show a part of its parameter, which has no gradient of its own.
-            "gradients": [p.grad for p in parameters if p.is_leaf and p.grad is not None],
+            "parameters": [*self._parameters, *self._model.buffers()],
+            "gradients": [p.grad for p in self._parameters if p.grad is not None],
             "optimizer states": [slot for slot in slots if isinstance(slot, Tensor)],
         }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +22,15 @@ from hyper_parallel.backends.torch import (
     forward_backward,
     forward_loss,
     handle,
+    local,
     purpose,
     routing_statistics,
 )
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
-from hyper_parallel.trainer.engine._model import set_lr, step_unless
+from hyper_parallel.trainer.engine._loss_scale import LossScale
+from hyper_parallel.trainer.engine._optimizer import set_lr, step_unless
 from hyper_parallel.trainer.loop import StepResult
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class Loop:
         recorder: Where spans go.
         gauge: Reads peak memory.
         max_grad_norm: Gradients are clipped to it; None: their norm is only measured.
+        scale: Scale of the loss; None: 1, and gradients that are not finite end the run.
     """
 
     model: nn.Module
@@ -83,6 +86,7 @@ class Loop:
     recorder: SpanRecorder
     gauge: MemoryGauge
     max_grad_norm: float | None
+    scale: LossScale | None = None
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
@@ -103,7 +107,12 @@ class Loop:
             routing = statistics(self.count_routing())
         self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
-        return StepResult(loss, norm, int(inputs.valid_tokens), seconds, memory, routing)
+        result = StepResult(loss, norm, int(inputs.valid_tokens), seconds, memory, routing)
+        if self.scale is None:
+            return result
+        used, skipped = self.scale.value, not (math.isfinite(loss) and math.isfinite(norm))
+        self.scale.after(not skipped)
+        return replace(result, loss_scale=used, skipped=int(skipped))
 
     def planned_step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Routing]:
         """The whole step without reading a value, so that it can be captured and run by a memory plan.
@@ -139,8 +148,14 @@ class Loop:
             This rank's share of the loss, and the global gradient norm before clipping.
         """
         span = self.recorder.span
-        loss_sum = forward_backward(self.model, inputs.microbatches, inputs.valid_tokens, span)
+        scale = 1.0 if self.scale is None else self.scale.value
+        loss_sum = forward_backward(
+            self.model, inputs.microbatches, inputs.valid_tokens, span, scale=scale
+        )
         with span("gradient norm", "communication"):
+            if self.scale is not None:
+                grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+                torch._foreach_mul_([local(grad) for grad in grads], 1 / scale)
             return loss_sum, clip_grad_norm_(self.model, self.max_grad_norm)
 
     def share(self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0) -> Tensor:
@@ -180,11 +195,12 @@ class Loop:
         """The mean loss, the gradient norm and the largest peak of what `share` returned.
 
         Raises:
-            LossNotFinite: HP604, with what became of the step.
+            LossNotFinite: HP604, with what became of the step; not while a loss scale can still be lowered.
         """
         with self.recorder.span("loss", "communication"):
             *peaks, loss, norm = shared.tolist()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        skips = self.scale is not None and self.scale.value > 1
+        if not (math.isfinite(loss) and math.isfinite(norm)) and not skips:
             raise LossNotFinite(
                 f"the loss or its gradient is not finite; {outcome}",
                 where=f"step {step}",

@@ -1,4 +1,4 @@
-"""Model and optimizer of a recipe: any Hugging Face model, its code untouched, on the meta device; AdamW."""
+"""Model of a recipe: any Hugging Face model, its code untouched, on the meta device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts
 from hyper_parallel.backends.torch.context._apply import FORGETFUL
-from hyper_parallel.config import Recipe, Training
+from hyper_parallel.config import Recipe
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
@@ -36,8 +36,13 @@ from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 _TABLE: Final = re.compile(r"\bwpe\b|pos").search
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
-"""Format of the parameters by compute format: bfloat16 computation keeps float32 parameters."""
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.float32,
+    "float16": torch.float32,
+}
+"""Format of the parameters by compute format: 16-bit computation keeps float32 parameters."""
 
 GENERATION = "generation_config.json"
 """How a model generates, by transformers' name."""
@@ -284,55 +289,3 @@ def compile_layers(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ in names:
             module.compile()
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups by number of dims: matrices are decayed; vectors (norm weights, biases) are not.
-
-    The number of dims is the logical one, so the groups are the same on every layout.
-    """
-    matrices, vectors = [], []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            (matrices if parameter.ndim > 1 else vectors).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def build_optimizer(model: nn.Module, training: Training) -> torch.optim.AdamW:
-    """AdamW with decoupled decay (Loshchilov and Hutter, arXiv:1711.05101)."""
-    return torch.optim.AdamW(
-        parameter_groups(model, training.weight_decay),
-        lr=training.lr,
-        betas=training.betas,
-        eps=training.eps,
-        fused=True,
-    )
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
-    """Give every group the learning rate of the coming step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
-def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
-    """Update the parameters; where `skip` is true nothing changes, decided on the device without a host read.
-
-    Fused optimizers of torch read the attribute `found_inf` (as `torch.amp.GradScaler` sets it) in their kernels.
-
-    Args:
-        optimizer: A fused optimizer.
-        skip: Scalar on the parameters' device; None: always update.
-    """
-    if skip is None:
-        optimizer.step()
-        return
-    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]

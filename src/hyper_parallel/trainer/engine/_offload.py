@@ -43,7 +43,6 @@ from hyper_parallel.offload import (
 )
 from hyper_parallel.trainer.engine._gauges import PhaseSpans
 from hyper_parallel.trainer.engine._loop import Loop, StepInputs, statistics
-from hyper_parallel.trainer.engine._model import set_lr
 from hyper_parallel.trainer.engine._offload_machine import (
     Assumed,
     measured_machine,
@@ -59,6 +58,7 @@ from hyper_parallel.trainer.engine._offload_record import (
     updates_line,
 )
 from hyper_parallel.trainer.engine._offload_rehearsal import StepOutcome, refuse_hidden_state
+from hyper_parallel.trainer.engine._optimizer import set_lr
 from hyper_parallel.trainer.loop import StepResult
 
 if TYPE_CHECKING:

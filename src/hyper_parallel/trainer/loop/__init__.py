@@ -1,11 +1,13 @@
 """The loop: what drives an engine through a run, its learning rate, its records and what people see. No framework."""
 
+from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._display import Display, startup_panel
 from hyper_parallel.trainer.loop._metrics import EvalRecord, MetricsLog, StepRecord, log_line
 from hyper_parallel.trainer.loop._schedule import LrSchedule
 from hyper_parallel.trainer.loop._trainer import Engine, StepResult, Summary, Trainer
 
 __all__ = [
+    "Callback",
     "Display",
     "Engine",
     "EvalRecord",

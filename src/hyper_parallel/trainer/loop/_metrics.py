@@ -39,6 +39,10 @@ class StepRecord:
     pred_step_s: float | None  # step time the plan predicts; None for another machine
     routing: dict[str, Any] | None = None  # routing of the experts; None for other models
     offload: dict[str, Any] | None = None  # what it predicted and measured; None when off
+    loss_scale: float | None = None  # scale of the loss in this step; None without
+    skipped: int | None = (
+        None  # 1 when gradients overflowed and nothing was updated; None without loss scale
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,7 @@ class MetricsLog:
         self._board.close()
 
     def _append(self, name: str, record: Any) -> None:
-        line = {key: value for key, value in asdict(record).items() if value is not None}
-        self._files[name].write(json.dumps(line) + "\n")
+        self._files[name].write(json.dumps(as_line(record)) + "\n")
         self._files[name].flush()
 
     def _draw(self, step: int, group: str, values: Mapping[str, float | None]) -> None:
@@ -111,6 +114,14 @@ class MetricsLog:
             if value is not None:
                 event.summary.value.add(tag=f"{group}/{name}", simple_value=float(value))
         self._board.add_event(event)
+
+
+def as_line(record: Any) -> dict[str, Any]:
+    """A record by its keys, without those that are None, NaN or infinite, which JSON does not have."""
+    items = asdict(record).items()
+    return {
+        k: v for k, v in items if v is not None and (not isinstance(v, float) or math.isfinite(v))
+    }
 
 
 def _keep_until(path: Path, step: int) -> None:
@@ -143,4 +154,6 @@ def log_line(record: StepRecord, steps: int, capacity_bytes: int) -> str:
     ]
     if record.pred_step_s and math.isfinite(record.pred_step_s):
         parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.1%}")
+    if record.skipped:
+        parts.append(f"skipped: gradients overflowed at loss scale {record.loss_scale:g}")
     return "  ".join(parts)

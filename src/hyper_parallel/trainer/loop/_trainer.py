@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.trainer._files import write_text, write_timeline
+from hyper_parallel.trainer._user_code import load_class
+from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._display import Display
-from hyper_parallel.trainer.loop._metrics import EvalRecord, MetricsLog, StepRecord, log_line
+from hyper_parallel.trainer.loop._metrics import (
+    EvalRecord,
+    MetricsLog,
+    StepRecord,
+    as_line,
+    log_line,
+)
 from hyper_parallel.trainer.loop._schedule import LrSchedule
 
 if TYPE_CHECKING:
@@ -37,6 +45,10 @@ class StepResult:
     memory_bytes: int  # peak memory of the step on the fullest rank
     routing: dict[str, Any] | None = None  # routing of the experts; None for other models
     offload: dict[str, Any] | None = None  # what it predicted and measured; None when off
+    loss_scale: float | None = None  # scale of the loss in this step; None without
+    skipped: int | None = (
+        None  # 1 when gradients overflowed and nothing was updated; None without loss scale
+    )
 
 
 class Engine(Protocol):
@@ -70,6 +82,9 @@ class Engine(Protocol):
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after a step; may return before it is written."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
 
     def finish(self) -> None:
         """Wait for what is still written, and end what `begin` has started."""
@@ -111,6 +126,11 @@ class Trainer:
         self._batches = job.train_batches()
         self._holdout = job.holdout_batches()
         self._log: MetricsLog | None = None
+        self._asked = False
+        self._callbacks: list[Callback] = []
+        for path in job.recipe.training.callbacks:
+            self._callbacks.append(load_class(path, Callback, "training.callbacks")())
+            self._callbacks[-1].rank = engine.rank
 
     def train(self) -> Summary | None:
         """All steps, evaluations and files of the run; the summary on rank 0."""
@@ -134,6 +154,8 @@ class Trainer:
                 job.write(engine.plan)
                 self._log = MetricsLog(job.output_dir, done)
                 stack.callback(self._log.close)
+            for callback in self._callbacks:
+                callback.on_train_begin(job)
             first = last = self._evaluate(done)
             loss = math.nan
             for step in range(done + 1, training.steps + 1):
@@ -141,11 +163,18 @@ class Trainer:
                 result = engine.step(step, self._batches, lr)
                 loss = result.loss
                 self._report(step, result, lr)
-                final = step == training.steps
+                done, final = step, step == training.steps or self._stops()
                 if final or (training.eval_every and step % training.eval_every == 0):
                     last = self._evaluate(step)
+                    final = final or self._stops()
                 if final or (every and step % every == 0):
                     engine.save(step, {"data": self._batches.state_dict(step)})
+                    for callback in self._callbacks:
+                        callback.on_save(step)
+                if final:
+                    break
+            for callback in self._callbacks:
+                callback.on_train_end(done)
             seconds = time.perf_counter() - begin
             engine.finish()
         timeline = engine.timeline()
@@ -162,7 +191,11 @@ class Trainer:
             **engine.facts(),
         }
         write_text(job.output_dir / "run.json", json.dumps(facts, indent=1) + "\n")
-        return Summary(training.steps, first, last, loss, seconds)
+        return Summary(done, first, last, loss, seconds)
+
+    def _stops(self) -> bool:
+        """Whether a callback of any rank asks to end the run; nobody is asked where there is no callback."""
+        return bool(self._callbacks) and self._engine.any(self._asked)
 
     def _evaluate(self, step: int) -> float:
         """Loss on the held-out text, written to eval.jsonl; NaN when nothing is held out."""
@@ -170,15 +203,18 @@ class Trainer:
             return math.nan
         start = time.perf_counter()
         loss, tokens = self._engine.evaluate(self._holdout)
+        record = EvalRecord(step, loss, tokens, time.perf_counter() - start)
+        for callback in self._callbacks:
+            self._asked |= callback.on_evaluate(step, as_line(record)) is True
         if self._log:
-            self._log.evaluation(EvalRecord(step, loss, tokens, time.perf_counter() - start))
+            self._log.evaluation(record)
             self._display.line(
                 f"eval after step {step}: held-out loss {loss:.4f} ({tokens:,} tokens)"
             )
         return loss
 
     def _report(self, step: int, result: StepResult, lr: float) -> None:
-        if self._log is None:
+        if self._log is None and not self._callbacks:
             return
         plan, training = self._job.plan, self._job.recipe.training
         tokens = plan.workload.tokens_per_step or 0
@@ -195,6 +231,10 @@ class Trainer:
             pred_step_s=plan.step_s if self._job.on_topology else None,
             **asdict(result),
         )
+        for callback in self._callbacks:
+            self._asked |= callback.on_step_end(step, as_line(record)) is True
+        if self._log is None:
+            return
         self._log.step(record)
         self._display.advance(step)
         if step % training.log_every == 0 or step in (1, training.steps):
