@@ -193,7 +193,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     Raises:
         HyperParallelError: Anything a user can have got wrong; see docs/train.md.
     """
-    from hyper_parallel.backends.torch import WeightFiles, check_routing
+    from hyper_parallel.backends.torch import WeightFiles, check_flow, check_routing
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.data import prepare
     from hyper_parallel.trainer.engine._model import (
@@ -244,6 +244,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
     if recipe.data.masks(recipe.stage):
         check_documents(model, loaded.where("data.mask_documents"))
+    check_flow(model, plan)
     packed = prepare(
         recipe.data,
         stage=recipe.stage,

@@ -12,14 +12,18 @@ from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, 
 from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
-from hyper_parallel.backends.torch.context._apply import apply_context_parallel, mask_documents
+from hyper_parallel.backends.torch.context._apply import (
+    apply_context_parallel,
+    follow_attention,
+    mask_documents,
+)
 from hyper_parallel.backends.torch.data._fsdp import shard_data_parallel
 from hyper_parallel.backends.torch.experts._apply import apply_to_experts, expert_state
 from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts._list import divide_lists
 from hyper_parallel.backends.torch.experts._routing import Routing, check_routing
 from hyper_parallel.backends.torch.pipeline._apply import Pipeline
-from hyper_parallel.backends.torch.pipeline._stages import cut_model
+from hyper_parallel.backends.torch.pipeline._stages import cut_model, follow_stages
 from hyper_parallel.backends.torch.tensor._apply import (
     apply_tensor_parallel,
     tensor_mesh,
@@ -27,6 +31,21 @@ from hyper_parallel.backends.torch.tensor._apply import (
     watch_gradients,
 )
 from hyper_parallel.ir import Plan
+
+
+def check_flow(model: nn.Module, plan: Plan) -> None:
+    """Refuse, without any rank, a model whose forward pass does not fit the axes of its plan.
+
+    Args:
+        model: Parameters are real or on the meta device; it stays as it is.
+        plan: The plan.
+
+    Raises:
+        UnsupportedSharding: HP205 naming the axis and what does not fit.
+    """
+    if plan.strategy.pp > 1:
+        follow_stages(model, plan)
+    follow_attention(model, plan.strategy)
 
 
 def apply_plan(
@@ -65,6 +84,7 @@ def apply_plan(
         strategy.pp > 1,
         ranks.device,
     )
+    calls = follow_attention(model, strategy)
     stages = cut_model(model, plan, mesh)
     divide_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -75,8 +95,8 @@ def apply_plan(
     # What every parallel axis remembers of a forward pass.
     decoder = decoder_of(model)
     tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut)
-    stage_layers = None if stages is None else stages.num_running
-    context = apply_context_parallel(model, decoder, strategy, mesh, stage_layers)
+    stage_layers = None if stages is None else stages.layers_running
+    context = apply_context_parallel(model, decoder, strategy, mesh, stage_layers, calls)
 
     # Forwards, from the inside out: tokens are cut outside of what is recomputed.
     if context is None and decoder is not None:

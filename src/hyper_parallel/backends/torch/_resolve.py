@@ -49,15 +49,24 @@ class SlotList(nn.ModuleList):
 
 
 def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
-    """The base model and its decoder layers, for a Hugging Face model; None for any other module."""
+    """The base model and its decoder layers, for a Hugging Face model with such a list; None for any other module.
+
+    The base is the innermost module around the list that says which module embeds its inputs.
+    """
     prefix = getattr(model, "base_model_prefix", None)
     if prefix is None or not hasattr(model, "config"):
         return None
     base = getattr(model, prefix, model)
     layers = getattr(base, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not len(layers):
+    if isinstance(layers, nn.ModuleList) and len(layers):
+        return base, layers
+    if (found := block_list(model)) is None:
         return None
-    return base, layers
+    path, layers = found
+    while path := path.rpartition(".")[0]:
+        if hasattr(base := model.get_submodule(path), "get_input_embeddings"):
+            return base, layers
+    return model, layers
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:

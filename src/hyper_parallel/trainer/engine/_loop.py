@@ -236,4 +236,5 @@ class Loop:
 
 def statistics(routing: Routing) -> dict[str, Any] | None:
     """The routing of a step as it is recorded."""
-    return None if routing is None else asdict(routing_statistics(*routing))
+    counted = None if routing is None else routing_statistics(*routing)
+    return None if counted is None else asdict(counted)

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE, register
+from hyper_parallel.backends.torch._flow import refused
+from hyper_parallel.backends.torch._resolve import decoder_of
+from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.context._state import TOKENS, ContextState
+from hyper_parallel.backends.torch.context._trial import attention_calls
 from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
@@ -36,24 +39,18 @@ def apply_context_parallel(
     decoder: tuple[nn.Module, nn.ModuleList] | None,
     strategy: Strategy,
     mesh: DeviceMesh | None,
-    stage_layers: Callable[[], int] | None,
+    stage_layers: Callable[[], range] | None,
+    calls: Sequence[int],
 ) -> ContextState | None:
     """Cut the sequences of a model, and let its attention see all of them; None when cp is 1.
 
-    Refuses attention that it does not repeat exactly. `stage_layers` counts those of the running pipeline stage.
+    `stage_layers` gives those of the running pipeline stage; `calls` is what `follow_attention` returned.
     """
     if mesh is None or strategy.cp == 1:
         return None
-    if decoder is None:
-        raise UnsupportedSharding(
-            "context parallelism needs a Hugging Face model with a list of decoder layers",
-            where=type(model).__name__,
-            hint=f"parallel.cp=1 parallel.dp_shard={strategy.dp_shard * strategy.cp}",
-        )
+    assert decoder is not None, "follow_attention refuses it"
     base, layers = decoder
-    config, num_layers = base.config, len(layers)
-    _refuse(config)
-    register()
+    config, every = base.config, range(len(layers))
     context = ContextState.of(strategy, mesh["cp"].get_group())
     own = copy.deepcopy(config)  # another model may have been made from the same config
     own._attn_implementation = INTERFACE
@@ -67,12 +64,32 @@ def apply_context_parallel(
     if kinds & {"dynamic", "longrope"}:
         _wrap_rotary(context, base.rotary_emb)
     # Stages of a pipeline have no whole outputs to return.
-    _wrap_root(context, model, stage_layers or (lambda: num_layers), joins=stage_layers is None)
+    running = stage_layers or (lambda: every)
+    _wrap_root(
+        context,
+        model,
+        lambda: sum(calls[i] for i in running()),
+        joins=stage_layers is None,
+    )
     return context
 
 
+def follow_attention(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
+    """How often each layer calls the attention interface; refuses, without any rank, attention that cp cannot repeat.
+
+    Raises:
+        UnsupportedSharding: HP205 with what is more than causal attention, with a window, through the interface.
+    """
+    if strategy.cp == 1:
+        return ()
+    if (decoder := decoder_of(model)) is None:
+        raise refused(model, "it has no list of layers", "cp")
+    _refuse(decoder[0].config)
+    return attention_calls(model, *decoder)
+
+
 def _wrap_root(
-    context: ContextState, model: nn.Module, num_layers: Callable[[], int], joins: bool
+    context: ContextState, model: nn.Module, num_calls: Callable[[], int], joins: bool
 ) -> None:
     """Cut the inputs of a model where its forward begins, and join its outputs where it ends."""
     names = list(inspect.signature(model.forward).parameters)
@@ -85,12 +102,12 @@ def _wrap_root(
         return (), {**context.shard_inputs(batch), "use_cache": False}
 
     def after(module: nn.Module, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        expected = num_layers()
+        expected = num_calls()
         if context.calls != expected:
             raise UnsupportedSharding(
-                "context parallelism needs every decoder layer to call the attention interface once",
+                "layers call the attention interface more or less often than in their trial",
                 where=type(module).__name__,
-                got=f"{context.calls} calls in {expected} layers",
+                got=f"{context.calls} calls instead of {expected}",
                 hint="parallel.cp=1",
             )
         if not joins:

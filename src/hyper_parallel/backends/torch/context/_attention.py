@@ -38,6 +38,8 @@ from hyper_parallel.ir import Interval, Purpose, sees_all, sees_some
 
 INTERFACE = "hyper_parallel"
 """Name of our function in the attention interface of transformers."""
+TRIAL = "hyper_parallel_trial"
+"""The same for a trial, with the masks that models build."""
 ATTRIBUTE = "_hyper_parallel_context"
 """Attribute of attention modules that holds the `ContextState` of their model."""
 Arriving = Iterator[tuple[int, Tensor, Tensor]]
@@ -46,10 +48,13 @@ Arriving = Iterator[tuple[int, Tensor, Tensor]]
 
 def register() -> None:
     """Make the attention interface of transformers know our function; doing it again changes nothing."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
     # No entry in AttentionMaskInterface: models then build no mask, which no kernel here would take.
     AttentionInterface.register(INTERFACE, context_attention)
+    AttentionInterface.register(TRIAL, context_attention)
+    AttentionMaskInterface.register(TRIAL, sdpa_mask)
 
 
 @torch.compiler.disable
@@ -73,22 +78,14 @@ def context_attention(
     weights. `softcap` is Gemma 2's, `s_aux` [H] are the logits of GPT-OSS's attention sinks, `others` what models pass
     besides and no attention function uses. Masks follow from the positions.
     """
-    context: ContextState = getattr(module, ATTRIBUTE)
+    context = getattr(module, ATTRIBUTE)
+    given = {"attention_mask": attention_mask, "dropout": dropout, "is_causal": is_causal, **others}
+    _refuse_attention(module, context, given)
+    if not isinstance(context, ContextState):  # a trial
+        out = context.attend(module, query, key, value, attention_mask, sliding_window)
+        return out, None
     view = context.view
     assert view is not None, "attention outside of a forward pass of its model"
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    for name, given in (
-        ("attention_mask", attention_mask is not None),
-        ("dropout", dropout != 0.0),
-        ("is_causal=False", not causal),
-        ("position_bias", others.get("position_bias") is not None),
-    ):
-        if given:
-            raise UnsupportedSharding(
-                f"context parallelism does not know attention with `{name}`",
-                where=type(module).__name__,
-                hint="parallel.cp=1",
-            )
     context.calls += 1
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     rules = AttentionRules(scale, sliding_window, softcap, view.documents)
@@ -111,6 +108,27 @@ def context_attention(
     if ulysses > 1:
         (out,) = reshard((out,), 2, 1, group, Purpose.TOKENS_FOR_HEADS, ulysses)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_attention(module: nn.Module, context: Any, given: dict[str, Any]) -> None:
+    """Refuse attention that is more than causal with windows and documents."""
+    causal = given["is_causal"]
+    causal = causal if causal is not None else getattr(module, "is_causal", True)
+    for name, wrong in (
+        (
+            "attention_mask",
+            given["attention_mask"] is not None and isinstance(context, ContextState),
+        ),
+        ("dropout", given["dropout"] != 0.0),
+        ("is_causal=False", not causal),
+        ("position_bias", given.get("position_bias") is not None),
+    ):
+        if wrong:
+            raise UnsupportedSharding(
+                f"context parallelism does not know attention with `{name}`",
+                where=type(module).__name__,
+                hint="parallel.cp=1",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hyper_parallel.backends.torch._collectives import purpose, send_receive
+from hyper_parallel.backends.torch._collectives import all_reduce, purpose, send_receive
 from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.backends.torch.data._fsdp import end_backward, hold_reductions, reduce_now
 from hyper_parallel.backends.torch.experts._balance_loss import BalanceLoss
@@ -84,7 +84,7 @@ class Pipeline:
         if self._shared_summed:
             # What is left of an earlier step is already the sum of both ranks: each goes on with half of it.
             for grad in self._shared_gradients(model):
-                grad.div_(2.0)
+                grad.div_(len(self._sharing))
         total = running.run()
         with span("gradient reduction", "communication"):
             # What the schedule did not reduce, and the ends of the model.
@@ -108,9 +108,9 @@ class Pipeline:
     def message(self, batch: Microbatch) -> Tensor:
         """Memory for the activations of a microbatch, or their gradient: this rank's part of [B, S, D]."""
         stages, tp, tokens = self.stages, self.tp, self.tokens(batch)
-        shape: tuple[int, ...] = (*tokens, stages.width)
+        shape: tuple[int, ...] = (*tokens, *stages.tail)
         if tp is not None:
-            shape = tp.grid_of(tokens).part_shape(stages.width)
+            shape = tp.grid_of(tokens).part_shape(*stages.tail)
         return torch.empty(shape, dtype=stages.dtype, device=self.device)
 
     def tokens(self, batch: Microbatch) -> tuple[int, int]:
@@ -142,23 +142,38 @@ class Pipeline:
             before |= {id(layer): layers[i - 1] for i, layer in enumerate(layers) if i}
         hold_reductions(self._fsdp, before, not self._strategy.frees_gathered, model)
 
+    @property
+    def _sharing(self) -> set[int]:
+        """Ranks that hold weights which this rank shares."""
+        return {r for name in self.stages.shared for r in self.stages.holders[name]}
+
     def _shared_gradients(self, model: nn.Module) -> list[Tensor]:
-        """Local gradients of the weights that two stages share."""
-        params = [model.get_parameter(name) for name in self.stages.shared]
+        """Local gradients of the weights that stages share, in the same order on all that do; zero where unused."""
+        params = [
+            p for name in self.stages.shared if (p := model.get_parameter(name)).requires_grad
+        ]
+        for p in params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
         return [local(p.grad) for p in params if p.grad is not None]
 
     def _sum_shared(self, model: nn.Module) -> None:
-        """Add the gradients of weights that two stages share; a + b is b + a, so both ranks have the same sum."""
+        """Add the gradients of weights that stages share; a + b is b + a, so all ranks have the same sum."""
         grads = self._shared_gradients(model)
         if not grads:
             return
-        (peer,) = {r for n in self.stages.shared for r in self.stages.holders[n]} - {self.rank}
         mine = torch.cat([g.reshape(-1) for g in grads])
         if mine.numel():
-            theirs, wait = send_receive(mine, peer, peer, self.group, Purpose.SHARED_WEIGHT)
-            wait()
-            for grad, part in zip(grads, theirs.split([g.numel() for g in grads]), strict=True):
-                grad.add_(part.view_as(grad))
+            others = self._sharing - {self.rank}
+            if len(others) == 1:
+                (peer,) = others
+                theirs, wait = send_receive(mine, peer, peer, self.group, Purpose.SHARED_WEIGHT)
+                wait()
+                mine = mine + theirs
+            else:
+                mine = all_reduce(mine, self.group, Purpose.SHARED_WEIGHT)
+            for grad, total in zip(grads, mine.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
         self._shared_summed = True
 
 

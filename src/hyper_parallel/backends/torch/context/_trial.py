@@ -1,0 +1,112 @@
+"""Whether the tokens of a model can be cut over ranks: a trial without values, before any rank starts.
+
+Tokens may see each other in the attention interface of transformers only, there in causal order, with a window that
+the interface is told of; and what differs from token to token comes from the ids and positions that are given.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch._flow import as_it_was, refused, run_hollow
+from hyper_parallel.backends.torch._marks import OWN, POSITIONS, TOKENS, Marks
+from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE, TRIAL, register
+from hyper_parallel.errors import UnsupportedSharding
+
+_WINDOW = 5  # tokens; shorter than the sequence, so that a mask shows it
+
+
+def attention_calls(model: nn.Module, base: nn.Module, layers: nn.ModuleList) -> tuple[int, ...]:
+    """How often each layer calls the attention interface in a forward pass.
+
+    Raises:
+        UnsupportedSharding: HP205 with what does not work on a part of the tokens.
+    """
+    register()
+    _Probe(model, base, layers, TRIAL).run()
+    return tuple(_Probe(model, base, layers, INTERFACE).run())
+
+
+class _Probe:
+    """Stands for the state of context parallelism during the trial."""
+
+    def __init__(
+        self, model: nn.Module, base: nn.Module, layers: nn.ModuleList, interface: str
+    ) -> None:
+        self.model, self.config, self.interface = model, base.config, interface
+        self.marks = Marks()
+        self.calls = [0] * len(layers)
+        self.losses: list[int] = []
+        self._layer = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
+
+    def run(self) -> list[int]:
+        """Run the model once, and refuse what it showed."""
+        model, marks = self.model, self.marks
+        own = copy.deepcopy(self.config)
+        own._attn_implementation = self.interface
+        if self.interface == TRIAL and getattr(own, "sliding_window", None):
+            own.sliding_window = _WINDOW
+        positions = torch.arange(TOKENS)[None]
+        marks.set(positions, POSITIONS)
+        with as_it_was(model):
+            for module in model.modules():
+                if module.__dict__.get("config") is self.config:
+                    module.config = own
+                object.__setattr__(module, ATTRIBUTE, self)
+            if hasattr(type(model), "loss_function"):
+                model.loss_function = self._loss
+            run_hollow(model, marks, "cp", position_ids=positions)
+        if not self.losses:
+            raise self._refusal("it computes its loss without `loss_function`")
+        if marks.mixes:
+            raise self._refusal(f"tokens see each other in {', '.join(marks.mixes)}")
+        if not any(self.calls):
+            raise self._refusal("its attention does not go through the attention interface")
+        if any(m & OWN for m in self.losses):
+            raise self._refusal("it counts positions by itself")
+        return self.calls
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        window: int | None,
+    ) -> Tensor:
+        """Zeros of the shape of attention's output; refuses what ranks could not compute."""
+        given = (query, key, value)
+        if any(x.shape[2] != TOKENS for x in given):
+            raise self._refusal("attention has other keys than those of the tokens")
+        if self.marks.of(given) & OWN:
+            raise self._refusal("it counts positions by itself")
+        if id(module) not in self._layer:
+            raise self._refusal("attention is called outside of the layers")
+        self.calls[self._layer[id(module)]] += 1
+        if not self._is_known(mask, window):
+            raise self._refusal("attention has a mask that is not causal order with a window")
+        shape = (1, TOKENS, query.shape[1], value.shape[3])
+        return self.marks.hollow(shape, query.dtype, self.marks.of(given))
+
+    def _is_known(self, mask: Tensor | None, window: int | None) -> bool:
+        """Whether a mask [1, 1, S, S], true where a query sees a key, is what the interface is told."""
+        if mask is None:  # not built, or causal
+            return self.interface == INTERFACE or window is None
+        if self.interface == INTERFACE or mask.is_meta or mask.dtype != torch.bool:
+            return False
+        causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        allowed = [causal] if window is None or window >= TOKENS else []
+        allowed += [] if window is None else [causal.triu(1 - _WINDOW), causal.triu(1 - window)]
+        return any(bool((mask == one).all()) for one in allowed)
+
+    def _loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.losses.append(self.marks.of(logits))
+        return torch.zeros(())
+
+    def _refusal(self, why: str) -> UnsupportedSharding:
+        return refused(self.model, why, "cp")
