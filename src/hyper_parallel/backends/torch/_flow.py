@@ -147,6 +147,8 @@ class _Trial(SlotList):
             for hook in hooks:
                 hook.remove()
         self.note(marks.of(loss), flow.layers)
+        if marks.written:
+            raise refused(model, "activations are changed in place between layers", "pp")
         if self.called != [*range(flow.layers)]:
             raise refused(
                 model, "it does not call every layer of its list once, in their order", "pp"
@@ -186,6 +188,7 @@ class _Trial(SlotList):
             if isinstance(x, Tensor) and x.is_meta:
                 marks = self._output(layer) if i == at else self._private(layer)
                 leaves[i] = self.marks.fresh(x, marks)
+        self.marks.guarded.add(leaves[at].untyped_storage()._cdata)
         return tree_unflatten(leaves, spec)
 
     def _output(self, layer: int) -> int:
@@ -230,6 +233,7 @@ class _Slot:
         trial, marks, i = self._trial, self._trial.marks, self._index
         trial.called.append(i)
         trial.note(marks.of((args, kwargs)), i)
+        marks.guarded.clear()
         out = self._layer(*args, **kwargs)
         trial.note(marks.of(out), i)
         return trial.left(i, out)

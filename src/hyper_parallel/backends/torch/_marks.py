@@ -42,11 +42,15 @@ class Marks(TorchDispatchMode):
 
     Attributes:
         mixes: Operators that let a token see another one.
+        guarded: Storages that nothing may write to.
+        written: Whether something did.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.mixes: dict[str, None] = {}
+        self.guarded: set[int] = set()
+        self.written = False
         self._marks: dict[int, int] = {}
         self._alive: list[Any] = []  # no other storage takes the address of one that is known
         self._known: dict[int, Tensor] = {}
@@ -84,6 +88,8 @@ class Marks(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         marks = self.of(tensors) | (OWN if any(id(t) in self._parts for t in tensors) else 0)
         hollow = any(t.is_meta or isinstance(t, nn.Parameter) for t in tensors)
+        if self.guarded and func._schema.is_mutable and tensors:
+            self.written |= tensors[0].untyped_storage()._cdata in self.guarded
         if hollow and (made := self._value(packet, tensors[0], kwargs)) is not None:
             if isinstance(made, Tensor):
                 self.set(made, marks)

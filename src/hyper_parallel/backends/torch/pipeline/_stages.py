@@ -250,10 +250,9 @@ def _stand_in(trailing: int, rest: tuple[int, ...], dtype: torch.dtype) -> Calla
         if not trailing and not rest:
             return given
         kept = given.shape[: given.dim() - trailing]
-        zero = torch.zeros(
-            (), dtype=given.dtype if given.is_floating_point() else dtype, device=given.device
-        )
-        return zero.expand(*kept, *rest)
+        # Memory of its own, because the model may change it in place.
+        wanted = given.dtype if given.is_floating_point() else dtype
+        return given.new_zeros(*kept, *rest, dtype=wanted)
 
     return otherwise
 
