@@ -112,15 +112,18 @@ def text_config(model: nn.Module) -> Any:
 
 
 def final_norm(base: nn.Module) -> nn.Module:
-    """The module that follows the layers: by name, the only norm beside them."""
+    """The norm that follows the layers: by name, or the last one beside them."""
     for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
         if isinstance(norm := getattr(base, name, None), nn.Module):
             return norm
+    for module in reversed([*base.children()]):
+        if "norm" in type(module).__name__.lower():
+            return module
     raise UnsupportedSharding(
         "no final norm was found after the decoder layers",
         where=type(base).__name__,
         got=", ".join(name for name, _ in base.named_children()),
-        allowed="norm, final_layernorm, final_layer_norm, ln_f",
+        allowed="norm, final_layernorm, final_layer_norm, ln_f, or a module of a class *Norm*",
     )
 
 
