@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hyper_parallel.backends.torch._marks import FIRST, IDS, TOKENS, Marks
-from hyper_parallel.backends.torch._resolve import SlotList, decoder_of
+from hyper_parallel.backends.torch._resolve import PlaceholderModule, SlotList, decoder_of
 from hyper_parallel.errors import UnsupportedSharding
 
 
@@ -105,11 +105,12 @@ class _Trial(SlotList):
         self.marks = Marks()
         self.called: list[int] = []
         self._bits: dict[int, tuple[str, int]] = {}
+        self._slots = [_Slot(layer, i, self) for i, layer in enumerate(layers)]
         object.__setattr__(self, "model", model)
         object.__setattr__(self, "whole", layers)
 
     def slots(self) -> list[Any]:
-        return [_Slot(layer, i, self) for i, layer in enumerate(self._modules.values())]
+        return self._slots
 
     def run(self) -> Flow:
         """Run the model once."""
@@ -118,8 +119,9 @@ class _Trial(SlotList):
         for i, layer in enumerate(self._modules.values()):
             for p in layer.parameters():
                 inside.setdefault(id(p), set()).add(i)
-                # What several layers share shows nothing of one of them.
-                marks.set(p, self._private(i) if len(inside[id(p)]) == 1 else 0)
+                marks.set(p, self._private(i))
+        if any(len(layers) > 1 for layers in inside.values()):
+            raise refused(model, "layers share weights with each other", "pp")
         bit = FIRST + 2 * flow.layers
         hooks = []
         for name, module in model.named_modules():
@@ -225,9 +227,11 @@ class _Slot:
 
     def __init__(self, layer: Any, index: int, trial: _Trial) -> None:
         self._layer, self._index, self._trial = layer, index, trial
+        self._elsewhere = PlaceholderModule(layer)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+        # What is read of a layer must be there where the layer is not.
+        return getattr(self._elsewhere, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trial, marks, i = self._trial, self._trial.marks, self._index

@@ -17,12 +17,17 @@ from hyper_parallel.shard import ShardPlan, completed_rules, normalise_plan, pla
 class PlaceholderModule(nn.Module):
     """Stands where a module that another rank holds stood; returns its first argument.
 
-    Plain attributes of that module (`attention_type` of a layer, say) stay readable.
+    Plain attributes and properties of that module and its class (`attention_type` of a layer, say) stay readable.
     """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        for key, value in vars(original).items():
+        values = dict(vars(original))
+        for key in {*dir(type(original))} - {*dir(nn.Module)}:
+            with suppress(Exception):  # a property of another kind of module, say
+                if isinstance(value := getattr(original, key), str | int | float | tuple):
+                    values[key] = value
+        for key, value in values.items():
             if not key.startswith("_") and not isinstance(value, Tensor | nn.Module):
                 self.__dict__[key] = value
 

@@ -192,7 +192,12 @@ def _cut(
     model.set_submodule(flow.path, running)
     for name, ranks in ranks_of.items():
         if pp_rank not in ranks:
-            model.set_submodule(name, PlaceholderModule(model.get_submodule(name)))
+            elsewhere = PlaceholderModule(module := model.get_submodule(name))
+            if strategy.tp == 1 and name in flow.owners:
+                # Code beside the layers may ask for the number format of a weight.
+                for key, p in module._parameters.items():
+                    elsewhere.__dict__[key] = None if p is None else torch.empty(0, dtype=p.dtype)
+            model.set_submodule(name, elsewhere)
     by_stage = {
         stage: [running._modules[str(i)] for i in ranges[stage]]
         for stage in strategy.stages_of(pp_rank)
