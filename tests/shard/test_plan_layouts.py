@@ -274,16 +274,25 @@ def test_a_norm_over_all_heads_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("mixer.in_proj.weight", (8, 8)), ("self_attn.sinks", (8,)), ("mixer.conv.weight", (8, 1, 4))],
+    ("name", "shape"), [("mixer.in_proj.weight", (8, 8)), ("mixer.conv.weight", (8, 1, 4))]
 )
-def test_a_parameter_that_no_rule_covers_is_refused(name, shape):
+def test_what_no_rule_covers_stays_whole_and_so_does_the_stream(name, shape):
     params = [*decoder(), (f"model.layers.0.{name}", shape, ())]
+    made = plan(Strategy(tp_x=2), params=params)
+    module = name.rpartition(".")[0]
+    assert made.whole_stream
+    assert made.styles[f"model.layers.0.{module}"] == "whole"
+    assert str(made.layouts[f"model.layers.0.{name}"]).count("tp_x") == 0
+    assert any(f"whole are `{AT}.{module}`" in note for note in made.notes)
+    assert not plan(Strategy(tp_x=2)).whole_stream
+    assert made.layouts[f"{AT}.mlp.up_proj.weight"].axes == (("tp_x",), ())
+
+
+def test_a_parameter_between_split_projections_needs_a_rule():
+    params = [*decoder(), ("model.layers.0.self_attn.sinks", (8,), ())]
     error = refused(UnsupportedSharding, Strategy(tp_x=2), params=params)
-    assert error.what.startswith(f"no rule covers `{AT}.{name}`")
+    assert error.what.startswith(f"no rule covers `{AT}.self_attn.sinks`")
     assert error.hint.startswith("parallel.tp=1 parallel.dp_shard=2")
-    # Attention mixes positions, so keeping a part of it whole is no way out.
-    assert ("replicate" in error.hint) == ("attn" not in name)
 
 
 def test_a_splitting_style_needs_a_matrix():
@@ -315,12 +324,12 @@ def test_ulysses_ranks_divide_cp_and_heads(choices, allowed, hint):
     plan(Strategy(cp=4, cp_kind="ulysses"), num_heads=4, num_kv_heads=1)  # key heads are repeated
 
 
-def test_a_projection_that_a_plan_gathers_is_refused():
+def test_a_model_of_which_nothing_is_split_is_refused():
     rules, _ = normalise_plan({"layers.*.mlp.in_proj": "colwise_gather_output"}, "model.")
     params = [(f"{AT}.mlp.in_proj.weight", (96, EMBED), ())]
     error = refused(UnsupportedSharding, Strategy(tp_x=2, dp_shard=2), rules, params)
     assert error.code == "HP205"
-    assert error.got == "tp=2, style gather_output"
+    assert error.got == f"tp=2; whole: `{AT}.mlp.in_proj`"
     assert error.hint == "parallel.tp=1 parallel.dp_shard=4"
 
 

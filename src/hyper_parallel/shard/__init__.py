@@ -9,7 +9,8 @@ from hyper_parallel.shard._boundary import (
     padded_sizes,
     ring_bytes,
 )
-from hyper_parallel.shard._plan import ShardPlan, plan_layouts
+from hyper_parallel.shard._derive import derived_rules
+from hyper_parallel.shard._plan import ShardPlan, covers, plan_layouts
 from hyper_parallel.shard._rules import (
     FAMILIES,
     REFUSED,
@@ -48,6 +49,8 @@ __all__ = [
     "block_program",
     "completed_rules",
     "context_boundaries",
+    "covers",
+    "derived_rules",
     "embedding_boundaries",
     "expert_boundaries",
     "family_rules",

@@ -23,6 +23,7 @@ from dataclasses import replace
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
 from hyper_parallel.shard._fit import Param, divisors, module_of
+from hyper_parallel.shard._rules import WHOLE
 
 EXPERTS = "experts"
 
@@ -35,13 +36,15 @@ def mark_experts(found: list[Param]) -> list[Param]:
     """
     marked = [
         replace(p, style=EXPERTS)
-        if p.style is None and ("expert" in p.dims or EXPERTS in p.module.split("."))
+        if p.style in (None, WHOLE) and ("expert" in p.dims or EXPERTS in p.module.split("."))
         else p
         for p in found
     ]
     blocks = {module_of(container(p)) for p in marked if p.style == EXPERTS}
     return [
-        replace(p, style="replicate") if p.style is None and blocks & {p.parent, p.module} else p
+        replace(p, style="replicate")
+        if p.style in (None, WHOLE) and blocks & {p.parent, p.module}
+        else p
         for p in marked
     ]
 

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hyper_parallel.errors import UnsupportedSharding, overrides
+from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
-from hyper_parallel.shard._rules import REFUSED
+from hyper_parallel.shard._rules import REFUSED, WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,16 @@ class Param:
 
     @property
     def pattern(self) -> str:
-        return _starred(self.module)
+        return starred(self.module)
 
     @property
     def in_attention(self) -> bool:
         """Whether the module is a direct part of an attention module."""
         # A rule that names a parameter holds for one of the attention module itself.
         holder = self.module if self.owner == self.name else self.parent
-        name = holder.rpartition(".")[2]
-        return "attn" in name or "attention" in name
+        # Encoders of the BERT kind have `attention.self.query` and `attention.output.dense`.
+        parts = holder.split(".")[-2 if holder.endswith((".self", ".output")) else -1 :]
+        return any("attn" in part or "attention" in part for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _starred(name: str) -> str:
+def starred(name: str) -> str:
     """The name with `*` for every layer index."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
@@ -95,25 +96,64 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
-    """Refuse what has no exact form under tensor parallelism, named styles first."""
-    for param in found:
-        if param.style is not None and param.style in REFUSED:
+def is_covered(found: list[Param]) -> bool:
+    """Whether every parameter but norms has a rule that keeps the residual stream cut over the ranks."""
+    return all(
+        _is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE)
+        for param in found
+    )
+
+
+def keep_whole(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
+    """What no rule covers, or has a style that is not implemented, as `whole`, with a note that names it.
+
+    HP205 when nothing is split then, on two axes, and with latents, which are for a stream that is cut.
+    """
+    kept = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in found]
+    into = {
+        p.parent for p in kept if len(p.shape) == 2 and p.style in ("colwise", "qkv", "gate_up")
+    }
+    for param in kept:
+        layer = param.module.rpartition(".")[2]
+        if (
+            param.style == WHOLE
+            and param.pattern in into
+            and not (layer == "*" or layer.isdecimal())
+        ):
             raise UnsupportedSharding(
-                f"`{param.pattern}` cannot be split by tensor parallelism: {REFUSED[param.style]}",
-                got=f"tp={sizes.tp}, style {param.style}",
-                allowed="dp_replicate, dp_shard",
-                changes=sizes.without_tp,
-            )
-    for param in found:
-        if param.style is None and not _is_norm(param):
-            raise UnsupportedSharding(
-                f"no rule covers `{_starred(param.name)}`: tensor parallelism is not known to be exact",
+                f"no rule covers `{starred(param.name)}`, which stands between split projections",
                 got=f"shape {param.shape}, tp={sizes.tp}",
                 changes=sizes.without_tp,
-                hint=overrides(sizes.without_tp) + _or_replicate(param),
             )
-        if param.style not in (None, "replicate", "experts") and not 1 <= len(param.shape) <= 2:
+    names = dict.fromkeys(p.pattern for p in kept if p.style == WHOLE and len(p.shape) > 1)
+    shown = ", ".join(f"`{name}`" for name in names)
+    if all(p.style in (WHOLE, "replicate", "experts") for p in kept):
+        raise UnsupportedSharding(
+            "no module of this model is one that tensor parallelism splits exactly",
+            got=f"tp={sizes.tp}; whole: {shown}",
+            allowed="dp_replicate, dp_shard, or `parallel.rules` that name projections in and out",
+            changes=sizes.without_tp,
+        )
+    latent = next((p.pattern for p in kept if p.style == "latent"), None)
+    if sizes.strategy.tp_y > 1 or latent or sizes.strategy.ep > 1 or sizes.strategy.pp > 1:
+        s = sizes.strategy
+        raise UnsupportedSharding(
+            f"where {shown} stay whole, tensor parallelism goes with one axis, without ep, pp and latents",
+            got=f"tp_x={s.tp_x}, tp_y={s.tp_y}, ep={s.ep}, pp={s.pp}"
+            + (f", {latent}" if latent else ""),
+            changes=sizes.without_tp
+            if latent or s.tp_y == 1
+            else {"parallel.tp_x": s.tp, "parallel.tp_y": 1},
+        )
+    notes.append(f"every tensor-parallel rank holds all tokens between blocks; whole are {shown}")
+    return kept
+
+
+def refuse_shapes(found: list[Param], sizes: Sizes) -> None:
+    """Refuse a style that splits something else than a matrix or a vector."""
+    for param in found:
+        whole = ("replicate", "experts", WHOLE, "inner")
+        if param.style not in (None, *whole) and not 1 <= len(param.shape) <= 2:
             raise UnsupportedSharding(
                 f"style `{param.style}` needs a matrix or a vector, `{param.name}` is neither",
                 got=f"shape {param.shape}",
@@ -124,13 +164,6 @@ def refuse_inexact(found: list[Param], sizes: Sizes) -> None:
 def _is_norm(param: Param) -> bool:
     """A vector named weight or bias works position by position; anything else may mix positions or heads."""
     return len(param.shape) == 1 and param.name.rpartition(".")[2] in ("weight", "bias")
-
-
-def _or_replicate(param: Param) -> str:
-    if "attn" in param.name or "attention" in param.name:
-        return ""  # attention mixes positions
-    rule = rule_hint({param.pattern: "replicate"})
-    return f"   (or, if it works position by position, {rule})"
 
 
 def fit_vocabulary(found: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
@@ -166,12 +199,35 @@ def check_pairs(found: list[Param], sizes: Sizes) -> None:
             odd += into or out
         if odd:
             raise UnsupportedSharding(
-                f"the parts of `{_starred(parent)}` do not fit together: "
+                f"the parts of `{starred(parent)}` do not fit together: "
                 f"`{odd[0].pattern}` is {odd[0].style or 'whole'}",
                 got=", ".join(f"{p.leaf}={p.style}" for p in matrices),
                 allowed="colwise projections in and rowwise projections out",
                 changes=sizes.without_tp if odd[0].in_attention else None,
-                hint=None if odd[0].in_attention else rule_hint({_starred(parent): "replicate"}),
+                hint=None if odd[0].in_attention else rule_hint({starred(parent): "replicate"}),
+            )
+
+
+def check_widths(found: list[Param]) -> None:
+    """Refuse a layer in which something is cut going in and not cut coming out, or the other way round."""
+    layers: dict[str, list[Param]] = {}
+    for param in found:
+        if len(param.shape) == 2 and param.role != "kv_heads":
+            layers.setdefault(re.split(r"\.(?:\d+|\*)\.", param.name)[0], []).append(param)
+    for members in layers.values():
+        sizes: dict[bool, dict[int, Param]] = {True: {}, False: {}}
+        for p in members:
+            if p.style in ("colwise", "gate_up", "rowwise"):
+                sizes[p.style == "rowwise"][p.cut_size // (2 if p.style == "gate_up" else 1)] = p
+        odd = set(sizes[True]) ^ set(sizes[False])
+        if odd and not any(p.style == "qkv" for p in members):
+            param = next(side[min(odd)] for side in sizes.values() if min(odd) in side)
+            other = "colwise" if param.style == "rowwise" else "rowwise"
+            raise UnsupportedSharding(
+                f"`{param.pattern}` is {param.style} and no {other} projection of its layer has its width",
+                got=f"width {min(odd)}",
+                allowed="colwise projections in and rowwise projections out",
+                hint=rule_hint({param.pattern: "replicate"}),
             )
 
 

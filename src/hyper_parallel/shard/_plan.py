@@ -17,7 +17,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hyper_parallel.errors import HyperParallelError, RuleError
+from hyper_parallel.errors import HyperParallelError, RuleError, UnsupportedSharding
 from hyper_parallel.ir import Layout, Rule, Strategy
 from hyper_parallel.shard._experts import (
     EXPERTS,
@@ -31,9 +31,12 @@ from hyper_parallel.shard._fit import (
     Param,
     Sizes,
     check_pairs,
+    check_widths,
     fit_vocabulary,
+    is_covered,
+    keep_whole,
     module_of,
-    refuse_inexact,
+    refuse_shapes,
     rule_hint,
 )
 from hyper_parallel.shard._grid import cuts_hidden, tensor_axes
@@ -51,12 +54,14 @@ class ShardPlan:
             every style is `replicate`, except that modules of routed experts are `experts`.
         notes: What a reader should know: where a style deviates from the model's own plan, and why.
         hidden_cut: The residual stream is cut over tp_y.
+        whole_stream: Every tensor-parallel rank holds the residual stream of all tokens.
     """
 
     layouts: dict[str, Layout]
     styles: dict[str, str]
     notes: tuple[str, ...] = ()
     hidden_cut: bool = False
+    whole_stream: bool = False
 
 
 def plan_layouts(
@@ -102,11 +107,13 @@ def plan_layouts(
         found = mark_experts([_find(p, (*strategy.rules, *rules)) for p in listed])
         check_experts(found, strategy)
         notes: list[str] = []
+        whole_stream = strategy.tp > 1 and not is_covered(found)
         if strategy.tp > 1:
             sizes = Sizes(strategy, num_heads, num_kv_heads, head_dim, vocab_size)
-            refuse_inexact(found, sizes)
+            found = keep_whole(found, sizes, notes) if whole_stream else found
+            refuse_shapes(found, sizes)
             found = fit_sizes(fit_vocabulary(found, sizes, notes), sizes, notes)
-            check_pairs(found, sizes)
+            check_widths(found) if whole_stream else check_pairs(found, sizes)
         else:
             found = [p if p.style == EXPERTS else replace(p, style="replicate") for p in found]
         hidden_cut = cuts_hidden(found, strategy)
@@ -118,7 +125,23 @@ def plan_layouts(
     styles = {
         container(p) if p.style == EXPERTS else p.owner: p.style or "replicate" for p in found
     }
-    return ShardPlan(layouts, styles, tuple(dict.fromkeys(notes)), hidden_cut)
+    return ShardPlan(layouts, styles, tuple(dict.fromkeys(notes)), hidden_cut, whole_stream)
+
+
+def covers(
+    params: Iterable[tuple[str, tuple[int, ...]]],
+    rules: Sequence[Rule],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> bool:
+    """Whether rules name all of a model, so that its residual stream can be cut between its blocks."""
+    found = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
+    try:
+        check_pairs(found, Sizes(Strategy(), num_heads, num_kv_heads, head_dim, 1))
+    except UnsupportedSharding:
+        return False
+    return is_covered(found)
 
 
 def _find(param: tuple[str, tuple[int, ...], tuple[str, ...]], rules: Sequence[Rule]) -> Param:

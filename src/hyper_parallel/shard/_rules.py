@@ -26,10 +26,15 @@ STYLES: Final[Mapping[str, str]] = MappingProxyType(
         "gate_up": "gate and up stacked in one weight: each half is split",
         "latent": "projection or norm inside attention kept whole: every rank computes it for all tokens",
         "norm_heads": "norm over all heads together: scale split by heads, sums of squares added over the ranks",
+        "inner": "parameters whole, used between split projections: the gradients of the ranks are added",
         "replicate": "parameters whole; the module works position by position on the sequence shard",
+        "whole": "parameters whole; the module works on all tokens on every rank, and so does what stands beside it",
     }
 )
 """Styles a rule may name, with their meaning."""
+
+WHOLE: Final = "whole"
+"""Style of what no rule names; where a model has such modules, its residual stream is not cut over the ranks."""
 
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -40,7 +45,7 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "unsupported": "a module whose plan uses a style that is not implemented",
     }
 )
-"""Styles a model's own plan may hold that are refused under tensor parallelism, with what they stand for."""
+"""Styles a model's own plan may hold that are not implemented, with what they stand for: such modules stay whole."""
 
 _FROM_HUGGING_FACE: Final = {
     **{style: style for style in ("colwise", "rowwise", "packed_colwise", "packed_rowwise")},
@@ -76,12 +81,12 @@ def applies(rule: Rule, param: str) -> str | None:
     """The name a rule takes hold of for a parameter: the parameter, its module, or None when it does not apply.
 
     A style that splits weights must name the module that owns them (or the parameter); `replicate`, `experts` and the
-    styles that are refused also hold for everything inside a module.
+    styles that keep a module whole also hold for everything inside a module.
     """
     found = match(rule.pattern, param)
     if found is None or "." not in param[len(found) + 1 :]:
         return found
-    whole_subtree = rule.style in ("replicate", "experts", *REFUSED)
+    whole_subtree = rule.style in ("replicate", "experts", WHOLE, *REFUSED)
     return param.rpartition(".")[0] if whole_subtree else None
 
 

@@ -94,7 +94,7 @@ def apply_plan(
 
     # What every parallel axis remembers of a forward pass.
     decoder = decoder_of(model)
-    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut)
+    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream)
     stage_layers = None if stages is None else stages.layers_running
     context = apply_context_parallel(model, decoder, strategy, mesh, stage_layers, calls)
 
@@ -107,7 +107,8 @@ def apply_plan(
         keep_float64(model)
     loop_over_experts(model, compute)
     if experts is not None:
-        apply_to_experts(model, experts, tp, context, in_decoder=decoder is not None)
+        stream = None if tp is not None and tp.whole_stream else tp
+        apply_to_experts(model, experts, stream, context, in_decoder=decoder is not None)
     balance = BalanceLoss.of(model, experts, plan, mesh)
     if tp is not None:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
@@ -130,8 +131,8 @@ def apply_plan(
         pipeline = Pipeline(
             model, stages, strategy, group, ranks.device, tp, context, balance, fsdp
         )
-    if tp is not None and decoder is not None:
-        watch_gradients(model, layouts, tp)
+    if tp is not None and (decoder is not None or tp.whole_stream):
+        watch_gradients(model, layouts, shard_plan.styles, tp)
 
     rooms = (tp, context, experts, balance, pipeline, fsdp, tap)
     attach(model, Handle(plan, ranks, layouts, shapes, *rooms))

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Rule
-from hyper_parallel.shard import ShardPlan, completed_rules, normalise_plan, plan_layouts
+from hyper_parallel.shard import (
+    ShardPlan,
+    completed_rules,
+    covers,
+    derived_rules,
+    normalise_plan,
+    plan_layouts,
+)
 
 
 class PlaceholderModule(nn.Module):
@@ -151,24 +158,18 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             )
     tp = plan.strategy.tp
     # A plain module has no heads to check; what needs them refuses it by name.
-    heads = _number(text, "num_attention_heads", tp * plan.strategy.cp)
-    # Latent attention expands its own key and value for every head.
-    latent = _number(text, "kv_lora_rank", 0) > 0
+    heads, kv_heads, head_dim = _heads(text, tp * plan.strategy.cp)
     shard_plan = plan_layouts(
         params,
         module_rules(model),
         plan.strategy,
         num_heads=heads,
-        num_kv_heads=heads if latent else _number(text, "num_key_value_heads", heads),
-        head_dim=_number(text, "head_dim", _number(text, "hidden_size", heads) // heads),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=_number(text, "vocab_size", tp),
     )
-    if decoder_of(model) is None and config is not None and tp > 1:
-        raise UnsupportedSharding(
-            "tensor parallelism needs a Hugging Face model with a list of decoder layers",
-            where=type(model).__name__,
-            hint=f"parallel.tp=1 parallel.dp_shard={plan.strategy.dp_shard * tp}",
-        )
+    if tp > 1:
+        _require_linear(model, shard_plan.styles)
     if plan.strategy.recompute != "none" and not layers_of(model):
         raise UnsupportedSharding(
             "recompute needs a model with a list of layers of one class",
@@ -178,6 +179,21 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
         )
     _compare(shard_plan.layouts, plan, model)
     return shard_plan
+
+
+def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
+    """Refuse to split a module that computes something else than `nn.Linear`."""
+    for name, module in model.named_modules():
+        split = styles.get(name) in ("colwise", "rowwise", "qkv", "gate_up", "kv_replicate", "head")
+        if split and type(module).forward is not nn.Linear.forward and module._parameters:
+            if any(p.dim() == 1 and n == "weight" for n, p in module.named_parameters()):
+                continue  # the scale of a norm over heads
+            raise UnsupportedSharding(
+                "only nn.Linear can be split over ranks",
+                where=name,
+                got=type(module).__name__,
+                hint=f"'parallel.rules={{{starred(name)}: replicate}}'",
+            )
 
 
 def starred(name: str) -> str:
@@ -191,23 +207,81 @@ def _number(config: Any, key: str, default: int) -> int:
 
 
 def module_rules(model: nn.Module) -> tuple[Rule, ...]:
-    """Rules of the Hugging Face class, embedding and head included; none for any other module."""
+    """Rules of a Hugging Face model, embedding and head included; none for any other module.
+
+    Those of its configuration class where they name all of it, else what its structure says.
+    """
     config = text_config(model)
     if config is None:
         return ()
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     rules, _ = normalise_plan(getattr(config, "base_model_tp_plan", None), prefix)
+    ends = _end_rules(model)
+    planned = (*ends, *completed_rules(getattr(config, "model_type", ""), prefix), *rules)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    heads, kv_heads, head_dim = _heads(config, 1)
+    if _has_decoder(model) and covers(shapes.items(), planned, heads, kv_heads, head_dim):
+        return planned
+    linear = [n for n, m in model.named_modules() if type(m).forward is nn.Linear.forward]
+    shared = {n for n, _ in model.named_parameters(remove_duplicate=False)} - shapes.keys()
+    linear = [n for n in linear if f"{n}.weight" in shapes and f"{n}.bias" not in shared]
+    experts = (rule for rule in rules if rule.style == "experts")
+    return (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))
+
+
+def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
+    """Rules that split embedding and head, both or, where one has no such form, none."""
     names = {id(module): name for name, module in model.named_modules()}
-    ends = []
-    for get, style in (
-        (model.get_input_embeddings, "vocab"),
-        (model.get_output_embeddings, "head"),
-    ):
-        with suppress(NotImplementedError):  # the class does not say which module it is
-            if (module := get()) is not None:
-                ends.append(Rule(names[id(module)], style))
-    return (*ends, *completed_rules(getattr(config, "model_type", ""), prefix), *rules)
+    ends: dict[str, nn.Module] = {}
+    for get, style in (("get_input_embeddings", "vocab"), ("get_output_embeddings", "head")):
+        with suppress(AttributeError, NotImplementedError):  # the class does not say which it is
+            if (module := getattr(model, get)()) is not None and id(module) in names:
+                ends[style] = module
+    embedding, head = ends.get("vocab"), ends.get("head")
+    weights = {id(p) for end in ends.values() for p in end.parameters()}
+    owned = [
+        id(p) for n, m in model.named_modules() if m not in ends.values()
+        for p in m.parameters(recurse=False)
+    ]  # fmt: skip
+    if (embedding is not None and not _splits_rows(embedding)) or not weights.isdisjoint(owned):
+        return ()
+    if head is not None and type(head).forward is not nn.Linear.forward:
+        tied = embedding is None or not weights.isdisjoint(id(p) for p in embedding.parameters())
+        ends.pop("head")
+        if tied:
+            return ()
+    return tuple(Rule(names[id(module)], style) for style, module in ends.items())
+
+
+def _splits_rows(module: nn.Module) -> bool:
+    """Whether an embedding is one of rows alone, which a factor may scale."""
+    own = type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale")
+    return isinstance(module, nn.Embedding) and not (
+        own or module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    )
+
+
+def _has_decoder(model: nn.Module) -> bool:
+    """Whether a model is embedding, decoder layers and a final norm, so that its stream can be cut between them."""
+    if (decoder := decoder_of(model)) is None:
+        return False
+    with suppress(UnsupportedSharding):
+        return final_norm(decoder[0]) is not None
+    return False
+
+
+def _heads(config: Any, default: int) -> tuple[int, int, int]:
+    """Query heads, key and value heads, and the width of one; `default` heads where no config says."""
+    heads = _number(config, "num_attention_heads", default)
+    # Latent attention expands its own key and value for every head.
+    latent = _number(config, "kv_lora_rank", 0) > 0
+    kv_heads = heads if latent else _number(config, "num_key_value_heads", heads)
+    return (
+        heads,
+        kv_heads,
+        _number(config, "head_dim", _number(config, "hidden_size", heads) // heads),
+    )
 
 
 def _compare(layouts: dict[str, Layout], plan: Plan, model: nn.Module) -> None:

@@ -16,26 +16,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._collectives import sum_backward, sum_both, sum_forward
+from hyper_parallel.backends.torch._collectives import sum_both, sum_forward
 from hyper_parallel.backends.torch._resolve import final_norm
 from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.backends.torch.tensor._gradients import Summed, show_local
-from hyper_parallel.backends.torch.tensor._packed import exchange_packed
+from hyper_parallel.backends.torch.tensor._packed import exchange_packed, show_local_heads
 from hyper_parallel.backends.torch.tensor._projections import (
     Region,
     colwise,
-    require_linear,
     rowwise,
 )
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
 from hyper_parallel.backends.torch.tensor._state import TP, TpState, X, Y
+from hyper_parallel.backends.torch.tensor._whole_stream import (
+    show_whole,
+    takes_split_logits,
+    tied_heads,
+    whole_input,
+)
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy
@@ -54,7 +59,7 @@ def tensor_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh | Non
 
 
 def tensor_state(
-    tp_mesh: DeviceMesh | None, strategy: Strategy, hidden_cut: bool
+    tp_mesh: DeviceMesh | None, strategy: Strategy, hidden_cut: bool, whole_stream: bool
 ) -> TpState | None:
     """The state of a strategy with tensor parallelism; None without."""
     if tp_mesh is None:
@@ -65,7 +70,8 @@ def tensor_state(
     if strategy.tp_y > 1:
         groups[Y] = tp_mesh["tp_y"].get_group()
         groups[TP] = tp_mesh._flatten("_".join(TP)).get_group()
-    return TpState(groups, hidden_cut, by_sequence, strategy.gathered_inputs == "re-gather")
+    regather = strategy.gathered_inputs == "re-gather"
+    return TpState(groups, hidden_cut, by_sequence, whole_stream, regather)
 
 
 def apply_tensor_parallel(
@@ -77,7 +83,7 @@ def apply_tensor_parallel(
 ) -> None:
     """Put tensor parallelism around the modules of a model, its parameters already DTensors."""
     parallel = TensorParallel(model, styles, state, strategy)
-    if decoder is not None:
+    if decoder is not None and not state.whole_stream:
         parallel.apply_to_decoder(*decoder)
     elif strategy.tp_y == 1:
         parallel.apply_to_modules()
@@ -89,16 +95,25 @@ def apply_tensor_parallel(
         )
 
 
-def watch_gradients(model: nn.Module, layouts: dict[str, Layout], state: TpState) -> None:
-    """Sum the gradients of parameters that some tensor-parallel axis does not cut; called after FSDP was put around."""
+def watch_gradients(
+    model: nn.Module, layouts: dict[str, Layout], styles: dict[str, str], state: TpState
+) -> None:
+    """Sum the gradients of parameters that some tensor-parallel axis does not cut; called after FSDP was put around.
+
+    Where the stream is whole these are parameters between split projections: of others every rank has the gradient.
+    """
     axes = TP if Y in state.groups else X
 
     def find() -> Iterator[Summed]:
         for name, param in model.named_parameters():
             cuts = layouts[name].sharding_axes
             missing = tuple(a for a in axes if a not in cuts)
+            summand = not state.whole_stream or styles.get(_parent(name)) in (
+                "inner",
+                "kv_replicate",
+            )
             # Experts are reduced over the ranks that hold the same ones.
-            if missing and "ep" not in cuts:
+            if missing and summand and "ep" not in cuts:
                 yield param, state.groups[missing]
 
     state.gradients.watch(find)
@@ -123,7 +138,7 @@ class TensorParallel:
         config = getattr(model, "config", None)
         self.config = None if config is None else config.get_text_config()
         self.regions: dict[str, Region] = {}
-        if self.config is not None:
+        if self.config is not None and not state.whole_stream:
             inside = [_parent(n) for n, s in self.styles.items() if s in _INTO]
             self.regions = {n: self._make_region(n) for n in dict.fromkeys(inside)}
 
@@ -145,8 +160,8 @@ class TensorParallel:
         return region
 
     def _region_of(self, name: str) -> Region:
-        """The region of a projection."""
-        return self.regions.get(_parent(name)) or Region(self.state)
+        """The region of a projection; where activations are whole it sends nothing where it begins and ends."""
+        return self.regions.setdefault(_parent(name), Region(self.state))
 
     def _key_value_rows(self, module: nn.Module) -> slice:
         """Rows of the key and value head that this rank's queries use, of several ranks' common one."""
@@ -190,27 +205,39 @@ class TensorParallel:
         self._guard()
 
     def apply_to_modules(self) -> None:
-        """Wrap the named modules of any other model: activations between them are whole on every rank."""
-        group = self.state.group
-
-        def whole_input(inner: Forward, x: Tensor) -> Any:
-            return inner(sum_backward(x, group, Purpose.ACTIVATIONS))
-
-        for name, style in self.styles.items():
-            module = self.modules[name]
-            if style in ("colwise", "head", "gate_up"):
-                colwise(module, name, self._region_of(name))
-                if style == "gate_up":
-                    exchange_packed(module, module, style, None, self.state)
-                _wrap(module, whole_input)
-                if style == "head":
-                    _wrap(module, lambda inner, x: join(inner(x), -1, group))
-            elif style == "rowwise":
-                rowwise(module, name, self._region_of(name))
+        """Wrap what is split of any model: activations between blocks are whole on every rank."""
+        state, config = self.state, self.config
+        split = {n: s for n, s in self.styles.items() if s in (*_INTO, "rowwise", "vocab", "head")}
+        split |= dict.fromkeys(tied_heads(self.modules, split), "head")
+        for name in dict.fromkeys(_parent(n) for n, s in split.items() if s in _INTO):
+            owner = self.modules[name]
+            if config is not None and (hasattr(owner, "q_proj") or hasattr(owner, "query")):
+                show_local_heads(owner, config, state.degree)
+        for name, style in split.items():
+            module, region = self.modules[name], self._region_of(name)
+            if style == "rowwise":
+                rowwise(module, name, region)
             elif style == "vocab":
                 self._embedding(module, sum_forward)
             else:
-                self._whole(module, name)
+                rows = self._key_value_rows(module) if style == "kv_replicate" else None
+                colwise(module, name, region, rows)
+                if style in ("qkv", "gate_up"):
+                    owner = module if config is None else self.modules[_parent(name)]
+                    exchange_packed(module, owner, style, config, state)
+                shared = None if style == "head" else region
+                _wrap(module, partial(whole_input, state.group, shared))
+                if style == "head" and takes_split_logits(self.model):
+                    _wrap(module, self._split_logits)
+                elif style == "head":
+                    _wrap(module, lambda inner, x: join(inner(x), -1, state.group))
+        show_whole(self.model, self.modules, self.styles, split, state.gradients)
+        if config is not None:
+            self._guard()
+
+    def _split_logits(self, inner: Forward, x: Tensor) -> Tensor:
+        self.state.head = "vocabulary"
+        return cast("Tensor", inner(x))
 
     def _embedding(self, module: nn.Module, reduce: Callable[..., Tensor] | None) -> None:
         """Look up the rows this rank holds, zero for other tokens, and sum; None: the first layer does that."""
@@ -247,7 +274,6 @@ class TensorParallel:
         state = self.state
         # Asked of the weight, because a head tied to the embedding has no parameter, hence no style, of its own.
         split = any(p.is_shard() for p in module.weight.placements)
-        require_linear(module, name)
 
         def forward(x: Tensor) -> Tensor:
             state.head = "vocabulary" if split else "tokens"
@@ -285,9 +311,10 @@ class TensorParallel:
     def _guard(self) -> None:
         """At the root: refuse outputs that would be pieces, and never return a piece of the logits."""
         state = self.state
+        pieces = ("output_attentions", *(() if state.whole_stream else ("output_hidden_states",)))
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for wanted in ("output_hidden_states", "output_attentions"):
+            for wanted in pieces:
                 if kwargs.get(wanted, getattr(module.config, wanted, False)):
                     raise UnsupportedSharding(
                         f"`{wanted}` would return one rank's piece under tensor parallelism",

@@ -57,13 +57,27 @@ def show_local(
     owner: TpGradients | None,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     rows: slice | None = None,
+    deep: bool = False,
 ) -> None:
     """Let the forward of a module see local tensors in place of its own parameters, or some rows of them.
 
-    `owner` as of `to_local`; the forward runs `inside` a context.
+    `owner` as of `to_local`; the forward runs `inside` a context. `deep`: also parameters of the modules inside, which
+    a module may read without calling them.
     """
     inner = module.forward
+    others = [m for m in module.modules() if m is not module and m._parameters] if deep else []
+    for other in others:  # before the module itself, whose forward reads them
+        inner = _showing(other, inner, owner, nullcontext, None)
+    module.forward = _showing(module, inner, owner, inside, rows)
 
+
+def _showing(
+    module: nn.Module,
+    inner: Callable[..., Any],
+    owner: TpGradients | None,
+    inside: Callable[[], AbstractContextManager[Any]],
+    rows: slice | None,
+) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = module._parameters
         shown = {n: to_local(p, owner, rows) for n, p in kept.items()}
@@ -74,7 +88,7 @@ def show_local(
         finally:
             module.__dict__["_parameters"] = kept
 
-    module.forward = forward
+    return forward
 
 
 class TpGradients:

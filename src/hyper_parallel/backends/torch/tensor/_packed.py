@@ -31,6 +31,26 @@ class LocalHeads:
         return getattr(self.__dict__["_config"], name)
 
 
+def show_local_heads(attention: nn.Module, config: Any, degree: int) -> None:
+    """Let an attention module, which counts heads by attributes of its own or of its config, see those of a rank."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    own, own_kv = heads // degree, max(1, kv_heads // degree)
+    if hasattr(attention, "config"):
+        attention.config = LocalHeads(config, own, own_kv)
+    for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+        if hasattr(attention, name):
+            setattr(attention, name, own)
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if hasattr(attention, name):
+            setattr(attention, name, own_kv)
+    if hasattr(attention, "num_key_value_groups"):
+        attention.num_key_value_groups = own // own_kv
+    for name in ("all_head_size", "embed_dim"):  # the width that heads are joined to
+        if hasattr(attention, name):
+            setattr(attention, name, getattr(attention, name) // degree)
+
+
 def exchange_packed(
     module: nn.Module, parent: nn.Module, style: str, config: Any, state: TpState
 ) -> None:
@@ -43,18 +63,8 @@ def exchange_packed(
     else:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         parts = qkv_parts(heads, kv_heads, module.out_features // (heads + 2 * kv_heads))
-        own = heads // state.degree
-        own_kv = max(1, kv_heads // state.degree)
         # Models take the output apart by numbers of heads, theirs or those of their config.
-        parent.config = LocalHeads(config, own, own_kv)
-        for name, value in (
-            ("num_heads", own),
-            ("num_attention_heads", own),
-            ("num_key_value_heads", own_kv),
-            ("num_key_value_groups", own // own_kv),
-        ):
-            if hasattr(parent, name):
-                setattr(parent, name, value)
+        show_local_heads(parent, config, state.degree)
     if hasattr(module.weight.placements[0], "split_factor"):
         return
     inner, group = module.forward, state.group

@@ -46,6 +46,8 @@ class Region:
         spans: Attention on one span of every sequence, or None.
         scope: What backward gathers again, while the module's forward runs.
         tokens: Gathered input that the projections read in place of what they are given, while forward runs.
+        source: Where activations are whole: the tensor that the projections into the block read.
+        shared: That tensor, with the ranks' gradients summed.
         listed: Rows of the gathered list of tokens, padding included.
     """
 
@@ -57,6 +59,8 @@ class Region:
     spans: SpanAttention | None = None
     scope: RegatherScope | None = None
     tokens: Tensor | None = None
+    source: Tensor | None = None
+    shared: Tensor | None = None
     listed: int = 0
 
     def group(self, purpose: Purpose) -> ProcessGroup:
@@ -82,6 +86,8 @@ class Region:
             return inner(shown, *args[1:], **more)
 
         part = kwargs["hidden_states"] if named else args[0]
+        flat = part.dim() == 2  # tokens in any order, as shared experts are given them
+        part = part.unsqueeze(0) if flat else part
         if (
             Purpose.RELAYOUT in self.program
         ):  # a rank's tokens with all features, to all tokens with its own
@@ -91,7 +97,7 @@ class Region:
         with nullcontext() if self.scope is None else self.scope.open():
             out = state.gathered(self._gather, part, run, self.input_scope)
         self.tokens = self.scope = None
-        return out
+        return out.squeeze(0) if flat else out
 
     @property
     def input_scope(self) -> RegatherScope | None:
@@ -167,7 +173,6 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
 
     `rows` of a weight that is whole over x are for the heads that this rank's queries use; None: all it holds.
     """
-    require_linear(module, name)
     state, keys = region.state, name.rpartition(".")[2] in ("k_proj", "v_proj")
     program = region.key_program if keys else region.program
     heads, width = (program.get(p) for p in (Purpose.HEAD_SCATTER, Purpose.WIDTH_SCATTER))
@@ -194,11 +199,12 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
 
 def rowwise(module: nn.Module, name: str, region: Region) -> None:
     """The projection back: sum, each rank keeps its part of the tokens or all of them; then add the bias once."""
-    require_linear(module, name)
     state, program = region.state, region.program
     inner = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
 
     def forward(x: Tensor) -> Tensor:
+        region.source = region.shared = None
+
         def product(weight: Tensor) -> Tensor:
             if not inner:
                 return F.linear(x, weight)
@@ -217,14 +223,3 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
         return out
 
     module.forward = forward
-
-
-def require_linear(module: nn.Module, name: str) -> None:
-    """Refuse a module that computes something else than `nn.Linear`."""
-    if type(module).forward is not nn.Linear.forward:
-        raise UnsupportedSharding(
-            "only nn.Linear can be split over ranks",
-            where=name,
-            got=type(module).__name__,
-            hint=f"'parallel.rules={{{name}: replicate}}'",
-        )

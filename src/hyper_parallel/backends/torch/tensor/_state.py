@@ -27,6 +27,7 @@ class TpState:
         groups: This rank's group over axes, as the boundary table names them; without tp_y on one axis.
         hidden_cut: The residual stream is cut over tp_y.
         by_sequence: Sequences are cut over tp_y before their tokens are cut over tp_x.
+        whole_stream: Every rank holds the residual stream of all tokens.
         regather: Gathered inputs are gathered again in backward instead of being kept.
         batch: Shape of the tokens of the running forward pass, (B, S); set where the first decoder layer begins.
         head_batch: Shape of the tokens the head saw, when it works on pieces of them.
@@ -39,6 +40,7 @@ class TpState:
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]
     hidden_cut: bool = False
     by_sequence: bool = False
+    whole_stream: bool = False
     regather: bool = False
     gradients: TpGradients = field(default_factory=TpGradients)
     batch: tuple[int, ...] = ()

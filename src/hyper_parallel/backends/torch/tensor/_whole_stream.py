@@ -1,0 +1,78 @@
+"""Where every tensor-parallel rank holds the residual stream of all tokens: any model, of which some modules are split.
+
+    projection in (rows split)     its input as it is; gradients of the input are summed over the ranks
+    projection out (columns split) its output is summed over the ranks; the gradient passes as it is
+    everything else                computes the same on every rank, so its gradients are whole and nobody sums them
+
+Source: Shoeybi et al. 2019 (Megatron-LM), section 3, the operators f and g.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hyper_parallel.backends.torch._collectives import sum_backward
+from hyper_parallel.backends.torch._resolve import layers_of
+from hyper_parallel.backends.torch.tensor._gradients import TpGradients, show_local
+from hyper_parallel.backends.torch.tensor._projections import Region
+from hyper_parallel.ir import Purpose
+
+
+def whole_input(
+    group: ProcessGroup, region: Region | None, inner: Callable[..., Any], x: Tensor
+) -> Any:
+    """The forward of a projection in on `x`, which its siblings also read: one sum of gradients for all in a region."""
+    if region is None:
+        return inner(sum_backward(x, group, Purpose.ACTIVATIONS))
+    if region.source is not x or region.shared is None:
+        region.source = x
+        region.shared = sum_backward(x, group, Purpose.ACTIVATIONS)
+    return inner(region.shared)
+
+
+def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> list[str]:
+    """Projections to logits with the weight of a split embedding, whose parameter has the embedding's name alone."""
+    weights = [modules[name].weight for name, style in split.items() if style == "vocab"]
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and any(module.weight is weight for weight in weights)
+    ]
+
+
+def takes_split_logits(model: nn.Module) -> bool:
+    """Whether the loss of a model is its `loss_function`, which takes the logits of a part of the vocabulary."""
+    with suppress(OSError, TypeError):  # no source
+        return "self.loss_function(" in inspect.getsource(type(model).forward)
+    return False
+
+
+def show_whole(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    styles: Mapping[str, str],
+    split: Mapping[str, str],
+    gradients: TpGradients,
+) -> None:
+    """Local parameters while the forward of a module without split ones inside runs, or of what it owns itself.
+
+    Layers, which may be recomputed, and experts, which may have an FSDP group of their own, count as split.
+    """
+    experts = [name for name, style in styles.items() if style == "experts"]
+    layers = {id(layer) for layer in layers_of(model)}
+    apart = [*split, *experts, *(name for name, m in modules.items() if id(m) in layers)]
+    holders = {".".join(name.split(".")[:i]) for name in apart for i in range(name.count(".") + 1)}
+    last = None
+    for name, module in modules.items():
+        if name in split or (last is not None and name.startswith(f"{last}.")):
+            continue
+        deep = name not in holders and id(module) not in layers
+        last = name if deep else last
+        if deep or module._parameters:
+            show_local(module, gradients, deep=deep)
