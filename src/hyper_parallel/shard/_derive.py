@@ -107,7 +107,9 @@ def _attention(
     base: str, inside: Shapes, linear: frozenset[str], num_heads: int, num_kv_heads: int
 ) -> dict[str, str] | None:
     """Styles of attention, none when it stays whole; None: there is none."""
-    for leaves, outs in _ATTENTION:
+    # By this name the sizes are checked against heads.
+    named = "attn" in base.rpartition(".")[2] or "attention" in base.rpartition(".")[2]
+    for leaves, outs in _ATTENTION if named else ():
         into = _members(base, leaves, linear)
         out = next((f"{base}.{o}" for o in outs if f"{base}.{o}" in linear), None)
         if into is None or out is None:

@@ -213,7 +213,8 @@ def check_widths(found: list[Param]) -> None:
     layers: dict[str, list[Param]] = {}
     for param in found:
         if len(param.shape) == 2 and param.role != "kv_heads":
-            layers.setdefault(re.split(r"\.(?:\d+|\*)\.", param.name)[0], []).append(param)
+            inside = re.match(r".*?\.(\d+|\*)\.", param.name)
+            layers.setdefault(inside[0] if inside else "", []).append(param)
     for members in layers.values():
         sizes: dict[bool, dict[int, Param]] = {True: {}, False: {}}
         for p in members:

@@ -225,6 +225,9 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
         return planned
     linear = [n for n, m in model.named_modules() if type(m).forward is nn.Linear.forward]
     shared = {n for n, _ in model.named_parameters(remove_duplicate=False)} - shapes.keys()
+    # Modules around a choice of attention put another one, which nothing was put around, in place of the chosen.
+    fixed = {n for n, m in model.named_modules() if not hasattr(m, "set_attention_type")}
+    linear = [n for n in linear if ".".join(n.split(".")[:-2]) in fixed]
     linear = [n for n in linear if f"{n}.weight" in shapes and f"{n}.bias" not in shared]
     experts = (rule for rule in rules if rule.style == "experts")
     return (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))

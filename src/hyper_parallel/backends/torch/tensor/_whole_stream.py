@@ -56,17 +56,15 @@ def takes_split_logits(model: nn.Module) -> bool:
 def show_whole(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
-    styles: Mapping[str, str],
     split: Mapping[str, str],
     gradients: TpGradients,
 ) -> None:
     """Local parameters while the forward of a module without split ones inside runs, or of what it owns itself.
 
-    Layers, which may be recomputed, and experts, which may have an FSDP group of their own, count as split.
+    Layers, which may be recomputed, count as split.
     """
-    experts = [name for name, style in styles.items() if style == "experts"]
     layers = {id(layer) for layer in layers_of(model)}
-    apart = [*split, *experts, *(name for name, m in modules.items() if id(m) in layers)]
+    apart = [*split, *(name for name, m in modules.items() if id(m) in layers)]
     holders = {".".join(name.split(".")[:i]) for name in apart for i in range(name.count(".") + 1)}
     last = None
     for name, module in modules.items():
