@@ -11,7 +11,7 @@ from transformers import AutoConfig
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import read_model
 from hyper_parallel.backends.torch._forward import keep_float64
-from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.errors import ModelUnreadable, RuleError, UnsupportedSharding
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import read_config
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
@@ -28,9 +28,18 @@ STRANGERS = {
                    "num_key_value_heads": 2, "pad_token_id": 0},
 }  # fmt: skip
 
+SPLIT = {
+    "gpt_neox": "mlp.dense_h_to_4h.weight",
+    "mamba": "embeddings.weight",
+    "granitemoe": "self_attn.k_proj.weight",
+}
+"""What tensor parallelism splits of each, among others."""
+
 
 @pytest.fixture
-def place(request, tmp_path):
+def place(request, tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("stranger") / request.param
+    tmp_path.mkdir()
     (tmp_path / "model.json").write_text(
         json.dumps({"model_type": request.param, **STRANGERS[request.param]})
     )
@@ -49,6 +58,27 @@ def test_a_stranger_trains_sharded_as_on_one_rank(place):
     train(place, place / "one", "parallel.dp_shard=1")
     train(place, place / "two", "parallel.dp_shard=2", "training.recompute=full")
     assert_same_curve(curve(place / "two"), curve(place / "one"))
+    train(place, place / "split", "parallel.tp=2", "training.recompute=full")
+    assert_same_curve(curve(place / "split"), curve(place / "one"))
+    layouts = json.loads((place / "split" / "plan.json").read_text())["layouts"]
+    cut = {name for name, layout in layouts.items() if "tp_x" in json.dumps(layout)}
+    assert any(name.endswith(SPLIT[place.name]) for name in cut)
+    assert len(cut) < len(layouts)
+
+
+@pytest.mark.parametrize("place", ["gpt_neox"], indirect=True)
+def test_rules_of_a_user_hold_for_a_stranger(place):
+    with pytest.raises(RuleError, match="matches no module") as nothing:
+        train(place, place / "run", "parallel.tp=2", "parallel.rules={gpt_neox.*.ffn: replicate}")
+    assert nothing.value.code == "HP204"
+    rules = "{gpt_neox: replicate, embed_out: replicate}"
+    with pytest.raises(UnsupportedSharding, match="no module of this model") as whole:
+        train(place, place / "run", "parallel.tp=2", f"parallel.rules={rules}")
+    assert whole.value.changes == {"parallel.tp": 1, "parallel.dp_shard": 2}
+    rules = "{gpt_neox.layers.*.mlp.dense_h_to_4h: replicate}"
+    with pytest.raises(UnsupportedSharding, match="no colwise projection of its layer"):
+        train(place, place / "run", "parallel.tp=2", f"parallel.rules={rules}")
+    assert not (place / "run" / "metrics.jsonl").exists()
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
 from hyper_parallel.backends.torch.tensor._state import TP, TpState, X, Y
 from hyper_parallel.backends.torch.tensor._whole_stream import (
+    share_random_numbers,
     show_whole,
     takes_split_logits,
     tied_heads,
@@ -321,6 +322,9 @@ class TensorParallel:
                         where=type(module).__name__,
                         hint=f"{wanted}=False",
                     )
+            if state.whole_stream and module.training and not state.same_random:
+                share_random_numbers(state.group, next(module.parameters()).device)
+                state.same_random = True
             state.loss_taken = False
             state.partial_embedding = False
             state.head = "whole"

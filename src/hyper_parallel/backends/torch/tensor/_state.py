@@ -34,6 +34,7 @@ class TpState:
         partial_embedding: The embedding returned a summand that nobody has summed yet.
         loss_taken: The loss function has consumed this pass's logits.
         head: How logits lie: whole, split over the vocabulary, or over the tokens.
+        same_random: The ranks draw the same random numbers, as a whole stream needs when it is trained.
         recomputed: The running layer is recomputed in backward, which gathers its inputs anyway.
     """
 
@@ -49,6 +50,7 @@ class TpState:
     loss_taken: bool = False
     head: str = "whole"
     recomputed: bool = False
+    same_random: bool = False
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -2,7 +2,8 @@
 
     projection in (rows split)     its input as it is; gradients of the input are summed over the ranks
     projection out (columns split) its output is summed over the ranks; the gradient passes as it is
-    everything else                computes the same on every rank, so its gradients are whole and nobody sums them
+    everything else                computes the same on every rank, with the same random numbers, so its gradients are
+                                   whole and nobody sums them
 
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3, the operators f and g.
 """
@@ -14,6 +15,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -34,6 +37,13 @@ def whole_input(
         region.source = x
         region.shared = sum_backward(x, group, Purpose.ACTIVATIONS)
     return inner(region.shared)
+
+
+def share_random_numbers(group: ProcessGroup, device: torch.device) -> None:
+    """From now on the ranks draw the same: dropout of what is whole on each must be one."""
+    seed = torch.randint(1 << 62, (1,)).to(device)
+    dist.broadcast(seed, group=group, group_src=0)
+    torch.manual_seed(int(seed))
 
 
 def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> list[str]:

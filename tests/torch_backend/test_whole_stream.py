@@ -1,0 +1,46 @@
+"""Tensor parallelism of a model whose stream is whole on every rank."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.backends.torch import read_model
+from hyper_parallel.ir import ModelRef, Plan, Strategy, Workload
+from hyper_parallel.planner._request import rules_of
+from hyper_parallel.runtime import World, launch, parallelize
+from hyper_parallel.shard import plan_layouts
+
+
+@pytest.mark.dist
+def test_ranks_drop_the_same_of_what_is_whole_on_each():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    config = transformers.AutoConfig.for_model("gpt2", **sizes, resid_pdrop=0.5, attn_pdrop=0.5)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).double().train()
+    spec, strategy = read_model(model, "tiny"), Strategy(tp_x=2)
+    params = {p.name: p for block in spec.blocks for p in block.params}
+    shard = plan_layouts(
+        [(p.name, p.shape, p.dims) for p in params.values()], rules_of(spec), strategy,
+        num_heads=4, num_kv_heads=4, head_dim=8, vocab_size=64,
+    )  # fmt: skip
+    assert shard.whole_stream
+    workload = Workload(32, 32, compute_dtype="float64", param_dtype="float64").resolve(1)
+    reference = ModelRef("tiny", "gpt2", 1, 1, 0.0, "")
+    plan = Plan(reference, "local", 0.0, workload, strategy, shard.layouts, 0.0, (), (), 0)
+    ids = torch.arange(32)[None]
+
+    def rank(number: int) -> dict[str, torch.Tensor]:
+        with World.join("cpu") as world:
+            torch.manual_seed(number)
+            net = parallelize(model, plan, world)
+            net(input_ids=ids, labels=ids).loss.backward()
+            whole = {n for n, layout in shard.layouts.items() if "tp_x" not in layout.sharding_axes}
+            names = {n for n, _ in net.named_parameters() if n.replace(".0.", ".*.") in whole}
+            grads = {n: p.grad for n, p in net.named_parameters() if n in names}
+            return {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+    first, second = launch(rank, 2, timeout_s=60)
+    assert first
+    for name, grad in first.items():
+        assert torch.equal(grad, second[name]), name
