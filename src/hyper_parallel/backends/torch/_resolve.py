@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -228,9 +229,19 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     # Modules around a choice of attention put another one, which nothing was put around, in place of the chosen.
     fixed = {n for n, m in model.named_modules() if not hasattr(m, "set_attention_type")}
     linear = [n for n in linear if ".".join(n.split(".")[:-2]) in fixed]
+    linear = [n for n in linear if not _joins_to_input(model.get_submodule(n.rpartition(".")[0]))]
     linear = [n for n in linear if f"{n}.weight" in shapes and f"{n}.bias" not in shared]
     experts = (rule for rule in rules if rule.style == "experts")
     return (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))
+
+
+def _joins_to_input(module: nn.Module) -> bool:
+    """Whether a module gives its inner result the width of its input, by a name for it; a rank has less."""
+    with suppress(OSError, TypeError):  # no source
+        source = inspect.getsource(type(module).forward)
+        named = re.search(r", ([a-z]\w*) = hidden_states\.(?:size\(\)|shape\b)", source)
+        return named is not None and f", {named[1]})" in source
+    return False
 
 
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:

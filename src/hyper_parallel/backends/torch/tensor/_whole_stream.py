@@ -80,7 +80,8 @@ def show_whole(
     for name, module in modules.items():
         if name in split or (last is not None and name.startswith(f"{last}.")):
             continue
-        deep = name not in holders and id(module) not in layers
+        called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        deep = called and name not in holders and id(module) not in layers
         last = name if deep else last
         if deep or module._parameters:
             show_local(module, gradients, deep=deep)
