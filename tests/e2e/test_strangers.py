@@ -68,16 +68,17 @@ def test_a_stranger_trains_sharded_as_on_one_rank(place):
 
 @pytest.mark.parametrize("place", ["gpt_neox"], indirect=True)
 def test_rules_of_a_user_hold_for_a_stranger(place):
-    with pytest.raises(RuleError, match="matches no module") as nothing:
-        train(place, place / "run", "parallel.tp=2", "parallel.rules={gpt_neox.*.ffn: replicate}")
-    assert nothing.value.code == "HP204"
-    rules = "{gpt_neox: replicate, embed_out: replicate}"
-    with pytest.raises(UnsupportedSharding, match="no module of this model") as whole:
-        train(place, place / "run", "parallel.tp=2", f"parallel.rules={rules}")
-    assert whole.value.changes == {"parallel.tp": 1, "parallel.dp_shard": 2}
-    rules = "{gpt_neox.layers.*.mlp.dense_h_to_4h: replicate}"
-    with pytest.raises(UnsupportedSharding, match="no colwise projection of its layer"):
-        train(place, place / "run", "parallel.tp=2", f"parallel.rules={rules}")
+    def refused(error, match, *patterns):
+        rules = [f"parallel.rules.{pattern}=replicate" for pattern in patterns]
+        with pytest.raises(error, match=match) as caught:
+            train(place, place / "run", "parallel.tp=2", *rules)
+        return caught.value
+
+    assert refused(RuleError, "matches no module", "gpt_neox.*.ffn").code == "HP204"
+    whole = refused(UnsupportedSharding, "no module of this model", "gpt_neox", "lm_head")
+    assert whole.changes == {"parallel.tp": 1, "parallel.dp_shard": 2}
+    alone = "gpt_neox.layers.*.mlp.dense_h_to_4h"
+    refused(UnsupportedSharding, "no colwise projection of its layer", alone)
     assert not (place / "run" / "metrics.jsonl").exists()
 
 
