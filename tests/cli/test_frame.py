@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.cli._doctor_command import REQUIREMENTS, Requirement, check_package, release
+from hyper_parallel.cli._doctor_command import check_package, release
+from hyper_parallel.cli._requirements import REQUIREMENTS, Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "mindspore", "datasets", "numpy", "hyper_parallel.topology")

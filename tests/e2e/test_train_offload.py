@@ -126,7 +126,7 @@ def test_one_rank_through_three_tiers(place, train):
     page = (mine / "report.html").read_text()
     assert "host to device" in page
     assert "host memory: predicted peak" in page
-    assert "memory counted device bytes" in page
+    assert "counted device bytes" in page
 
 
 GRAPHS = {
@@ -205,7 +205,7 @@ def test_two_ranks_update_their_shards_on_the_host(place, train):
     mine = train("two-host", *given, *slow)
     assert_same_run(mine, train("two-one-layer", *given))
     assert any("update on host" in note for note in Plan.load(mine / "plan.json").notes)
-    assert ">host<" in (mine / "report.html").read_text()  # its lane
+    assert '"host"' in (mine / "report.html").read_text()  # its lane
 
 
 def test_a_checkpoint_of_a_plain_run_is_continued_by_plan(place, train):
@@ -268,7 +268,9 @@ def test_an_impossible_budget_is_refused_before_the_first_step(place, train):
     given = ("parallel.dp_shard=2", f"model.path={place}/one_layer.json")
     with pytest.raises(BudgetImpossible, match=r"offload\.budget=") as caught:
         train("impossible", *given, "offload.budget=20KiB")
-    assert not (place / "impossible" / "metrics.jsonl").read_text()
+    assert not (
+        place / "impossible" / "metrics.jsonl"
+    ).exists()  # a start that fails writes nothing
     assert "HP402" in str(caught.value)
     hint = str(caught.value.hint).split("`")[1]
     mine = train("least", *given, hint, "training.steps=2")  # what it asks for is enough

@@ -15,8 +15,6 @@ import typer
 from hyper_parallel import __version__
 from hyper_parallel.errors import HyperParallelError, MissingDependency
 
-EXTRA: Final = "hyper-parallel[torch]"
-"""What pip installs for training."""
 _DEFECT_STATUS: Final = 70
 """Exit status of a defect (EX_SOFTWARE of sysexits.h), so that scripts can tell it from a user's mistake."""
 
@@ -85,7 +83,7 @@ def run(app: typer.Typer) -> None:
     except HyperParallelError as error:
         fail(error)
     except ModuleNotFoundError as error:
-        from hyper_parallel.cli._doctor_command import REQUIREMENTS
+        from hyper_parallel.cli._requirements import EXTRA, REQUIREMENTS
 
         missing = (error.name or "").partition(".")[0]
         if missing not in {r.name for r in REQUIREMENTS if r.need == "training"}:

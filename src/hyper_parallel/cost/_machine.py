@@ -90,8 +90,8 @@ class Machine:
         if measured and (own := own_cards(device.name, supernode.num_devices)):
             card, stack = own
         return cls(
-            supernode.peak_flops(compute_dtype),
-            supernode.peak_flops(matmul_dtype),
+            _peak_flops(supernode, compute_dtype),
+            _peak_flops(supernode, matmul_dtype),
             matmul_dtype,
             compute_dtype,
             int(device.memory_bytes.value),
@@ -280,3 +280,9 @@ class _Hop:
     inside: Array  # ranks of the group in one domain of the next inner tier
     below: Array  # ranks of the group in one domain below the links that this tier uses
     reached: Array  # ranks of the group in one domain of this tier
+
+
+def _peak_flops(supernode: Supernode, dtype: str) -> float:
+    """Peak rate of a format; matrix units run both 16-bit formats at one rate, and cards name one of them."""
+    only_bfloat16 = dtype == "float16" and dtype not in supernode.device.peak_flops
+    return supernode.peak_flops("bfloat16" if only_bfloat16 else dtype)

@@ -160,8 +160,6 @@ class Supernode:
             UnknownPeak: HP310 when the device card has no entry for the format.
         """
         peaks = self.device.peak_flops
-        if dtype == "float16" and dtype not in peaks:
-            dtype = "bfloat16"  # matrix units run both 16-bit formats at one rate
         if dtype not in peaks:
             raise UnknownPeak(
                 f"the topology `{self.name}` has no peak rate of {self.device.name} for {dtype}",

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hyper_parallel.backends.torch._flow import refused
 from hyper_parallel.backends.torch._resolve import decoder_of
+from hyper_parallel.backends.torch._trial_flow import refused
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.context._state import TOKENS, ContextState
 from hyper_parallel.backends.torch.context._trial import attention_calls

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._flow import as_it_was, refused, run_hollow
 from hyper_parallel.backends.torch._marks import OWN, POSITIONS, TOKENS, Marks
+from hyper_parallel.backends.torch._trial_flow import as_it_was, refused, run_hollow
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE, TRIAL, register
 from hyper_parallel.errors import UnsupportedSharding
 

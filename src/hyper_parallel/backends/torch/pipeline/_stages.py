@@ -6,7 +6,7 @@ the layer's index come from the model. Only what crosses a boundary is put in it
 
     layers        those of the running stage; those before return the received activations, the last one's output is
                   the stage's, and those after return it again
-    the rest      modules beside the list with parameters are where `Flow` says that layers, or what follows them, need
+    the rest      modules beside the list with parameters are where `PassFlow` says that layers or what follows need
                   their result: an embedding on the first stage, norm and head on the last, others on several;
                   elsewhere zeros of the shape of their result, which nothing reads, or their input
 
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch._flow import Flow, follow, refused
 from hyper_parallel.backends.torch._read_model import read_model
 from hyper_parallel.backends.torch._resolve import PlaceholderModule, SlotList
+from hyper_parallel.backends.torch._trial_flow import PassFlow, follow, refused
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
@@ -49,7 +49,7 @@ class StageLayers(SlotList):
     """
 
     ranges: tuple[range, ...]
-    flow: Flow
+    flow: PassFlow
     stage: int = -1
     received: Tensor | None = None
     output: Tensor | None = None
@@ -157,7 +157,7 @@ def cut_model(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> StageMod
     return _cut(model, flow, strategy, counts, mesh.get_local_rank("pp"), dtype)
 
 
-def follow_stages(model: nn.Module, plan: Plan) -> Flow:
+def follow_stages(model: nn.Module, plan: Plan) -> PassFlow:
     """What flows between the stages of a plan with a pipeline; refuses, as `cut_model` does, without any rank."""
     strategy, flow = plan.strategy, follow(model)
     check_pipeline(strategy, flow.layers, plan.workload.accumulation_steps or 1)
@@ -169,7 +169,7 @@ def follow_stages(model: nn.Module, plan: Plan) -> Flow:
 
 def _cut(
     model: nn.Module,
-    flow: Flow,
+    flow: PassFlow,
     strategy: Strategy,
     counts: Sequence[int],
     pp_rank: int,
@@ -207,7 +207,7 @@ def _cut(
 
 def _ends(
     model: nn.Module,
-    flow: Flow,
+    flow: PassFlow,
     stage_of: dict[int, int],
     rank_of: dict[int, int],
     dtype: torch.dtype,

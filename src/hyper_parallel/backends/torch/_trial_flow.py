@@ -17,12 +17,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hyper_parallel.backends.torch._marks import FIRST, IDS, TOKENS, Marks
-from hyper_parallel.backends.torch._resolve import PlaceholderModule, SlotList, decoder_of
+from hyper_parallel.backends.torch._resolve import (
+    PlaceholderModule,
+    SlotList,
+    decoder_of,
+    text_config,
+)
 from hyper_parallel.errors import UnsupportedSharding
 
 
 @dataclass(slots=True)
-class Flow:
+class PassFlow:
     """What the trial saw; after all layers counts as a layer of its own.
 
     Attributes:
@@ -50,7 +55,7 @@ class Flow:
         return tree_unflatten([hidden if i == at else None for i in range(spec.num_leaves)], spec)
 
 
-def follow(model: nn.Module) -> Flow:
+def follow(model: nn.Module) -> PassFlow:
     """The flow of a model whose layers pass one tensor on.
 
     Raises:
@@ -85,9 +90,12 @@ def run_hollow(model: nn.Module, marks: Marks, axis: str, **more: Tensor) -> Any
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     given = {"input_ids": ids, "labels": ids.clone(), "shift_labels": ids.clone(), **more}
+    # The loss that balances experts is added by `BalanceLoss`, over all ranks.
+    balanced = getattr(text_config(model), "output_router_logits", None)
+    routed = {} if balanced is None else {"output_router_logits": False}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), marks:
-            return model(**given, num_items_in_batch=TOKENS, use_cache=False)
+            return model(**given, num_items_in_batch=TOKENS, use_cache=False, **routed)
     except UnsupportedSharding:
         raise
     except Exception as error:
@@ -101,7 +109,7 @@ class _Trial(SlotList):
     def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
         super().__init__(layers)
         names = {id(module): name for name, module in model.named_modules()}
-        self.flow = Flow(names[id(layers)], len(layers))
+        self.flow = PassFlow(names[id(layers)], len(layers))
         self.marks = Marks()
         self.called: list[int] = []
         self._bits: dict[int, tuple[str, int]] = {}
@@ -112,7 +120,7 @@ class _Trial(SlotList):
     def slots(self) -> list[Any]:
         return self._slots
 
-    def run(self) -> Flow:
+    def run(self) -> PassFlow:
         """Run the model once."""
         model, flow, marks = self.model, self.flow, self.marks
         inside: dict[int, set[int]] = {}

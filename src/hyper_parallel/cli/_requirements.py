@@ -1,0 +1,62 @@
+"""Packages that the project needs, and what for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+EXTRA: Final = "hyper-parallel[torch]"
+"""What pip installs for training."""
+
+Need = Literal["core", "training", "optional"]
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A package that something needs.
+
+    Attributes:
+        name: Distribution name.
+        minimum: Lowest version that works; empty: any.
+        need: core (planning), training (plan, train, generate, report on a model), or optional.
+        gives: What it is for.
+        below: Lowest version that was not tried or does worse; empty: none.
+    """
+
+    name: str
+    minimum: str
+    need: Need
+    gives: str
+    below: str = ""
+
+    @property
+    def wanted(self) -> str:
+        """As the package metadata say it."""
+        at_least = f"{self.name}>={self.minimum}" if self.minimum else self.name
+        return f"{at_least},<{self.below}" if self.below else at_least
+
+
+REQUIREMENTS: Final = (
+    Requirement("highspy", "1.15", "core", "linear programs of memory planning", below="1.16"),
+    Requirement("numpy", "1.25", "core", "planning"),
+    Requirement("pydantic", "2.12", "core", "recipes"),
+    Requirement("pyyaml", "6.0", "core", "recipes and topology files"),
+    Requirement("rich", "13.7", "core", "progress and panels"),
+    Requirement("platformdirs", "4.0", "core", "the cache folder"),
+    Requirement("scipy", "1.11", "core", "fits of calibration"),
+    Requirement("typer", "0.15", "core", "this command"),
+    Requirement("torch", "2.11", "training", "training and generation"),
+    Requirement("transformers", "5.5", "training", "Hugging Face models"),
+    Requirement("datasets", "4.0", "training", "JSONL and parquet data"),
+    Requirement("tokenizers", "0.22", "training", "tokenizers"),
+    Requirement("safetensors", "0.6", "training", "weight files"),
+    Requirement("bokeh", "3.7", "core", "charts of the report page"),
+    Requirement("jinja2", "3.1", "core", "the report page, chat templates"),
+    Requirement("filelock", "3.13", "training", "one process prepares the data"),
+    Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
+    Requirement("ray", "", "optional", "single controller over machines"),
+    Requirement("mindspore", "", "optional", "MindSpore back end, in an environment of its own"),
+    Requirement(
+        "torch_npu", "", "optional", "Ascend accelerators; needs the vendor's libraries first"
+    ),
+)
