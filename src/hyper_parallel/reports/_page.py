@@ -158,9 +158,10 @@ def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
     lines, bands = [], []
     for label, color, run in runs:
         rank = run.fullest_rank
-        if run.timeline is None or rank is None:
+        recorded = [] if run.timeline is None else steps_of(run.timeline)
+        if run.timeline is None or rank is None or not recorded:  # the first step is not recorded
             continue
-        step = one_step(run.timeline, steps_of(run.timeline)[0])
+        step = one_step(run.timeline, recorded[0])
         points = [(c.time_s, c.value) for c in step.counters if c.lane == f"{rank}/memory"]
         if len(points) < 3:  # nothing was sampled inside of the step
             continue
