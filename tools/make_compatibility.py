@@ -51,8 +51,9 @@ PAGE_TEXT = """# Compatibility
 
 <!-- Written by tools/make_compatibility.py from docs/census.json; do not edit. -->
 
-Every language model of transformers {transformers}, on torch {torch}, shrunk and with random weights, was tried
-through `hyper-parallel train` by `tools/census.py`. A cell is a run of two steps in float64. `ok` on one rank: loss
+The types listed here, of transformers {transformers} on torch {torch}, shrunk and with random weights, were tried
+through `hyper-parallel train` by `tools/census.py`; a type that is not listed has not been tried yet. A cell
+is a run of two steps in float64. `ok` on one rank: loss
 and gradient norm of the first step are those of plain transformers on the same tokens, to 1e-10. `ok` on an axis:
 those of both steps are the ones of one rank, to 1e-10. The axes have two ranks (`ep`: dp_shard 2, ep 2; `recompute`:
 one rank, full). Numbers in parentheses are what was refused or went wrong, with its sentence below; an empty cell was
