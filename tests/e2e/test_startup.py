@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -160,10 +161,13 @@ def test_a_start_that_fails_leaves_the_earlier_run(place, tmp_path, monkeypatch)
     files = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     over = ("checkpoint.resume=never", "training.lr=1.0e-3")
     monkeypatch.setenv("RANK", "0")
+    handler = signal.getsignal(signal.SIGINT)
     for size, code in (("two", "HP315"), ("1", "HP315")):  # no number; no MASTER_ADDR
         monkeypatch.setenv("WORLD_SIZE", size)
         with pytest.raises(HyperParallelError, match=code):
             train(place, tmp_path / "run", *over)
+    # An interrupt reaches this process as before, and those that it starts.
+    assert signal.getsignal(signal.SIGINT) is handler
     kept = {p: p.read_bytes() for p in files if p.exists()}
     assert kept == files
     assert "config.yaml" in {p.name for p in files}

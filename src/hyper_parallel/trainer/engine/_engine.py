@@ -49,12 +49,23 @@ def train_rank(job: Job, flash: Path | None = None) -> Summary | None:
         job: The run.
         flash: Folder for files of all ranks that this process starts; needed when the recipe has `offload.flash_dir`.
     """
-    # A terminal sends its interrupt to every rank: the launcher alone acts on it and stops the ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with World.join() as world:
+    with interrupts_left_to_launcher(), World.join() as world:
         display = Display(job.recipe.training.steps, world.rank == 0)
         with TorchEngine(job, world, display, flash) as engine:
             return Trainer(job, engine, display).train()
+
+
+@contextmanager
+def interrupts_left_to_launcher() -> Iterator[None]:
+    """Ignore interrupts inside: a terminal sends one to every rank, and the launcher alone acts and stops the ranks.
+
+    The handler from before comes back, since this process may have other things to do after training (a notebook).
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class TorchEngine:
