@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch import read_model
+from hyper_parallel.backends.torch import load_pretrained, read_model
 from hyper_parallel.backends.torch._forward import keep_float64
 from hyper_parallel.errors import ModelUnreadable, RuleError, UnsupportedSharding
 from hyper_parallel.ir import Strategy, Workload
@@ -103,6 +103,19 @@ def test_one_rank_takes_the_step_of_plain_transformers_and_two_the_same(tool, na
     rows = {}
     tool.census([name], ["dp_shard"], rows.__setitem__)
     assert rows == {name: {"plain": "ok", "one rank": "ok", "dp_shard": "ok"}}
+
+
+@pytest.mark.parametrize("family", ["hrm_text", "deepseek_v4"])
+def test_weights_that_transformers_converts_in_its_own_way_are_loaded(tool, tmp_path, family):
+    # One stores several projections in one tensor; renamings of the other match names that are right already.
+    config = AutoConfig.for_model(**tool.tiny(family))
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        loaded = AutoModelForCausalLM.from_config(config)
+    load_pretrained(loaded, tmp_path)
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
 def test_infinity_is_read_as_transformers_writes_it(tmp_path):

@@ -2,21 +2,21 @@
 
 Checkpoints store one tensor per expert, current models hold all experts of a layer in one parameter; transformers
 publishes the mapping as data (renamings, and converters made of a few operations). Here it becomes boxes: each stored
-tensor fills one box of one parameter, so a rank can read exactly the part of it that it stores.
+tensor fills one box of one parameter, so a rank can read exactly the part of it that it stores. Conversions that are
+more than that run as transformers wrote them, on whole stored tensors.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-
-from hyper_parallel.errors import WeightsUnreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,24 @@ class Box:
     """First index in the parameter, per dim of the parameter."""
     stacked: bool
     """The first dim of the parameter is not a dim of the stored tensor: it holds one index of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Stored tensors, by the patterns of a converter of transformers, which makes parameters of them."""
+
+    name: str
+    """The first parameter."""
+    converter: Any
+    keys: dict[str, list[str]]
+    reference: nn.Module
+
+    def run(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Parameters by name, of the stored tensors that `read` gives."""
+        own = copy.deepcopy(self.converter)
+        own.collected_tensors = {p: [read(k) for k in keys] for p, keys in self.keys.items()}
+        made = own.convert(self.name, model=self.reference, config=self.reference.config)
+        return {n: v[0] if isinstance(v, list) else v for n, v in made.items()}
 
 
 def twin(model: nn.Module) -> nn.Module | None:
@@ -49,18 +67,16 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def boxes(
-    reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]], where: str
-) -> tuple[dict[str, list[Box]], list[str]]:
-    """Boxes of each parameter or buffer `wanted`, and the stored names that belong to none.
+    reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, list[Box]], list[Conversion], list[str]]:
+    """Boxes of each parameter or buffer `wanted`, what only a conversion gives, and names that belong to none.
 
-    `reference` is the model's `twin`; None: names in the files are parameter names. Refuses conversions other than
-    stacking experts and concatenating.
+    `reference` is the model's `twin`; None: names in the files are parameter names.
     """
     whole = {key: [Box(key, (0,) * len(shape), False)] for key, shape in stored.items()}
     if reference is None:
-        return {k: v for k, v in whole.items() if k in wanted}, [
-            k for k in stored if k not in wanted
-        ]
+        unknown = [k for k in stored if k not in wanted]
+        return {k: v for k, v in whole.items() if k in wanted}, [], unknown
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -79,36 +95,34 @@ def boxes(
     unknown = []
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:  # transformers does so too
+            name, pattern = rename_source_key(key, [], [], prefix, state)
         if name not in wanted:
             unknown.append(key)
         elif pattern is None:
             result.setdefault(name, []).extend(whole[key])
         else:
             groups.setdefault(name, {}).setdefault(pattern, []).append(key)
+    conversions = []
     for name, by_source in groups.items():
         converter = by_pattern[next(iter(by_source))]
-        result[name] = _converted(name, converter, by_source, stored, where)
-    return result, unknown
+        parts = _converted(converter, by_source, stored)
+        if parts is not None:
+            result[name] = parts
+        else:
+            conversions.append(Conversion(name, converter, by_source, reference))
+    return result, conversions, unknown
 
 
 def _converted(
-    name: str,
-    converter: Any,
-    by_source: dict[str, list[str]],
-    stored: dict[str, tuple[int, ...]],
-    where: str,
-) -> list[Box]:
-    """Boxes of a parameter that several stored tensors make up."""
+    converter: Any, by_source: dict[str, list[str]], stored: dict[str, tuple[int, ...]]
+) -> list[Box] | None:
+    """Boxes of a parameter that several stored tensors make up, stacked or side by side; None: it is made otherwise."""
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     stack = operations[:1] == [("MergeModulelist", 0)]
     rest = operations[1:] if stack else operations
     if len(rest) > 1 or any(kind != "Concatenate" for kind, _ in rest) or (not stack and not rest):
-        raise WeightsUnreadable(
-            f"`{name}` is stored in a form that is not supported",
-            where=where,
-            got=[kind for kind, _ in operations],
-            allowed="MergeModulelist(dim=0), Concatenate, or both",
-        )
+        return None
     axis = rest[0][1] if rest else None
     result = []
     start = 0

@@ -1,4 +1,7 @@
-"""Load pretrained weights into a sharded model; each rank reads only the bytes of its own part."""
+"""Load pretrained weights into a sharded model; each rank reads only the bytes of its own part.
+
+What transformers converts in a way that is more than stacking and joining is read whole by each rank that needs it.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.weights._huggingface import Box, boxes, may_be_unexpected, twin
+from hyper_parallel.backends.torch.weights._huggingface import (
+    Box,
+    Conversion,
+    boxes,
+    may_be_unexpected,
+    twin,
+)
 from hyper_parallel.backends.torch.weights._initialise import (
     allocate_and_fill_buffers,
     canonical_name,
     named_tensors,
 )
-from hyper_parallel.backends.torch.weights._ranges import Run, local, local_ranges
+from hyper_parallel.backends.torch.weights._ranges import Run, copy_full, local, local_ranges
 from hyper_parallel.errors import WeightsUnreadable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FORMATS = ((INDEX, SINGLE), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
 """Index and single file of the formats that are read; the first that is there is taken."""
+
+
+Assigned = list[Box] | tuple[Conversion, str, tuple[int, ...]]
+"""Boxes of stored tensors, or a conversion with the name and shape of its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +77,13 @@ def load_pretrained(
     shapes = {name: entry.shape for name, entry in source.tensors.items()}
     # A pipeline rank holds a part of the model; the files hold all of it.
     wanted = set(targets) | (set(reference.state_dict()) if reference is not None else set())
-    assigned, unknown = boxes(reference, wanted, shapes, str(source.directory))
+    boxed, conversions, unknown = boxes(reference, wanted, shapes)
     _check_unknown(unknown, reference, source)
-    chosen = _choose(targets, assigned, source)
+    assigned: dict[str, Assigned] = {**boxed}
+    for conversion in conversions:
+        made = conversion.run(lambda key: torch.empty(shapes[key], device="meta"))
+        assigned |= {name: (conversion, name, tuple(value.shape)) for name, value in made.items()}
+    chosen = _choose(targets, assigned, reference, source)
     for name, parts in chosen.items():
         _check_shape(name, tuple(targets[name].shape), parts, source)
     ranges = {name: local_ranges(targets[name], name) for name in chosen}
@@ -74,8 +91,13 @@ def load_pretrained(
     targets = _targets(model)
     with torch.no_grad():
         for name, parts in chosen.items():
-            for box in parts:
+            for box in parts if isinstance(parts, list) else ():
                 _read_box(source, box, local(targets[name]).detach(), ranges[name])
+        for conversion in conversions:
+            into = {n: p[1] for n, p in chosen.items() if p[0] is conversion}
+            values = conversion.run(source.read) if into else {}
+            for name, stored in into.items():
+                copy_full(targets[name], values[stored], name)
     return LoadReport(
         len(chosen), source.bytes_read, time.perf_counter() - begin, tuple(sorted(unknown))
     )
@@ -102,27 +124,44 @@ def _check_unknown(unknown: list[str], reference: nn.Module | None, source: Weig
 
 
 def _choose(
-    targets: dict[str, Tensor], assigned: dict[str, list[Box]], source: WeightFiles
-) -> dict[str, list[Box]]:
-    """Boxes for one name of each tensor; of a tied one, any of its names may be in the files."""
+    targets: dict[str, Tensor],
+    assigned: dict[str, Assigned],
+    reference: nn.Module | None,
+    source: WeightFiles,
+) -> dict[str, Assigned]:
+    """What fills each tensor; of a tied one any of its names may be in the files, also one of another stage."""
     names: dict[int, list[str]] = {}
     for name, tensor in targets.items():
         names.setdefault(id(tensor), []).append(name)
+    tied: dict[int, list[str]] = {}
+    whole = {} if reference is None else named_tensors(reference)
+    for name, tensor in whole.items():
+        tied.setdefault(id(tensor), []).append(name)
     chosen = {}
     for group in names.values():
-        present = [name for name in group if name in assigned]
+        others = [n for name in group if name in whole for n in tied[id(whole[name])]]
+        present = [name for name in (*group, *others) if name in assigned]
         if not present:
             raise WeightsUnreadable(
                 f"no file holds the parameter `{group[0]}`",
                 where=str(source.directory),
                 got=f"{len(source.tensors)} tensors in the files",
             )
-        chosen[present[0]] = assigned[present[0]]
+        chosen[group[0]] = assigned[present[0]]
     return chosen
 
 
-def _check_shape(name: str, shape: tuple[int, ...], parts: list[Box], source: WeightFiles) -> None:
+def _check_shape(name: str, shape: tuple[int, ...], parts: Assigned, source: WeightFiles) -> None:
     """Refuse boxes that reach outside the parameter or do not fill it."""
+    if not isinstance(parts, list):
+        if parts[2] != shape:
+            raise WeightsUnreadable(
+                f"what the files are converted to does not fit the parameter `{name}`",
+                where=str(source.directory),
+                got=f"shape {parts[2]}",
+                allowed=f"shape {shape}",
+            )
+        return
     filled = 0
     for box in parts:
         entry = source.tensors[box.key]
@@ -205,11 +244,11 @@ class WeightFiles:
                     where=str(self.directory / self._index_file),
                 )
 
-    def read(self, name: str, ranges: tuple[tuple[int, int], ...]) -> Tensor:
-        """The elements of a tensor within `ranges` (start, stop per dim), as they are stored."""
+    def read(self, name: str, ranges: tuple[tuple[int, int], ...] = ()) -> Tensor:
+        """The elements of a tensor within `ranges` (start, stop per dim; none: all of it), as they are stored."""
         entry = self.tensors[name]
         try:
-            # An empty tuple of ranges reads a scalar.
+            # An empty tuple of ranges reads all of it.
             part: Tensor = entry.slices[tuple(slice(a, b) for a, b in ranges) or ...]
         except (SafetensorError, OSError) as error:
             raise WeightsUnreadable(
