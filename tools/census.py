@@ -113,6 +113,8 @@ def save_plain(config: dict[str, Any], weights: Path) -> Any:
     torch.manual_seed(3)
     made = AutoConfig.for_model(**config)
     model = auto_class(config["model_type"]).from_config(made, dtype=torch.float64).train()
+    for p in model.parameters():  # some stay float32
+        p.data = p.data.double()
     model.save_pretrained(weights)
     return model
 
