@@ -18,6 +18,8 @@ DEFAULTS = {"max_position_embeddings": 1024, "tie_word_embeddings": True}
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 EMBEDDING = "transformer.wte.weight"
+RULES = (("transformer.wte", "vocab"), ("lm_head", "head"), ("*", "whole"))
+"""Styles of tensor parallelism: nothing cuts weights [in, out]."""
 
 
 def read_blocks(config: ConfigView) -> tuple[Block, ...]:

@@ -147,6 +147,7 @@ def spec_from_config(
         blocks=blocks,
         notes=(*notes, *dtype_notes),
         max_position_embeddings=config.optional_integer("max_position_embeddings"),
+        rules=_gpt2.RULES if model_type == "gpt2" else None,
     )
 
 
