@@ -101,6 +101,9 @@ def apply_plan(
     # Forwards, from the inside out: tokens are cut outside of what is recomputed.
     if context is None and decoder is not None:
         mask_documents(decoder[0], compute)
+    by_modules = tp is not None and (decoder is None or tp.whole_stream)
+    if tp is not None and by_modules:
+        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
     by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
     recompute_layers(by_stage, strategy, tp, context, exact=compute == torch.float64)
     if compute == torch.float64:
@@ -110,7 +113,7 @@ def apply_plan(
         stream = None if tp is not None and tp.whole_stream else tp
         apply_to_experts(model, experts, stream, context, in_decoder=decoder is not None)
     balance = BalanceLoss.of(model, experts, plan, mesh)
-    if tp is not None:
+    if tp is not None and not by_modules:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy)
     tap = None
     if has_causal_loss(model):

@@ -232,7 +232,7 @@ class TensorParallel:
                     _wrap(module, self._split_logits)
                 elif style == "head":
                     _wrap(module, lambda inner, x: join(inner(x), -1, state.group))
-        show_whole(self.model, self.modules, split, state.gradients)
+        show_whole(self.model, split, state.gradients)
         if config is not None:
             self._guard()
 

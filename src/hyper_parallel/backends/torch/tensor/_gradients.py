@@ -8,7 +8,8 @@ of each is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,38 +58,28 @@ def show_local(
     owner: TpGradients | None,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     rows: slice | None = None,
-    deep: bool = False,
+    modules: Sequence[nn.Module] | None = None,
 ) -> None:
     """Let the forward of a module see local tensors in place of its own parameters, or some rows of them.
 
-    `owner` as of `to_local`; the forward runs `inside` a context. `deep`: also parameters of the modules inside, which
-    a module may read without calling them.
+    `owner` as of `to_local`; the forward runs `inside` a context. `modules`: whose parameters in place of its own.
     """
     inner = module.forward
-    others = [m for m in module.modules() if m is not module and m._parameters] if deep else []
-    for other in others:  # before the module itself, whose forward reads them
-        inner = _showing(other, inner, owner, nullcontext, None)
-    module.forward = _showing(module, inner, owner, inside, rows)
 
-
-def _showing(
-    module: nn.Module,
-    inner: Callable[..., Any],
-    owner: TpGradients | None,
-    inside: Callable[[], AbstractContextManager[Any]],
-    rows: slice | None,
-) -> Callable[..., Any]:
+    @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        kept = module._parameters
-        shown = {n: to_local(p, owner, rows) for n, p in kept.items()}
-        module.__dict__["_parameters"] = shown
+        holders = (module,) if modules is None else modules
+        kept = [m._parameters for m in holders]
+        for m, params in zip(holders, kept, strict=True):
+            m.__dict__["_parameters"] = {n: to_local(p, owner, rows) for n, p in params.items()}
         try:
             with inside():
                 return inner(*args, **kwargs)
         finally:
-            module.__dict__["_parameters"] = kept
+            for m, params in zip(holders, kept, strict=True):
+                m.__dict__["_parameters"] = params
 
-    return forward
+    module.forward = forward
 
 
 class TpGradients:

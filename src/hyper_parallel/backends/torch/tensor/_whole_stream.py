@@ -63,25 +63,10 @@ def takes_split_logits(model: nn.Module) -> bool:
     return False
 
 
-def show_whole(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    split: Mapping[str, str],
-    gradients: TpGradients,
-) -> None:
-    """Local parameters while the forward of a module without split ones inside runs, or of what it owns itself.
-
-    Layers, which may be recomputed, count as split.
-    """
-    layers = {id(layer) for layer in layers_of(model)}
-    apart = [*split, *(name for name, m in modules.items() if id(m) in layers)]
-    holders = {".".join(name.split(".")[:i]) for name in apart for i in range(name.count(".") + 1)}
-    last = None
-    for name, module in modules.items():
-        if name in split or (last is not None and name.startswith(f"{last}.")):
-            continue
-        called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        deep = called and name not in holders and id(module) not in layers
-        last = name if deep else last
-        if deep or module._parameters:
-            show_local(module, gradients, deep=deep)
+def show_whole(model: nn.Module, split: Mapping[str, str], gradients: TpGradients) -> None:
+    """Local parameters of what is not split, while the forward of its layer runs; outside of layers, the model's."""
+    kept = {model.get_submodule(name) for name in split}
+    for unit in (*layers_of(model), model):
+        own = [m for m in unit.modules() if m._parameters and m not in kept]
+        kept.update(own)
+        show_local(unit, gradients, modules=own)
