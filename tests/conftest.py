@@ -1,11 +1,18 @@
-"""What every test process does, and how two of them share the modules (tools/test_in_parallel.py)."""
+"""What every test process does, how two of them share the modules (tools/test_in_parallel.py), and what each costs.
+
+Seconds are those of processors, of a test and of all processes that it started: wall time would measure what else the
+machine does.
+"""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
+import resource
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +20,8 @@ import pytest
 
 RANKS = ("e2e", "parity", "dist")
 """Marks of modules that start ranks, in the order in which they begin."""
+SPENT: pytest.StashKey[Counter[str]] = pytest.StashKey()
+"""Processor seconds by node id of a test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,10 +37,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="as-collected",
         help="Order of modules.",
     )
+    parser.getgroup("terminal reporting").addoption(
+        "--cpu-min",
+        type=float,
+        default=math.inf,
+        help="List modules and tests that took as many processor seconds.",
+    )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Heed interrupts: a shell has what it starts in the background ignore them, and so would what tests interrupt."""
+    config.stash[SPENT] = Counter()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -81,3 +97,32 @@ def _claimed(items: list[pytest.Item], claims: Path) -> Iterator[pytest.Item]:
         except FileExistsError:
             continue
         yield from module
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    begin = _cpu_s()
+    result = yield
+    item.config.stash[SPENT][item.nodeid] += _cpu_s() - begin
+    return result
+
+
+def _cpu_s() -> float:
+    uses = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    least, spent = config.getoption("cpu_min"), config.stash[SPENT]
+    if least == math.inf:
+        return
+    modules: Counter[str] = Counter()
+    for name, seconds in spent.items():
+        modules[name.partition("::")[0]] += seconds
+    terminalreporter.section(f"{spent.total():.0f} s of processors; modules, tests")
+    for counted in (modules, spent):
+        for name, seconds in counted.most_common():
+            if seconds >= least:
+                terminalreporter.line(f"{seconds:7.2f} s  {name}")
