@@ -7,7 +7,7 @@ sequence has a prime number of tokens that divides no size of a model, so that a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +55,16 @@ class Marks(TorchDispatchMode):
         self._alive: list[Any] = []  # no other storage takes the address of one that is known
         self._known: dict[int, Tensor] = {}
         self._parts: dict[int, Tensor] = {}
+        self._results: dict[Any, Any] = {}
 
     def of(self, value: Any) -> int:
         """Marks of all tensors in a value, together."""
+        return self._joined(x for x in tree_leaves(value) if isinstance(x, Tensor))
+
+    def _joined(self, tensors: Iterable[Tensor]) -> int:
         total = 0
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                total |= self._marks.get(leaf.untyped_storage()._cdata, 0)
+        for tensor in tensors:
+            total |= self._marks.get(tensor.untyped_storage()._cdata, 0)
         return total
 
     def set(self, tensor: Tensor, marks: int) -> None:
@@ -85,8 +88,8 @@ class Marks(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, packet = dict(kwargs or {}), func.overloadpacket
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        marks = self.of(tensors) | (OWN if any(id(t) in self._parts for t in tensors) else 0)
+        tensors = [*_tensors((args, kwargs))]
+        marks = self._joined(tensors) | (OWN if any(id(t) in self._parts for t in tensors) else 0)
         hollow = any(t.is_meta or isinstance(t, nn.Parameter) for t in tensors)
         if self.guarded and func._schema.is_mutable and tensors:
             self.written |= tensors[0].untyped_storage()._cdata in self.guarded
@@ -95,17 +98,28 @@ class Marks(TorchDispatchMode):
                 self.set(made, marks)
             return made
         if hollow:
-            args, kwargs = tree_map_only(Tensor, self._hollowed, (args, kwargs))
+            if not all(t.is_meta for t in tensors):
+                args, kwargs = tree_map_only(Tensor, self._hollowed, (args, kwargs))
             args = self._sized(packet, args)
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta" if hollow else "cpu")
-        out = func(*args, **kwargs)
+        out = self._shaped(func, args, kwargs) if hollow else func(*args, **kwargs)
         if packet is _aten.rand:
             out.zero_()  # what is dropped by chance is dropped here
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                more = self._watched(packet, args, tensors, leaf, marks)
-                self.set(leaf, more | self.of(leaf))
+        for leaf in _tensors(out):
+            more = self._watched(packet, args, tensors, leaf, marks)
+            self.set(leaf, more | self._joined([leaf]))
+        return out
+
+    def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator; layers are alike, and shapes of new tensors are worked out for one of them."""
+        key = (func, _form(args), _form(kwargs))
+        if (known := self._results.get(key)) is not None:
+            return tree_map_only(Tensor, _like, known)
+        out = func(*args, **kwargs)
+        given = [*_tensors((args, kwargs))]
+        if not (func._schema.is_mutable or any(self._views(x, given) for x in _tensors(out))):
+            self._results[key] = out
         return out
 
     def _hollowed(self, tensor: Tensor) -> Tensor:
@@ -113,9 +127,7 @@ class Marks(TorchDispatchMode):
             return tensor
         if id(tensor) not in self._known:
             self._alive.append(tensor)
-            like = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-            )
+            like = _like(tensor)
             self.set(like, self.of(tensor))
             self._known[id(tensor)] = like
         return self._known[id(tensor)]
@@ -180,6 +192,32 @@ class Marks(TorchDispatchMode):
     def _views(self, out: Tensor, given: list[Tensor]) -> bool:
         place = out.untyped_storage()._cdata
         return any(t.untyped_storage()._cdata == place for t in given)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those among the arguments or results of an operator."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors([*value.values()])
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _form(value: Any) -> Any:
+    """What the form of a result depends on; 1, 1.0 and True differ, and so do tensors with and without values."""
+    if isinstance(value, Tensor):
+        return (value.device, value.dtype, *value.shape, None, *value.stride())
+    if isinstance(value, dict):
+        return tuple((key, _form(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_form, value))
+    return type(value), value
 
 
 def _power(tensor: Tensor) -> int:
