@@ -143,7 +143,7 @@ class PlannedSteps:
             recorded, self._captured = self._captured, as_graph(self._captured)
             self._note(graph_line(recorded.program, self._captured.program))
         self._program = self._assumed.annotate(self._captured.program)
-        self.plan = agreed(self._planned)
+        self.plan = agreed(self._planned, self._program, self._machine, self._budget)
         if choice.update_on_host:
             self._say(updates_line(self.plan, bitwise=self._on_cpu))
         self._open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -147,16 +148,28 @@ def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> No
         write_timeline(timeline, directory / f"offload_{name}.json")
 
 
-def agreed(make: Callable[[], MemoryPlan]) -> MemoryPlan:
-    """This rank's plan; when any rank has none, every rank raises the error that asks for most."""
-    made: MemoryPlan | HyperParallelError
-    try:
-        made = make()
-    except HyperParallelError as error:
-        made = error
+def agreed(make: Callable[[], MemoryPlan], *given: object) -> MemoryPlan:
+    """This rank's plan, made by the first of the ranks that are given the same: planning repeats itself to the byte.
+
+    When any rank has none, every rank raises the error that asks for most.
+    """
+    digests = _of_ranks(hashlib.sha256(repr(given).encode()).hexdigest())
+    planners = [digests.index(digest) for digest in digests]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    made: MemoryPlan | HyperParallelError | None = None
+    if planners[rank] == rank:
+        try:
+            made = make()
+        except HyperParallelError as error:
+            made = error
     errors = _of_ranks(made if isinstance(made, HyperParallelError) else None)
     if error := of_all([e for e in errors if e is not None]):
         raise error
+    for planner in sorted({p for r, p in enumerate(planners) if p != r}):
+        plans = [made if rank == planner else None]
+        dist.broadcast_object_list(plans, src=planner)
+        if planners[rank] == planner:
+            made = plans[0]
     assert isinstance(made, MemoryPlan)
     return made
 
