@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -46,8 +46,6 @@ MOST_ROWS: Final = 2_500_000
 _PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
 _FIRST: Final = ("tp_x", "tp_y", "cp", "microbatch")
 _PIPELINE: Final = ("pp", "dp", "accumulation", "schedule", "vpp")
-_EP: Final = 3 + BLOCKS.index("ep")
-"""Place of ep behind cp, tp_x and tp_y."""
 _STATES: Final = ("dp_replicate", "dp_shard", "zero")
 
 
@@ -85,7 +83,6 @@ class BranchAndBound:
         self.completer = Completer(self.pricer, at_most_s_per_token or np.inf)
         self.domains = link_domains(self.pricer.machine)
         self.rows = join([])
-        self._refusal = cache(space.refusal_of)
         self._found: list[Columns] = []
         self._lost: list[Columns] = []
         self._best: dict[tuple[int, ...], float] = {}
@@ -220,9 +217,7 @@ class BranchAndBound:
 
     def _runs(self, row: tuple[int, ...]) -> bool:
         """Whether this version can run a strategy; counted when it cannot."""
-        shard, *others = row
-        # FSDP cuts what it finds: of all layouts only those of experts depend on its ranks.
-        reason = self._refusal(shard if others[_EP] > 1 else 1, *others)
+        reason = self.space.refusal_of(*row)
         return reason is None or not self.space.refused(reason)
 
     def _lower_threshold(self, rows: Columns) -> None:

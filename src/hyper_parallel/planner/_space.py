@@ -79,6 +79,7 @@ class Space:
         legal = legal_tp(model.num_heads, model.num_kv_heads, *model.intermediate_sizes)
         self._tp = {t for t in legal if not runs or request.refusal(Strategy(tp_x=t)) is None}
         self._ep: dict[int, bool] = {1: True}
+        self._refusals: dict[tuple[int, ...], str | None] = {}
 
     def _values(self, name: str, values: Sequence[int]) -> list[int]:
         """What a choice may be: what it is pinned to, else all of its values."""
@@ -278,14 +279,25 @@ class Space:
         return 1 if pinned != 0 and (cp == 1 or y == 1) else None
 
     def refusal_of(self, shard: int, cp: int, x: int, y: int, *block: int) -> str | None:
-        """Why this version cannot run strategies with these degrees and a row of `blocks`; None when it need not."""
+        """Why this version cannot run strategies with these degrees and a row of `blocks`; None when it need not.
+
+        FSDP and a ring cut what they find: without experts and a second axis only tp_x decides about layouts, and a
+        row of `blocks` has only Ulysses ranks that divide the heads.
+        """
         if not self.request.executable:
             return None
         columns = dict(zip(BLOCKS, block, strict=True))
         del columns["etp"]
-        row = Candidates.of_columns(dp_shard=shard, cp=cp, tp_x=x, tp_y=y, **columns)
-        workload = Workload(self.request.workload.seq_len)
-        return self.request.refusal(row.at(0, self.request.base, workload)[0])
+        if columns["ep"] == 1:
+            shard = 1
+            if y == 1:
+                cp, columns = 1, {}
+        key = (shard, cp, x, y, *columns.values())
+        if key not in self._refusals:
+            row = Candidates.of_columns(dp_shard=shard, cp=cp, tp_x=x, tp_y=y, **columns)
+            strategy, _ = row.at(0, self.request.base, Workload(self.request.workload.seq_len))
+            self._refusals[key] = self.request.refusal(strategy)
+        return self._refusals[key]
 
     def states(self, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
         """Level three: (dp_replicate, dp_shard, zero).

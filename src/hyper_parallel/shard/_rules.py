@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -59,6 +60,7 @@ _FROM_HUGGING_FACE: Final = {
 }
 
 
+@lru_cache(maxsize=4096)  # a search asks for the layouts of many strategies of one model
 def match(pattern: str, name: str) -> str | None:
     """The leading part of a name that a pattern matches, or None.
 
