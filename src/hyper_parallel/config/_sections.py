@@ -364,21 +364,23 @@ class Offload(Section):
 class Recipe(Section):
     """One training run."""
 
+    # Factories: a default made here would build the validators of every section when this module is imported.
+
     model: Model
     """Which model."""
     stage: Literal["pt", "sft"] = "pt"
     """Loss on every token (pt), or on the assistant's tokens of conversations (sft)."""
-    data: Data = Data()
+    data: Data = Field(default_factory=Data)
     """What it reads."""
-    training: Training = Training()
+    training: Training = Field(default_factory=Training)
     """How it learns."""
-    parallel: Parallel = Parallel(auto=True)
+    parallel: Parallel = Field(default_factory=lambda: Parallel(auto=True))
     """How it is spread over ranks."""
-    moe: Moe = Moe()
+    moe: Moe = Field(default_factory=Moe)
     """How tokens are routed to experts."""
-    offload: Offload = Offload()
+    offload: Offload = Field(default_factory=Offload)
     """What leaves the device memory while nothing needs it."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """When it is saved."""
     topology: str = "local"
     """The machine: `local`, a preset, or a YAML file."""
