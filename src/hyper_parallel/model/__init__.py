@@ -3,13 +3,15 @@
 from hyper_parallel.model._load_model import (
     FAMILIES_READ,
     ConfigFile,
+    find_preset,
     is_read,
     load_model,
+    preset_names,
     read_config,
+    read_preset,
     spec_from_config,
 )
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
-from hyper_parallel.model._presets import find_preset, preset_names, read_preset
 
 __all__ = [
     "FAMILIES_READ",

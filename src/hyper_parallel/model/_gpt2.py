@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hyper_parallel.errors import ModelUnreadable
-from hyper_parallel.model import _parts
 from hyper_parallel.model._config_json import ConfigView
+from hyper_parallel.model._llama_like import Params, head
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ParamSpec
 
 ALIASES = {
@@ -79,11 +79,11 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
             MlpSpec(width, gated=False),
         ),
         Block("final_norm", (), _layer_norm("transformer.ln_f", hidden)),
-        Block("head", (), (_parts.head(vocab, hidden, tied),)),
+        Block("head", (), (head(vocab, hidden, tied),)),
     )
 
 
-def _conv1d(name: str, inner: tuple[str, int], out: tuple[str, int]) -> _parts.Params:
+def _conv1d(name: str, inner: tuple[str, int], out: tuple[str, int]) -> Params:
     """Weight [in, out] and bias [out] of transformers' Conv1D."""
     return (
         ParamSpec(f"{name}.weight", (inner[1], out[1]), (inner[0], out[0])),
@@ -91,5 +91,5 @@ def _conv1d(name: str, inner: tuple[str, int], out: tuple[str, int]) -> _parts.P
     )
 
 
-def _layer_norm(name: str, hidden: int) -> _parts.Params:
+def _layer_norm(name: str, hidden: int) -> Params:
     return tuple(ParamSpec(f"{name}.{part}", (hidden,), ("embed",)) for part in ("weight", "bias"))

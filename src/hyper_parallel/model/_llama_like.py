@@ -1,4 +1,7 @@
-"""Assembly of a Llama-like decoder from its config and its family entry."""
+"""Assembly of a Llama-like decoder from its config and its family entry; shapes as torch stores them.
+
+Letters: D embed, F mlp width, E experts, V vocab.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ from itertools import groupby
 from typing import NamedTuple
 
 from hyper_parallel.errors import ModelUnreadable
-from hyper_parallel.model import _parts
 from hyper_parallel.model._config_json import ConfigView
 from hyper_parallel.model._families import Bias, Experts, Family
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ParamSpec
 
 EMBEDDING = "model.embed_tokens.weight"
+LAYER = "model.layers.*"
+"""Prefix of a layer's parameters in every Llama-like model."""
+_ATTENTION = f"{LAYER}.self_attn"
+
+Params = tuple[ParamSpec, ...]
 
 
 class _Kind(NamedTuple):
@@ -48,8 +55,8 @@ def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
     return (
         Block("embedding", (), (embed,)),
         *decoder,
-        Block("final_norm", (), _parts.norm("model.norm", hidden)),
-        Block("head", (), (_parts.head(vocab, hidden, tied),)),
+        Block("final_norm", (), norm("model.norm", hidden)),
+        Block("head", (), (head(vocab, hidden, tied),)),
     )
 
 
@@ -57,25 +64,22 @@ def _decoder_block(
     config: ConfigView, family: Family, kind: _Kind, layers: tuple[int, ...]
 ) -> Block:
     hidden = config.integer("hidden_size")
-    attention, attention_params = _attention(config, family, kind.window)
+    attention, params = _attention(config, family, kind.window)
     if kind.experts and family.experts is not None:
         mlp, mlp_params = _experts(config, family.experts)
     else:
         mlp = MlpSpec(config.integer("intermediate_size"), gated=True)
-        mlp_params = _parts.mlp_params(
-            hidden,
-            mlp.intermediate_size,
-            bias=_decided(config, family.mlp_bias),
-            fused=family.fused_mlp,
-        )
-    norms = _parts.norms(hidden, family.norms)
+        bias = _decided(config, family.mlp_bias)
+        mlp_params = _mlp(hidden, mlp.intermediate_size, "mlp", bias, family.fused_mlp)
+    for name in family.norms:
+        mlp_params += norm(f"{LAYER}.{name}", hidden)
     name = "moe_decoder" if mlp.num_experts else "decoder"
-    return Block(name, layers, (*attention_params, *mlp_params, *norms), attention, mlp)
+    return Block(name, layers, params + mlp_params, attention, mlp)
 
 
 def _attention(
     config: ConfigView, family: Family, window: int | None
-) -> tuple[AttentionSpec, _parts.Params]:
+) -> tuple[AttentionSpec, Params]:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if family.attention == "mla":
         return _latent_attention(config, family, hidden, heads)
@@ -99,37 +103,68 @@ def _attention(
         width = hidden // heads
     kind = "full" if window is None else "sliding"
     spec = AttentionSpec(kind, heads, kv_heads, width, width, window, 2 * kv_heads * width)
-    return spec, _parts.attention_params(
-        hidden,
-        spec,
-        qkv_bias=_decided(config, family.qkv_bias),
-        o_bias=_decided(config, family.o_bias),
-        qk_norm=family.qk_norm,
-        sinks=family.sinks,
-        fused=family.fused_qkv,
+    embed, query, key = ("embed", hidden), ("heads", heads * width), ("kv_heads", kv_heads * width)
+    bias = _decided(config, family.qkv_bias)
+    params: Params = (
+        (ParamSpec(f"{_ATTENTION}.sinks", (heads,), ("heads",)),) if family.sinks else ()
     )
+    if family.fused_qkv:
+        params += linear(f"{_ATTENTION}.qkv_proj", ("qkv", query[1] + 2 * key[1]), embed, bias)
+    else:
+        for name, out in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+            params += linear(f"{_ATTENTION}.{name}", out, embed, bias)
+    params += linear(f"{_ATTENTION}.o_proj", embed, query, _decided(config, family.o_bias))
+    if family.qk_norm != "none":
+        each = ("head_dim", width)
+        normed = (each, each) if family.qk_norm == "head" else (query, key)
+        for name, (dim, size) in zip(("q_norm", "k_norm"), normed, strict=True):
+            params += norm(f"{_ATTENTION}.{name}", size, dim)
+    return spec, params
 
 
 def _latent_attention(
     config: ConfigView, family: Family, hidden: int, heads: int
-) -> tuple[AttentionSpec, _parts.Params]:
+) -> tuple[AttentionSpec, Params]:
+    """Low-rank query and key-value projections with norms between; all heads share the rotary key.
+
+    Source: DeepSeek-V2 technical report 2024, section 2.1.
+    """
     kv_lora, rope = config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
-    qk_width = config.integer("qk_nope_head_dim") + rope
+    nope, v_width = config.integer("qk_nope_head_dim"), config.integer("v_head_dim")
+    q_lora, bias = config.optional_integer("q_lora_rank"), _decided(config, family.qkv_bias)
     # Every query head has its own key and value, expanded from the latent: `num_key_value_heads` plays no part.
-    spec = AttentionSpec(
-        "mla", heads, heads, qk_width, config.integer("v_head_dim"), None, kv_lora + rope
-    )
-    return spec, _parts.latent_attention_params(
-        hidden,
-        spec,
-        q_lora=config.optional_integer("q_lora_rank"),
-        kv_lora=kv_lora,
-        rope_dim=rope,
-        bias=_decided(config, family.qkv_bias),
-    )
+    spec = AttentionSpec("mla", heads, heads, nope + rope, v_width, None, kv_lora + rope)
+    embed, query = ("embed", hidden), ("heads", heads * spec.qk_head_dim)
+    if q_lora is None:
+        params = linear(f"{_ATTENTION}.q_proj", query, embed)
+    else:
+        params = linear(f"{_ATTENTION}.q_a_proj", ("q_lora", q_lora), embed, bias)
+        params += norm(f"{_ATTENTION}.q_a_layernorm", q_lora, "q_lora")
+        params += linear(f"{_ATTENTION}.q_b_proj", query, ("q_lora", q_lora))
+    shared, expanded = ("kv_latent", kv_lora + rope), ("heads", heads * (nope + v_width))
+    params += linear(f"{_ATTENTION}.kv_a_proj_with_mqa", shared, embed, bias)
+    params += norm(f"{_ATTENTION}.kv_a_layernorm", kv_lora, "kv_lora")
+    params += linear(f"{_ATTENTION}.kv_b_proj", expanded, ("kv_lora", kv_lora))
+    return spec, params + linear(f"{_ATTENTION}.o_proj", embed, ("heads", heads * v_width), bias)
 
 
-def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, _parts.Params]:
+def _mlp(hidden: int, width: int, at: str, bias: bool = False, fused: bool = False) -> Params:
+    """Gated MLP: gate and up [F, D] (stacked [2F, D] when `fused`), down [D, F]."""
+    embed, mlp = ("embed", hidden), ("mlp", width)
+    inputs = {"gate_proj": mlp, "up_proj": mlp}
+    if fused:
+        inputs = {"gate_up_proj": ("gate_up", 2 * width)}
+    params: Params = ()
+    for name, out in inputs.items():
+        params += linear(f"{LAYER}.{at}.{name}", out, embed, bias)
+    return params + linear(f"{LAYER}.{at}.down_proj", embed, mlp, bias)
+
+
+def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
+    """Router [E, D] and experts as two tensors: gate_up [E, 2F, D] and down [E, D, F].
+
+    GPT-OSS stores them (in, out), gate and up interleaved column by column, and everything with a bias.
+    """
     hidden, width = config.integer("hidden_size"), config.integer(experts.width_key)
     num, per_token = config.integer("num_experts"), config.integer("num_experts_per_tok")
     if per_token > num:
@@ -141,9 +176,23 @@ def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, _parts.Para
         )
     shared = config.optional_integer(experts.shared_key, 0) or 0 if experts.shared_key else 0
     spec = MlpSpec(width, True, num, per_token, shared * width)
+    at, router, embed = f"{LAYER}.mlp", ("router", num), ("embed", hidden)
+    inputs, outputs = f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"
     if experts.storage == "interleaved":
-        return spec, _parts.interleaved_expert_params(hidden, spec)
-    return spec, _parts.expert_params(hidden, spec)
+        pairs = "gate_up_pairs"
+        return spec, (
+            *linear(f"{at}.router", router, embed, bias=True),
+            ParamSpec(inputs, (num, hidden, 2 * width), ("expert", "embed", pairs)),
+            ParamSpec(f"{inputs}_bias", (num, 2 * width), ("expert", pairs)),
+            ParamSpec(outputs, (num, width, hidden), ("expert", "mlp", "embed")),
+            ParamSpec(f"{outputs}_bias", (num, hidden), ("expert", "embed")),
+        )
+    params = (
+        *linear(f"{at}.gate", router, embed),
+        ParamSpec(inputs, (num, 2 * width, hidden), ("expert", "gate_up", "embed")),
+        ParamSpec(outputs, (num, hidden, width), ("expert", "embed", "mlp")),
+    )
+    return spec, params + (_mlp(hidden, shared * width, "mlp.shared_experts") if shared else ())
 
 
 def _expert_layers(
@@ -222,3 +271,19 @@ def _refuse_unread(config: ConfigView) -> None:
 
 def _decided(config: ConfigView, bias: Bias) -> bool:
     return bias if isinstance(bias, bool) else config.flag(bias)
+
+
+def linear(name: str, out: tuple[str, int], inner: tuple[str, int], bias: bool = False) -> Params:
+    """Weight [out, in] and, when asked, bias [out] of a linear layer; `out` and `inner` are (dim, size)."""
+    weight = ParamSpec(f"{name}.weight", (out[1], inner[1]), (out[0], inner[0]))
+    return (weight, ParamSpec(f"{name}.bias", (out[1],), (out[0],))) if bias else (weight,)
+
+
+def norm(name: str, size: int, dim: str = "embed") -> Params:
+    """Scale of an RMSNorm."""
+    return (ParamSpec(f"{name}.weight", (size,), (dim,)),)
+
+
+def head(vocab: int, hidden: int, tied_to: str | None) -> ParamSpec:
+    """The output projection [V, D]."""
+    return ParamSpec("lm_head.weight", (vocab, hidden), ("vocab", "embed"), tied_to)

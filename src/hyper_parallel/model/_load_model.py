@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +16,51 @@ from hyper_parallel.model import _gpt2, _llama_like
 from hyper_parallel.model._config_json import STANDARD_KEYS, ConfigView
 from hyper_parallel.model._families import FAMILIES, LLAMA, TEXT_PARTS, Family
 from hyper_parallel.model._model_spec import ModelSpec
-from hyper_parallel.model._presets import find_preset, nearest_presets, preset_names, read_preset
 from hyper_parallel.model._weights import check_weights, read_headers
 from hyper_parallel.units import DTYPE_BYTES
+
+_FOLDER = Path(__file__).parent / "presets"
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of all presets, sorted."""
+    return tuple(sorted(p.stem for p in _FOLDER.glob("*.json")))
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The config of a preset; keys that start with `_` are ours: `_source`, `_aliases`."""
+    values: dict[str, Any] = json.loads((_FOLDER / f"{name}.json").read_text())
+    return values
+
+
+def find_preset(text: str) -> str | None:
+    """The preset a name or hub id stands for, or None.
+
+    Case and punctuation do not matter. `org/name` must be a hub id the preset lists, because another organisation may
+    publish another model under the same name; a name alone may be the preset's or the last part of such an id.
+    """
+    wanted = _normal(text)
+    if "/" not in text and wanted in preset_names():
+        return wanted
+    for name in preset_names():
+        aliases = read_preset(name).get("_aliases", [])
+        known = aliases if "/" in text else [a.rpartition("/")[2] for a in aliases]
+        if wanted in map(_normal, known):
+            return name
+    return None
+
+
+def nearest_presets(text: str, count: int = 3) -> tuple[str, ...]:
+    """Preset names that look most like a name."""
+    close = difflib.get_close_matches(
+        _normal(text.rpartition("/")[2]), preset_names(), count, cutoff=0.4
+    )
+    return tuple(close)
+
+
+def _normal(text: str) -> str:
+    return "/".join(re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in text.split("/"))
+
 
 _NOT_GENERIC = (
     "num_experts",
@@ -98,13 +142,13 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     spec = spec_from_config(config.values, name=config.name, where=config.where)
     if config.directory is None:
         return spec
-    headers = read_headers(config.directory)
-    spec = replace(spec, notes=spec.notes + headers.notes)
-    if not headers.tensors:
+    tensors, notes = read_headers(config.directory)
+    spec = replace(spec, notes=spec.notes + notes)
+    if not tensors:
         return spec
     return check_weights(
         spec,
-        headers.tensors,
+        tensors,
         config.directory,
         known_family=spec.family in FAMILIES_READ,
         quantized=bool(config.values.get("quantization_config")),

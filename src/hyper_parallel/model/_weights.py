@@ -10,10 +10,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.model._families import FAMILIES, Experts
@@ -36,43 +36,29 @@ _BUFFERS = ("inv_freq", "e_score_correction_bias", "attn.bias", "attn.masked_bia
 """Ends of names that are in published files but are no parameters."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor of a file.
-
-    Attributes:
-        dtype: Format by the file's own word, `BF16`.
-        shape: Shape as stored.
-        file: File name.
-    """
+class TensorInfo(NamedTuple):
+    """One tensor of a file: its format by the file's own word, `BF16`, and its shape as stored."""
 
     dtype: str
     shape: tuple[int, ...]
-    file: str
 
 
-@dataclass(frozen=True, slots=True)
-class Headers:
-    """All tensors of a directory by name, and what was noticed."""
+def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+    """Tensors by name, and what was noticed.
 
-    tensors: dict[str, TensorInfo]
-    notes: tuple[str, ...] = ()
-
-
-def read_headers(directory: Path) -> Headers:
-    """Headers of `model.safetensors` or of the shards its index lists; empty when there are no weights.
+    Of `model.safetensors`, or of the shards its index lists; empty when there are no weights.
 
     Raises:
         WeightsUnreadable: HP703 naming the file that is missing, truncated or corrupt.
     """
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not index.is_file():
-        return Headers(read_header(single) if single.is_file() else {})
+        return (read_header(single) if single.is_file() else {}), ()
     weight_map = _read_index(index)
     files = sorted(set(weight_map.values()))
     missing = [f for f in files if not (directory / f).is_file()]
     if len(missing) == len(files):
-        return Headers({}, ("the weight files are not here: names and shapes are unchecked",))
+        return {}, ("the weight files are not here: names and shapes are unchecked",)
     if missing:
         raise WeightsUnreadable(
             f"{len(missing)} of {len(files)} weight files are missing",
@@ -91,7 +77,7 @@ def read_headers(directory: Path) -> Headers:
             got=lost[:3],
             hint=f"fetch `{weight_map[lost[0]]}` again",
         )
-    return Headers(tensors)
+    return tensors, ()
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -114,7 +100,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         tensors = {
-            str(name): TensorInfo(str(t["dtype"]), tuple(int(s) for s in t["shape"]), path.name)
+            str(name): TensorInfo(str(t["dtype"]), tuple(int(s) for s in t["shape"]))
             for name, t in header.items()
         }
         end = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
