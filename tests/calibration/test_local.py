@@ -170,9 +170,7 @@ def probes(node, true):
 def seconds_of(step, node, card, stack):
     on = Machine.of(node, "float32", card=card, stack=stack)
     c = Candidates.of(step.strategy, step.workload)
-    return float(
-        score(Setting(ModelNumbers.of(step.model), on, step.workload, c), "time").step_s[0]
-    )
+    return float(score(Setting(ModelNumbers.of(step.model), on, step.workload, c)).step_s[0])
 
 
 def test_probes_find_what_axes_cost_where_ranks_share_cores():

@@ -47,7 +47,7 @@ def compare(
     spec = model or small_model(layers=4, kv_heads=8)
     workload = Workload(512, microbatch=2, accumulation_steps=4).resolve(strategy.dp)
     scores = score(
-        Setting(ModelNumbers.of(spec), wires(), workload, Candidates.of(strategy, workload)), "time"
+        Setting(ModelNumbers.of(spec), wires(), workload, Candidates.of(strategy, workload))
     )
     priced = {t.name: float(t.seconds[0]) for t in scores.time}
     layouts = plan_layouts(

@@ -9,10 +9,10 @@ import pytest
 from hyper_parallel.errors import DoesNotFit, HyperParallelError
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import plan
+from hyper_parallel.planner._bounds import strategy_at
 from hyper_parallel.planner._price import pipeline_s, price
 from hyper_parallel.planner._refine import find
 from hyper_parallel.planner._request import resolve
-from hyper_parallel.planner._rows import strategy_at
 from tests.planner.draws import draw_case, draw_pins
 
 pytestmark = pytest.mark.unit

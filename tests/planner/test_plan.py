@@ -18,7 +18,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import load_model
-from hyper_parallel.planner import diff, plan, recheck
+from hyper_parallel.planner import plan, recheck
 from tests.cost.machines import machine, small_model
 
 pytestmark = pytest.mark.unit
@@ -134,7 +134,7 @@ def test_plan_file_round_trip(tmp_path):
     chosen.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == chosen
-    assert diff(chosen, again) == ""
+    assert chosen.diff(again) == ""
     assert again.explain() == chosen.explain()
 
 
@@ -149,7 +149,7 @@ def test_edited_plan_is_priced_again():
     assert again.strategy.tp_x == 4
     assert again.step_s != first.step_s
     assert any("made anew" in n for n in again.notes)
-    assert "strategy.tp_x: 1 -> 4" in diff(first, again)
+    assert "strategy.tp_x: 1 -> 4" in first.diff(again)
     assert recheck(again, small_model(), supernode).layouts == again.layouts
 
 

@@ -1,6 +1,6 @@
 """Calibration: published runs read, predicted and scored, cards fitted to them or to this machine, and written."""
 
-from hyper_parallel.calibration._constants import CONSTANTS, Constant
+from hyper_parallel.calibration._constants import CONSTANTS, Constant, write_card, write_own
 from hyper_parallel.calibration._fit_runs import (
     FOLDS,
     Fit,
@@ -26,7 +26,6 @@ from hyper_parallel.calibration._prediction import (
 )
 from hyper_parallel.calibration._published_run import PublishedRun, read_run
 from hyper_parallel.calibration._row import RowError
-from hyper_parallel.calibration._write import write_card, write_own
 
 __all__ = [
     "CONSTANTS",

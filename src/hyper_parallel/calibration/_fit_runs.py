@@ -17,11 +17,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.calibration._constants import CONSTANTS, C, Constant, apply, believed
+from hyper_parallel.calibration._constants import (
+    CONSTANTS,
+    C,
+    Constant,
+    apply,
+    believed,
+    write_card,
+)
 from hyper_parallel.calibration._prediction import Cards, machine_of, predict, setting_of
 from hyper_parallel.calibration._published_run import PublishedRun, read_run
 from hyper_parallel.calibration._row import RowError, read_rows
-from hyper_parallel.calibration._write import write_card
 from hyper_parallel.cost import ModelNumbers, numbers_of, step_seconds
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.units import GiB

@@ -8,7 +8,7 @@ from hyper_parallel.config._load_recipe import (
     with_absolute_paths,
     with_steps,
 )
-from hyper_parallel.config._problems import describe, leaves, problems, raise_all
+from hyper_parallel.config._problems import describe, leaves, of_file, validated
 from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config._sections import (
     Checkpoint,
@@ -35,10 +35,10 @@ __all__ = [
     "describe",
     "leaves",
     "load_recipe",
-    "problems",
-    "raise_all",
+    "of_file",
     "read_mapping",
     "recipe_to_yaml",
+    "validated",
     "with_absolute_paths",
     "with_steps",
 ]

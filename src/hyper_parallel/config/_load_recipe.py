@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from hyper_parallel.config._contradictions import cross_section
 from hyper_parallel.config._problems import (
@@ -28,9 +28,9 @@ from hyper_parallel.config._problems import (
     field_at,
     is_mapping,
     leaves,
-    problems,
     raise_all,
     section_of,
+    validated,
 )
 from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._sections import Parallel, Recipe
@@ -120,11 +120,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         as_override = origin_of(key) == _COMMAND_LINE or any(o.startswith(typed) for o in overrides)
         return f"{key}{'=' if as_override else ': '}{'null' if value is None else value}"
 
-    try:
-        recipe = Recipe.model_validate(_nest(path, merged))
-    except ValidationError as error:
-        raise_all(problems(error, Recipe, where, pasteable))
-        raise
+    recipe = validated(Recipe, _nest(path, merged), where, pasteable)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
     recipe = _derive_holdout(_derive_warmup(recipe, resolved), resolved)
     loaded = LoadedRecipe(recipe, resolved, path)

@@ -9,12 +9,16 @@ import difflib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from hyper_parallel.config._read import read_mapping
 from hyper_parallel.errors import BadValue, HyperParallelError, UnknownKey
+
+S = TypeVar("S", bound=BaseModel)
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -169,6 +173,34 @@ def problems(
         problem.where = where(key)
         found.append(problem)
     return found
+
+
+def validated(
+    model: type[S],
+    data: object,
+    where: Callable[[str], str],
+    pasteable: Callable[[str, object], str],
+) -> S:
+    """The section that data are; arguments as for `problems`.
+
+    Raises:
+        UnknownKey: HP101, BadValue: HP102 for what the section does not allow.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise_all(problems(error, model, where, pasteable))
+        raise
+
+
+def of_file(path: Path, model: type[S], error: type[HyperParallelError], what: str) -> S:
+    """The section that a YAML or JSON file holds; arguments and errors as for `read_mapping` and `validated`."""
+    return validated(
+        model,
+        read_mapping(path, error, what),
+        lambda key: f"{path}: {key}" if key else str(path),
+        lambda key, value: f"{key.rpartition('.')[2]}: {value}",
+    )
 
 
 def _short(value: object) -> str:

@@ -34,12 +34,10 @@ from hyper_parallel.cost._own_cards import (
     own_cards_by_ranks,
     own_path,
 )
-from hyper_parallel.cost._place import Places
-from hyper_parallel.cost._score import Scores, peak_memory, score, step_cost
-from hyper_parallel.cost._setting import Setting
+from hyper_parallel.cost._setting import Places, Setting
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
 from hyper_parallel.cost._step import LayerPrices
-from hyper_parallel.cost._time import step_seconds
+from hyper_parallel.cost._time import Scores, peak_memory, score, step_cost, step_seconds
 
 __all__ = [
     "COPIES",

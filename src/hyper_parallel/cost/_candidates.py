@@ -14,6 +14,8 @@ from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.ir.strategy import BLOCK_SHAPES, CpKind, ScheduleKind
 
 Array = NDArray[np.float64]
+Axis = tuple[Array, Array]
+"""Degree and stride of one axis of a group."""
 
 SCHEDULES: Final[tuple[ScheduleKind, ...]] = get_args(ScheduleKind)
 """Pipeline schedules; column `schedule` is an index into this."""

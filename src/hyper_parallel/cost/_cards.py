@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from hyper_parallel.config import Section, problems, raise_all, read_mapping
+from hyper_parallel.config import Section, of_file
 from hyper_parallel.errors import CardUnreadable
 
 _FOLDER: Final = Path(__file__).with_name("cards")
@@ -337,19 +337,7 @@ def stack_card(name: str) -> StackCard:
 
 
 def _parsed(path: Path) -> _CardFile:
-    data = read_mapping(path, CardUnreadable, "card")
-    try:
-        return _CardFile.model_validate(data)
-    except ValidationError as error:
-        raise_all(
-            problems(
-                error,
-                _CardFile,
-                where=lambda key: f"{path}: {key}" if key else str(path),
-                pasteable=lambda key, value: f"{key.rpartition('.')[2]}: {value}",
-            )
-        )
-        raise
+    return of_file(path, _CardFile, CardUnreadable, "card")
 
 
 def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -> dict[str, Any]:

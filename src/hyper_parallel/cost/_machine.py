@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.cost._candidates import Array
+from hyper_parallel.cost._candidates import Array, Axis
 from hyper_parallel.cost._cards import DeviceCard, StackCard, device_card, stack_card
 from hyper_parallel.cost._own_cards import own_cards
 from hyper_parallel.cost._pipeline import Speed
-from hyper_parallel.cost._place import Axis
 from hyper_parallel.topology import Supernode, Tier
 from hyper_parallel.units import DTYPE_BYTES
 
@@ -163,10 +162,6 @@ class Machine:
 
     def _inner(self, tier: Tier) -> bool:
         return tier is self.tiers[0] or tier.shares_links
-
-    def ring_seconds(self, gathered_bytes: Array, *axes: Axis) -> Array:
-        """Seconds of one all-gather or reduce-scatter of so many bytes over the groups that some axes span."""
-        return self.ring(*axes).seconds(gathered_bytes)
 
     def ring(self, *axes: Axis) -> Ring:
         """The groups that some axes span, each as a ring.

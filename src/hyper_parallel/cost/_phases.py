@@ -56,10 +56,7 @@ def stage_elements(
 ) -> tuple[Array, Array]:
     """Parameters of a rank after pp, tp and ep, before data sharding; and its share of them under full sharding.
 
-    Args:
-        s: What is priced.
-        layers: Layers of its stage; None: ceil(L / p).
-        outside: Elements of embedding and head in its stage; None: the larger of them.
+    Without `layers` and the elements `outside` of them: those of the fullest stage.
     """
     c = s.c
     layers = s.layers if layers is None else layers
@@ -108,15 +105,9 @@ class LayerMemory:
 def phases(
     s: Setting, layer: LayerMemory, layers: Array, outside: Array, flight: Array, logits: Array
 ) -> tuple[Parts, ...]:
-    """The four phases of a stage.
+    """The four phases of a stage with so many layers and microbatches in flight.
 
-    Args:
-        s: What is priced.
-        layer: What a layer keeps.
-        layers: Layers of the stage.
-        outside: Elements of embedding and head, before tensor parallelism.
-        flight: Microbatches in flight.
-        logits: Bytes of logits and their gradient; 0 where the head is elsewhere.
+    `outside` are elements of embedding and head before tensor parallelism, `logits` bytes, 0 without the head.
     """
     n, c, width, wide = s.n, s.c, s.machine.width, s.reduce_width
     tokens, none = s.tokens, np.zeros(1)

@@ -43,17 +43,10 @@ def lay_out(
     even: bool,
     pace: Speed | None = None,
 ) -> StageSplit:
-    """Equal layers on stages, evenly or so that the slowest stage is as fast as it can be.
+    """Equal layers on stages: the slowest as fast as it can be, or evenly with the fewest on the last.
 
-    Args:
-        c: Candidates.
-        layers: Layers of the model.
-        layer_s: Seconds of one layer and microbatch.
-        head_s: Seconds of the head and loss.
-        even: Every stage gets as many layers; the last the fewest when they do not divide.
-        pace: Speed of a rank by the share of ranks at work; None: every rank has its own cores. What a light stage
-            leaves the others use, so that the round is that of the mean stage at the greatest throughput of all
-            ranks, or of the slowest alone.
+    What a light stage leaves of cores that ranks share, `pace`, the others use, so that the round is that of the mean
+    stage at the greatest throughput of all ranks, or of the slowest alone.
     """
     p, one = c.pp, c.pp <= 1
     total = layers * layer_s + head_s
@@ -100,16 +93,10 @@ def bubble_seconds(
     weight: Array,
     pace: Speed | None = None,
 ) -> Array:
-    """Seconds a step waits for the pipeline to fill and drain.
+    """Seconds a step waits for the pipeline to fill and drain, of F, B + W and W of one layer.
 
-    Args:
-        c: Candidates.
-        others: Seconds of one microbatch over all stages but the slowest.
-        forward: F of one layer.
-        backward: B + W of one layer.
-        weight: W of one layer.
-        pace: Speed of a rank by the share of ranks at work; None: every rank has its own cores. Filling and draining
-            have as many rounds with 1, 2, ... p - 1 ranks at work, each faster by its pace.
+    Where ranks share cores filling and draining have as many rounds with 1, 2, ... p - 1 ranks at work, each faster by
+    its `pace`. `others` are seconds of one microbatch over all stages but the slowest.
 
     Sources: Narayanan et al. 2021, sections 2.2 and 2.3; Qi et al. 2023 (zero bubble), sections 2 and 6; DeepSeek-AI
     2024 (DualPipe), section 3.2.1.

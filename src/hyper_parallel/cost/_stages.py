@@ -130,12 +130,6 @@ def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int)
 
     Blocks keep the layers of the rank's stages. The embedding is on the first stage, final norm and head on the last;
     there a head that shares the embedding's weight holds it under the embedding's name.
-
-    Args:
-        model: The whole model.
-        strategy: Stages and where they lie.
-        seq_len: Tokens per sequence, for a cut by cost.
-        pp_rank: The pipeline rank.
     """
     if strategy.pp == 1:
         return model

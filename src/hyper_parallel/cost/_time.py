@@ -10,15 +10,20 @@ from typing import Final, Literal
 
 import numpy as np
 
-from hyper_parallel.cost._budget import copy_load
-from hyper_parallel.cost._candidates import Array, shape_of
+from hyper_parallel.cost._budget import away_from, copy_load
+from hyper_parallel.cost._candidates import Array, Candidates, shape_of
 from hyper_parallel.cost._communication import exposed, hop_seconds, step_tail, tensor_hops
-from hyper_parallel.cost._copies import COPIES, FORMULA, SOURCE
+from hyper_parallel.cost._copies import COPIES, FORMULA, SOURCE, put_away
+from hyper_parallel.cost._machine import Machine
+from hyper_parallel.cost._memory import SpaceTerm, memory_terms
+from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import moved_bytes, stage_elements
 from hyper_parallel.cost._pipeline import bubble_seconds
 from hyper_parallel.cost._setting import Setting
 from hyper_parallel.cost._step import Step
-from hyper_parallel.ir import AXES, CostTerm
+from hyper_parallel.ir import AXES, CostTerm, MemoryTerm, Strategy, Workload
+from hyper_parallel.model import ModelSpec
+from hyper_parallel.topology import Supernode
 
 _FORMULAS: Final = {
     "matmul": "m l 6 T W / P / (peak * share), stretched by (1 + s/M)(1 + s/N)(1 + s/K) for each matmul M x N x K",
@@ -191,7 +196,7 @@ def rest_terms(s: Setting, step: Step) -> list[TimeTerm]:
     tail = exposed(once["scatter_s"], last, overlap) + once["late_s"]
     tail = tail + exposed(once["gather_s"], last / 2.0, overlap)
     tail = tail + exposed(once["first_s"], work.forward * layers, overlap) + tensor_hops(s)
-    norm = machine.ring_seconds(np.full(1, 4.0), *s.places.group(AXES))
+    norm = machine.ring(*s.places.group(AXES)).seconds(np.full(1, 4.0))
     elements = stage_elements(s)
     moved = moved_bytes(s, elements)
     added = (m > 1) & ((c.zero < 2) | ((c.pp > 1) & (s.shards > 1)))
@@ -246,3 +251,65 @@ def _host_work(s: Setting, layers: Array) -> Array:
     for axis, (used, times) in kinds.items():
         total = total + np.where(used, times * seconds.get(axis, 0.0), 0.0)
     return total
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Prices of many candidates."""
+
+    time: tuple[TimeTerm, ...]  # terms of the step time
+    memory: tuple[SpaceTerm, ...]  # terms of the peak memory, offloaded or not
+    step_s: Array  # sum of the time terms
+    memory_bytes: Array  # their bytes on the device: their sum, less what is away
+
+    def cost_at(self, index: int) -> tuple[CostTerm, ...]:
+        """Time terms of one candidate, those that are zero left out."""
+        return tuple(t.at(index) for t in self.time if t.seconds[index] > 0.0 or _moves(t, index))
+
+    def memory_at(self, index: int) -> tuple[MemoryTerm, ...]:
+        """Memory terms of one candidate, those that are zero left out."""
+        held = tuple(t.at(index) for t in self.memory if t.bytes[index] > 0.0)
+        return put_away(held, self.cost_at(index))
+
+
+def _moves(term: TimeTerm, index: int) -> bool:
+    """Whether a term is that of copies, and there are any."""
+    if term.name != COPIES:
+        return False
+    return any(np.ravel(term.inputs[n])[index] > 0.0 for n in ("need_bytes", "end_bytes"))
+
+
+def score(s: Setting) -> Scores:
+    """Price candidates, columns of one length or an open grid; nothing is checked for legality here."""
+    time, memory = time_terms(s), memory_terms(s)
+    held = away_from(sum((t.bytes for t in memory), np.zeros(1)), s)
+    return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), held)
+
+
+def step_cost(
+    model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
+) -> tuple[CostTerm, ...]:
+    """Terms of the step time of one strategy; their sum is the prediction.
+
+    Args:
+        model: The model.
+        supernode: The machine.
+        strategy: Degrees and choices, legal for the model.
+        workload: Resolved batch numbers (`Workload.resolve`).
+    """
+    return _single(model, supernode, strategy, workload).cost_at(0)
+
+
+def peak_memory(
+    model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
+) -> tuple[MemoryTerm, ...]:
+    """Terms of the peak memory of the fullest device; arguments as for `step_cost`."""
+    return _single(model, supernode, strategy, workload).memory_at(0)
+
+
+def _single(
+    model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
+) -> Scores:
+    machine = Machine.of(supernode, workload.compute_dtype)
+    candidate = Candidates.of(strategy, workload)
+    return score(Setting(ModelNumbers.of(model), machine, workload, candidate))

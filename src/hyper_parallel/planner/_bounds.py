@@ -1,12 +1,16 @@
-"""Prices of rows of strategies, complete ones and partial ones, whose prices are lower bounds.
+"""Rows of strategies, complete and partial ones: their prices, of partial ones lower bounds, and what fits.
 
 A partial strategy lacks columns, and is priced with what is open at its best: without an order any group is on the
-fastest links of the machine, without `zero` nothing is shared, and memory is that of whatever shards most.
+fastest links of the machine, without `zero` nothing is shared, and memory is that of whatever shards most. Memory is
+freed in three ways: inputs that were gathered for matmuls are gathered again in backward, activations are computed
+again, and what exceeds the device lies in host memory.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final, TypeAlias
@@ -19,11 +23,13 @@ from hyper_parallel.cost import (
     Candidates,
     Machine,
     Setting,
+    distinct,
     few_layers,
+    memory_key,
     offloaded_bytes,
     step_seconds,
 )
-from hyper_parallel.planner._rows import TIE, count
+from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner._space import Columns, Space
 from hyper_parallel.topology import Tier
 
@@ -33,7 +39,58 @@ Choice: TypeAlias = tuple[int, int, int]
 """Ways to free memory, columns `offload`, `regather` and `recompute`."""
 
 FULL: Final = RECOMPUTE.index("full")
+FREED: Final = ("offload", "regather", "recompute")
+"""Columns that are solved inside a strategy, as a `Choice`."""
+PRICES: Final = ("per_token_s", "memory_bytes", "layers")
+"""Seconds per token, peak bytes, and layers of a rank that are recomputed as column `recompute` says, -1 for all."""
+TIE: Final = 1e-9
+"""Values that differ by less, relatively, are equal: the rest is rounding."""
 _MANY: Final = 1e12  # microbatches, so many that nothing is left of what comes once per step
+_DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
+
+
+def select(rows: Columns, which: NDArray[np.intp] | NDArray[np.bool_]) -> Columns:
+    """Some of the rows."""
+    if which.dtype == np.bool_:
+        which = np.flatnonzero(which)  # an index is read faster than a mask
+    return {name: column[which] for name, column in rows.items()}
+
+
+def join(parts: Sequence[Columns]) -> Columns:
+    """All rows of several; no row of no column when there are none."""
+    if not parts:
+        return dict.fromkeys((*Candidates.__slots__, *PRICES), np.empty(0))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def count(rows: Columns) -> int:
+    """How many rows there are."""
+    return len(next(iter(rows.values())))
+
+
+def tuples(rows: Columns, names: Sequence[str] = _DEGREES) -> list[tuple[int, ...]]:
+    """Some columns of every row, as whole numbers: its degrees."""
+    table = np.column_stack([rows[name] for name in names]).astype(int)
+    return [tuple(row) for row in table.tolist()]
+
+
+def ranked(rows: Columns) -> NDArray[np.intp]:
+    """Positions, fastest first; ties go to smaller tp, cp, pp and ep, then to less memory and plainer choices."""
+    value = rows["per_token_s"]
+    rounded = np.round(value / value.min() / TIE) if len(value) else value
+    plain = [rows[name] for name in sorted(rows) if name not in PRICES]
+    keys = (*plain, rows["layers"], rows["memory_bytes"], rows["ep"], rows["pp"], rows["cp"])
+    return np.lexsort((*keys, rows["tp_x"] * rows["tp_y"], rounded))
+
+
+def strategy_at(
+    rows: Columns, position: int, base: Strategy, workload: Workload
+) -> tuple[Strategy, Workload]:
+    """One complete strategy with its resolved workload; arguments as for `Candidates.at`."""
+    row = {n: rows[n][[position]] for n in rows if n in Candidates.__slots__}
+    strategy, resolved = Candidates.of_columns(**row).at(0, base, workload)
+    layers = int(rows["layers"][position])
+    return replace(strategy, recompute_layers=layers if layers >= 0 else None), resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +248,105 @@ class Pricer:
     def _open(self, columns: Columns) -> list[dict[str, float]]:
         """What may stand for an open `zero`."""
         return [{}] if "zero" in columns else [{"zero": float(zero)} for zero in self.leanest]
+
+
+class Completer:
+    """Completes rows with the way to free memory, and cuts those that do not fit or cannot be among the best.
+
+    Attributes:
+        pricer: What prices the rows.
+        threshold: Seconds per token that a strategy must beat.
+        cut: Rows that were cut, by reason.
+        priced: Complete strategies that were priced.
+        least_bytes: Least peak of what did not fit.
+    """
+
+    def __init__(self, pricer: Pricer, threshold: float) -> None:
+        self.pricer, self.threshold = pricer, threshold
+        self.cut: Counter[str] = Counter()
+        self.priced, self.least_bytes = 0, np.inf
+
+    def faster(self, per_token_s: Array) -> NDArray[np.bool_]:
+        """Which can still be among the best; the others are counted."""
+        fast: NDArray[np.bool_] = per_token_s <= self.threshold * (1 + TIE)
+        self.cut["slower by its bound"] += int((~fast).sum())
+        return fast
+
+    def complete(self, columns: Columns) -> tuple[Columns, Columns]:
+        """Prices of rows that can be among the best, and the rows that do not fit at all.
+
+        Of a partial strategy the fastest way to free memory is taken; of one with an order of its axes every way is a
+        row of its own, for the best is found by simulation. A way that takes as long as another one is left out.
+        Recomputation is of as few layers of a rank as make it fit: between nothing and everything recomputed, time and
+        the bytes of every phase are linear in the layers, which are equal. What lies between is with offload the memory
+        plan's, which drops single results at the price that the copies' term has.
+
+        Memory is cheaper to price than time, so what cannot fit goes first; few of the columns matter to it, so each
+        distinct row is priced once.
+        """
+        pricer = self.pricer
+        first, index = distinct(memory_key(columns))
+        keys = select(columns, first)
+        held = pricer.peak(keys)
+        can = (held <= pricer.capacity) & pricer.may[:, None]
+        lean = can.any(axis=0)
+        fits = lean[index]
+        self.cut["does not fit in memory"] += int((~fits).sum())
+        lost, columns, index = select(columns, ~fits), select(columns, fits), index[fits]
+        if not lean.all():
+            self.least_bytes = min(self.least_bytes, held[pricer.may][:, ~lean].min())
+        tokens = pricer.tokens(columns)
+        least = pricer.seconds(columns, pricer.usual)
+        fast = self.faster(least / tokens)
+        columns, index, least = select(columns, fast), index[fast], least[fast]
+        most = self.threshold * (1 + TIE) * tokens[fast]
+        best, cut_by_tp = np.full(len(index), np.inf), columns["tp_x"] * columns["tp_y"] > 1.0
+        known: dict[Choice, Array] = {pricer.usual: least}
+
+        def seconds(which: NDArray[np.intp], choice: Choice) -> Array:
+            """Prices of some rows, each computed once; what is made again in full gathers its inputs anyway."""
+            offload, regather, kind = choice
+            choice = (offload, pricer.usual[1] if kind == FULL else regather, kind)
+            values = known.setdefault(choice, np.full(len(index), np.nan))
+            new = which[np.isnan(values[which])]
+            values[new] = pricer.seconds(select(columns, new), choice)
+            return values[which]
+
+        ways: list[tuple[NDArray[np.intp], Array]] = []
+        for number, choice in enumerate(pricer.choices):
+            offload, regather, kind = choice
+            # Nothing is better than what adds nothing.
+            open_ = can[number][index] & (best > least * (1 + TIE))
+            which = np.flatnonzero(open_ & (cut_by_tp | (regather == pricer.usual[1])))
+            start = seconds(which, (0, regather, 0))
+            which, start = which[start <= most[which]], start[start <= most[which]]
+            if not len(which):
+                continue
+            some, memory = select(columns, which), held[number][index[which]]
+            step, layers = seconds(which, choice), np.full(len(which), -1.0)
+            if kind and not offload and 0 in pricer.kinds:
+                distinct_keys, place = np.unique(index[which], return_inverse=True)
+                few = pricer.few_layers(select(keys, distinct_keys), choice)
+                needed, memory = (v[place] for v in few)
+                all_layers = np.ceil(pricer.request.numbers.layers / some["pp"])
+                step = start + needed / all_layers * (step - start)
+                layers = np.where(needed < all_layers, needed, -1.0)
+            ways.append((which, np.array(np.broadcast_arrays(step, memory, layers, *choice))))
+            best[which] = np.minimum(best[which], step)
+        return self._rows(columns, ways), lost
+
+    def _rows(self, columns: Columns, ways: list[tuple[NDArray[np.intp], Array]]) -> Columns:
+        which = np.concatenate([np.empty(0, dtype=np.intp), *(rows for rows, _ in ways)])
+        table = np.concatenate([np.empty((6, 0)), *(values for _, values in ways)], axis=1)
+        if "order" in columns:
+            self.priced += len(which)
+        else:
+            # By more than rounding: of ways that are as fast the plainer is taken, which comes first.
+            place = np.repeat(np.arange(len(ways)), [len(rows) for rows, _ in ways])
+            fastest = np.lexsort((table[0] * (1 + TIE * place), which))
+            fastest = fastest[np.diff(which[fastest], prepend=-1) > 0]
+            which, table = which[fastest], table[:, fastest]
+        rows = select(columns, which)
+        table[0] /= self.pricer.tokens(rows)
+        rows |= dict(zip((*PRICES, *FREED), table, strict=True))
+        return select(rows, self.faster(table[0]))

@@ -7,8 +7,8 @@ from typing import Final
 
 from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, Load, stack_card
 from hyper_parallel.ir import Certificate, CostTerm, Plan, Sensitivity, Strategy
-from hyper_parallel.planner._executable import missing
 from hyper_parallel.planner._price import PricedStrategy
+from hyper_parallel.planner._request import missing
 from hyper_parallel.units import format_bytes, format_seconds
 
 MOST_FACTOR: Final = 2.0
@@ -49,14 +49,7 @@ def half_width(plan: Plan) -> float | None:
 def slower(
     best: Sequence[CostTerm], best_s: float, other: Sequence[CostTerm], other_s: float
 ) -> str:
-    """Why a strategy that fits lost: how much slower, and the term that costs most of it.
-
-    Args:
-        best: Cost terms of the winner.
-        best_s: Its step time, scaled to the same number of tokens.
-        other: Cost terms of the loser.
-        other_s: Its step time.
-    """
+    """Why a strategy that fits lost: how much slower for as many tokens, and the term that costs most of it."""
     share = other_s / best_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
@@ -126,10 +119,6 @@ def sensitivity(best: PricedStrategy, others: Sequence[PricedStrategy]) -> tuple
 
     A term is inversely proportional to its constant. With the constant of term i times f, a step takes
     T + (1/f - 1) t_i; two strategies are level where 1/f - 1 = (T' - T) / (t_i - t_i').
-
-    Args:
-        best: The winner.
-        others: Runners-up.
     """
     changes: dict[str, Sensitivity] = {}
     terms = {t.name: t.seconds for t in best.cost}

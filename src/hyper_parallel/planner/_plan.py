@@ -21,6 +21,7 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
+from hyper_parallel.planner._bounds import ranked, strategy_at, tuples
 from hyper_parallel.planner._explain import (
     not_executable,
     offloaded,
@@ -39,7 +40,6 @@ from hyper_parallel.planner._refusals import (
     nothing_legal,
 )
 from hyper_parallel.planner._request import LOCAL, PlanRequest, resolve
-from hyper_parallel.planner._rows import ranked, strategy_at, tuples
 from hyper_parallel.planner._search import BranchAndBound
 from hyper_parallel.planner._space import Columns
 from hyper_parallel.topology import Supernode
@@ -54,14 +54,7 @@ def evaluate(
     where: str | None = None,
     num_devices: int | None = None,
 ) -> Plan:
-    """The Plan of exactly one strategy.
-
-    Args:
-        request: Model, machine and workload.
-        strategy: Degrees and choices.
-        where: Where the degrees were set, for errors.
-        num_devices: What the degrees must multiply to; None: anything.
-    """
+    """The Plan of exactly one strategy, whose degrees multiply to `num_devices`, if given; `where` is for errors."""
 
     def check(strategy: Strategy, workload: Workload) -> None:
         check_degrees(strategy, num_devices, where)
@@ -274,8 +267,3 @@ def recheck(
     if again.layouts != plan.layouts:
         notes += ("layouts were made anew for the degrees in the file",)
     return replace(again, rejected=plan.rejected, notes=notes)
-
-
-def diff(a: Plan, b: Plan) -> str:
-    """What differs between two plans, one line per value: `strategy.tp_x: 4 -> 8`; empty when nothing does."""
-    return a.diff(b)

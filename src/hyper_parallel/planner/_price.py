@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hyper_parallel.cost import (
     COPIES,
     Candidates,
+    LayerPrices,
     Scores,
     Setting,
     kept_bytes,
@@ -18,10 +22,9 @@ from hyper_parallel.cost import (
     put_away,
     score,
 )
-from hyper_parallel.ir import CostTerm, MemoryTerm, Stage, Strategy, Workload
+from hyper_parallel.ir import CostTerm, MemoryTerm, Stage, StageCost, Strategy, Workload
 from hyper_parallel.mpmd import makespan_s, schedule_name
 from hyper_parallel.planner._request import PlanRequest
-from hyper_parallel.planner._stages import make_stages
 
 ONCE: Final = ("data-parallel reduction", "gradient norm", "optimizer", COPIES, "every step")
 """Terms that come once per step, after the last microbatch."""
@@ -66,72 +69,43 @@ class PricedStrategy:
 
 
 def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> PricedStrategy:
-    """Terms, stages and simulated schedule of one strategy.
+    """Terms, stages and simulated schedule of one legal strategy with resolved batch numbers.
 
     With recomputation of some layers, time and memory lie between those of none and all. What the simulated schedule
     takes longer than the closed form (uneven layers, full links) is a term of its own; where it takes less, the closed
     form stands, so that the search, which knows only the closed form, never misses a better strategy.
-
-    Args:
-        request: Model and machine.
-        strategy: Legal degrees and choices.
-        workload: Resolved batch numbers.
     """
-    machine = request.machine
-    whole = replace(strategy, recompute_layers=None)
-    scores = score(_setting(request, whole, workload))
+    again, share = strategy.recompute_layers, 1.0
+    candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)
+    setting = plain = Setting(request.numbers, request.machine, workload, candidate)
+    scores = score(setting)
     cost, memory = scores.cost_at(0), scores.memory_at(0)
     layers = -(-request.model.num_layers // strategy.pp)
-    kept = _kept(request, whole, workload)
-    if strategy.recompute != "none" and strategy.recompute_layers is not None:
-        share = strategy.recompute_layers / layers
-        without = replace(whole, recompute="none")
-        plain = score(_setting(request, without, workload))
-        kept = (1.0 - share) * _kept(request, without, workload) + share * kept
-        cost = _mixed_time(plain, scores, share)
-        held = memory_terms(_setting(request, whole, workload), strategy.recompute_layers)
+    kept = _one(kept_bytes(setting))
+    if strategy.recompute != "none" and again is not None:
+        share, plain = again / layers, setting.under(recompute=np.zeros(1))
+        kept = (1.0 - share) * _one(kept_bytes(plain)) + share * kept
+        cost = _mixed_time(score(plain), scores, share)
+        held = memory_terms(setting, again)
         memory = put_away(tuple(t.at(0) for t in held if t.bytes[0] > 0.0), cost)
-    terms = {t.name: t.seconds for t in cost}
-    sends = next((t for t in scores.time if t.name == "pipeline sends"), None)
-    send_s = float(np.ravel(sends.inputs.get("send_s", 0.0))[0]) if sends is not None else 0.0
-    stages = make_stages(
-        request,
-        workload,
-        strategy,
-        accumulate_s=sum(terms.get(n, 0.0) for n in ("gradient accumulation", "host work of axes"))
-        / (workload.accumulation_steps or 1),
-        reduce_s=terms.get("data-parallel reduction", 0.0),
-        update_s=sum(
-            terms.get(n, 0.0) for n in (*ONCE, "stragglers") if n != "data-parallel reduction"
-        ),
-        send_s=send_s if strategy.pp > 1 else 0.0,
-        activation_bytes=layers * kept,
-    )
+    sends = next(t for t in scores.time if t.name == "pipeline sends")
+    costs = _layer_seconds(request, setting, plain, share)
+    stages = _stages(strategy, workload, cost, costs, _one(sends.inputs["send_s"]), layers * kept)
     priced = PricedStrategy(strategy, workload, cost, memory, stages)
-    longer = _longer(priced, machine.paces(strategy.pp))
-    if longer > WORTH * priced.step_s:
-        cost = (
-            *cost,
-            CostTerm(
-                "schedule",
-                longer,
-                "simulated schedule - its closed form: uneven layers, full links",
-                {"stages": float(len(stages))},
-                "event simulation",
-            ),
-        )
-        priced = replace(priced, cost=cost)
-    return priced
+    if strategy.pp == 1:
+        return priced
+    closed = sum(t.seconds for t in cost if t.name not in (*ONCE, "stragglers"))
+    longer = pipeline_s(priced, request.machine.paces(strategy.pp)) - closed
+    if longer <= max(0.0, WORTH * priced.step_s):
+        return priced
+    told = "simulated schedule - its closed form: uneven layers, full links"
+    more = CostTerm("schedule", longer, told, {"stages": float(len(stages))}, "event simulation")
+    return replace(priced, cost=(*cost, more))
 
 
-def _setting(request: PlanRequest, strategy: Strategy, workload: Workload) -> Setting:
-    candidate = Candidates.of(strategy, workload)
-    return Setting(request.numbers, request.machine, workload, candidate)
-
-
-def _kept(request: PlanRequest, strategy: Strategy, workload: Workload) -> float:
-    """Bytes that a layer and microbatch keeps for backward."""
-    return float(np.ravel(kept_bytes(_setting(request, strategy, workload)))[0])
+def _one(column: ArrayLike) -> float:
+    """The value of the only candidate."""
+    return float(np.ravel(column)[0])
 
 
 def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ...]:
@@ -146,15 +120,6 @@ def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ..
         if seconds > 0.0:
             mixed.append(replace(term, seconds=seconds))
     return tuple(mixed)
-
-
-def _longer(priced: PricedStrategy, pace: tuple[float, ...]) -> float:
-    """Seconds that the simulated pipeline takes beyond the closed form; 0 without a pipeline."""
-    s = priced.strategy
-    if s.pp == 1:
-        return 0.0
-    closed = sum(t.seconds for t in priced.cost if t.name not in (*ONCE, "stragglers"))
-    return max(0.0, pipeline_s(priced, pace) - closed)
 
 
 def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
@@ -176,3 +141,124 @@ def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
     few = max(1, rounds) * s.pp + m % s.pp
     first, second = seconds(few), seconds(few + s.pp)
     return first + (second - first) * (m - few) / s.pp
+
+
+def _layer_seconds(
+    request: PlanRequest, setting: Setting, plain: Setting, share: float
+) -> tuple[list[tuple[float, ...]], float, float]:
+    """Seconds of one microbatch: of every decoder layer, of the head, and exposed traffic outside of the layers.
+
+    Those of a layer are its forward, both halves of its backward, and what is exposed beside each direction. A share
+    of the layers is recomputed as in `setting`, the others as in `plain`.
+    """
+    known: dict[int, tuple[float, ...]] = {}
+    head = outside = 0.0
+    for layers, numbers in request.layer_kinds:
+        parts = []
+        for chosen in (plain,) if plain is setting else (plain, setting):
+            prices = LayerPrices.of(replace(chosen, n=numbers))
+            w, c = prices.work, prices.comm
+            head, outside = _one(prices.head), _one(c.outside)
+            values = (
+                w.forward + w.launch / 3.0,
+                w.backward - w.matmul + w.recompute + w.launch / 3.0,
+                w.matmul + w.launch / 3.0,
+                (c.tp + c.cp + c.ep + c.fsdp) / 2.0,
+            )
+            parts.append(np.array([_one(v) for v in values]))
+        mixed = parts[0] if len(parts) == 1 else (1.0 - share) * parts[0] + share * parts[1]
+        known.update(dict.fromkeys(layers, tuple(mixed.tolist())))
+    return [known[layer] for layer in sorted(known)], head, outside
+
+
+def _stages(
+    strategy: Strategy,
+    workload: Workload,
+    cost: tuple[CostTerm, ...],
+    seconds: tuple[list[tuple[float, ...]], float, float],
+    send_s: float,
+    activation_bytes: float,
+) -> tuple[Stage, ...]:
+    """The stages, cut so that the slowest is as fast as it can be; of `_layer_seconds` and what a rank keeps."""
+    terms = {t.name: t.seconds for t in cost}
+    share, count = 1.0 / strategy.virtual_stages, strategy.pp * strategy.virtual_stages
+    added = sum(terms.get(n, 0.0) for n in ("gradient accumulation", "host work of axes"))
+    added = added / (workload.accumulation_steps or 1)
+    reduce_s = terms.pop("data-parallel reduction", 0.0)
+    update_s = sum(terms.get(n, 0.0) for n in (*ONCE, "stragglers"))
+    layers, head, outside = seconds
+    totals = [forward + inputs + weights + out + out for forward, inputs, weights, out in layers]
+    cut = strategy.stage_layers or partition(totals, count, last=head)
+    per_layer = activation_bytes / max(1.0, len(layers) / strategy.pp)
+    ranges = [range(end - size, end) for end, size in zip(accumulate(cut), cut, strict=True)]
+    again: set[int] = set()
+    if strategy.recompute != "none":  # whole or selective
+        for rank in range(strategy.pp):
+            own = strategy.stages_of(rank) if strategy.pp > 1 else (0,)
+            again |= replace(strategy, recompute="full").recomputed([ranges[s] for s in own])
+    stages = []
+    for index, mine in enumerate(ranges):
+        columns = zip(*(layers[layer] for layer in mine), strict=True)
+        forward, inputs, weights, exposed = (sum(column) for column in columns)
+        extra = head / 3.0 if index == count - 1 else 0.0
+        exposed = exposed + outside * share / 2.0
+        times = StageCost(
+            forward_s=forward + extra,
+            input_grad_s=inputs + extra,
+            weight_grad_s=weights + extra + added * share,
+            send_forward_s=send_s if index < count - 1 else 0.0,
+            send_backward_s=send_s if index else 0.0,
+            activation_bytes=round(per_layer * len(mine)),
+            exposed_forward_s=exposed,
+            exposed_backward_s=exposed,
+            reduce_grad_s=reduce_s * share,
+            update_s=update_s * share,
+        )
+        stages.append(Stage(mine.start, len(mine), len(again.intersection(mine)), times))
+    return tuple(stages)
+
+
+def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple[int, ...]:
+    """Contiguous parts of at least one element, so that the greatest sum is as small as it can be.
+
+    Args:
+        costs: Cost of every element, in order.
+        parts: How many parts, at most as many as elements.
+        last: Extra cost of the last part.
+
+    Returns:
+        Number of elements of every part. Of the cuts with the least greatest sum the one that fills from the end, so
+        that the first stages, which hold most activations, are light.
+
+    Cost: the sums of all runs are the only values the greatest sum can have; a binary search over them, each tried
+        greedily: O(n^2 log n) to sort, O(n log n) to search. Exact for contiguous parts.
+    """
+    n = len(costs)
+    prefix = np.array([0.0, *accumulate(costs)])
+    sums = prefix[None, :] - prefix[:, None]
+    upper = np.triu_indices(n + 1, 1)
+    values = np.sort(np.concatenate([sums[upper], prefix[n] - prefix[:n] + last]))
+
+    def cut(limit: float) -> list[int] | None:
+        found, end = [], n
+        for part in range(parts, 0, -1):
+            room = limit - (last if part == parts else 0.0)
+            start = end - 1
+            while start > part - 1 and prefix[end] - prefix[start - 1] <= room * (1 + 1e-12):
+                start -= 1
+            if start < part - 1 or prefix[end] - prefix[start] > room * (1 + 1e-12):
+                return None
+            found.append(end - start)
+            end = start
+        return found[::-1] if end == 0 else None
+
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if cut(float(values[middle])) is None:
+            low = middle + 1
+        else:
+            high = middle
+    best = cut(float(values[low]))
+    assert best is not None, "one part can hold everything that is left"
+    return tuple(best)

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.ir import Strategy
+from hyper_parallel.planner._bounds import TIE, ranked, strategy_at, tuples
 from hyper_parallel.planner._pins import shown_pin
 from hyper_parallel.planner._price import PricedStrategy, price
 from hyper_parallel.planner._request import PlanRequest
-from hyper_parallel.planner._rows import TIE, ranked, strategy_at, tuples
 from hyper_parallel.planner._search import BranchAndBound
 from hyper_parallel.planner._space import MOST_CP, MOST_TP, Columns, Space
 
@@ -61,13 +61,7 @@ class Outcome:
 
 
 def find(request: PlanRequest, keep: int = 1, at_most_s_per_token: float | None = None) -> Outcome:
-    """The best strategies of a request, proved.
-
-    Args:
-        request: Model, machine, workload and what may be chosen.
-        keep: Strategies of distinct degrees to find.
-        at_most_s_per_token: Slower strategies are of no interest.
-    """
+    """The best strategies of a request, so many of distinct degrees and none slower than the limit, proved."""
     keep, full = max(keep, KEPT), _FullPrices(request)
     search = BranchAndBound(Space(request), keep, at_most_s_per_token, full.seconds)
     values, left = full.until_proved(search.rows)

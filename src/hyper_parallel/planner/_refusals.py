@@ -17,9 +17,9 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.mpmd import check_pipeline
+from hyper_parallel.planner._bounds import count, tuples
 from hyper_parallel.planner._pins import PINNABLE, shown_pin
 from hyper_parallel.planner._request import LOCAL, PlanRequest
-from hyper_parallel.planner._rows import count, tuples
 from hyper_parallel.planner._search import BranchAndBound
 from hyper_parallel.planner._space import Space, divisors
 from hyper_parallel.units import format_bytes
@@ -86,14 +86,7 @@ def follow_changes(
     workload: Workload,
     check: Callable[[Strategy, Workload], None],
 ) -> dict[str, object]:
-    """Recipe keys and values that make a refused strategy legal; empty when the refusals do not lead there.
-
-    Args:
-        error: The refusal.
-        strategy: What was refused.
-        workload: Its workload.
-        check: Raises when a strategy with a workload is not legal.
-    """
+    """Recipe keys and values that make a refused strategy legal by `check`; empty where refusals do not lead there."""
     changes: dict[str, object] = {}
     for _ in range(MOST_REFUSALS):
         if not error.changes:

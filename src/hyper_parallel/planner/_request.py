@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hyper_parallel.cost import Machine, ModelNumbers
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.ir import ModelRef, Rule, Strategy, Workload
+from hyper_parallel.ir import AXES, ModelRef, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec, load_model
 from hyper_parallel.shard import ShardPlan, family_rules, plan_layouts
 from hyper_parallel.topology import Supernode, detect_local, load_topology
@@ -225,3 +225,18 @@ def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:
     while sequences * seq_len > MOST_TOKENS_PER_STEP and sequences % 2 == 0:
         sequences //= 2
     return sequences * seq_len
+
+
+def missing(strategy: Strategy) -> list[str]:
+    """Choices of a strategy that this version can price and cannot run; what layouts refuse is not among them."""
+    s = strategy
+    found = []
+    if s.order != AXES:
+        found.append("order of the axes")
+    if s.dp_shard * s.cp > 1 and (s.zero == 0 or (s.zero == 1 and s.pp > 1)):
+        found.append(f"zero={s.zero}" + (" with pipeline stages" if s.zero else ""))
+    if s.etp is not None:
+        found.append(f"etp={s.etp}")
+    if s.recompute == "selective":
+        found.append("selective recomputation")
+    return found

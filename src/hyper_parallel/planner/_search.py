@@ -29,9 +29,19 @@ from numpy.typing import NDArray
 
 from hyper_parallel.cost import SCHEDULES
 from hyper_parallel.ir import AXES
-from hyper_parallel.planner._bounds import FULL, Pricer, link_domains
-from hyper_parallel.planner._complete import FREED, Completer
-from hyper_parallel.planner._rows import PRICES, TIE, count, join, select, tuples
+from hyper_parallel.planner._bounds import (
+    FREED,
+    FULL,
+    PRICES,
+    TIE,
+    Completer,
+    Pricer,
+    count,
+    join,
+    link_domains,
+    select,
+    tuples,
+)
 from hyper_parallel.planner._space import BLOCKS, Columns, Space
 
 Array = NDArray[np.float64]
@@ -70,13 +80,9 @@ class BranchAndBound:
         at_most_s_per_token: float | None = None,
         full_s: Callable[[Columns, int], float] = closed_form_s,
     ) -> None:
-        """Search a space.
+        """Search for so many strategies of distinct degrees, none slower than the limit.
 
-        Args:
-            space: What is legal.
-            keep: How many strategies to keep, of distinct degrees.
-            at_most_s_per_token: Slower strategies are of no interest.
-            full_s: Full price of a row, seconds per token, never less than the closed form of the search.
+        `full_s` is the full price of a row, seconds per token, never less than the closed form of the search.
         """
         self.space, self.keep, self.full_s = space, keep, full_s
         self.pricer = Pricer(space)

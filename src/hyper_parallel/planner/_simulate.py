@@ -67,29 +67,15 @@ def plan_tasks(plan: Plan) -> TaskGraph:
     reduced = []
     for stage, cost in enumerate(costs):
         rank = place[stage]
-        lanes = (f"rank {rank}/compute", f"rank {rank}/communication")
-        deps = tuple(last[lane] for lane in lanes if lane in last)
-        tasks.append(
-            Task(
-                f"{stage}REDUCE_GRAD",
-                lanes[1],
-                _nanoseconds(cost.reduce_grad_s),
-                "communication",
-                deps,
-            )
-        )
-        reduced.append(len(tasks) - 1)
-        last[lanes[1]] = len(tasks) - 1
+        lane = f"rank {rank}/communication"
+        deps = tuple(last[n] for n in (f"rank {rank}/compute", lane) if n in last)
+        ns = _nanoseconds(cost.reduce_grad_s)
+        last[lane] = len(tasks)
+        reduced.append(len(tasks))
+        tasks.append(Task(f"{stage}REDUCE_GRAD", lane, ns, "communication", deps))
     for stage, cost in enumerate(costs):
-        tasks.append(
-            Task(
-                f"{stage} update",
-                f"rank {place[stage]}/compute",
-                _nanoseconds(cost.update_s),
-                "optimizer",
-                tuple(reduced),
-            )
-        )
+        lane, ns = f"rank {place[stage]}/compute", _nanoseconds(cost.update_s)
+        tasks.append(Task(f"{stage} update", lane, ns, "optimizer", tuple(reduced)))
     whole = TaskGraph(tuple(tasks), graph.policies, graph.initial_bytes)
     return on_shared_cores(whole, plan.pace)
 

@@ -17,18 +17,52 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
-from hyper_parallel.ir import Strategy, Workload
-from hyper_parallel.planner._executable import missing
-from hyper_parallel.planner._orders import TENSOR_INNERMOST, distinct_orders
+from hyper_parallel.ir import AXES, Strategy, Workload
 from hyper_parallel.planner._pins import PINNABLE
-from hyper_parallel.planner._request import PlanRequest
+from hyper_parallel.planner._request import PlanRequest, missing
 from hyper_parallel.shard import legal_tp
+
+TENSOR_INNERMOST: Final = frozenset(
+    i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
+)
+"""Orders with tensor parallelism innermost, which communicates most."""
+
+
+def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[int]:
+    """One order of every kind, as indices into `cost.ORDERS`; where there is one, with tensor parallelism innermost.
+
+    Two orders are the same when every axis has the same share of its ranks in every domain of links; `tiers` are the
+    devices of the domains beyond which other links are used, inner to outer.
+    """
+    indices, axes = _permutations(tuple(i for i, d in enumerate(degrees) if d > 1))
+    ranks = np.array(degrees)[axes]
+    stride = np.cumprod(ranks, axis=1) // ranks
+    shares = np.ones((len(indices), len(degrees), len(tiers)), dtype=np.int64)
+    rows = np.arange(len(indices))[:, None]
+    for tier, devices in enumerate(tiers):
+        shares[rows, axes, tier] = np.minimum(ranks, np.maximum(1, devices // stride))
+    first: dict[bytes, int] = {}
+    for index, share in zip(indices, shares, strict=True):
+        first.setdefault(share.tobytes(), index)
+    return list(first.values())
+
+
+@lru_cache(maxsize=64)  # one for every set of axes
+def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
+    """The orders that permute some axes of `ir.AXES`: an index of each, and the axes inner to outer, [orders, axes]."""
+    first: dict[tuple[int, ...], int] = {}
+    for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
+        places = (AXES.index(axis) for axis in reversed(ORDERS[index]))
+        first.setdefault(tuple(p for p in places if p in axes), index)
+    return tuple(first.values()), np.array([*first], dtype=np.intp).reshape(len(first), len(axes))
+
 
 MICROBATCHES: Final = (1, 2, 4, 8, 16)
 MOST_CP: Final = 64
@@ -300,13 +334,7 @@ class Space:
         return self._refusals[key]
 
     def states(self, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
-        """Level three: (dp_replicate, dp_shard, zero).
-
-        Args:
-            dp: Data-parallel ranks.
-            inner: cp x tp.
-            fold: ep x etp, which must divide dp_shard x inner.
-        """
+        """Level three: (dp_replicate, dp_shard, zero) of ranks on which ep x etp folds over dp_shard x cp x tp."""
         splits = [s for s in self._splits(dp) if (s[1] * inner) % fold == 0]
         return [(*split, zero) for split in splits for zero in self.zeros]
 
@@ -343,13 +371,7 @@ class Space:
         return [(SCHEDULES.index(s), v) for s, v in found]
 
     def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool) -> list[int]:
-        """Level five: orders of the axes, as indices into `cost.ORDERS`, those that differ on the machine.
-
-        Args:
-            degrees: Degree of every axis of `ir.AXES`.
-            tiers: Devices in the domains beyond which other links are used, inner to outer.
-            inner: Orders with tensor parallelism innermost, which communicates most, else all the others.
-        """
+        """Level five: `distinct_orders`; `inner` ones have tensor parallelism innermost, which communicates most."""
         pinned = self.request.pins.get("order", None if self._any_order else 0)
         if pinned is not None:
             return [pinned] if inner else []

@@ -17,9 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import ValidationError
-
-from hyper_parallel.config import problems, raise_all, read_mapping
+from hyper_parallel.config import of_file, read_mapping
 from hyper_parallel.errors import (
     BadValue,
     DeviceUnavailable,
@@ -74,19 +72,7 @@ def load_topology(name_or_path: str | Path) -> Supernode:
 
 def read_topology(path: Path) -> Supernode:
     """The machine a topology file describes; see `load_topology` for the errors."""
-    data = read_mapping(path, TopologyUnreadable, "topology file")
-    try:
-        return TopologyFile.model_validate(data).resolve()
-    except ValidationError as error:
-        raise_all(
-            problems(
-                error,
-                TopologyFile,
-                where=lambda key: f"{path}: {key}" if key else str(path),
-                pasteable=lambda key, value: f"{key.rpartition('.')[2]}: {value}",
-            )
-        )
-        raise
+    return of_file(path, TopologyFile, TopologyUnreadable, "topology file").resolve()
 
 
 @cache
