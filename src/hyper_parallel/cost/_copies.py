@@ -49,10 +49,6 @@ STAYING: Final = ("device context",)
 """Memory terms that no plan moves."""
 
 
-_ROWS: Final = 512
-"""Rows that are priced together: with more, arrays of all ways leave the processor's cache."""
-
-
 @dataclass(frozen=True, slots=True)
 class Away:
     """Bytes that a device does without at its peak, by what they are; `passing` and `products` are computed again."""
@@ -123,14 +119,6 @@ class Load:
 
     def best(self) -> tuple[Away, Array]:
         """What leaves or is computed again at the least cost, and the seconds that it costs."""
-        rows = np.size(self.need_bytes)
-        if np.ndim(self.need_bytes) == 1 and rows > _ROWS:
-            parts = [self._rows(slice(at, at + _ROWS)).best() for at in range(0, rows, _ROWS)]
-            joined = {
-                f.name: np.concatenate([getattr(away, f.name) for away, _ in parts])
-                for f in fields(Away)
-            }
-            return Away(**joined), np.concatenate([seconds for _, seconds in parts])
         ways = self._ways()
         seconds = self.seconds(ways)
         chosen = np.expand_dims(np.argmin(seconds, axis=0), 0)
@@ -141,13 +129,6 @@ class Load:
             return found
 
         return Away(**{f.name: of(getattr(ways, f.name)) for f in fields(Away)}), of(seconds)
-
-    def _rows(self, which: slice) -> Load:
-        """Some of the rows."""
-        length = np.shape(self.need_bytes)
-        return Load(
-            **{f.name: np.broadcast_to(getattr(self, f.name), length)[which] for f in fields(self)}
-        )
 
     def _ways(self) -> Away:
         """Ways to keep the budget, along a first axis; the cheapest is among them, or close to one.

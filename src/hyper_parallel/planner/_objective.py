@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -81,11 +82,8 @@ def plan(
     except NoLegalStrategy:
         if local or not pins or all_layouts:
             raise
-        try:
-            # What pins ask for is priced although it cannot run.
+        with suppress(NoLegalStrategy):  # what pins ask for is priced although it cannot run
             return _best_for(replace(request, executable=False), objective, deadline_s, top)
-        except NoLegalStrategy:
-            pass
         raise
 
 
