@@ -7,6 +7,7 @@ from a full tensor or read from a file without any communication. A dim that ten
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def local_ranges(tensor: Tensor, name: str = "tensor") -> tuple[tuple[Run, ...],
                 rank = mesh.size(mesh_dim) if coordinate is None else coordinate[mesh_dim]
                 splits.setdefault(dim, []).append((mesh.size(mesh_dim), blocks, rank))
         for dim, split in splits.items():
-            if not _unambiguous(indices[dim], split):
+            if not _unambiguous(len(indices[dim]), tuple((d, b) for d, b, _ in split)):
                 raise UnsupportedSharding(
                     f"dim {dim} of `{name}`, of size {len(indices[dim])}, is split unevenly by two mesh axes",
                     got=tensor.placements,
@@ -85,15 +86,22 @@ def _stored(indices: Tensor, splits: list[_Split]) -> Tensor:
     return indices
 
 
-def _unambiguous(indices: Tensor, splits: list[_Split]) -> bool:
-    """Whether every rank stores the same indices when FSDP, applied last, splits the part of tensor parallelism."""
-    degrees = [degree for degree, _, _ in splits]
-    if all(blocks == 1 for _, blocks, _ in splits) or len(indices) % math.prod(degrees) == 0:
+@functools.lru_cache(maxsize=256)  # many parameters of thousands of ranks have few sizes
+def _unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
+    """Whether every rank stores the same indices when FSDP, applied last, splits the part of tensor parallelism.
+
+    Args:
+        size: Of the dim.
+        splits: Degree and blocks of each axis that splits it.
+    """
+    degrees = [degree for degree, _ in splits]
+    if all(blocks == 1 for _, blocks in splits) or size % math.prod(degrees) == 0:
         return True
-    inner = [k for k, (_, blocks, _) in enumerate(splits) if blocks == 1]
-    outer = [k for k, (_, blocks, _) in enumerate(splits) if blocks > 1]
+    indices = torch.arange(size)
+    inner = [k for k, (_, blocks) in enumerate(splits) if blocks == 1]
+    outer = [k for k, (_, blocks) in enumerate(splits) if blocks > 1]
     for ranks in itertools.product(*(range(degree) for degree in degrees)):
-        read = _stored(indices, [(d, b, r) for (d, b, _), r in zip(splits, ranks, strict=True)])
+        read = _stored(indices, [(d, b, r) for (d, b), r in zip(splits, ranks, strict=True)])
         held = indices
         for k in inner + outer[::-1]:
             held = _chunk(held, degrees[k], ranks[k])
