@@ -1,77 +1,18 @@
-"""What may change between steps: it counts, or the step is refused; and a device that fails gives back what it took."""
+"""What may change between steps: it counts, or the step is refused."""
 
 import copy
-import functools
-import threading
-from pathlib import Path
 
 import pytest
 import torch
 
-from hyper_parallel.backends.torch.memory import (
-    PlannedDevice,
-    capture_training,
-    record,
-    training_step,
-)
-from hyper_parallel.errors import StepChanged, TransferFailed
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
-from tests.torch_memory.models import tiny_model, tokens
+from hyper_parallel.backends.torch.memory import record, training_step
+from hyper_parallel.errors import StepChanged
+from tests.torch_memory.models import tokens
+from tests.torch_memory.steps import batch, bits, captured, opened, same, trained, trainer
 from tests.torch_memory.test_parity import one_thread
 
 pytestmark = pytest.mark.torch
 __all__ = ["one_thread"]
-
-FAST = Channel(1e9, 1e-6)
-MACHINE = MemoryMachine(FAST, FAST)
-DISK = MemoryMachine(FAST, FAST, FAST, FAST, dram_bytes=130_000)
-_plan = functools.cache(lambda program, machine, **goal: plan_memory(program, machine, **goal))
-
-
-def batch(number):
-    return {"input_ids": tokens(number, length=8), "labels": tokens(number, length=8)}
-
-
-def trainer(lr=1e-2):
-    model = tiny_model("llama", num_hidden_layers=1, attention_dropout=0.1).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-    torch.manual_seed(3)
-    return model, optimizer
-
-
-def trained(steps, lr=1e-2):
-    """The plain steps that the tests compare with."""
-    model, optimizer = trainer(lr)
-    losses = [training_step(model, optimizer, batch(i)) for i in range(steps)]
-    return model, optimizer, losses
-
-
-def captured(lr=1e-2, data=None):
-    """Two steps are done; the next batch is number 2."""
-    model, optimizer = trainer(lr)
-    training_step(model, optimizer, batch(0))
-    return model, optimizer, capture_training(model, optimizer, data or batch(1))
-
-
-def planned(step, machine=MACHINE):
-    program = Roofline(1e9, 1e9, 1e-6).annotate(step.program)
-    if machine is DISK:
-        budget = int(0.6 * step.eager_peak_bytes)
-        return _plan(program, machine, budget_bytes=budget, recompute=False, reorder=False)
-    return _plan(program, machine, budget_bytes=1 << 30, recompute=False, reorder=False)
-
-
-def opened(step, folder=None, **options):
-    machine = MACHINE if folder is None else DISK
-    return PlannedDevice(step, planned(step, machine), machine, flash=folder, **options)
-
-
-def bits(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(model, other):
-    return all(map(torch.equal, bits(model), bits(other)))
 
 
 def _rate(model, optimizer):
@@ -315,101 +256,3 @@ def test_a_loss_that_is_nan_is_the_plain_steps_nan():
     assert expected.isnan()
     for a, b in zip(bits(model), bits(reference), strict=True):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
-def largest_file(folder):
-    return max(folder.iterdir(), key=lambda path: path.stat().st_size)
-
-
-def test_a_file_that_was_changed_stops_the_step(tmp_path):
-    _, _, step = captured()
-    with opened(step, tmp_path, copies="threads") as device:
-        device.step(batch(2))
-        assert any("hyper-" in thread.name for thread in threading.enumerate())
-        path = largest_file(tmp_path)
-        data = bytearray(path.read_bytes())
-        data[5] ^= 64
-        path.write_bytes(data)
-        with pytest.raises(TransferFailed, match="does not hold what was written"):
-            device.step(batch(3))
-    assert not any("hyper-" in thread.name for thread in threading.enumerate())
-
-
-def test_state_that_cannot_be_lent_does_not_pass_for_good(tmp_path):
-    model, _, step = captured()
-    device = opened(step, tmp_path)
-    largest_file(tmp_path).write_bytes(b"short")
-    with pytest.raises(TransferFailed, match="wrong size"), device.lent():
-        pass
-    with pytest.raises(StepChanged):
-        device.step(batch(2))
-    device.close()
-    assert all(p.isnan().all() for p in bits(model))
-
-
-def test_two_devices_may_share_a_folder(tmp_path):
-    reference, _, _ = trained(4)
-    mine = [captured(), captured()]
-    devices = [opened(step, tmp_path) for *_, step in mine]
-    for number in (2, 3):
-        for device in devices:
-            torch.manual_seed(number)
-            device.step(batch(number))
-    for device in devices:
-        device.close()
-    reference, optimizer, _ = trained(2)
-    for number in (2, 3):
-        torch.manual_seed(number)
-        training_step(reference, optimizer, batch(number))
-    assert all(same(model, reference) for model, *_ in mine)
-    assert not list(tmp_path.iterdir())
-
-
-def test_state_that_cannot_be_moved_stays_where_it_was(tmp_path, monkeypatch):
-    """A disk that fills up, when a device opens and when it takes back what it has lent."""
-    model, _, step = captured()
-    before = bits(model)
-    with pytest.raises(TransferFailed):
-        opened(step, tmp_path / "missing")
-    assert all(map(torch.equal, before, bits(model)))
-    device = opened(step, tmp_path)
-    real = Path.open
-
-    def full(path, *options, **named):
-        if path.suffix == ".part" and len(list(tmp_path.iterdir())) > 2:
-            raise OSError(28, "No space left on device")
-        return real(path, *options, **named)
-
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(TransferFailed, match="No space left"), device.lent():
-        pass
-    with pytest.raises(StepChanged):
-        device.step(batch(2))
-    device.close()
-    assert all(map(torch.equal, before, bits(model)))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("copies", ["at_wait", "threads"])
-def test_an_interrupted_step_leaves_no_state_that_passes_for_good(monkeypatch, copies):
-    model, optimizer, step = captured()
-    device = opened(step, copies=copies)
-    real, count = device._apply, iter(range(1000))
-
-    def interrupted(action, ready):
-        if next(count) == 40:
-            raise KeyboardInterrupt
-        real(action, ready)
-
-    monkeypatch.setattr(device, "_apply", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        device.step(batch(2))
-    monkeypatch.undo()
-    with pytest.raises(StepChanged):
-        device.step(batch(2))
-    with pytest.raises(StepChanged), device.lent():
-        pass
-    device.close()
-    device.close()
-    assert all(p.isnan().all() for p in bits(model))
-    assert all(value.isnan().all() for value in optimizer.state[model.lm_head.weight].values())
