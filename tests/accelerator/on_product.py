@@ -37,7 +37,7 @@ topology: dgx-h100
 
 def trained(name, *overrides):
     out = place() / name
-    train(place(), out, *overrides)
+    train(place(), out, *overrides, report=True)
     return out
 
 

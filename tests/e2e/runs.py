@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+
+# What every rank would otherwise import on its own, or every fork look through for garbage.
+import tensorboard.summary.writer.event_file_writer  # noqa: F401
+import torch.distributed.checkpoint._fsspec_filesystem
+import torch.distributed.tensor.experimental  # noqa: F401
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from typer.testing import CliRunner
 
+import hyper_parallel.trainer  # noqa: F401
 from hyper_parallel.cli import application
 
 CONFIG = {
@@ -26,19 +35,30 @@ def write_functions(path: Path, count: int) -> None:
     )
 
 
-def command(*arguments: str) -> Any:
-    """Run the command; raises what it raises."""
-    result = CliRunner().invoke(application(), arguments)
+def command(*arguments: str, report: bool = False) -> Any:
+    """Run the command; raises what it raises.
+
+    Args:
+        arguments: Words of the command line.
+        report: Let a run of training draw its page, which takes longer than its steps.
+    """
+    drawn = report or arguments[0] != "train"
+    with nullcontext() if drawn else patch("hyper_parallel.reports.write_report", _files_of_report):
+        result = CliRunner().invoke(application(), arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
     return result
 
 
-def train(place: Path, out: Path, *overrides: str) -> Any:
+def _files_of_report(run: Path) -> tuple[Path, Path]:
+    return run / "report.html", run / "trace.json"
+
+
+def train(place: Path, out: Path, *overrides: str, report: bool = False) -> Any:
     """Train the recipe of a directory, predicted with the shipped cards."""
-    recipe = str(place / "recipe.yaml")
-    return command("train", recipe, f"output_dir={out}", "--no-calibrate", *overrides)
+    words = (str(place / "recipe.yaml"), f"output_dir={out}", "--no-calibrate", *overrides)
+    return command("train", *words, report=report)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

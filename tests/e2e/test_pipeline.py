@@ -52,7 +52,7 @@ def one_rank(place):
 def test_a_pipeline_run_equals_one_rank_and_goes_on_on_one(place, one_rank):
     out = place / "pipeline"
     pipeline = ("parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2")
-    train(place, out, *pipeline, "training.steps=2", "sample_prompt=def ")
+    train(place, out, *pipeline, "training.steps=2", "sample_prompt=def ", report=True)
     assert (out / "sample.txt").read_text().startswith("def ")
     assert (out / "export" / "model.safetensors").exists()
     assert Plan.load(out / "plan.json").strategy.stage_layers == (1, 1, 1, 1)

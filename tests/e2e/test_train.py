@@ -85,15 +85,15 @@ def one_rank(place):
 def test_two_tensor_parallel_axes_equal_one_rank(place, one_rank):
     out = place / "grid"
     shapes = ("parallel.attention_shape=2d", "parallel.mlp_shape=weight")
-    train(place, out, "parallel.tp_x=2", "parallel.tp_y=2", *shapes, *CURVE)
-    assert_same_curve(curve(out), curve(one_rank))
+    train(place, out, "parallel.tp_x=2", "parallel.tp_y=2", "training.steps=2", *shapes, *CURVE)
+    assert_same_curve(curve(out), curve(one_rank)[:2])
     strategy = Plan.load(out / "plan.json").strategy
     assert (strategy.tp_x, strategy.tp_y, strategy.mlp_shape) == (2, 2, "weight")
 
 
 def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
     out = place / "two"
-    result = train(place, out, "parallel.dp_shard=2", "sample_prompt=def ")
+    result = train(place, out, "parallel.dp_shard=2", "sample_prompt=def ", report=True)
     assert_same_curve(curve(out), curve(one_rank))
     evals, evals_0 = rows(out / "eval.jsonl"), rows(one_rank / "eval.jsonl")
     assert [e["step"] for e in evals] == [0, 4]
@@ -131,12 +131,11 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("parallel.tp=2",), ("parallel.dp_replicate=2",)),
-        (("parallel.dp_shard=2", "parallel.tp=2"), ("parallel.dp_shard=2",)),
+        (("parallel.dp_shard=2", "parallel.tp=2"), ("parallel.dp_replicate=2",)),
         # 32 tokens do not divide into 6 chunks, nor 3 ranks into the parameters.
         (("parallel.cp=3",), ("parallel.cp=2", "parallel.cp_kind=ulysses")),
     ],
-    ids=["tp2-to-dp2", "4-ranks-to-2", "cp3-to-cp2"],
+    ids=["4-ranks-to-2", "cp3-to-cp2"],
 )
 def test_a_run_resumes_on_another_layout(place, one_rank, tmp_path, before, after):
     train(place, tmp_path, *before, "training.steps=2", *CURVE)
@@ -145,7 +144,7 @@ def test_a_run_resumes_on_another_layout(place, one_rank, tmp_path, before, afte
     assert [r["step"] for r in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("degrees", ["parallel.dp_shard=1", "parallel.dp_shard=2", "parallel.tp=2"])
+@pytest.mark.parametrize("degrees", ["parallel.dp_shard=1", "parallel.dp_shard=2"])
 def test_bfloat16_computes_near_float64_with_float32_parameters(place, one_rank, tmp_path, degrees):
     train(place, tmp_path, degrees, "training.dtype=bfloat16", *CURVE)
     mine, exact = curve(tmp_path), curve(one_rank)
@@ -341,10 +340,10 @@ def test_an_interrupt_stops_all_ranks(place):
 def test_torchrun_starts_the_same_run(place, one_rank):
     out = place / "torchrun"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    overrides = ("parallel.dp_shard=2", "checkpoint.export=false")
+    overrides = ("parallel.dp_shard=2", "training.steps=2", *CURVE)
     launcher = (*torchrun, "-m", "hyper_parallel")
     with _start(place, out, *overrides, launcher=launcher) as process:
         _, errors = process.communicate(timeout=110)
     assert process.returncode == 0, errors
-    assert_same_curve(curve(out), curve(one_rank))
+    assert_same_curve(curve(out), curve(one_rank)[:2])
     assert (out / "report.html").exists()

@@ -39,8 +39,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _train(place: Path, name: str, *overrides: str) -> list[dict]:
-    train(place, place / name, *overrides)
+def _train(place: Path, name: str, *overrides: str, report: bool = False) -> list[dict]:
+    train(place, place / name, *overrides, report=report)
     return rows(place / name / "metrics.jsonl")
 
 
@@ -54,7 +54,7 @@ TWO = ("parallel.dp_shard=2", "parallel.ep=2")
 
 def test_experts_on_two_ranks_learn_what_one_rank_learns(place: Path, one_rank: list[dict]) -> None:
     for mine, theirs in zip(
-        _train(place, "two", *TWO, "sample_prompt=def "), one_rank, strict=True
+        _train(place, "two", *TWO, "sample_prompt=def ", report=True), one_rank, strict=True
     ):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-10)

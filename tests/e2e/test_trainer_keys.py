@@ -84,7 +84,7 @@ def test_optimizers_learn_the_same_on_every_layout_and_after_a_checkpoint(place:
     plan = (place / "muon" / "plan.json").read_text()
     assert "optimizer states and time of muon are predicted as those of adamw" in plan
     half = ("training.optimizer=mine_of_a_test.Halved", "training.lr=0.02")
-    train(place, place / "own", *half, "parallel.dp_shard=2", "parallel.tp=2")
+    train(place, place / "own", *half, "parallel.dp_shard=2")
     assert_same_curve(curve(place / "own"), one["sgd"])
     train(place, place / "parts", "training.optimizer=muon", "training.steps=2")
     train(place, place / "parts", "training.optimizer=muon", "parallel.pp=2")
@@ -95,6 +95,7 @@ def test_a_callback_sees_the_run_and_stops_it(place: Path) -> None:
     train(
         place, place / "out", "training.callbacks=[mine_of_a_test.Stops]", "parallel.dp_shard=2",
         "checkpoint.every=2", "training.profile={start: 2, steps: 5, ranks: all}", "training.steps=9",
+        report=True,
     )  # fmt: skip
     metrics = rows(place / "out" / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]  # one rank asked, both have stopped
