@@ -64,7 +64,7 @@ def _whole(state):
 
 def _fresh(strategy, world, lr=1e-2):
     model = parallelize(SETUP.build(), SETUP.plan(strategy), world)
-    return model, torch.optim.AdamW(model.parameters(), lr=lr)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
 @pytest.mark.dist
