@@ -32,7 +32,7 @@ def main() -> int:
                 subprocess.Popen(
                     [
                         *(sys.executable, "-m", "pytest", "-o", "console_output_style=classic"),
-                        *("--durations=15", "--durations-min=5"),  # slow tests, with their seconds
+                        "--cpu-min=5",  # slow modules and tests, with their seconds
                         *(f"--claims={scratch}", f"--modules={order}", *sys.argv[1:]),
                     ],
                     stdout=output,
