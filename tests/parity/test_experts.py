@@ -198,7 +198,7 @@ def test_weights_checkpoints_and_exports_do_not_depend_on_ep(tmp_path) -> None:
             assert torch.equal(value, expected[name]), name
 
     def step(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
@@ -222,7 +222,7 @@ def test_weights_checkpoints_and_exports_do_not_depend_on_ep(tmp_path) -> None:
                 model = parallelize(build(), setup.plan(strategy), world)
                 load_pretrained(model, tmp_path / "export", device="cpu")
                 same(model, want)
-                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
                 saver(source).load(model, optimizer)
                 same(model, after)
                 saver(target).save(1, model, optimizer, {})

@@ -52,7 +52,6 @@ CASES = {
     "deepseek_v3": (Setup("deepseek_v3", packed=True), (TP, FSDP)),
     "gpt_oss": (_of("gpt_oss", num_key_value_heads=2), (TP, FSDP, HSDP)),
     "mixtral": (Setup("mixtral"), (TP, FSDP)),
-    "qwen3_moe": (Setup("qwen3_moe"), (TP, FSDP)),
 }
 
 

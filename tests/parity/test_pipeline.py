@@ -49,13 +49,16 @@ GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
     "llama-2": ("llama", 2, _all(pp=2)),
     "deepseek-2": ("deepseek-dense", 2, [_one("1f1b", pp=2), _one("zbv", pp=2)]),
     "gemma3-4": ("gemma3", 4, _all(pp=4)),
-    "tied-fsdp-4": ("qwen3-tied", 4, _all(pp=2, dp_shard=2)),
+    "tied-fsdp-4": (
+        "qwen3-tied", 4,
+        [_one(s, pp=2, dp_shard=2) for s in ("1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")],
+    ),
     "tied-kept-4": (
         "qwen3-tied", 4,
         [_one(s, pp=2, dp_shard=2, reshard_after_forward=False) for s in ("1f1b", "zbv")]
         + [_one(s, pp=2, dp_replicate=2) for s in ("gpipe", "interleaved", "zb-h1")],
     ),
-    "tied-tp-4": ("qwen3-tied", 4, _all(pp=2, tp_x=2)),
+    "tied-tp-4": ("qwen3-tied", 4, [_one(s, pp=2, tp_x=2) for s in ("1f1b", "zbv", "dualpipev")]),
     "recompute-4": (
         "llama", 4,
         [_one("interleaved", pp=2, tp_x=2, recompute="full", recompute_layers=1)]
@@ -82,7 +85,6 @@ GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
         "qwen3-tied", 8,
         [
             _one("zb-h1", pp=2, tp_x=2, tp_y=2),
-            _one("dualpipev", pp=2, tp_x=2, tp_y=2, attention_shape="1d"),
             _one("zb-h1", pp=2, tp_x=2, tp_y=2, attention_shape="weight", mlp_shape="weight"),
         ],
     ),
@@ -92,7 +94,6 @@ GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
             _one("zb-h1", pp=2, dp_shard=2, tp_x=2),
             _one("dualpipev", pp=2, dp_replicate=2, dp_shard=2),
             _one("1f1b", pp=4, tp_x=2, stage_layers=(1, 2, 1, 1)),
-            _one("zb-h1", pp=4, dp_shard=2),
         ],
     ),
 }  # fmt: skip

@@ -89,7 +89,6 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
         (LLAMA, two(2, 2, "weight", "2d", pp=2)),
     ]),
     "sixteen ranks": (16, [
-        (SIXTEEN, two(4, 4)),
         (SIXTEEN, two(8, 2, "2d", "weight", **AGAIN)),
     ]),
 }  # fmt: skip
