@@ -2,7 +2,6 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from hyper_parallel.cli import main
 from hyper_parallel.errors import RunUnreadable
-from hyper_parallel.ir import Counter, Span, Strategy, Timeline
+from hyper_parallel.ir import Counter, Span, Timeline
 from hyper_parallel.reports import chrome_trace, load_run, one_step, write_comparison, write_report
 from hyper_parallel.reports._terms import COLORS, RUNS
 from hyper_parallel.serde import encode
@@ -149,30 +148,6 @@ def test_runs_are_compared_in_one_page(run_dir: Path, tmp_path_factory, monkeypa
     assert second["y"] == [y + 1 for y in first["y"]]
     assert (other / "report.html").is_file()
     assert write_comparison([run_dir]).is_file()
-
-
-def test_arrows_lead_from_sends_to_receives() -> None:
-    plan = replace(make_plan(), strategy=Strategy(dp_shard=2, pp=2))
-    spans = tuple(
-        Span(f"rank {rank}/compute", f"{rank // 2}{kind}0", start + rank * 0.01, 0.1, "compute", 3)
-        for rank in range(4)
-        for kind, start in (("F", 0.2 * (rank // 2)), ("B", 0.8 - 0.2 * (rank // 2)))
-    )
-    events = chrome_trace(Timeline("measured", spans), plan)["traceEvents"]
-    lanes = {
-        e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 2
-    }
-    ends: dict[str, dict] = {}
-    for e in (e for e in events if e["ph"] in "sf"):
-        ends.setdefault(e["id"], {})[e["ph"]] = e
-    arrows = {(e["s"]["name"], lanes[e["s"]["tid"]], lanes[e["f"]["tid"]]) for e in ends.values()}
-    assert arrows == {
-        ("activations", "rank 0/compute", "rank 2/compute"),
-        ("activations", "rank 1/compute", "rank 3/compute"),
-        ("gradients", "rank 2/compute", "rank 0/compute"),
-        ("gradients", "rank 3/compute", "rank 1/compute"),
-    }
-    assert all(e["s"]["ts"] < e["f"]["ts"] for e in ends.values())
 
 
 def test_page_shows_predicted_beside_measured(run_dir: Path) -> None:

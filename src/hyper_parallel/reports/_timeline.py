@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
-from hyper_parallel.ir import Counter, Mesh, Plan, Span, Timeline
-
-_PASS: Final = re.compile(r"(\d+)([FBI])(\d+)")
-"""A pass of a microbatch through a stage: its stage, the direction, the microbatch."""
+from hyper_parallel.ir import Counter, Plan, Span, Timeline
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
@@ -58,8 +54,7 @@ def chrome_trace(
         plan: What was predicted.
         simulated: One step of the plan, event by event, or None.
 
-    Source: Trace Event Format, duration ("X"), counter ("C"), flow ("s", "f") and metadata ("M") events; times in
-    microseconds.
+    Source: Trace Event Format, duration ("X"), counter ("C") and metadata ("M") events; times in microseconds.
     """
     events: list[dict[str, Any]] = []
     _process(events, 1, f"predicted ({plan.strategy})")
@@ -74,14 +69,12 @@ def chrome_trace(
         for step, start in starts:
             _spans(events, 1, simulated.spans, lanes, start, step)
             _counters(events, 1, simulated.counters, start, "activations")
-            _flows(events, 1, simulated.spans, lanes, start, step)
     if measured is not None:
         _process(events, 2, "measured")
         lanes = {lane: number for number, lane in enumerate(measured.lanes, 1)}
         events += [_thread(2, number, lane) for lane, number in lanes.items()]
         _spans(events, 2, measured.spans, lanes, 0.0, None)
         _counters(events, 2, measured.counters, 0.0, "bytes")
-        _flows(events, 2, measured.spans, lanes, 0.0, None, plan.mesh)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": plan.fingerprint}}
 
 
@@ -103,49 +96,6 @@ def _counters(
     for c in counters:
         event = {"ph": "C", "pid": pid, "name": c.lane, "ts": (c.time_s + offset_s) * 1e6}
         events.append(event | {"args": {unit: c.value}})
-
-
-def _flows(
-    events: list[dict[str, Any]],
-    pid: int,
-    spans: Sequence[Span],
-    lanes: dict[str, int],
-    offset_s: float,
-    step: int | None,
-    mesh: Mesh | None = None,
-) -> None:
-    """Arrows from the pass that sends a microbatch to the pass of the next stage that receives it.
-
-    Args:
-        events: Where they are added.
-        pid: Process of the lanes.
-        spans: The passes.
-        lanes: Thread of each lane.
-        offset_s: Added to all times.
-        step: Step of spans that name none.
-        mesh: Ranks that lie on other places than pipeline stages send to each other nothing; None: there are none.
-    """
-    passes: dict[tuple[Any, ...], Span] = {}
-    for span in spans:
-        if action := _PASS.fullmatch(span.name):
-            rank = int(span.lane.partition("/")[0].removeprefix("rank "))
-            place = tuple(v for a, v in mesh.coordinate(rank).items() if a != "pp") if mesh else ()
-            way = "F" if action[2] == "F" else "B"
-            passes[span.step, place, way, int(action[1]), int(action[3])] = span
-    for (at, place, way, stage, microbatch), sent in passes.items():
-        taken = passes.get((at, place, way, stage + (1 if way == "F" else -1), microbatch))
-        if taken is None or taken.lane == sent.lane:
-            continue
-        name = "activations" if way == "F" else "gradients"
-        number = f"{pid} {at if at is not None else step} {place} {way}{stage} {microbatch}"
-        both = {"pid": pid, "cat": "send", "name": name, "id": number}
-        # A flow ends in the slices that enclose its two moments.
-        moments = (
-            (sent, sent.end_s - sent.duration_s * 1e-3),
-            (taken, taken.start_s + taken.duration_s * 1e-3),
-        )
-        for (span, now), more in zip(moments, ({"ph": "s"}, {"ph": "f", "bp": "e"}), strict=True):
-            events.append(both | more | {"tid": lanes[span.lane], "ts": (now + offset_s) * 1e6})
 
 
 def _process(events: list[dict[str, Any]], pid: int, name: str) -> None:
