@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch import CommCounter
 from hyper_parallel.config import Training, load_recipe
@@ -116,6 +116,28 @@ def test_mistakes_are_refused(recipe):
         _run(recipe, "--dry-run", "-t", "cloudmatrix384", "--rank", "8192")
     with pytest.raises(DegreesMismatch, match="16"):
         _run(recipe, "--dry-run", "-t", "cloudmatrix384", "--ranks", "16")
+
+
+def test_a_type_that_no_reader_knows_is_planned_and_traced_as_the_module_it_is(recipe):
+    """And attention with values narrower than keys is fused, as on the accelerator: nothing is as large as scores."""
+    config = {
+        **CONFIG, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 2,
+        "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    (recipe.parent / "model.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    values = ["parallel.dp_shard=8", "parallel.tp=1", "data.seq_len=768"]
+    shown = json.loads(_run(recipe, *values, "--dry-run", "-t", "dgx-h100", "--json"))
+    assert shown["plan"]["model"]["num_params"] == sum(p.numel() for p in plain.parameters())
+    assert 768 * 768 not in {
+        math.prod(t["shape"][-2:]) for t in shown["ranks"][0]["peaks"]["hbm"]["top"]
+    }
+    planned = json.loads(
+        command("plan", "--recipe", str(recipe), "-t", "dgx-h100", "--json").stdout
+    )
+    assert planned["model"]["fingerprint"] == shown["plan"]["model"]["fingerprint"]
 
 
 def test_a_process_that_is_a_rank_is_refused(recipe):

@@ -195,15 +195,17 @@ def _kept() -> Iterator[None]:
             gc.enable()
 
 
-def _read(model: str) -> ModelSpec:
-    """A model by its config; by the module that transformers makes, where no reader knows its family."""
+def _read(model: str, where: str | None = None) -> ModelSpec:
+    """A model by its config; by the module that transformers makes, where no reader knows all of it."""
     from hyper_parallel.model import is_read, load_model, read_config
 
-    if is_read(read_config(model).values) or find_spec("transformers") is None:
-        return load_model(model)
+    values = read_config(model, where=where).values
+    known = is_read(values) and "text_config" not in values
+    if known or find_spec("transformers") is None:
+        return load_model(model, where=where)
     from hyper_parallel.trainer.engine._model import read_spec
 
-    return read_spec(model)
+    return read_spec(model, where)
 
 
 def _plan_model(
@@ -316,7 +318,8 @@ def _plan_recipe(
 
     loaded = load_recipe(recipe, [] if topology is None else [f"topology={topology}"])
     named = (loaded.recipe.model.path, loaded.recipe.topology)
-    return plan_recipe(loaded.recipe, devices, loaded.where), named
+    spec = _read(loaded.recipe.model.path, loaded.where("model.path"))
+    return plan_recipe(loaded.recipe, devices, loaded.where, spec), named
 
 
 def _share(text: str) -> float:

@@ -41,12 +41,13 @@ from hyper_parallel.cost import (
     step_seconds,
 )
 from hyper_parallel.ir import Plan
-from hyper_parallel.model import ModelSpec, load_model
+from hyper_parallel.model import ModelSpec
 from hyper_parallel.runtime import World, launch
 from hyper_parallel.topology import Supernode, detect_local, rank_threads
 from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._probe import AT_ONCE, Probe, make_probes, time_probes
 from hyper_parallel.trainer._run import run_job
+from hyper_parallel.trainer.engine._model import read_spec
 
 _WARM: Final = 3
 _DTYPES: Final = ("float32", "bfloat16")
@@ -211,7 +212,7 @@ def _check(
     measured = statistics.median(float(json.loads(line)["step_s"]) for line in lines[_WARM:])
     plan = job.plan
     yield f"{path}: {plan.strategy}, {steps} steps, measured {measured:.4g} s a step (median)"
-    spec = load_model(loaded.recipe.model.path)
+    spec = read_spec(loaded.recipe.model.path)
     ranks = plan.strategy.world_size
     machine = detect_local(ranks)
     for name, cards in (("before", _shipped(machine)), ("after", at_ranks(by_ranks, ranks))):

@@ -14,7 +14,7 @@ from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import Supernode, load_topology
 from hyper_parallel.trainer._trace import TracedRank, trace_rank
-from hyper_parallel.trainer.engine._model import build_model
+from hyper_parallel.trainer.engine._model import build_model, read_spec
 
 _ALLOCATOR_BLOCK = 512
 """Bytes to which the caching allocators of accelerators round every allocation."""
@@ -77,7 +77,8 @@ def dry_run(
             where="--dry-run",
             hint="start it without torchrun",
         )
-    plan = plan_recipe(recipe, num_ranks, loaded.where)
+    spec = read_spec(recipe.model.path, loaded.where("model.path"))
+    plan = plan_recipe(recipe, num_ranks, loaded.where, spec)
     size = plan.strategy.world_size
     if rank is not None and not 0 <= rank < size:
         raise BadValue(
@@ -94,6 +95,7 @@ def dry_run(
             one,
             alignment_bytes=1 if on_cpu else _ALLOCATOR_BLOCK,
             workspace=cpu_workspace if on_cpu else device_workspace,
+            accelerator=not on_cpu,
         )
         for one in ([rank] if rank is not None else distinct_ranks(plan))
     )

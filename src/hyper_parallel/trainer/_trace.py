@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.backends.torch import allocate, local
 from hyper_parallel.backends.torch.memory import (
@@ -80,6 +84,30 @@ class _NoGauge:
         return 0
 
 
+class _FusedAttention(TorchFunctionMode):
+    """Attention whose values are narrower than its keys as accelerators run it; the CPU's kernel wants equal widths."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attention = func is F.scaled_dot_product_attention
+        if attention and args[0].shape[-1] != args[2].shape[-1]:
+            return _FusedKernel.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _FusedKernel(torch.autograd.Function):
+    """The tensors that a fused kernel keeps and makes, without their values."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1]).float())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
 def trace_rank(
     build: Callable[[], nn.Module],
     plan: Plan,
@@ -88,6 +116,7 @@ def trace_rank(
     *,
     alignment_bytes: int = 1,
     workspace: Workspace | None = None,
+    accelerator: bool = False,
 ) -> TracedRank:
     """Trace one rank of a plan.
 
@@ -98,6 +127,7 @@ def trace_rank(
         rank: Which rank.
         alignment_bytes: Rounding of every allocation.
         workspace: Bytes that operators take inside themselves; None: not counted.
+        accelerator: Attention is fused for every width of keys and values.
     """
     start = time.perf_counter()
     strategy = plan.strategy
@@ -105,7 +135,8 @@ def trace_rank(
     with World.fake(rank, strategy.world_size) as world:
         # Meshes and FSDP's groups are made before fake tensors: they read values of index tensors.
         model = parallelize(build(), plan, world)
-        with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        attention = _FusedAttention() if accelerator else nullcontext()
+        with FakeTensorMode(allow_non_fake_inputs=True), recorder, attention:
             allocate(model, device=world.device)
             optimizer = build_optimizer(model, training)
             _make_state(optimizer)
