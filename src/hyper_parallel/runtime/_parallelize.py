@@ -19,6 +19,7 @@ def parallelize(
     ranks: Sequence[int] | None = None,
     *,
     routing: Routing | None = None,
+    average: bool = False,
 ) -> nn.Module:
     """Apply a plan to an unmodified model, in place.
 
@@ -29,6 +30,9 @@ def parallelize(
         world: Ranks to use; None: joins the one the environment describes, until the process ends.
         ranks: Ranks of the world this model lives on; None: all.
         routing: Choices about the routing of experts; None: what the model does by itself.
+        average: Gradients of a plain `loss.backward()` are averaged over the shares of the data (`data_share`), as
+            `DistributedDataParallel` does, for loops whose loss is a mean over a rank's own data. False: they are added
+            up. `forward_backward` gives the same either way.
 
     Returns:
         The same model, same class and parameter names, with its parameters laid out.
@@ -44,9 +48,9 @@ def parallelize(
     strategy = plan.strategy
     mixed = plan.workload.compute_dtype != plan.workload.param_dtype
     if strategy.world_size == 1 and world.world_size == 1 and not mixed:
-        return apply_plan(model, plan, Ranks(None, 0, world.device), routing)
+        return apply_plan(model, plan, Ranks(None, 0, world.device), routing, average=average)
     mesh = world.mesh(strategy, ranks)
     expert_mesh = world.expert_mesh(strategy, ranks)
     position = mesh.mesh.flatten().tolist().index(world.rank)
     placed = Ranks(mesh, position, world.device, world.group(mesh), expert_mesh)
-    return apply_plan(model, plan, placed, routing)
+    return apply_plan(model, plan, placed, routing, average=average)

@@ -53,6 +53,7 @@ class Handle:
         pipeline: Runs this rank's pipeline stages; None without a pipeline.
         fsdp: Modules that FSDP manages, root last.
         loss: The loss function of a causal language model, in whose place an objective takes the logits; or None.
+        average: Gradients of a plain backward pass are averaged over the shares of the data, not summed.
     """
 
     plan: Plan
@@ -66,6 +67,7 @@ class Handle:
     pipeline: Pipeline | None
     fsdp: tuple[nn.Module, ...]
     loss: LossTap | None
+    average: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -49,7 +49,12 @@ def check_flow(model: nn.Module, plan: Plan) -> None:
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan, ranks: Ranks, routing: Routing | None = None
+    model: nn.Module,
+    plan: Plan,
+    ranks: Ranks,
+    routing: Routing | None = None,
+    *,
+    average: bool = False,
 ) -> nn.Module:
     """Lay a model out as its plan says, in place.
 
@@ -58,6 +63,7 @@ def apply_plan(
         plan: The plan; its layouts must agree with those the model's own rules give.
         ranks: Where it lives.
         routing: Choices about the routing of experts; None: what the model does by itself.
+        average: See `hyper_parallel.parallelize`.
 
     Returns:
         The same model: same class, same parameter names.
@@ -127,7 +133,9 @@ def apply_plan(
     # Around all of it: data parallelism, the schedule, and the sums at the end of backward.
     modules = () if experts is None else experts.modules
     layers = [layer for stage in by_stage for layer in stage]
-    fsdp = shard_data_parallel(model, layers, modules, layouts, plan, mesh, ranks.expert_mesh)
+    fsdp = shard_data_parallel(
+        model, layers, modules, layouts, plan, mesh, ranks.expert_mesh, average
+    )
     pipeline = None
     if stages is not None and mesh is not None:
         group = mesh["pp"].get_group()
@@ -138,6 +146,6 @@ def apply_plan(
         watch_gradients(model, layouts, shard_plan.styles, tp)
 
     rooms = (tp, context, experts, balance, pipeline, fsdp, tap)
-    attach(model, Handle(plan, ranks, layouts, shapes, *rooms))
+    attach(model, Handle(plan, ranks, layouts, shapes, *rooms, average))
     audit(model)
     return model

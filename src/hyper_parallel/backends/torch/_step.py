@@ -100,6 +100,8 @@ def _run(
 ) -> Tensor:
     attached = handle(model)
     shares = num_tokens is not None
+    if attached.average:  # the loss is one of the whole step already
+        scale *= attached.plan.strategy.dp
     if objective is None:
         check_loss(model, attached)
         if num_tokens is None:

@@ -29,6 +29,7 @@ def shard_data_parallel(
     plan: Plan,
     mesh: DeviceMesh | None,
     expert_mesh: DeviceMesh | None,
+    average: bool,
 ) -> tuple[nn.Module, ...]:
     """FSDP around experts, every layer and the root, when ranks share data or formats differ.
 
@@ -63,6 +64,9 @@ def shard_data_parallel(
         # The loss is already divided by the number of tokens of the whole step: gradients are summed.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        if average:
+            # Not FSDP's own factor, by which it divides twice where only replicas differ in their data.
+            module.set_all_reduce_hook(lambda gradients: gradients.div_(strategy.dp))
         sharded.append(module)
 
     alone = strategy.dp * strategy.cp == 1 and not mixed
