@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -297,6 +298,12 @@ def _wait_until(process, reached):
         time.sleep(0.02)
 
 
+LAUNCHERS = {
+    "local": ("-m", "hyper_parallel"),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "hyper_parallel"),
+}  # fmt: skip
+
+
 def _published(out: Path) -> list[str]:
     return [p.name for p in (out / "checkpoints").glob("step_*")]
 
@@ -325,16 +332,53 @@ def test_when_a_rank_dies_the_run_ends_with_its_name(place):
     assert all((out / "checkpoints" / name / "manifest.json").exists() for name in published)
 
 
-def test_an_interrupt_stops_all_ranks(place):
-    out = place / "interrupted"
-    with _start(place, out, "parallel.dp_shard=2", "training.steps=100000") as process:
-        _wait_for_steps(process, out, 2)
-        ranks = [child.pid for child in psutil.Process(process.pid).children()]
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in errors
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
+    place, tmp_path, monkeypatch, launcher
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    out, word = place / f"ended {launcher}", LAUNCHERS[launcher]
+    with _start(place, out, "parallel.dp_shard=2", "training.steps=100000", launcher=word) as run:
+        _wait_for_steps(run, out, 2)
+        ranks = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+        # A terminal sends its interrupt to all; a scheduler tells the first process.
+        os.killpg(run.pid, signal.SIGINT) if launcher == "local" else run.terminate()
+        _, errors = run.communicate(timeout=60)
+    (saved,) = _published(out)
+    done = rows(out / "metrics.jsonl")[-1]["step"]
+    assert saved == f"step_{done:08d}"
+    assert f"ended after step {done}, whose checkpoint is saved" in errors
     assert not any(psutil.pid_exists(pid) for pid in ranks)
+    assert not (out / "export").exists()
+    if launcher == "local":
+        assert run.returncode == 130
+        assert not list(tmp_path.glob("*hyper_parallel*"))
+        hint = errors.rpartition("hint: hyper-parallel ")[2]
+        command(*shlex.split(hint), f"training.steps={done + 1}", "--no-calibrate", *CURVE)
+        assert [r["step"] for r in rows(out / "metrics.jsonl")] == list(range(1, done + 2))
+    else:
+        assert "hint: torchrun --standalone --nproc-per-node=2 -m hyper_parallel train" in errors
+
+
+def test_a_second_signal_stops_at_once(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    out = place / "at_once"
+    # A step of the largest batch takes long enough for two signals.
+    with _start(place, out, "training.tokens_per_step=2097152", "training.microbatch=8") as run:
+        _wait_until(run, lambda: (out / "eval.jsonl").exists() and rows(out / "eval.jsonl"))
+        run.send_signal(signal.SIGHUP)
+        time.sleep(1.2)
+        run.terminate()
+        _, errors = run.communicate(timeout=20)
+    assert run.returncode == 143
+    assert "SIGHUP: ends after this step" in errors
+    assert "before a checkpoint was saved" in errors
+    assert not list(tmp_path.glob("*hyper_parallel*"))
+
+
+def test_a_checkpoint_is_saved_when_the_minutes_are_over(place, tmp_path):
+    train(place, tmp_path, "checkpoint.every_minutes=1.0e-9", "checkpoint.keep=9", *CURVE)
+    assert sorted(_published(tmp_path)) == [f"step_{step:08d}" for step in range(1, 5)]
 
 
 def test_torchrun_starts_the_same_run(place, one_rank):

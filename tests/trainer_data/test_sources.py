@@ -183,3 +183,28 @@ def test_files_without_text_are_refused(tmp_path, name, content, message):
 def test_an_empty_directory_is_refused(tmp_path):
     with pytest.raises(NoData, match="no files"):
         documents(tmp_path)
+
+
+def test_what_no_record_can_be_is_named_by_file_and_line(tmp_path):
+    path, good = tmp_path / "a.jsonl", '{"text": "good"}\n'
+    for bad, says in (
+        ("[" * 100_000 + "]" * 100_000, "nested too deep"),
+        ('{"text": "half \\ud83d"}', "surrogate"),
+        ('{"text": "cut', "Invalid control character"),
+    ):
+        path.write_text(good + bad + "\n")
+        with pytest.raises(NoData, match=says) as caught:
+            documents(path)
+        assert caught.value.where == f"{path}:2"
+    path.write_bytes(good.encode() + b'{"text": "\xff"}\n')
+    with pytest.raises(NoData, match="not UTF-8") as caught:
+        documents(path)
+    assert caught.value.where == f"{path}:2"
+    path.with_suffix(".json").write_text('[{"text": "good"},\n{"text": "good"}')
+    with pytest.raises(NoData, match="delimiter") as caught:
+        documents(path.with_suffix(".json"))
+    assert caught.value.where == f"{path.with_suffix('.json')}:2"
+    for n in range(900, 1000, 3):  # near the depth where the reader itself gives up
+        path.write_text('{"messages": [{"role": "user", "content": %s}]}\n' % ("[" * n + "]" * n))
+        with pytest.raises(NoData, match=r"a\.jsonl:1"):
+            documents(path)

@@ -6,18 +6,22 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hyper_parallel.cli._frame import is_quiet
+from hyper_parallel.cli._pipes import lasting_output
 from hyper_parallel.errors import Contradiction
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hyper_parallel.config import LoadedRecipe
     from hyper_parallel.trainer import Job, Summary
+    from hyper_parallel.trainer._signals import Interrupted
 
 
 def train(
@@ -54,8 +58,6 @@ def train(
 ) -> None:
     """Train a model from a recipe; starts its own local ranks unless torchrun has."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from rich.console import Console
-
     from hyper_parallel.config import load_recipe
 
     wanted = {
@@ -78,7 +80,21 @@ def train(
         values = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
         print_dry_run(load_recipe(recipe, values), ranks, rank, as_json)
         return
-    loaded = load_recipe(recipe, overrides or [])
+    from hyper_parallel.trainer._signals import Interrupted, handled, interrupt
+
+    try:
+        with lasting_output(), handled(interrupt):
+            _train(load_recipe(recipe, overrides or []), overrides or [], dry_run, no_calibrate)
+    except Interrupted as error:
+        sys.stderr.write("interrupted\n")
+        raise typer.Exit(error.status) from None
+
+
+def _train(
+    loaded: LoadedRecipe, overrides: Sequence[str], dry_run: bool, no_calibrate: bool
+) -> None:
+    from rich.console import Console
+
     from hyper_parallel.trainer import (
         calibrate_first_run,
         prepare_job,
@@ -87,6 +103,7 @@ def train(
         startup_panel,
         under_torchrun,
     )
+    from hyper_parallel.trainer._signals import Interrupted
 
     main = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True, highlight=False, quiet=is_quiet())
@@ -108,21 +125,44 @@ def train(
         )
     if dry_run:
         if main:
-            words = [shlex.quote(word) for word in (str(recipe), *(overrides or []))]
+            words = [shlex.quote(word) for word in (str(loaded.path), *overrides)]
             typer.echo(_dry_run_text(job, rank_command(job, words)))
         return
+    status = 0
     try:
         summary = run_job(job)
-    except KeyboardInterrupt:
-        console.print("interrupted: all ranks were stopped; checkpoints written so far are intact")
-        raise typer.Exit(130) from None
+    except Interrupted as error:
+        status, summary = error.status, None
+        if main:
+            sys.stderr.write(_interrupted(job, error))
     if summary is not None:
         _conclude(job, summary, console)
     if under_torchrun():
         # Threads of the collective library can abort a normal exit after all work is done.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
+    if status:
+        raise typer.Exit(status)
+
+
+def _interrupted(job: Job, error: Interrupted) -> str:
+    """What became of an interrupted run, and the command that goes on with it."""
+    from hyper_parallel.trainer import rank_command, under_torchrun
+    from hyper_parallel.trainer.checkpoints._manifest import steps
+
+    if error.step is None and not steps(job.checkpoint_dir):
+        return "interrupted: all ranks were stopped before a checkpoint was saved\n"
+    what = "all ranks were stopped; checkpoints written so far are intact"
+    if error.step is not None:
+        what = f"ended after step {error.step}, whose checkpoint is saved"
+    words = [str(job.output_dir.absolute() / "config.yaml"), "checkpoint.resume=must"]
+    if job.recipe.checkpoint.from_dir:
+        words.append("checkpoint.from_dir=null")
+    command = "hyper-parallel train " + shlex.join(words)
+    if under_torchrun():
+        command = rank_command(job, [shlex.quote(word) for word in words])
+    return f"interrupted: {what}\nhint: {command}\n"
 
 
 def _dry_run_text(job: Job, command: str) -> str:

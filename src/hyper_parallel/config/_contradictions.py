@@ -195,6 +195,15 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "training.dtype=float16 with offload",
             "set `training.dtype=bfloat16`, or `offload.budget=null`",
         )
+    leaves_out = training.on_nonfinite == "skip" or training.skip_grad_norm is not None
+    if offload.on and leaves_out:
+        key = "on_nonfinite" if training.on_nonfinite == "skip" else "skip_grad_norm"
+        clash(
+            f"training.{key}",
+            "a planned step may have updated parameters before it knows the norm of its gradient",
+            f"{key}={getattr(training, key)} with offload",
+            "set `training.on_nonfinite=stop training.skip_grad_norm=null`, or `offload.budget=null`",
+        )
     if offload.on and training.compile:
         clash(
             "training.compile",

@@ -177,8 +177,8 @@ class Training(Section):
     """Optimizer steps in all, resumed ones included. More than the data has are further epochs."""
     epochs: float | None = Field(default=None, gt=0)
     """Times that the data is read, instead of `steps`, which are derived. None: as many as the steps are."""
-    seed: int = 0
-    """Seed of the weights and the data order."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the weights, the data order and every random number of a step."""
     dtype: Annotated[Dtype, BeforeValidator(_canonical_dtype)] = "bfloat16"
     """Compute format. bfloat16 and float16 keep float32 parameters and reductions, float16 scales the loss; float64 is
     for parity runs."""
@@ -212,6 +212,11 @@ class Training(Section):
     """Epsilon of adamw and adam."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Global gradient norm above which gradients are scaled down. None: never."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is NaN or infinite ends the run (stop), or leaves the step out (skip); 20 steps in a row
+    end it in any case."""
+    skip_grad_norm: float | None = Field(default=None, gt=0)
+    """Global gradient norm above which a step is left out, as a spike. None: never."""
     recompute: Literal["none", "full"] = "none"
     """Activations redone in backward: none, or all of each decoder layer."""
     recompute_layers: int | None = Field(default=None, ge=1)
@@ -311,7 +316,9 @@ class Checkpoint(Section):
     """When the state is saved."""
 
     every: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0: only after the last step."""
+    """Steps between checkpoints; 0: after the last step, and as `every_minutes` says."""
+    every_minutes: float = Field(default=30.0, ge=0)
+    """Minutes since the last checkpoint after which one is saved, whatever `every` is. 0: never."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     asynchronous: bool = True

@@ -120,9 +120,10 @@ class RunUnreadable(HyperParallelError, code="HP603"):
 
 
 class LossNotFinite(HyperParallelError, code="HP604"):
-    """The loss became NaN or infinite; the step was not applied and the last checkpoint is intact.
+    """The loss or a gradient became NaN or infinite; the step was not applied and the last checkpoint is intact.
 
-    Fix: lower `training.lr`, or resume from the last checkpoint with other data.
+    The message names the first tensor that is not finite, found by running the step again; not with offload. Fix:
+    lower `training.lr`, resume from the last checkpoint, or leave such steps out with `training.on_nonfinite=skip`.
     """
 
 
@@ -141,9 +142,18 @@ class CheckpointCorrupt(HyperParallelError, code="HP701"):
 
 
 class CheckpointMismatch(HyperParallelError, code="HP702"):
-    """A checkpoint belongs to another model or optimizer than the run that loads it.
+    """A checkpoint belongs to another model, optimizer, data or number format than the run that loads it.
 
-    Fix: use the recipe the checkpoint was written with; only `parallel.*` and the world size may change.
+    Why: the run would go on with something else, and nobody would see it. Layout, steps, learning rate and the other
+    numbers of the optimizer may change; the run says which have. Fix: use the value that the message names.
+    """
+
+
+class RunInUse(HyperParallelError, code="HP720"):
+    """Another run, which is still going on, writes to this run directory.
+
+    Why: two runs would mix their metrics and remove each other's checkpoints. Fix: wait for the process that is named,
+    stop it, or choose another `output_dir`. A lock of a run that was killed is free.
     """
 
 

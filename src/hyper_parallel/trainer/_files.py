@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hyper_parallel.errors import OutputNotWritable
+from hyper_parallel.errors import OutputNotWritable, RunInUse
 from hyper_parallel.ir import Timeline
 from hyper_parallel.serde import encode, write_text
 
@@ -87,6 +89,57 @@ def replace_directory(written: Path, target: Path) -> None:
     finally:
         os.close(handle)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def written(directory: Path) -> Iterator[None]:
+    """Give what the system refuses to write inside its code.
+
+    Args:
+        directory: What is written, where the system does not name the file.
+
+    Raises:
+        OutputNotWritable: HP105.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputNotWritable(
+            "a file of the run cannot be written",
+            where=str(error.filename or directory),
+            got=error.strerror or str(error),
+            hint=f"ls -ld {error.filename or directory}; df -h {directory}",
+        ) from error
+
+
+@contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Hold a run directory for this process and the ranks that it starts; the system frees it when they have ended.
+
+    Raises:
+        RunInUse: HP720 with the owner. OutputNotWritable: HP105.
+    """
+    from filelock import FileLock, Timeout
+
+    lock, owner = FileLock(directory / ".run.lock"), directory / ".run.owner"
+    with written(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            found = owner.read_text(encoding="utf-8") if owner.is_file() else "another process"
+            raise RunInUse(
+                "another run writes to this directory",
+                where=str(directory),
+                got=found,
+                hint="wait for it, stop it (kill PROCESS), or set `output_dir=ANOTHER`",
+            ) from None
+        write_text(owner, f"process {os.getpid()} on {platform.node()}")
+    try:
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()
 
 
 def check_writable(directory: Path, key: str) -> None:

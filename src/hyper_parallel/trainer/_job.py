@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -29,7 +31,7 @@ from hyper_parallel.trainer._files import (
     write_timeline,
 )
 from hyper_parallel.trainer._user_code import load_class
-from hyper_parallel.trainer.checkpoints._manifest import steps
+from hyper_parallel.trainer.checkpoints._manifest import EXTRA, step_name, steps
 from hyper_parallel.trainer.data import (
     TOKENIZER_FILES,
     Batches,
@@ -39,6 +41,7 @@ from hyper_parallel.trainer.data import (
     has_tokenizer,
 )
 from hyper_parallel.trainer.loop._callback import Callback
+from hyper_parallel.trainer.loop._resume import check_resume
 
 MOST_SIMULATED: Final = 4096
 """Microbatches of a step, over all stages, whose simulated timeline is still written."""
@@ -221,7 +224,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
             got=f"sample_prompt={recipe.sample_prompt!r}, checkpoint.export=false",
             hint="checkpoint.export=true",
         )
-    _check_resume(loaded)
+    _check_checkpoint(loaded)
     spec = read_spec(recipe.model.path, loaded.where("model.path"))
     weights = weights_directory(recipe, loaded.where("model.path"))
     if weights is not None:
@@ -258,7 +261,9 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
         steps = math.ceil(epochs * batches.num_sequences / batches.sequences_per_step)
-        job = replace(job, recipe=with_steps(loaded, steps).recipe)
+        loaded = with_steps(loaded, steps)
+        job = replace(job, recipe=loaded.recipe)
+    _check_resume(job, loaded)
     return job
 
 
@@ -281,25 +286,38 @@ def _write_prediction(plan: Plan, path: Path) -> None:
         write_timeline(simulate_plan(plan), path)
 
 
-def _check_resume(loaded: LoadedRecipe) -> None:
-    """Raise when the recipe insists on a checkpoint and none was ever published, or has no step left after it."""
-    choice, wanted = loaded.recipe.checkpoint, loaded.recipe.training.steps
+def _check_checkpoint(loaded: LoadedRecipe) -> None:
+    """Raise when the recipe insists on a checkpoint and none was ever published."""
+    choice = loaded.recipe.checkpoint
     directory = Path(choice.from_dir or loaded.recipe.output_dir) / "checkpoints"
-    found = steps(directory)
-    if not found and (choice.resume == "must" or choice.from_dir):
+    if not steps(directory) and (choice.resume == "must" or choice.from_dir):
         key, value = ("from_dir", "null") if choice.from_dir else ("resume", "auto")
         raise CheckpointCorrupt(
             "there is no checkpoint to continue from",
             where=f"{loaded.where(f'checkpoint.{key}')}; looked in {directory}",
             hint=f"checkpoint.{key}={value}",
         )
-    if choice.resume != "never" and found and found[-1] > wanted:
+
+
+def _check_resume(job: Job, loaded: LoadedRecipe) -> None:
+    """Raise when the newest checkpoint is beyond the last step, or of a run that this one does not go on with."""
+    directory, wanted = job.resume_dir, job.recipe.training.steps
+    found = [] if job.recipe.checkpoint.resume == "never" else steps(directory)
+    if not found:
+        return
+    if found[-1] > wanted:
         raise Contradiction(
             "the checkpoint to continue from is beyond the last step of the run",
             where=loaded.where("training.steps"),
             got=f"steps={wanted}, the newest checkpoint of {directory} is of step {found[-1]}",
             hint=f"training.steps={2 * found[-1]}",
         )
+    # Ranks check what they load, which may be an older one; a recipe that does not fit is refused before they start.
+    saved = None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        text = (directory / step_name(found[-1]) / EXTRA).read_text(encoding="utf-8")
+        saved = json.loads(text)["run"]
+    check_resume(saved, job, directory.parent)
 
 
 def rank_command(job: Job, words: list[str]) -> str:

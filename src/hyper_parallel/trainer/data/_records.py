@@ -109,11 +109,23 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
             yield where, record
     except UnicodeDecodeError as error:
         kind = "JSON" if suffix in (".json", ".jsonl", ".ndjson") else suffix[1:].upper()
+        line = _undecodable_line(path)
         raise NoData(
-            f"a {kind} file is not UTF-8 text", where=str(path), got=error.reason
+            f"a {kind} file is not UTF-8 text", where=f"{path}:{line}", got=error.reason
         ) from error
     except OSError as error:
         raise NoData("a data file cannot be read", where=str(path), got=error.strerror) from error
+
+
+def _undecodable_line(path: Path) -> int:
+    """Number of the first line that is not UTF-8."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
@@ -165,6 +177,8 @@ def _unicode(record: Any, text: str, where: str) -> Any:
                 got=ascii(error.object[error.start : error.end]),
                 allowed="surrogates in pairs, as in \\ud83d\\ude00",
             ) from error
+        except RecursionError as error:
+            raise NoData("values are nested too deep", where=where) from error
     return record
 
 
@@ -259,5 +273,7 @@ def messages_of(record: Record, shape: str, where: str) -> tuple[Message, ...]:
             allowed=allowed,
             hint=f"data.format={other}" if other not in (None, shape) else None,
         ) from error
+    except RecursionError as error:
+        raise NoData("values are nested too deep", where=where) from error
     turns = [("system", read.system)] if read.system else []
     return tuple({"role": r, "content": c} for r, c in (*turns, *read.exchanges()))

@@ -40,8 +40,17 @@ class Table:
 
     def records(self) -> Iterator[tuple[str, Record]]:
         """(where, record) of every row."""
-        for number, row in enumerate(self.rows):
-            yield f"{self.name}: row {number}", row
+        number = -1
+        try:
+            for number, row in enumerate(self.rows):
+                yield f"{self.name}: row {number}", row
+        except Exception as error:
+            # datasets and Arrow raise many classes here; all of them mean that the next row is unreadable.
+            raise NoData(
+                "a row of the dataset cannot be read",
+                where=f"{self.name}: row {number + 1}",
+                got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+            ) from error
 
 
 def is_table(data: Data, path: Path) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,10 +21,11 @@ from hyper_parallel.ir import Timeline
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.trainer._job import Job
+from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
-from hyper_parallel.trainer.engine._loop import Loop
+from hyper_parallel.trainer.engine._loop import Loop, SkipPolicy
 from hyper_parallel.trainer.engine._loss_scale import LossScale
 from hyper_parallel.trainer.engine._model import (
     GENERATION,
@@ -42,30 +44,20 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.data import Batches, StreamBatches
 
 
-def train_rank(job: Job, flash: Path | None = None) -> Summary | None:
+def train_rank(
+    job: Job, flash: Path | None = None, stop: StopRequest | None = None
+) -> Summary | None:
     """Train on this rank; the summary on rank 0, None on the others.
 
     Args:
         job: The run.
         flash: Folder for files of all ranks that this process starts; needed when the recipe has `offload.flash_dir`.
+        stop: Where the wish comes from to end before the last step; None: from nowhere.
     """
-    with interrupts_left_to_launcher(), World.join() as world:
+    with World.join() as world:
         display = Display(job.recipe.training.steps, world.rank == 0)
         with TorchEngine(job, world, display, flash) as engine:
-            return Trainer(job, engine, display).train()
-
-
-@contextmanager
-def interrupts_left_to_launcher() -> Iterator[None]:
-    """Ignore interrupts inside: a terminal sends one to every rank, and the launcher alone acts and stops the ranks.
-
-    The handler from before comes back, since this process may have other things to do after training (a notebook).
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+            return Trainer(job, engine, display, stop).train()
 
 
 class TorchEngine:
@@ -88,7 +80,10 @@ class TorchEngine:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self._gauge = MemoryGauge(world.device)
+        torch.manual_seed(_mixed(training.seed, world.rank))
         self._model = self._make_model()
+        # Drawn after `parallelize`, which gives ranks that must drop the same one stream of random numbers.
+        self._stream = int(torch.randint(1 << 62, ()))
         self._optimizer = build_optimizer(self._model, training)
         self._parameters = list(
             self._model.parameters()
@@ -104,6 +99,7 @@ class TorchEngine:
         self._planned: PlannedSteps | None = None
         self._stack, self._profiles = ExitStack(), ExitStack()
         self.plan = job.plan
+        self.wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
 
     def __enter__(self) -> TorchEngine:
         return self
@@ -118,7 +114,12 @@ class TorchEngine:
         source = self._checkpointer(self._job.resume_dir)
         if source.latest() is None:
             return 0, {}
+        groups = [dict(group) for group in self._optimizer.param_groups]
         done, extra = source.load(self._model, self._optimizer)
+        # The recipe decides; a checkpoint brings the numbers of the run that wrote it.
+        given = ("weight_decay", "betas", "eps", *self._recipe.training.optimizer_args)
+        for group, before in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update({key: before[key] for key in given if key in before})
         if self._scale is not None and "loss_scale" in extra:
             self._scale = LossScale(**extra["loss_scale"])
         return done, extra
@@ -139,7 +140,11 @@ class TorchEngine:
             self._gauge,
             training.max_grad_norm,
             self._scale,
+            lambda: self.wishes(),
+            self._seed,
+            SkipPolicy(training.on_nonfinite == "skip", training.skip_grad_norm),
         )
+        self._seed(done + 1)
         if training.profile is not None and training.profile.start <= done:
             self._display.line("nothing is profiled: the window begins before the checkpoint")
         if not self._recipe.offload.on or done >= training.steps:
@@ -273,6 +278,13 @@ class TorchEngine:
             compile_layers(model)
         return model
 
+    def _seed(self, step: int) -> None:
+        """Begin the random numbers of a step: a function of seed, rank and step."""
+        number = _mixed(self._stream, step)
+        torch.manual_seed(number)  # of the CPU and of every accelerator
+        random.seed(number)
+        np.random.seed(number % 2**32)  # noqa: NPY002  the generator that other people's code draws from
+
     def _state(self) -> dict[str, list[Tensor]]:
         """Parameters with buffers, gradients and optimizer states that there are now."""
         slots = [value for state in self._optimizer.state.values() for value in state.values()]
@@ -294,3 +306,8 @@ class TorchEngine:
                 "param_dtype": plan.workload.param_dtype,
             },
         )
+
+
+def _mixed(*parts: int) -> int:
+    """A 64-bit seed of several numbers; raw bits of PCG64 are fixed for ever."""
+    return int(np.random.PCG64([4, *parts]).random_raw())

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -30,12 +32,16 @@ from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.engine._loss_scale import LossScale
+from hyper_parallel.trainer.engine._nonfinite import first_not_finite
 from hyper_parallel.trainer.engine._optimizer import set_lr, step_unless
 from hyper_parallel.trainer.loop import StepResult
 
 if TYPE_CHECKING:
     from hyper_parallel.runtime import World
     from hyper_parallel.trainer.data import Batches, StreamBatches
+
+MOST_IN_A_ROW: Final = 20
+"""Steps left out in a row that end the run; fewer overflows take the loss scale of float16 from 65536 to 1."""
 
 Routing = tuple[Tensor, Tensor | None] | None
 """What the experts of a step were given, see `count_routing`; None for a model without experts."""
@@ -64,6 +70,77 @@ class StepInputs:
         return {**named, "valid_tokens": self.valid_tokens, "lr": self.lr}
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What the ranks agree on after a step."""
+
+    loss: float
+    grad_norm: float
+    memory_bytes: int
+    stop: bool
+    save: bool
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def result(
+        self,
+        valid_tokens: int,
+        seconds: float,
+        routing: dict[str, Any] | None,
+        offload: dict[str, Any] | None = None,
+    ) -> StepResult:
+        """With what else is known of the step."""
+        return StepResult(
+            self.loss, self.grad_norm, valid_tokens, seconds, self.memory_bytes, routing, offload,
+            stop=self.stop, save=self.save,
+        )  # fmt: skip
+
+
+@dataclass
+class SkipPolicy:
+    """Which steps are left out: parameters and optimizer states stay as they are.
+
+    Attributes:
+        nonfinite: Steps whose loss or gradient is not finite; they end the run otherwise.
+        above_norm: Steps with a larger gradient norm; None: none.
+        in_a_row: Steps left out without one between them that was not.
+    """
+
+    nonfinite: bool = False
+    above_norm: float | None = None
+    in_a_row: int = 0
+
+    @property
+    def on(self) -> bool:
+        """Whether a step can be left out."""
+        return self.nonfinite or self.above_norm is not None
+
+    def skips(self, shared: Tensor) -> Tensor:
+        """Whether a step is left out, decided on the device from what `Loop.share` returned."""
+        skip = ~torch.isfinite(shared[-2:]).all()
+        return skip if self.above_norm is None else skip | (shared[-1] > self.above_norm)
+
+    def after(self, output: StepOutput, step: int) -> bool:
+        """Take note of a step; whether it was left out.
+
+        Raises:
+            LossNotFinite: HP604 when too many in a row were; a loss scale counts for itself.
+        """
+        spike = self.above_norm is not None and output.grad_norm > self.above_norm
+        skipped = spike or not output.finite
+        self.in_a_row = self.in_a_row + 1 if skipped and self.on else 0
+        if self.in_a_row == MOST_IN_A_ROW:
+            raise LossNotFinite(
+                f"{MOST_IN_A_ROW} steps in a row were left out, so nothing is learned any more",
+                where=f"step {step}",
+                got=f"loss={output.loss}, grad_norm={output.grad_norm}",
+                hint="training.on_nonfinite=stop training.skip_grad_norm=null",
+            )
+        return skipped
+
+
 @dataclass
 class Loop:
     """Runs steps and evaluations of one model on this rank.
@@ -77,6 +154,9 @@ class Loop:
         gauge: Reads peak memory.
         max_grad_norm: Gradients are clipped to it; None: their norm is only measured.
         scale: Scale of the loss; None: 1, and gradients that are not finite end the run.
+        wishes: Whether this rank wants to stop, and to save, after the present step.
+        seed: Begins the random numbers of a step.
+        policy: Which steps are left out.
     """
 
     model: nn.Module
@@ -87,32 +167,47 @@ class Loop:
     gauge: MemoryGauge
     max_grad_norm: float | None
     scale: LossScale | None = None
+    wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+    seed: Callable[[int], None] = lambda step: None
+    policy: SkipPolicy = field(default_factory=lambda: SkipPolicy())
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
 
         Raises:
-            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite; no parameter was changed.
+            LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite, or too many steps in a row were
+                left out; no parameter was changed.
         """
         start = time.perf_counter()
         self.recorder.begin_step(step)
+        self.seed(step)
         with self.gauge.step():
             inputs = self.inputs(batches, step, lr)
             loss_sum, grad_norm = self.gradients(inputs)
             with self.recorder.span("loss", "communication"):
                 shared = self.share(loss_sum, self.gauge.peak_bytes(), grad_norm)
             # The device decides; the host reads once, while it is busy with the update.
-            self.update(lr, skip=~torch.isfinite(shared[-2:]).all())
-            loss, norm, memory = self.read(shared, step, "the step was not applied")
+            self.update(lr, skip=self.policy.skips(shared))
+            read = self.read(
+                shared, step, "the step was not applied", partial(self._locate, inputs, step)
+            )
             routing = statistics(self.count_routing())
         self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
-        result = StepResult(loss, norm, int(inputs.valid_tokens), seconds, memory, routing)
-        if self.scale is None:
+        result = read.result(int(inputs.valid_tokens), seconds, routing)
+        skipped = self.policy.after(read, step)
+        if self.scale is not None:
+            result = replace(result, loss_scale=self.scale.value)
+            self.scale.after(read.finite)
+        elif not self.policy.on:
             return result
-        used, skipped = self.scale.value, not (math.isfinite(loss) and math.isfinite(norm))
-        self.scale.after(not skipped)
-        return replace(result, loss_scale=used, skipped=int(skipped))
+        return replace(result, skipped=int(skipped))
+
+    def _locate(self, inputs: StepInputs, step: int) -> str | None:
+        """Name the first value of a step that is not finite."""
+        self.seed(step)
+        stage = self.plan.mesh.coordinate(self.world.rank)["pp"]
+        return first_not_finite(self.model, lambda: self.gradients(inputs), stage)
 
     def planned_step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Routing]:
         """The whole step without reading a value, so that it can be captured and run by a memory plan.
@@ -159,7 +254,7 @@ class Loop:
             return loss_sum, clip_grad_norm_(self.model, self.max_grad_norm)
 
     def share(self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0) -> Tensor:
-        """Every rank's memory peak, the sum of the ranks' losses (one all-reduce), and the gradient norm.
+        """Every rank's memory peak and wishes, the sum of the ranks' losses (one all-reduce), and the gradient norm.
 
         Args:
             loss_sum: This rank's share of the loss.
@@ -167,16 +262,18 @@ class Loop:
             grad_norm: Already equal on every rank.
 
         Returns:
-            [ranks + 2] on the device.
+            [ranks + 4] on the device: peaks, ranks that wish to stop, that wish to save, loss, norm.
         """
         size = self.world.world_size
-        values = torch.zeros(size + 2, dtype=torch.float64, device=self.world.device)
-        values[size] = loss_sum
-        values[self.world.rank] = float(memory_bytes)
+        mine = [0.0] * (size + 4)
+        mine[self.world.rank] = float(memory_bytes)
+        mine[size : size + 2] = map(float, self.wishes())
+        values = torch.tensor(mine, dtype=torch.float64, device=self.world.device)
+        values[size + 2] = loss_sum
         if size > 1:
             with purpose(Purpose.STEP_LOG):
-                dist.all_reduce(values[: size + 1])
-        values[size + 1] = grad_norm
+                dist.all_reduce(values[: size + 3])
+        values[size + 3] = grad_norm
         return values
 
     def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
@@ -191,23 +288,32 @@ class Loop:
             step_unless(self.optimizer, skip)
             self.optimizer.zero_grad(set_to_none=True)
 
-    def read(self, shared: Tensor, step: int, outcome: str) -> tuple[float, float, int]:
-        """The mean loss, the gradient norm and the largest peak of what `share` returned.
+    def read(
+        self,
+        shared: Tensor,
+        step: int,
+        outcome: str,
+        locate: Callable[[], str | None] = lambda: None,
+    ) -> StepOutput:
+        """What `share` returned, on the host.
 
         Raises:
-            LossNotFinite: HP604, with what became of the step; not while a loss scale can still be lowered.
+            LossNotFinite: HP604, with what became of the step and what `locate` names; not while a loss scale can still
+                be lowered, nor where the step is left out.
         """
         with self.recorder.span("loss", "communication"):
-            *peaks, loss, norm = shared.tolist()
-        skips = self.scale is not None and self.scale.value > 1
-        if not (math.isfinite(loss) and math.isfinite(norm)) and not skips:
+            *peaks, stop, save, loss, norm = shared.tolist()
+        output = StepOutput(loss, norm, int(max(peaks)), stop > 0, save > 0)
+        skips = self.policy.nonfinite or (self.scale is not None and self.scale.value > 1)
+        if not output.finite and not skips:
             raise LossNotFinite(
                 f"the loss or its gradient is not finite; {outcome}",
                 where=f"step {step}",
-                got=f"loss={loss}, grad_norm={norm}",
+                got=f"loss={loss}, grad_norm={norm}"
+                + ("" if (name := locate()) is None else f"; first: {name}"),
                 hint="training.lr=<a smaller value> training.max_grad_norm=1.0",
             )
-        return loss, norm, int(max(peaks))
+        return output
 
     def count_routing(self) -> Routing:
         """What the experts of the step were given."""

@@ -255,25 +255,19 @@ class PlannedSteps:
         start = time.perf_counter()
         loop = self._loop
         loop.recorder.begin_step(step)
+        loop.seed(step)
         inputs = loop.inputs(batches, step, lr)
         with loop.recorder.span("planned step", "compute"):
             (loss_sum, grad_norm, routing), measured = self._run(inputs)
         with loop.recorder.span("loss", "communication"):
             shared = loop.share(loss_sum, measured.device_bytes, grad_norm)
-        loss, norm, memory = loop.read(shared, step, "the run ends here")
+        read = loop.read(shared, step, "the run ends here")
         loop.recorder.memory([("memory", time.perf_counter(), measured.device_bytes)])
         record = self._record(measured).over_ranks()
         if record.replanned:
             self._say(drift_line(step, record))
-        return StepResult(
-            loss,
-            norm,
-            int(inputs.valid_tokens),
-            time.perf_counter() - start,
-            memory,
-            statistics(routing),
-            asdict(record),
-        )
+        seconds = time.perf_counter() - start
+        return read.result(int(inputs.valid_tokens), seconds, statistics(routing), asdict(record))
 
     def _run(self, inputs: StepInputs) -> tuple[Any, Measured]:
         set_lr(self._optimizer, inputs.lr)  # not used by the program, but saved in checkpoints

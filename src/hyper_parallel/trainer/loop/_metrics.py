@@ -41,7 +41,7 @@ class StepRecord:
     offload: dict[str, Any] | None = None  # what it predicted and measured; None when off
     loss_scale: float | None = None  # scale of the loss in this step; None without
     skipped: int | None = (
-        None  # 1 when gradients overflowed and nothing was updated; None without loss scale
+        None  # 1 when the step was left out: gradients overflowed or spiked; None where none can be
     )
 
 
@@ -61,6 +61,9 @@ class MetricsLog:
     Args:
         directory: Run directory.
         resumed_step: Last step the run already has, 0 for a new run.
+
+    Attributes:
+        notes: What was dropped of the files of the run before, one line each.
     """
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
@@ -68,10 +71,12 @@ class MetricsLog:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         directory.mkdir(parents=True, exist_ok=True)
+        self.notes: list[str] = []
         self._files: dict[str, TextIO] = {}
         for name in ("metrics", "eval"):
             path = directory / f"{name}.jsonl"
-            _keep_until(path, resumed_step)
+            if line := _keep_until(path, resumed_step):
+                self.notes.append(line)
             self._files[name] = path.open("a", encoding="utf-8")
         board = directory / "tensorboard"
         if resumed_step == 0:
@@ -124,19 +129,25 @@ def as_line(record: Any) -> dict[str, Any]:
     }
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drop the records after a step, and a last line a killed run may have cut short."""
+def _keep_until(path: Path, step: int) -> str | None:
+    """Drop the records after a step, and lines that are none: a killed run may have cut its last; what was dropped."""
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+        return None
+    kept, later, damaged = [], 0, 0
+    for line in path.read_bytes().splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if step and record["step"] <= step:
-            kept.append(line + "\n")
+            number = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            damaged += 1
+            continue
+        if step and number <= step:
+            kept.append(line.decode() + "\n")
+        else:
+            later += 1
     write_text(path, "".join(kept))
+    parts = [f"{later} records after step {step}"] if later else []
+    parts += [f"{damaged} lines that are no record"] if damaged else []
+    return f"{path.name}: dropped {' and '.join(parts)}" if parts else None
 
 
 def log_line(record: StepRecord, steps: int, capacity_bytes: int) -> str:
@@ -155,5 +166,11 @@ def log_line(record: StepRecord, steps: int, capacity_bytes: int) -> str:
     if record.pred_step_s and math.isfinite(record.pred_step_s):
         parts.append(f"pred {record.step_s / record.pred_step_s - 1:+.1%}")
     if record.skipped:
-        parts.append(f"skipped: gradients overflowed at loss scale {record.loss_scale:g}")
+        scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
+        why = (
+            "is above training.skip_grad_norm"
+            if math.isfinite(record.grad_norm)
+            else "is not finite"
+        )
+        parts.append(f"skipped: the gradient {why}{scale}")
     return "  ".join(parts)

@@ -11,12 +11,14 @@ import json
 import math
 import platform
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hyper_parallel.ir import Plan, Timeline
-from hyper_parallel.trainer._files import write_text, write_timeline
+from hyper_parallel.trainer._files import write_text, write_timeline, written
+from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._user_code import load_class
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._display import Display
@@ -27,6 +29,7 @@ from hyper_parallel.trainer.loop._metrics import (
     as_line,
     log_line,
 )
+from hyper_parallel.trainer.loop._resume import changes_line, check_resume, run_facts
 from hyper_parallel.trainer.loop._schedule import LrSchedule
 
 if TYPE_CHECKING:
@@ -47,8 +50,10 @@ class StepResult:
     offload: dict[str, Any] | None = None  # what it predicted and measured; None when off
     loss_scale: float | None = None  # scale of the loss in this step; None without
     skipped: int | None = (
-        None  # 1 when gradients overflowed and nothing was updated; None without loss scale
+        None  # 1 when the step was left out: gradients overflowed or spiked; None where none can be
     )
+    stop: bool = False  # a rank wishes to end the run after this step
+    save: bool = False  # a rank wishes a checkpoint after this step
 
 
 class Engine(Protocol):
@@ -58,11 +63,14 @@ class Engine(Protocol):
         rank: This process; rank 0 writes the records.
         world_size: Number of processes.
         plan: The plan as the ranks carry it out, known after `begin`.
+        wishes: Set by the trainer: whether this rank wishes to stop, and to save, after the present step. A step
+            asks late, and gives every rank in its result what any rank wished.
     """
 
     rank: int
     world_size: int
     plan: Plan
+    wishes: Callable[[], tuple[bool, bool]]
 
     def load(self) -> tuple[int, dict[str, Any]]:
         """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
@@ -119,14 +127,18 @@ class Trainer:
         job: The run.
         engine: What computes.
         display: Where lines for people go.
+        stop: Where the wish comes from to end before the last step; None: from nowhere.
     """
 
-    def __init__(self, job: Job, engine: Engine, display: Display) -> None:
+    def __init__(
+        self, job: Job, engine: Engine, display: Display, stop: StopRequest | None = None
+    ) -> None:
         self._job, self._engine, self._display = job, engine, display
         self._batches = job.train_batches()
         self._holdout = job.holdout_batches()
         self._log: MetricsLog | None = None
-        self._asked = False
+        self._asked, self._stop, self._saved_s = False, stop or StopRequest(), time.monotonic()
+        engine.wishes = self._wishes
         self._callbacks: list[Callback] = []
         for path in job.recipe.training.callbacks:
             self._callbacks.append(load_class(path, Callback, "training.callbacks")())
@@ -137,9 +149,17 @@ class Trainer:
         job, recipe, engine = self._job, self._job.recipe, self._engine
         training, every = recipe.training, recipe.checkpoint.every
         done, extra = engine.load()
+        history: list[dict[str, Any]] = extra.get("resumes", [])
         if done:
+            changed = check_resume(extra.get("run"), job, job.resume_dir.parent)
             self._batches.load_state_dict(extra["data"])
             self._display.line(f"resumed from {job.resume_dir}, step {done}")
+            if changed:
+                self._display.line(f"changed since then: {changes_line(changed)}")
+            if done >= training.steps:
+                self._display.line(f"nothing is left to train: training.steps is {training.steps}")
+            history = [*history, {"step": done, "changed": changed}]
+        facts = {"run": run_facts(job), "resumes": history}
         schedule = LrSchedule.of(training)
         begin = time.perf_counter()
         with ExitStack() as stack:
@@ -151,24 +171,31 @@ class Trainer:
                     self._display.line(
                         f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
                     )
-                job.write(engine.plan)
-                self._log = MetricsLog(job.output_dir, done)
+                with written(job.output_dir):
+                    job.write(engine.plan)
+                    self._log = MetricsLog(job.output_dir, done)
                 stack.callback(self._log.close)
+                for line in self._log.notes:
+                    self._display.line(line)
             for callback in self._callbacks:
                 callback.on_train_begin(job)
             first = last = self._evaluate(done)
-            loss = math.nan
+            loss, stopped, self._saved_s = math.nan, False, time.monotonic()
             for step in range(done + 1, training.steps + 1):
                 lr = schedule.lr(step)
                 result = engine.step(step, self._batches, lr)
                 loss = result.loss
                 self._report(step, result, lr)
-                done, final = step, step == training.steps or self._stops()
-                if final or (training.eval_every and step % training.eval_every == 0):
+                done, stopped = step, result.stop
+                final = stopped or step == training.steps or self._stops()
+                if not stopped and (
+                    final or (training.eval_every and step % training.eval_every == 0)
+                ):
                     last = self._evaluate(step)
                     final = final or self._stops()
-                if final or (every and step % every == 0):
-                    engine.save(step, {"data": self._batches.state_dict(step)})
+                if final or result.save or (every and step % every == 0):
+                    engine.save(step, {"data": self._batches.state_dict(step), **facts})
+                    self._saved_s = time.monotonic()
                     for callback in self._callbacks:
                         callback.on_save(step)
                 if final:
@@ -177,21 +204,30 @@ class Trainer:
                 callback.on_train_end(done)
             seconds = time.perf_counter() - begin
             engine.finish()
+        if stopped:
+            self._stop.obeyed(done)
         timeline = engine.timeline()
         if timeline is not None:
             write_timeline(timeline, job.output_dir / "timeline.json")
-        if recipe.checkpoint.export:
+        if recipe.checkpoint.export and not stopped:
             engine.export()
         if engine.rank != 0:
             return None
-        facts = {
+        about = {
             "ranks": engine.world_size,
             "python": platform.python_version(),
             "training_s": round(seconds, 3),
+            "resumes": history,
             **engine.facts(),
         }
-        write_text(job.output_dir / "run.json", json.dumps(facts, indent=1) + "\n")
+        write_text(job.output_dir / "run.json", json.dumps(about, indent=1) + "\n")
         return Summary(done, first, last, loss, seconds)
+
+    def _wishes(self) -> tuple[bool, bool]:
+        """Whether this rank wishes to stop, and to save, after the present step; rank 0's clock counts."""
+        due_s = 60 * self._job.recipe.checkpoint.every_minutes
+        passed_s = time.monotonic() - self._saved_s
+        return self._stop.asked, self._engine.rank == 0 and 0 < due_s <= passed_s
 
     def _stops(self) -> bool:
         """Whether a callback of any rank asks to end the run; nobody is asked where there is no callback."""
@@ -207,7 +243,8 @@ class Trainer:
         for callback in self._callbacks:
             self._asked |= callback.on_evaluate(step, as_line(record)) is True
         if self._log:
-            self._log.evaluation(record)
+            with written(self._job.output_dir):
+                self._log.evaluation(record)
             self._display.line(
                 f"eval after step {step}: held-out loss {loss:.4f} ({tokens:,} tokens)"
             )
@@ -229,13 +266,14 @@ class Trainer:
             tflops=flops / 1e12,
             mfu=flops / plan.peak_flops if plan.peak_flops else 0.0,
             pred_step_s=plan.step_s if self._job.on_topology else None,
-            **asdict(result),
+            **{k: v for k, v in asdict(result).items() if k not in ("stop", "save")},
         )
         for callback in self._callbacks:
             self._asked |= callback.on_step_end(step, as_line(record)) is True
         if self._log is None:
             return
-        self._log.step(record)
+        with written(self._job.output_dir):
+            self._log.step(record)
         self._display.advance(step)
         if step % training.log_every == 0 or step in (1, training.steps):
             self._display.line(log_line(record, training.steps, plan.memory_capacity_bytes))

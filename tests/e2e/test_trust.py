@@ -1,0 +1,165 @@
+"""What a run may lose or change without a word: nothing. Runs are broken on purpose, through the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel.errors import (
+    CheckpointMismatch,
+    Contradiction,
+    LossNotFinite,
+    OutputNotWritable,
+    RunInUse,
+)
+from hyper_parallel.trainer._files import run_lock
+from tests.e2e.runs import CONFIG, curve, rows, train, write_functions
+
+pytestmark = pytest.mark.e2e
+
+MINE = '''
+import torch
+
+class Poisoned(torch.optim.SGD):
+    """The second gradient of the last matrix is NaN."""
+
+    def __init__(self, groups, **options):
+        super().__init__(groups, **options)
+        self.calls = 0
+        self.param_groups[0]["params"][-1].register_hook(self.poison)
+
+    def poison(self, gradient):
+        self.calls += 1
+        return gradient * float("nan") if self.calls == 2 else gradient
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("trust")
+    changes = {
+        "model": {},
+        "theta": {"rope_theta": 5000.0},
+        "wide": {"intermediate_size": 96},
+        "drop": {"attention_dropout": 0.2},
+    }
+    for name, values in changes.items():
+        (root / f"{name}.json").write_text(json.dumps({**CONFIG, **values}))
+    write_functions(root / "text.txt", 300)
+    (root / "mine_of_trust.py").write_text(MINE)
+    (root / "recipe.yaml").write_text(
+        f"model: {{path: {root}/model.json}}\n"
+        f"data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 300, cache_dir: {root}/cache, holdout: 0}}\n"
+        "training: {steps: 4, dtype: float64, tokens_per_step: 64, warmup_steps: 0, lr: 0.01, lr_schedule: constant}\n"
+        "parallel: {dp_shard: 1}\n"
+        "checkpoint: {export: false}\n"
+    )
+    train(root, root / "whole")
+    train(root, root / "half", "training.steps=2")
+    return root
+
+
+def copied(place: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(place / "half", tmp_path / "run"))
+
+
+def files_of(run: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and ".run." not in p.name}
+
+
+def test_what_would_be_another_run_is_refused_by_name_and_nothing_is_written(place, tmp_path):
+    run = copied(place, tmp_path)
+    before = files_of(run)
+    for override, key in (
+        ("model.path={place}/wide.json", "model.config.intermediate_size"),
+        ("training.dtype=float32", "training.dtype"),
+        ("training.seed=1", "training.seed"),
+        ("training.optimizer=sgd", "training.optimizer"),
+        ("model.path={place}/theta.json", "model.config.rope_parameters.rope_theta"),
+    ):
+        with pytest.raises(CheckpointMismatch) as caught:
+            train(place, run, override.format(place=place))
+        assert f"another `{key}`" in caught.value.what
+        assert caught.value.got != caught.value.allowed
+        assert files_of(run) == before
+    train(place, run, f"model.path={place}/theta.json", *caught.value.hint.split())
+    assert curve(run) == curve(place / "whole")
+
+
+def test_what_may_change_takes_effect_and_is_recorded(place, tmp_path):
+    run = copied(place, tmp_path)
+    train(place, run, "training.steps=2")  # nothing is left: it says so, and changes nothing
+    assert curve(run) == curve(place / "half")
+    train(place, run, "training.weight_decay=0.5", "training.betas=[0.5, 0.9]")
+    mine, plain = curve(run), curve(place / "whole")
+    assert mine[:3] == plain[:3]  # the loss of step 3 is that of the weights in the checkpoint
+    assert mine[3] != plain[3]
+    resumes = json.loads((run / "run.json").read_text())["resumes"]
+    assert resumes[-1] == {
+        "step": 2,
+        "changed": {
+            "training.steps": [2, 4],
+            "training.weight_decay": [0.1, 0.5],
+            "training.betas": [[0.9, 0.95], [0.5, 0.9]],
+        },
+    }
+
+
+def test_dropout_goes_on_with_the_same_masks(place, tmp_path):
+    drop = (f"model.path={place}/drop.json", "training.deterministic=true", "parallel.dp_shard=2")
+    train(place, tmp_path / "whole", *drop)
+    train(place, tmp_path / "parts", *drop, "training.steps=2")
+    train(place, tmp_path / "parts", *drop)
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")  # bitwise
+    assert curve(tmp_path / "whole")[0] != pytest.approx(curve(place / "whole")[0], rel=1e-6)
+
+
+def test_a_second_run_in_a_directory_is_refused_with_its_owner(place, tmp_path):
+    run = copied(place, tmp_path)
+    before = files_of(run)
+    with run_lock(run), pytest.raises(RunInUse, match=f"process {os.getpid()} on "):
+        train(place, run)
+    assert files_of(run) == before
+    train(place, run)
+    assert curve(run) == curve(place / "whole")
+
+
+def test_damaged_records_are_mended_and_steps_are_never_doubled(place, tmp_path):
+    run = copied(place, tmp_path)
+    for name in ("run.json", "plan.json", "config.yaml"):
+        (run / name).write_bytes(b"\xff{")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 3, "loss": 1.0}\n[1]\n\xff\n{"step": 4, "lo')
+    train(place, run)
+    assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert curve(run) == curve(place / "whole")
+    json.loads((run / "run.json").read_text())
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    with pytest.raises(OutputNotWritable, match=r"metrics\.jsonl"):
+        train(place, run, "training.steps=5")
+
+
+def test_a_gradient_that_is_not_finite_is_named_or_left_out(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(place)
+    poisoned = ("training.optimizer=mine_of_trust.Poisoned", "training.microbatch=2")
+    with pytest.raises(LossNotFinite, match="step 2") as caught:
+        train(place, tmp_path / "stop", *poisoned)
+    assert "grad_norm=nan" in caught.value.got
+    train(place, tmp_path / "skip", *poisoned, "training.on_nonfinite=skip")
+    metrics = rows(tmp_path / "skip" / "metrics.jsonl")
+    assert [row["skipped"] for row in metrics] == [0, 1, 0, 0]
+    with pytest.raises(LossNotFinite, match="20 steps in a row"):
+        train(place, tmp_path / "spikes", "training.skip_grad_norm=1.0e-9", "training.steps=30")
+    assert len(rows(tmp_path / "spikes" / "metrics.jsonl")) == 19
+    huge = ("training.lr=1.0e30", "training.dtype=float32", "parallel.pp=2")
+    with pytest.raises(LossNotFinite) as caught:
+        train(place, tmp_path / "huge", *huge)
+    assert "`model.layers.1` in backward has NaN (rank 1)" in caught.value.got
+    for key in ("training.on_nonfinite=skip", "training.skip_grad_norm=1.0"):
+        with pytest.raises(Contradiction, match="planned step"):
+            train(place, tmp_path / "off", key, "offload.budget=1GiB", "--dry-run")
