@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.cli import main
-from hyper_parallel.errors import RunUnreadable
+from hyper_parallel.errors import PlanUnreadable, RunUnreadable
 from hyper_parallel.ir import Counter, Span, Timeline
 from hyper_parallel.reports import chrome_trace, load_run, one_step, write_comparison, write_report
 from hyper_parallel.reports._terms import COLORS, RUNS
@@ -210,6 +210,13 @@ def test_a_resumed_step_counts_once_and_an_unfinished_line_is_ignored(run_dir: P
 def test_broken_run_directories_are_refused_by_name(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(RunUnreadable, match=re.escape("has no metrics.jsonl")):
         load_run(tmp_path / "nothing")
+    for name in ("run.json", "plan.json"):
+        whole = (run_dir / name).read_bytes() if (run_dir / name).exists() else b"{}"
+        for damaged in (b'{"cut', b"\xff"):
+            (run_dir / name).write_bytes(damaged)
+            with pytest.raises((RunUnreadable, PlanUnreadable), match=name):
+                load_run(run_dir)
+        (run_dir / name).write_bytes(whole)
     path = run_dir / "metrics.jsonl"
     path.write_text("not json\n" + path.read_text())
     with pytest.raises(RunUnreadable, match=re.escape("metrics.jsonl:1")):

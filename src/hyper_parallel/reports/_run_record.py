@@ -102,20 +102,33 @@ def load_run(directory: str | Path) -> RunRecord:
     measured = _timeline(root / "offload_measured.json")
     return RunRecord(
         directory=root,
-        plan=Plan.load(root / "plan.json"),
+        plan=Plan.from_json(_text(root / "plan.json"), str(root / "plan.json")),
         metrics=_json_lines(root / "metrics.jsonl"),
         evals=_json_lines(root / "eval.jsonl"),
         timeline=_timeline(root / "timeline.json"),
         simulated=_timeline(root / "predicted_timeline.json"),
         config=_text(root / "config.yaml"),
         sample=_text(root / "sample.txt"),
-        run_info=json.loads(_text(root / "run.json") or "{}"),
+        run_info=_mapping(root / "run.json"),
         offload=(predicted, measured) if predicted and measured else None,
     )
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, ValueError) as error:
+        raise RunUnreadable(
+            "a file of the run cannot be read", where=str(path), got=str(error)
+        ) from error
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_text(path) or "{}")
+    except ValueError as error:
+        raise RunUnreadable("a file is not JSON", where=str(path), got=str(error)) from error
+    return value if isinstance(value, dict) else {}
 
 
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:

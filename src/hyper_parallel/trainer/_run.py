@@ -11,7 +11,7 @@ from typing import Final
 from hyper_parallel.backends.torch.memory import run_folder
 from hyper_parallel.runtime import launch
 from hyper_parallel.topology import rank_threads
-from hyper_parallel.trainer._files import run_lock, write_text
+from hyper_parallel.trainer._files import run_lock, write_text, written
 from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer._job import Job, under_torchrun
 from hyper_parallel.trainer._signals import Interrupted, StopRequest
@@ -39,6 +39,8 @@ def run_job(job: Job) -> Summary | None:
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
             stack.enter_context(run_lock(job.output_dir))
+            with written(job.output_dir / "logs"):
+                (job.output_dir / "logs").mkdir(exist_ok=True)
         stack.enter_context(stop.watched())
         flash, parent = None, job.recipe.offload.flash_dir
         if parent is not None:

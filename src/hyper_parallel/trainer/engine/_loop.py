@@ -265,10 +265,11 @@ class Loop:
             [ranks + 4] on the device: peaks, ranks that wish to stop, that wish to save, loss, norm.
         """
         size = self.world.world_size
-        mine = [0.0] * (size + 4)
-        mine[self.world.rank] = float(memory_bytes)
-        mine[size : size + 2] = map(float, self.wishes())
-        values = torch.tensor(mine, dtype=torch.float64, device=self.world.device)
+        values = torch.zeros(size + 4, dtype=torch.float64, device=self.world.device)
+        values[self.world.rank] = float(memory_bytes)
+        for place, wish in enumerate(self.wishes(), start=size):
+            if wish:
+                values[place] = 1.0
         values[size + 2] = loss_sum
         if size > 1:
             with purpose(Purpose.STEP_LOG):

@@ -167,11 +167,11 @@ class Trainer:
             engine.begin(done, self._batches)
             if engine.rank == 0:
                 # Not before: a start that fails leaves an earlier run as it was.
-                if recipe.checkpoint.resume == "never" and (removed := job.clear()):
-                    self._display.line(
-                        f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
-                    )
                 with written(job.output_dir):
+                    if recipe.checkpoint.resume == "never" and (removed := job.clear()):
+                        self._display.line(
+                            f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
+                        )
                     job.write(engine.plan)
                     self._log = MetricsLog(job.output_dir, done)
                 stack.callback(self._log.close)
@@ -208,7 +208,8 @@ class Trainer:
             self._stop.obeyed(done)
         timeline = engine.timeline()
         if timeline is not None:
-            write_timeline(timeline, job.output_dir / "timeline.json")
+            with written(job.output_dir):
+                write_timeline(timeline, job.output_dir / "timeline.json")
         if recipe.checkpoint.export and not stopped:
             engine.export()
         if engine.rank != 0:
@@ -220,7 +221,8 @@ class Trainer:
             "resumes": history,
             **engine.facts(),
         }
-        write_text(job.output_dir / "run.json", json.dumps(about, indent=1) + "\n")
+        with written(job.output_dir):
+            write_text(job.output_dir / "run.json", json.dumps(about, indent=1) + "\n")
         return Summary(done, first, last, loss, seconds)
 
     def _wishes(self) -> tuple[bool, bool]:
