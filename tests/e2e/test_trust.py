@@ -106,6 +106,7 @@ def test_what_may_change_takes_effect_and_is_recorded(place, tmp_path):
         "changed": {
             "training.weight_decay": [0.1, 0.5],
             "training.betas": [[0.9, 0.95], [0.5, 0.9]],
+            "checkpoint.every": [2, 0],
         },
     }
 

@@ -84,7 +84,9 @@ def test_every_document_is_read_once_per_epoch_in_a_new_order(conversations, mak
     assert asked[:30] != asked[30:]
 
 
-def test_another_order_is_refused_and_an_empty_stream_too(corpus, make, tmp_path):
+def test_another_order_is_refused_and_an_empty_stream_too(corpus, make, tmp_path, monkeypatch):
+    monkeypatch.chdir(corpus.parent)
+    assert make("corpus", streaming=True).fingerprint == make(corpus, streaming=True).fingerprint
     state = StreamBatches(make(corpus, streaming=True).train, 5, "f").state_dict(0)
     with pytest.raises(CheckpointMismatch, match="HP702"):
         StreamBatches(make(corpus, streaming=True, seed=1).train, 5, "f").load_state_dict(state)

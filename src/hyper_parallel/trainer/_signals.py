@@ -93,6 +93,8 @@ def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for one in ENDING:
                 if signal.getsignal(one) != signal.SIG_IGN:
-                    stack.callback(signal.signal, one, signal.signal(one, handler))
+                    # None: a handler that was not set from Python, and cannot be set from it.
+                    before = signal.signal(one, handler) or signal.SIG_DFL
+                    stack.callback(signal.signal, one, before)
                     signal.siginterrupt(one, False)  # system calls of libraries go on
         yield

@@ -148,13 +148,14 @@ def prepare(
     stream = Stream(source, tokenizer.hf, data, stage, seed, pad_id)
     next(stream.rows(Place()))  # a source without a sequence is refused here
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
+    # A recipe may name the source from its own folder, and the run's copy of the recipe from the root.
+    path = Path(source.name).expanduser()
+    name = str(path.absolute()) if path.exists() else source.name
     return PackedData(
         train=stream,
         holdout=holdout,
         tokenizer_dir=str(tokenizer.directory),
         vocab_size=tokenizer.vocab_size,
-        fingerprint=digest(
-            [_VERSION, source.name, source.shape, stage, tokenizer.fingerprint, *settings]
-        ),
+        fingerprint=digest([_VERSION, name, source.shape, stage, tokenizer.fingerprint, *settings]),
         cached=False,
     )
