@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from safetensors.torch import load_file
 
 from hyper_parallel.backends.torch.memory import FileTier
 from hyper_parallel.errors import (
@@ -19,6 +19,7 @@ from hyper_parallel.errors import (
     TransferFailed,
 )
 from hyper_parallel.ir import Plan
+from hyper_parallel.trainer.checkpoints._manifest import check
 from tests.e2e import runs
 from tests.e2e.runs import CONFIG, curve, rows, write_functions
 
@@ -77,20 +78,12 @@ def train(place):
 
 
 def state(out, step):
-    """Every tensor and number of a checkpoint."""
-    (metadata,) = out.glob(f"checkpoints/*{step}/**/.metadata")
-    target = out / "state.pt"
-    dcp_to_torch_save(metadata.parent, target)
-    flat = {}
-
-    def walk(tree, prefix):
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}/")
-            else:
-                flat[prefix + str(key)] = value
-
-    walk(torch.load(target, weights_only=False), "")
+    """Every tensor, as its pieces, and number of a checkpoint."""
+    (path,) = out.glob(f"checkpoints/*{step}")
+    _, index = check(path)
+    flat = dict(index.values) | {str(group.parameters): group.values for group in index.groups}
+    for file in index.by_file():
+        flat |= load_file(path / file)
     return flat
 
 

@@ -108,7 +108,7 @@ def test_the_newest_are_kept_and_an_existing_step_is_replaced(tmp_path):
 def test_the_first_save_cleans_what_a_killed_run_left(tmp_path):
     saved_run(tmp_path, (1, 2))
     (tmp_path / ".step_00000003.tmp").mkdir()
-    (tmp_path / ".step_00000003.tmp" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / ".step_00000003.tmp" / "rank_00000.safetensors").write_bytes(b"half")
     (tmp_path / "step_00000001").rename(tmp_path / ".step_00000001.old")
     model, optimizer = build(1)
     saver = checkpointer(tmp_path, keep=3)
@@ -191,7 +191,9 @@ def truncate(path):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("damage", [flip, truncate, os.remove])
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["rank_00000.safetensors", "index.json", "extra.json", "manifest.json"]
+)
 def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_used(
     tmp_path, caplog, damage, name
 ):
@@ -214,8 +216,8 @@ def test_none_intact_and_none_at_all(tmp_path):
     saved_run(tmp_path, (1, 2))
     before = full_state(model)
     for step in (1, 2):
-        flip(tmp_path / f"step_0000000{step}" / "__0_0.distcp")
-    with pytest.raises(CheckpointCorrupt, match=r"step_00000001/__0_0\.distcp"):
+        flip(tmp_path / f"step_0000000{step}" / "rank_00000.safetensors")
+    with pytest.raises(CheckpointCorrupt, match=r"step_00000001/rank_00000\.safetensors"):
         checkpointer(tmp_path).load(model, optimizer)
     assert_same(full_state(model), before)
 
@@ -327,7 +329,10 @@ def test_state_is_bitwise_the_same_on_every_layout_and_world_size(tmp_path):
     assert_same(whole(other, other_optimizer), whole(model, optimizer))
     manifest = json.loads((source / "step_00000002" / "manifest.json").read_text())
     assert manifest["world_size"] == 2
-    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "extra.json"} == set(manifest["files"])
+    assert set(manifest["files"]) == {"index.json", "extra.json"}
+    names = {p.name for p in (source / "step_00000002").iterdir()}
+    pieces = {"rank_00000.safetensors", "rank_00001.safetensors"}
+    assert names == {"manifest.json", "index.json", "extra.json"} | pieces
 
 
 @pytest.mark.dist
@@ -346,10 +351,10 @@ def test_ranks_agree_on_the_checkpoint_when_a_file_of_one_of_them_is_damaged(tmp
         return checkpointer(tmp_path).load(model, optimizer)
 
     launch(save, 2, timeout_s=180)
-    flip(tmp_path / "step_00000002" / "__1_0.distcp")
+    flip(tmp_path / "step_00000002" / "rank_00001.safetensors")
     assert launch(load, 2, timeout_s=180) == [(1, {"step": 1})] * 2
     shutil.rmtree(tmp_path / "step_00000001")
-    with pytest.raises(CheckpointCorrupt, match=r"__1_0\.distcp"):
+    with pytest.raises(CheckpointCorrupt, match=r"rank_00001\.safetensors"):
         launch(load, 2, timeout_s=180)
 
 

@@ -33,11 +33,11 @@ def test_list_and_verify(run_dir):
     assert len(lines) == 2
     assert "complete" in lines[1]
     assert run("verify", run_dir).exit_code == 0
-    flip(run_dir / "checkpoints" / "step_00000002" / "__0_0.distcp")
+    flip(run_dir / "checkpoints" / "step_00000002" / "rank_00000.safetensors")
     assert "DAMAGED" not in run("list", run_dir).stdout
     result = run("verify", run_dir)
     assert result.exit_code == 1
-    assert "__0_0.distcp" in result.stdout.splitlines()[1]
+    assert "rank_00000.safetensors" in result.stdout.splitlines()[1]
     assert "verified" in result.stdout.splitlines()[0]
     with pytest.raises(RunUnreadable):
         run("list", run_dir / "nothing")

@@ -68,7 +68,7 @@ def test_any_layout_continues_what_another_saved(tmp_path: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface", dtype=torch.float64)
     for name, param in model.named_parameters():
         assert torch.equal(read.get_parameter(name), param)
-    damaged = next((tmp_path / "sgd" / "step_00000001").glob("*.distcp"))
+    damaged = next((tmp_path / "sgd" / "step_00000001").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     one, optimizer = start(model, "", "sgd")
     with pytest.raises(CheckpointCorrupt, match=damaged.name):

@@ -1,22 +1,22 @@
-"""`hyper-parallel checkpoint`: list, verify and export the checkpoints of a run.
+"""`hyper-parallel checkpoint`: list, verify, inspect and export the checkpoints of a run; import a model as one.
 
-`list` and `verify` read files only; `export` builds the model.
+`list`, `verify` and `inspect` read files only; `export` and `import` build the model.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from hyper_parallel.errors import RunUnreadable
-
-if TYPE_CHECKING:
-    from hyper_parallel.trainer.checkpoints._manifest import Manifest
+from hyper_parallel.errors import CheckpointCorrupt, CheckpointFormat, RunUnreadable
 
 app = typer.Typer(
-    name="checkpoint", help="List, verify and export checkpoints.", no_args_is_help=True
+    name="checkpoint",
+    help="List, verify, inspect and export checkpoints, and import a model as one.",
+    no_args_is_help=True,
 )
 
 RunDir = Annotated[
@@ -39,6 +39,74 @@ def verify(run_dir: RunDir) -> None:
     """Compare every file with its checksum; ends with status 1 when a checkpoint is damaged."""
     if not _print_steps(run_dir, contents=True):
         raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    run_dir: RunDir,
+    step: Annotated[int | None, typer.Option(help="Step; default the newest one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Print what a checkpoint holds: tensors with shape, dtype and pieces, step, and position in the data."""
+    from hyper_parallel.trainer._files import Damaged
+    from hyper_parallel.trainer.checkpoints import _manifest as files
+
+    directory = _checkpoints(run_dir)
+    path = directory / files.step_name(files.steps(directory)[-1] if step is None else step)
+    try:
+        manifest, index = files.check(path, contents=False)
+    except Damaged as error:
+        raise CheckpointCorrupt("the checkpoint is damaged", where=str(error)) from None
+    extra = json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
+    tensors = [
+        {
+            "name": name,
+            "shape": tensor.shape,
+            "dtype": tensor.dtype,
+            # Pieces along each dim.
+            "cut": [len({p.offset[d] for p in tensor.pieces}) for d in range(len(tensor.shape))],
+            "files": sorted({p.file for p in tensor.pieces}),
+        }
+        for name, tensor in index.tensors.items()
+    ]
+    facts = {
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "size_bytes": manifest.size_bytes,
+        "fingerprint": manifest.fingerprint,
+        "metrics": manifest.metrics,
+        "extra": extra,
+    }
+    if as_json:
+        typer.echo(json.dumps(facts | {"tensors": tensors}, indent=1))
+        return
+    for key, value in facts.items():
+        typer.echo(f"{key}: {value if isinstance(value, int) else json.dumps(value)}")
+    for entry in tensors:
+        shape, cut = (
+            "x".join(map(str, entry[key])) or "number"  # type: ignore[call-overload]
+            for key in ("shape", "cut")
+        )
+        typer.echo(f"{entry['name']}  {shape}  {entry['dtype']}  cut {cut}")
+
+
+@app.command("import")
+def import_(
+    model_dir: Annotated[
+        Path, typer.Argument(help="Hugging Face directory with weights.", show_default=False)
+    ],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(help="Directory to write; train with checkpoint.from_dir=RUN_DIR."),
+    ],
+    dtype: Annotated[
+        str, typer.Option(help="Of the parameters: float32, or float64 for such a run.")
+    ] = "float32",
+) -> None:
+    """Write a Hugging Face directory as checkpoint of step 0, which a run on any layout can start from."""
+    from hyper_parallel.trainer.checkpoints._import import import_checkpoint
+
+    typer.echo(f"step 0: {import_checkpoint(model_dir, run_dir / 'checkpoints', dtype)}")
 
 
 @app.command()
@@ -74,7 +142,7 @@ def export(
 
 def _print_steps(run_dir: Path, *, contents: bool) -> bool:
     """One line per checkpoint, newest last; whether all are intact."""
-    from hyper_parallel.trainer._files import Damaged, check_files
+    from hyper_parallel.trainer._files import Damaged
     from hyper_parallel.trainer.checkpoints import _manifest as files
     from hyper_parallel.units import format_bytes
 
@@ -83,15 +151,17 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
     for step in files.steps(directory):
         path = directory / files.step_name(step)
         try:
-            manifest: Manifest = files.read_manifest(path)
-            check_files(path, manifest.files, sorted(manifest.files) if contents else ())
-        except Damaged as error:
+            manifest, index = files.check(path, contents=contents)
+            if contents and (strange := files.unexpected(path, index)):
+                raise Damaged(path / strange[0], "belongs to no checkpoint")
+        except (Damaged, CheckpointFormat) as error:
             intact = False
-            typer.echo(f"step {step:>8}  DAMAGED: {error}")
+            why = error.what if isinstance(error, CheckpointFormat) else error
+            typer.echo(f"step {step:>8}  DAMAGED: {why}")
             continue
-        size = format_bytes(sum(entry.size_bytes for entry in manifest.files.values()))
         state = "verified" if contents else "complete"
         ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
+        size = format_bytes(manifest.size_bytes)
         typer.echo(f"step {step:>8}  {state}  {size:>10}  saved by {ranks}")
     return intact
 

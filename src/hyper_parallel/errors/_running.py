@@ -157,6 +157,14 @@ class RunInUse(HyperParallelError, code="HP720"):
     """
 
 
+class CheckpointFormat(HyperParallelError, code="HP740"):
+    """A checkpoint was written by a version of this package whose format is not read any more.
+
+    Why: the first format had an index that was a pickle, and reading a pickle runs what is in it. Fix: export it with
+    the version that wrote it (`checkpoint export`), and start from the exported model with `model.path`.
+    """
+
+
 class WeightsUnreadable(HyperParallelError, code="HP703"):
     """A weight file of a model directory is missing, truncated, or lacks a parameter.
 

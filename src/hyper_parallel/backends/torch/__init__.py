@@ -37,8 +37,9 @@ from hyper_parallel.backends.torch.experts._routing import (
 )
 from hyper_parallel.backends.torch.memory import CommCounter, cpu_workspace, device_workspace
 from hyper_parallel.backends.torch.weights._initialise import allocate, materialize
-from hyper_parallel.backends.torch.weights._pretrained import WeightFiles, load_pretrained
+from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
 from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.backends.torch.weights._tensor_files import WeightFiles
 
 __all__ = [
     "FLAT",

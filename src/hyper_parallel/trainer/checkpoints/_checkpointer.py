@@ -1,9 +1,9 @@
 """Save and load training state so that it resumes on any layout and world size.
 
-Tensors go through torch.distributed.checkpoint: every rank writes the shards it stores, and a load reads whatever
-part of them the new layout needs. Around it this file adds what a long run needs: writing in the background on a
-copy of the state, a manifest with checksums, publication by one rename, retention, and on load the newest checkpoint
-that is intact.
+Every rank writes the boxes it stores into one safetensors file, what several ranks hold only once; a load reads
+whatever part of them the new layout needs. Around it this file has what a long run needs: writing in the background on
+a copy of the state, checksums of all bytes, publication by one rename, retention of the newest intact checkpoints and
+the best, and on load the newest one that is intact.
 
 The directory must be visible to all ranks.
 """
@@ -12,37 +12,46 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
-from collections.abc import Callable
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
+
+from hyper_parallel.errors import CheckpointCorrupt, OutputNotWritable
+from hyper_parallel.trainer._files import Damaged, FileEntry
+from hyper_parallel.trainer.checkpoints import _manifest as files
+from hyper_parallel.trainer.checkpoints._index import (
+    INDEX,
+    Index,
+    Piece,
+    StoredGroup,
+    StoredTensor,
+    encode_index,
+    read_index,
+)
+from hyper_parallel.trainer.checkpoints._manifest import Manifest
+from hyper_parallel.trainer.checkpoints._pieces import HeldBox, owners, parts_of, write_pieces
+from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
+from hyper_parallel.trainer.checkpoints._restore import (
+    check_optimizer,
+    compare_fingerprints,
+    compare_tensors,
+    read_tensors,
+    restore_optimizer,
+)
+from hyper_parallel.trainer.checkpoints._state import (
+    MODEL,
+    State,
+    group_keys,
+    model_tensors,
+    state_of,
+    tensor_facts,
 )
 
-from hyper_parallel import serde
-from hyper_parallel.backends.torch.weights._initialise import canonical_name
-from hyper_parallel.backends.torch.weights._ranges import local_ranges
-from hyper_parallel.errors import CheckpointCorrupt, CheckpointMismatch
-from hyper_parallel.trainer._files import Damaged, FileEntry, check_files
-from hyper_parallel.trainer.checkpoints import _manifest as files
-from hyper_parallel.trainer.checkpoints._boxes import boxed
-from hyper_parallel.trainer.checkpoints._manifest import Manifest
-from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
-
 _log = logging.getLogger(__name__)
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Checkpointer:
@@ -54,10 +63,13 @@ class Checkpointer:
     Args:
         directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every
             save removes what a killed or failed one left behind.
-        keep: Newest checkpoints kept, at least 1.
+        keep: Newest intact checkpoints kept, at least 1; a save removes none that is newer than itself.
         asynchronous: Write in a background thread while training goes on.
         fingerprint: JSON values that must agree between the run that saves and the run that loads (model, optimizer;
             not the layout). None: load from any run whose tensors fit; such a checkpointer cannot save.
+        on_error: Whether a save that the disk refuses ends the run, or is logged; `finish` raises it in any case when
+            it was the last one.
+        keep_best: Name of a number in `extra["metrics"]`; the checkpoint with its least value is kept too. None: none.
     """
 
     def __init__(
@@ -67,13 +79,19 @@ class Checkpointer:
         keep: int,
         asynchronous: bool,
         fingerprint: dict[str, Any] | None,
+        on_error: Literal["stop", "continue"] = "stop",
+        keep_best: str | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._keep = keep
         self._asynchronous = asynchronous
         self._fingerprint = json.loads(json.dumps(fingerprint))
+        self._on_error, self._keep_best = on_error, keep_best
         self._ranks = RankGroup("checkpoint", self.directory, own_group=True)
         self._background: tuple[ThreadPoolExecutor, Future[None]] | None = None
+        self._failure: OutputNotWritable | None = None
+        self._checked: dict[int, bool] = {}
+        """Whether a step is intact, of those that this process has written or read to the last byte."""
 
     def save(
         self,
@@ -84,8 +102,8 @@ class Checkpointer:
     ) -> None:
         """Save the state after `step` optimizer steps.
 
-        With `asynchronous` it returns when the state is copied; the copy takes the host memory of this rank's shards
-        until it is written. The previous save is waited for, and its error raised here.
+        With `asynchronous` it returns when the state is copied; the copy takes the host memory of what this rank
+        writes until it is written. The previous save is waited for, and its error raised here.
 
         Args:
             step: Completed optimizer steps; names the checkpoint. An existing one of this step is replaced.
@@ -96,28 +114,30 @@ class Checkpointer:
         Raises:
             OutputNotWritable: HP105 when the directory cannot be written; in the background, raised by the next
                 `save` or `finish`. Older checkpoints stay.
+            UnsupportedSharding: HP205 for a split that boxes cannot express.
+            BadValue: HP102 for state that is neither a tensor nor a JSON value.
         """
         if self._fingerprint is None:
             raise ValueError("a checkpointer without a fingerprint only loads")
-        self.finish()
-        for name, parameter in model.named_parameters():
-            local_ranges(parameter, name)  # refuses a split that the file format cannot express
-        state = _state(model, optimizer)
-        text = json.loads(json.dumps(extra))
-        if not self._asynchronous:
-            self._write(step, state, text)
+        self._settle()
+        extra = json.loads(json.dumps(extra))
+        index, parts = self._divide(model, optimizer)
+        if self._asynchronous:
+            parts = [part.copied() for part in parts]
+            thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{step}")
+            self._background = thread, thread.submit(self._write, step, index, parts, extra)
             return
-        copy = BlockingAsyncStager().stage(state)
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{step}")
-        self._background = thread, thread.submit(self._write, step, copy, text)
+        try:
+            self._write(step, index, parts, extra)
+        except OutputNotWritable as error:
+            self._failed(error)
 
     def finish(self) -> None:
-        """Wait for the save in the background, if there is one, and raise its error."""
-        background, self._background = self._background, None
-        if background is not None:
-            thread, saved = background
-            thread.shutdown()
-            saved.result()
+        """Wait for the save in the background, if there is one, and raise the error of the last save."""
+        self._settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Wait for the save in the background, and give the process group back."""
@@ -134,11 +154,11 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         step: int | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        """Load a checkpoint into a model and an optimizer that hold storage.
+        """Load a checkpoint into a model and an optimizer that hold storage; a rank reads what it stores.
 
         Args:
             model: Changed in place; may have another layout and world size than the one saved.
-            optimizer: Changed in place; None: weights only.
+            optimizer: Changed in place; None, or a checkpoint without one: weights only.
             step: Load exactly this one; None: the newest intact one.
 
         Returns:
@@ -146,66 +166,49 @@ class Checkpointer:
 
         Raises:
             CheckpointCorrupt: HP701 when no intact checkpoint is left; names the damaged files.
+            CheckpointFormat: HP740 when an earlier version wrote it.
             CheckpointMismatch: HP702 with the first difference between the checkpoint and this run.
         """
-        self.finish()
-        found, manifest = self.newest_intact(step)
+        self._settle()
+        found, manifest, index = self.newest_intact(step)
         path = self.directory / files.step_name(found)
         if self._fingerprint is not None:
-            _compare_fingerprints(manifest.fingerprint, self._fingerprint, path)
-        stored = _described(path)
-        state = _state(model, optimizer)
-        idle = _take_idle(state.get("optimizer", {}), stored)
-        _compare(self._everyones(state), stored, path)
-        state = boxed(state)  # plain values, such as learning rates, are put into it
-        self._transfer(dcp.load, state, path)
-        set_model_state_dict(model, state["model"])
-        if optimizer is not None:
-            entries = state["optimizer"] | idle
-            set_optimizer_state_dict(model, optimizer, entries, options=_OPTIONS)
-            names = {_parameter_of(key) for key in idle}
-            for name, parameter in model.named_parameters():
-                if canonical_name(name) in names:
-                    optimizer.state.pop(parameter, None)
+            compare_fingerprints(manifest.fingerprint, self._fingerprint, path, index)
+        targets = model_tensors(model)
+        trained = optimizer if index.groups else None
+
+        def mine() -> tuple[dict[str, Any], dict[str, list[str]]]:
+            keys = group_keys(model, trained) if trained is not None else {}
+            return tensor_facts(targets), keys
+
+        everyone = self._ranks.everywhere(mine)
+        compare_tensors({k: v for held, _ in everyone for k, v in held.items()}, index, path)
+        if trained is not None:
+            check_optimizer({k: v for _, held in everyone for k, v in held.items()}, index, path)
+
+        def fill() -> None:
+            if trained is not None:
+                targets.update(restore_optimizer(model, trained, index, path))
+            read_tensors(targets, index, path)
+
+        self._ranks.everywhere(fill)
         return found, json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
 
-    def _everyones(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Shape and dtype of the tensors of all ranks by name: a pipeline rank holds a part of the model."""
-        mine = {
-            f"{part}.{name}": (tuple(value.shape), value.dtype) if torch.is_tensor(value) else None
-            for part, values in state.items()
-            for name, value in values.items()
-        }
-        return {k: v for held in self._ranks.everywhere(lambda: mine) for k, v in held.items()}
-
-    def newest_intact(self, step: int | None) -> tuple[int, Manifest]:
-        """The newest checkpoint whose files agree with its manifest, or exactly `step`; the ranks share the reading.
+    def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
+        """The newest checkpoint whose bytes agree with their checksums, or exactly `step`; ranks share the reading.
 
         Raises:
             CheckpointCorrupt: HP701 when there is none; names the damaged files.
+            CheckpointFormat: HP740 when the newest one was written by an earlier version.
         """
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]
         damaged: list[str] = []
         for candidate in candidates:
-            path = self.directory / files.step_name(candidate)
-
-            def check(path: Path = path) -> Manifest | str:
-                try:
-                    manifest = files.read_manifest(path)
-                    mine = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
-                    check_files(path, manifest.files, mine)
-                except Damaged as error:
-                    return str(error)
-                return manifest
-
-            results = self._ranks.everywhere(check)
-            problems = [r for r in results if isinstance(r, str)]
-            if not problems:
-                return candidate, results[0]
-            damaged.append(problems[0])
-            if self._ranks.rank == 0:
-                _log.warning("checkpoint of step %d is damaged: %s", candidate, problems[0])
+            result = self._check(candidate)
+            if not isinstance(result, str):
+                return candidate, *result
+            damaged.append(result)
         raise CheckpointCorrupt(
             f"no intact checkpoint{'' if step is None else f' of step {step}'}",
             where=str(self.directory),
@@ -213,110 +216,163 @@ class Checkpointer:
             hint="restore the file named, or train from the start with `checkpoint.resume=never`",
         )
 
-    def _write(self, step: int, state: dict[str, Any], extra: dict[str, Any]) -> None:
-        """Write, checksum and publish; every failure is raised on all ranks."""
-        path = files.temporary(self.directory, step)
+    def _check(self, step: int) -> tuple[Manifest, Index] | str:
+        """Read all of a checkpoint; what is wrong with it, in words. All ranks get the same."""
+        path, share = self.directory / files.step_name(step), (self._ranks.rank, self._ranks.size)
 
-        rank = self._ranks.rank
+        def check() -> tuple[Manifest, Index] | str:
+            try:
+                return files.check(path, share=share)
+            except Damaged as error:
+                return str(error)
+
+        mine: list[tuple[Manifest, Index] | str] = []
+
+        def problem() -> str | None:
+            mine.append(check())
+            return mine[0] if isinstance(mine[0], str) else None
+
+        problems = [p for p in self._ranks.everywhere(problem) if p is not None]
+        self._checked[step] = not problems
+        if problems and self._ranks.rank == 0:
+            _log.warning("checkpoint of step %d is damaged: %s", step, problems[0])
+        return problems[0] if problems else mine[0]
+
+    def _settle(self) -> None:
+        """Wait for the save in the background; its error is raised or logged, as `on_error` says."""
+        background, self._background = self._background, None
+        if background is None:
+            return
+        thread, saved = background
+        thread.shutdown()
+        try:
+            saved.result()
+        except OutputNotWritable as error:
+            self._failed(error)
+
+    def _failed(self, error: OutputNotWritable) -> None:
+        if self._on_error == "stop":
+            raise error
+        self._failure = error
+        if self._ranks.rank == 0:
+            _log.warning("the run goes on without this checkpoint:\n%s", error)
+
+    def _divide(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[Index, list[HeldBox]]:
+        """The index, its pieces yet to come, and the parts of the state that this rank writes."""
+        parts: list[HeldBox] = []
+
+        def describe() -> tuple[dict[str, Any], dict[Any, int], State]:
+            state = state_of(model, optimizer)
+            parts.extend(parts_of(state.tensors))
+            boxes = {part.box: part.data.nbytes for part in parts}
+            return tensor_facts(state.tensors), boxes, State({}, state.values, state.groups)
+
+        everyone = self._ranks.everywhere(describe)
+        writer = owners([boxes for _, boxes, _ in everyone])
+        facts = {k: v for held, _, _ in everyone for k, v in held.items()}
+        index = Index(
+            {name: StoredTensor(shape, dtype, ()) for name, (shape, dtype) in facts.items()},
+            {k: v for _, _, state in everyone for k, v in state.values.items()},
+            _joined([group for _, _, state in everyone for group in state.groups]),
+        )
+        return index, [part for part in parts if writer[part.box] == self._ranks.rank]
+
+    def _write(self, step: int, index: Index, parts: list[HeldBox], extra: dict[str, Any]) -> None:
+        """Write, publish and remove old ones; every failure is raised on all ranks, and leaves no half checkpoint."""
+        path = files.temporary(self.directory, step)
+        own = path / f"rank_{self._ranks.rank:05d}.safetensors"
 
         def prepare() -> None:
             self.directory.mkdir(parents=True, exist_ok=True)
             files.clean(self.directory)
             path.mkdir()
 
-        def own_files() -> dict[str, FileEntry]:
-            mine = [p for p in path.iterdir() if p.name.startswith(f"__{rank}_")]
-            if rank == 0:
-                files.write_json(path / files.EXTRA, extra)
-                mine += [path / files.EXTRA, path / ".metadata"]
-            return {p.name: FileEntry.of(p) for p in mine}
+        try:
+            self._ranks.on_rank_0(prepare)
+            written = self._ranks.everywhere(lambda: write_pieces(own, parts) if parts else [])
+            self._ranks.on_rank_0(lambda: self._publish(step, index, written, extra))
+        except Exception:
+            if self._ranks.rank == 0:  # the others have ended writing: a failure is known to all
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        self._checked[step] = True
+        self._retain(step)
 
-        self._ranks.on_rank_0(prepare)
-        self._ranks.everywhere(lambda: self._transfer(dcp.save, boxed(state), path))
-        entries = {n: e for part in self._ranks.everywhere(own_files) for n, e in part.items()}
+    def _publish(
+        self, step: int, index: Index, written: list[list[tuple[str, Piece]]], extra: dict[str, Any]
+    ) -> None:
+        path = files.temporary(self.directory, step)
+        pieces: dict[str, list[Piece]] = {}
+        for name, piece in (entry for part in written for entry in part):
+            pieces.setdefault(name, []).append(piece)
+        tensors = {
+            name: StoredTensor(t.shape, t.dtype, tuple(pieces.get(name, [])))
+            for name, t in index.tensors.items()
+        }
+        files.write_synced(path / INDEX, encode_index(Index(tensors, index.values, index.groups)))
+        files.write_synced(path / files.EXTRA, files.json_text(extra))
+        read_index(path)  # what could not be loaded is not published
+        size = sum(p.stat().st_size for p in path.iterdir())
+        entries = {name: FileEntry.of(path / name) for name in (INDEX, files.EXTRA)}
+        metrics = extra.get("metrics") if self._keep_best else None
+        manifest = Manifest(
+            files.FORMAT, step, self._ranks.size, size, self._fingerprint, metrics or {}, entries
+        )
+        files.write_synced(path / files.MANIFEST, files.encode_manifest(manifest))
+        files.publish(self.directory, step)
 
-        def publish() -> None:
-            assert self._fingerprint is not None
-            manifest = Manifest(files.FORMAT, step, self._ranks.size, self._fingerprint, entries)
-            files.write_json(path / files.MANIFEST, serde.encode(manifest))
-            files.publish(self.directory, step, self._keep)
+    def _retain(self, written: int) -> None:
+        """Remove what is older than the save just written, but for the newest intact ones and the best."""
+        published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
+        kept: list[int] = []
+        for step in published[::-1]:
+            if len(kept) < self._keep and self._is_intact(step):
+                kept.append(step)
+        kept += [written, *self._best(published)]
 
-        self._ranks.on_rank_0(publish)
+        def remove() -> None:
+            for step in published:
+                if step < written and step not in kept:
+                    files.remove(self.directory, step)
 
-    def _transfer(self, move: Callable[..., Any], state: dict[str, Any], path: Path) -> None:
-        """`move` is dcp.save or dcp.load."""
-        if self._ranks.several:
-            move(state, checkpoint_id=path, process_group=self._ranks.group)
-            return
-        with warnings.catch_warnings():  # that a single process saves is meant
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            move(state, checkpoint_id=path, no_dist=True)
+        self._ranks.on_rank_0(remove)
+
+    def _is_intact(self, step: int) -> bool:
+        if step not in self._checked:
+            self._check(step)
+        return self._checked[step]
+
+    def _best(self, published: list[int]) -> list[int]:
+        """The intact step with the least value of the metric; of equal ones the newest."""
+        metric, found = self._keep_best, {}
+        if metric is None:
+            return []
+        for step in published:
+            try:
+                manifest = files.read_manifest(self.directory / files.step_name(step))
+            except Damaged:
+                continue
+            if metric in manifest.metrics:
+                found[step] = manifest.metrics[metric]
+        order = sorted(found, key=lambda step: (found[step], -step))
+        return [step for step in order if self._is_intact(step)][:1]
 
 
-def stored_dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
+def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
     """Dtype of each parameter in a checkpoint, by name."""
-    prefix = "model."
-    stored = _described(checkpoint).items()
-    return {k.removeprefix(prefix): v[1] for k, v in stored if v and k.startswith(prefix)}
-
-
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    return state
-
-
-def _take_idle(entries: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
-    """Remove the optimizer state of parameters that had none when they were saved: they never got a gradient.
-
-    Reading the state of an optimizer creates zeros for all parameters; those of such parameters are not in the files.
-    """
-    saved = {_parameter_of(key) for key in stored if key.startswith("optimizer.state.")}
-    idle = [k for k in entries if k.startswith("state.") and _parameter_of(k) not in saved]
-    return {key: entries.pop(key) for key in idle} if saved else {}
-
-
-def _parameter_of(key: str) -> str:
-    """`model.norm.weight` of `optimizer.state.model.norm.weight.exp_avg`."""
-    return key.partition("state.")[2].rpartition(".")[0]
-
-
-def _compare_fingerprints(saved: dict[str, Any], ours: dict[str, Any], path: Path) -> None:
-    for key in [*ours, *(k for k in saved if k not in ours)]:
-        if saved.get(key) != ours.get(key):
-            raise CheckpointMismatch(
-                f"the checkpoint was saved by a run with another `{key}`",
-                where=str(path / files.MANIFEST),
-                got=ours.get(key),
-                allowed=saved.get(key),
-            )
-
-
-def _described(checkpoint: Path) -> dict[str, Any]:
-    """Shape and dtype of everything in a checkpoint by name; None for what is no tensor."""
-    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {
-        key: (tuple(e.size), e.properties.dtype) if isinstance(e, TensorStorageMetadata) else None
-        for key, e in entries.items()
+        name.removeprefix(MODEL): getattr(torch, tensor.dtype)
+        for name, tensor in index.tensors.items()
+        if name.startswith(MODEL)
     }
 
 
-def _compare(ours: dict[str, Any], theirs: dict[str, Any], path: Path) -> None:
-    """Refuse the first tensor whose name, shape or dtype differs from the checkpoint's."""
-    parts = {key.partition(".")[0] for key in ours}
-    for key in ours:
-        if key not in theirs:
-            raise CheckpointMismatch(f"the checkpoint has no `{key}`", where=str(path))
-    for key, stored in theirs.items():
-        if key not in ours and key.partition(".")[0] in parts:
-            raise CheckpointMismatch(
-                f"the checkpoint holds `{key}`, this run has no such tensor", where=str(path)
-            )
-        if stored and ours.get(key) and ours[key] != stored:
-            raise CheckpointMismatch(
-                f"`{key}` has another shape or dtype in the checkpoint",
-                where=str(path),
-                got=f"{ours[key][0]} {ours[key][1]}",
-                allowed=f"{stored[0]} {stored[1]}",
-            )
+def _joined(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
+    """Groups of all ranks; those of equal numbers are one."""
+    found: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
+    for group in groups:
+        names, _ = found.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))
+        names.update(dict.fromkeys(group.parameters))
+    return tuple(StoredGroup(tuple(names), values) for names, values in found.values())

@@ -28,7 +28,6 @@ from hyper_parallel.backends.torch.weights._initialise import (
 from hyper_parallel.config import Model, Recipe
 from hyper_parallel.errors import BadValue, ModelUnreadable, OutputNotWritable, UnknownModel
 from hyper_parallel.trainer._files import copy_files, replace_directory
-from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES
@@ -280,8 +279,8 @@ def export_checkpoint(
     except UnknownModel as error:
         raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
-    found = loader.newest_intact(step)[0]
-    dtypes = stored_dtypes(directory / files.step_name(found))
+    found, _, index = loader.newest_intact(step)
+    dtypes = stored_dtypes(index)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
     allocate_and_fill_buffers(model)

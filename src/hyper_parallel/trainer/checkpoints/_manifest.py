@@ -1,16 +1,17 @@
-"""Checkpoint directories on disk: names, manifest, verification, publication, retention. No framework.
+"""Checkpoint directories on disk: names, manifest, verification, publication. No framework.
 
 checkpoints/
-    step_00000010/          published: complete, or damaged after it was written
-        manifest.json       format, step, fingerprint, size and SHA-256 of every other file; written last
-        extra.json          trainer state: position in the data, random state
-        .metadata           index of torch.distributed.checkpoint
-        __0_0.distcp ...    tensors, one or more files per rank
-    .step_00000020.tmp/     being written, or left over from a run that was killed
+    step_00000010/               published: complete, or damaged after it was written
+        manifest.json            format, step, fingerprint, checksums of the other JSON files and of itself
+        index.json               which bytes of which file hold which part of which tensor, and their checksums
+        extra.json               trainer state: position in the data, random state
+        rank_00000.safetensors   pieces of tensors, one file per rank
+    .step_00000020.tmp/          being written, or left over from a run that was killed
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel import serde
-from hyper_parallel.trainer._files import Damaged, FileEntry, replace_directory
+from hyper_parallel.errors import CheckpointFormat
+from hyper_parallel.trainer._files import Damaged, FileEntry, check_files, replace_directory
+from hyper_parallel.trainer.checkpoints._index import INDEX, Index, check_pieces, read_index
 
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
-FORMAT = 1
+FORMAT = 2
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -36,7 +39,9 @@ class Manifest:
     format: int
     step: int
     world_size: int
+    size_bytes: int
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
 
 
@@ -58,42 +63,108 @@ def steps(directory: Path) -> list[int]:
     return sorted(int(m.group(1)) for m in matches if m)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file and flush it to the disk."""
+def write_synced(path: Path, text: str) -> None:
+    """Write a text file and flush it to the disk."""
     with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, sort_keys=True, allow_nan=True)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def json_text(value: Any) -> str:
+    """Readable JSON of a value, the same text for equal values."""
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def encode_manifest(manifest: Manifest) -> str:
+    """The manifest as text, with the checksum of itself."""
+    values = serde.encode(manifest)
+    own = hashlib.sha256(json_text(values).encode()).hexdigest()
+    return json_text(values | {"sha256": own})
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a published checkpoint.
 
     Raises:
-        Damaged: It is missing or not a manifest of this format.
+        Damaged: It is missing, altered, or of another step.
+        CheckpointFormat: HP740 when another version wrote it.
     """
     path = checkpoint / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        manifest = serde.decode(Manifest, data)
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
+        found = values.pop("sha256", None)
+        if found is None and values.get("format") == 1:
+            raise CheckpointFormat(
+                "the checkpoint was written in an earlier format, whose index is a pickle",
+                where=str(checkpoint),
+                got="format 1",
+                allowed=f"format {FORMAT}",
+                hint="checkpoint.resume=never",
+            )
+        manifest = serde.decode(Manifest, values)
     except FileNotFoundError:
         raise Damaged(path, "missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise Damaged(path, f"not readable as a manifest ({error})") from None
-    if manifest.format != FORMAT:
-        raise Damaged(path, f"format {manifest.format}, this version reads {FORMAT}")
+    if encode_manifest(manifest) != text:
+        raise Damaged(path, "content differs from its checksum")
+    if manifest.format != FORMAT or step_name(manifest.step) != checkpoint.name:
+        got = f"format {manifest.format} and step {manifest.step}"
+        raise Damaged(path, f"{got} in {checkpoint.name}; this version reads format {FORMAT}")
     return manifest
 
 
-def publish(directory: Path, step: int, keep: int) -> None:
-    """Rename the written checkpoint to its final name, then remove all but the `keep` newest."""
-    replace_directory(temporary(directory, step), directory / step_name(step))
-    for old in steps(directory)[:-keep]:
-        # Hidden first: a run killed half-way through the removal must not leave a visible broken checkpoint.
-        hidden = temporary(directory, old)
-        (directory / step_name(old)).rename(hidden)
-        shutil.rmtree(hidden)
+def check(
+    checkpoint: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)
+) -> tuple[Manifest, Index]:
+    """Manifest and index of a checkpoint that agree with each other and with all files.
+
+    Args:
+        checkpoint: Its directory.
+        contents: Compare the bytes of tensors with their checksums.
+        share: Which part of these bytes, where several ranks share the reading: number, of how many.
+
+    Raises:
+        Damaged: With the first file that is missing or differs.
+        CheckpointFormat: HP740 when another version wrote it.
+    """
+    manifest = read_manifest(checkpoint)
+    needed = {INDEX, EXTRA}
+    if set(manifest.files) != needed:
+        raise Damaged(
+            checkpoint / MANIFEST, f"lists {sorted(manifest.files)}, not {sorted(needed)}"
+        )
+    check_files(checkpoint, manifest.files, sorted(needed))
+    index = read_index(checkpoint)
+    if contents:
+        check_pieces(checkpoint, index, share)
+    return manifest, index
+
+
+def unexpected(checkpoint: Path, index: Index) -> list[str]:
+    """Names of files that do not belong to a checkpoint."""
+    known = {MANIFEST, INDEX, EXTRA, *index.by_file()}
+    return sorted(p.name for p in checkpoint.iterdir() if p.name not in known)
+
+
+def publish(directory: Path, step: int) -> None:
+    """Rename the written checkpoint to its final name."""
+    written = temporary(directory, step)
+    handle = os.open(written, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # the names of its files; the renaming is flushed below
+    finally:
+        os.close(handle)
+    replace_directory(written, directory / step_name(step))
+
+
+def remove(directory: Path, step: int) -> None:
+    """Remove a published checkpoint; hidden first, so that a killed run leaves no visible broken one."""
+    hidden = temporary(directory, step)
+    (directory / step_name(step)).rename(hidden)
+    shutil.rmtree(hidden)
 
 
 def clean(directory: Path) -> None:

@@ -63,11 +63,10 @@ class RankGroup:
         """An error that all ranks can raise: it pickles, and disk trouble gets its code."""
         if isinstance(error, HyperParallelError):
             return error
-        for cause in (error, *getattr(error, "failures", {}).values()):
-            cause = cause[0] if isinstance(cause, tuple) else cause
-            if isinstance(cause, OSError):
-                return OutputNotWritable(
-                    f"the {self._work} cannot be written: {cause.strerror or cause}",
-                    where=str(cause.filename or self._place),
-                )
+        if isinstance(error, OSError):
+            return OutputNotWritable(
+                f"the {self._work} cannot be written: {error.strerror or error}",
+                where=str(error.filename or self._place),
+                hint=f"df -h {self._place}",
+            )
         return RuntimeError(f"{type(error).__name__}: {error}")

@@ -5,17 +5,12 @@ What transformers converts in a way that is more than stacking and joining is re
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
-from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.weights._huggingface import (
@@ -31,13 +26,8 @@ from hyper_parallel.backends.torch.weights._initialise import (
     named_tensors,
 )
 from hyper_parallel.backends.torch.weights._ranges import Run, copy_full, local, local_ranges
+from hyper_parallel.backends.torch.weights._tensor_files import Ranges, WeightFiles, copy_overlap
 from hyper_parallel.errors import WeightsUnreadable
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_FORMATS = ((INDEX, SINGLE), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
-"""Index and single file of the formats that are read; the first that is there is taken."""
-
 
 Assigned = list[Box] | tuple[Conversion, str, tuple[int, ...]]
 """Boxes of stored tensors, or a conversion with the name and shape of its result."""
@@ -189,117 +179,10 @@ def _read_box(
     source: WeightFiles, box: Box, target: Tensor, ranges: tuple[tuple[Run, ...], ...]
 ) -> None:
     """Copy the intersection of a stored tensor with this rank's part of the parameter."""
+
+    def read(part: Ranges) -> Tensor:
+        stored = source.read(box.key, part[1:] if box.stacked else part)
+        return stored.unsqueeze(0) if box.stacked else stored
+
     size = ((1,) if box.stacked else ()) + source.tensors[box.key].shape
-    read: list[list[tuple[int, int]]] = [[]]
-    write: list[list[slice]] = [[]]
-    for offset, length, runs in zip(box.offset, size, ranges, strict=True):
-        overlaps = [
-            (max(run.start, offset), min(run.stop, offset + length), run)
-            for run in runs
-            if run.start < offset + length and run.stop > offset
-        ]
-        read = [[*r, (a - offset, b - offset)] for r in read for a, b, _ in overlaps]
-        write = [
-            [*w, slice(run.at + a - run.start, run.at + b - run.start)]
-            for w in write
-            for a, b, run in overlaps
-        ]
-    for from_, to in zip(read, write, strict=True):
-        part = source.read(box.key, tuple(from_[1:] if box.stacked else from_))
-        target[tuple(to)].copy_(part.unsqueeze(0) if box.stacked else part)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a file, known from the header."""
-
-    file: Path
-    shape: tuple[int, ...]
-    slices: Any
-
-
-class WeightFiles:
-    """The tensors of one model directory: one file or shards with their index, safetensors or PyTorch's own.
-
-    A PyTorch file is unpickled with `weights_only`, which runs no code of the file, and is mapped into memory.
-
-    Raises:
-        WeightsUnreadable: HP703 when a file is missing or truncated, or lacks a tensor that the index promises.
-    """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-        self.bytes_read = 0
-        """Bytes of tensor data handed out by `read` so far."""
-        self.tensors: dict[str, Stored] = {}
-        there = [pair for pair in _FORMATS if any((self.directory / n).is_file() for n in pair)]
-        self._index_file, single = (there or _FORMATS)[0]
-        promised = self._index()
-        for file in sorted({*promised.values()}) if promised else [single]:
-            self._open(self.directory / file)
-        for name, file in promised.items():
-            if name not in self.tensors:
-                raise WeightsUnreadable(
-                    f"`{file}` has no tensor `{name}`, which the index places there",
-                    where=str(self.directory / self._index_file),
-                )
-
-    def read(self, name: str, ranges: tuple[tuple[int, int], ...] = ()) -> Tensor:
-        """The elements of a tensor within `ranges` (start, stop per dim; none: all of it), as they are stored."""
-        entry = self.tensors[name]
-        try:
-            # An empty tuple of ranges reads all of it.
-            part: Tensor = entry.slices[tuple(slice(a, b) for a, b in ranges) or ...]
-        except (SafetensorError, OSError) as error:
-            raise WeightsUnreadable(
-                f"`{name}` cannot be read ({error})", where=str(entry.file)
-            ) from None
-        self.bytes_read += part.numel() * part.element_size()
-        return part
-
-    def _index(self) -> dict[str, str]:
-        path = self.directory / self._index_file
-        if not path.is_file():
-            return {}
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise WeightsUnreadable(f"the index is damaged ({error})", where=str(path)) from None
-
-    def _open(self, path: Path) -> None:
-        if not path.is_file():
-            raise WeightsUnreadable(
-                "a weight file is missing",
-                where=str(path),
-                allowed=f"a directory with {SINGLE}, or with {INDEX} and the files it names",
-            )
-        try:
-            stored = _unpickled(path) if path.suffix == ".bin" else _mapped(path)
-            for name, slices in stored.items():
-                if name in self.tensors:
-                    raise WeightsUnreadable(
-                        f"`{name}` is in two files", where=str(path), got=self.tensors[name].file
-                    )
-                self.tensors[name] = Stored(path, _shape(slices), slices)
-        except (SafetensorError, OSError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise WeightsUnreadable(
-                f"a weight file is truncated or damaged ({str(error).splitlines()[0]})",
-                where=str(path),
-                got=f"{path.stat().st_size} bytes",
-            ) from None
-
-
-def _mapped(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file as slices that read when they are indexed."""
-    file = safe_open(path, framework="pt", device="cpu")
-    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- not a mapping
-
-
-def _unpickled(path: Path) -> dict[str, Any]:
-    """The tensors of a file of `torch.save`, whose bytes are read when they are used; all at once from old files."""
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _shape(slices: Any) -> tuple[int, ...]:
-    return tuple(slices.shape if isinstance(slices, Tensor) else slices.get_shape())
+    copy_overlap(read, box.offset, size, target, ranges)

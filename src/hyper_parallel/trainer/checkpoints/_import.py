@@ -1,0 +1,60 @@
+"""Write a Hugging Face directory as a checkpoint that a run on any layout can start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hyper_parallel.backends.torch import load_pretrained
+from hyper_parallel.config import Model, Recipe, Training
+from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
+from hyper_parallel.trainer.checkpoints import _manifest as files
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.engine._model import build_model, read_spec
+
+_DTYPES = ("float32", "float64")
+
+
+def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32") -> Path:
+    """Save the weights of a Hugging Face directory as step 0; holds the whole model in host memory.
+
+    Args:
+        model_dir: Directory of `config.json` and weight files.
+        directory: Directory of checkpoints.
+        dtype: Of the parameters.
+
+    Returns:
+        Directory of the checkpoint.
+
+    Raises:
+        BadValue: HP102 for a dtype that parameters never have, or when the directory holds checkpoints.
+        ModelUnreadable, WeightsUnreadable, OutputNotWritable: As in `build_model`, `load_pretrained`, `Checkpointer`.
+    """
+    if dtype not in _DTYPES:
+        raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
+    if found := files.steps(directory):
+        raise BadValue(
+            "the directory already holds checkpoints",
+            where=str(directory),
+            got=f"steps {', '.join(map(str, found))}",
+            hint="choose another RUN_DIR",
+        )
+    path = str(model_dir.expanduser())
+    recipe = Recipe.model_validate(
+        {
+            "model": Model(path=path, attn_implementation="eager"),
+            "training": Training.model_validate({"dtype": dtype}),
+        }
+    )
+    try:
+        model, spec = build_model(recipe), read_spec(path, path)
+    except UnknownModel as error:
+        raise ModelUnreadable(error.what, where=path, hint=error.hint) from error
+    load_pretrained(model, path)
+    saver = Checkpointer(
+        directory,
+        keep=1,
+        asynchronous=False,
+        fingerprint={"model": spec.fingerprint, "param_dtype": dtype},
+    )
+    saver.save(0, model, None, {})
+    return directory / files.step_name(0)

@@ -1,0 +1,118 @@
+"""Writing the pieces of a state: each box of a tensor once, by one of the ranks that hold it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.backends.torch.weights._ranges import local, local_ranges
+from hyper_parallel.errors import BadValue
+from hyper_parallel.trainer.checkpoints._index import (
+    DTYPES,
+    Piece,
+    checksum,
+    header,
+    piece_bytes,
+    piece_key,
+)
+
+Place = tuple[str, tuple[int, ...]]
+"""Name of a tensor, and the first index of the box."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBox:
+    """A box of a tensor that this rank holds."""
+
+    name: str
+    offset: tuple[int, ...]
+    data: Tensor
+
+    @property
+    def box(self) -> Place:
+        """What is equal on all ranks that hold the same elements."""
+        return self.name, self.offset
+
+    def copied(self) -> HeldBox:
+        """The same in memory of the host that nobody else writes."""
+        return replace(self, data=self.data.to("cpu", copy=True))
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """`float32` of torch.float32."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> list[HeldBox]:
+    """The boxes that this rank holds of each tensor, sharing its storage.
+
+    Raises:
+        UnsupportedSharding: HP205 for a split that boxes cannot express.
+        BadValue: HP102 for a dtype that safetensors has not.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        if dtype_name(tensor) not in DTYPES:
+            raise BadValue(
+                f"`{name}` cannot be saved", got=dtype_name(tensor), allowed=", ".join(DTYPES)
+            )
+        for box in itertools.product(*local_ranges(tensor, name)):
+            data = local(tensor).detach()
+            for dim, run in enumerate(box):
+                data = data.narrow(dim, run.at, run.stop - run.start)
+            found.append(HeldBox(name, tuple(run.start for run in box), data))
+    return found
+
+
+def owners(held: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
+    """The rank that writes each box, such that ranks write about the same number of bytes.
+
+    Args:
+        held: Bytes of every box, per rank.
+    """
+    holders: dict[Place, list[int]] = {}
+    for rank, boxes in enumerate(held):
+        for box in boxes:
+            holders.setdefault(box, []).append(rank)
+    filled, result = [0] * len(held), {}
+    # What only one rank holds comes first; of the rest the largest.
+    order = sorted(holders, key=lambda b: (len(holders[b]) > 1, -held[holders[b][0]][b], b))
+    for box in order:
+        rank = min(holders[box], key=lambda r: filled[r])
+        result[box] = rank
+        filled[rank] += held[rank][box]
+    return result
+
+
+def write_pieces(path: Path, parts: Sequence[HeldBox]) -> list[tuple[str, Piece]]:
+    """Write a safetensors file, flushed to the disk; name of the tensor and place of each piece."""
+    # Elements of more bytes first, so that each piece is aligned.
+    parts = sorted(parts, key=lambda p: (-p.data.element_size(), p.box))
+    dtypes = [dtype_name(p.data) for p in parts]
+    first = header(
+        [
+            (piece_key(p.name, p.offset), dtype, tuple(p.data.shape))
+            for p, dtype in zip(parts, dtypes, strict=True)
+        ]
+    )
+    written, at = [], len(first)
+    with path.open("wb") as file:
+        file.write(first)
+        for part, dtype in zip(parts, dtypes, strict=True):
+            shape = tuple(part.data.shape)
+            end = at + piece_bytes(dtype, shape)
+            data = part.data.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            file.write(data)
+            written.append(
+                (part.name, Piece(path.name, part.offset, shape, at, end, checksum(data)))
+            )
+            at = end
+        file.flush()
+        os.fsync(file.fileno())
+    return written

@@ -1,0 +1,165 @@
+"""From a checkpoint to a model and an optimizer: what must agree, storage for it, and the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hyper_parallel.backends.torch.weights._ranges import local, local_ranges
+from hyper_parallel.backends.torch.weights._tensor_files import Stored, copy_overlap, open_tensors
+from hyper_parallel.errors import CheckpointMismatch
+from hyper_parallel.trainer.checkpoints import _manifest as files
+from hyper_parallel.trainer.checkpoints._index import Index, Piece, StoredTensor, piece_key
+from hyper_parallel.trainer.checkpoints._state import MODEL, SLOTS, groups_of
+
+_OF_SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""Numbers that torch's learning rate schedulers add to the groups of an optimizer."""
+
+
+def compare_fingerprints(
+    saved: dict[str, Any], ours: dict[str, Any], path: Path, index: Index
+) -> None:
+    """Refuse a checkpoint of another run by its first difference; weights alone fit any optimizer."""
+    for key in [*ours, *(k for k in saved if k not in ours)]:
+        if key == "optimizer" and not index.groups:
+            continue  # weights only: any optimizer can begin with them
+        if saved.get(key) != ours.get(key):
+            raise CheckpointMismatch(
+                f"the checkpoint was saved by a run with another `{key}`",
+                where=str(path / files.MANIFEST),
+                got=ours.get(key),
+                allowed=saved.get(key),
+            )
+
+
+def compare_tensors(ours: dict[str, Any], index: Index, path: Path) -> None:
+    """Refuse the first tensor of the model whose name, shape or dtype differs from the checkpoint's."""
+    theirs = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
+    for key in ours:
+        if key not in theirs:
+            raise CheckpointMismatch(f"the checkpoint has no `{key}`", where=str(path))
+    for key, stored in theirs.items():
+        if key not in ours:
+            raise CheckpointMismatch(
+                f"the checkpoint holds `{key}`, this run has no such tensor", where=str(path)
+            )
+        if ours[key] != stored:
+            raise CheckpointMismatch(
+                f"`{key}` has another shape or dtype in the checkpoint",
+                where=str(path),
+                got=f"{ours[key][0]} {ours[key][1]}",
+                allowed=f"{stored[0]} {stored[1]}",
+            )
+
+
+def check_optimizer(mine: Mapping[str, list[str]], index: Index, path: Path) -> None:
+    """Refuse an optimizer of other parameters, or of another kind, than the one saved.
+
+    Args:
+        mine: Keys of the group of each parameter, over all ranks.
+        index: Of the checkpoint.
+        path: Of the checkpoint.
+
+    Raises:
+        CheckpointMismatch: HP702 with the first difference.
+    """
+    saved = {name: group.values for group in index.groups for name in group.parameters}
+    for name in mine:
+        if name not in saved:
+            raise CheckpointMismatch(
+                f"the checkpoint has no `optimizer.{name}`: the parameter was not trained",
+                where=str(path),
+            )
+    for name, values in saved.items():
+        for key in [""] if name not in mine else [k for k in values if k not in mine[name]]:
+            what = f"`optimizer.{name}`" if name not in mine else f"`optimizer.{key}` of `{name}`"
+            if key not in _OF_SCHEDULERS:
+                raise CheckpointMismatch(
+                    f"the checkpoint holds {what}, this run has no such", where=str(path)
+                )
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, index: Index, path: Path
+) -> dict[str, Tensor]:
+    """Give an optimizer the numbers of a checkpoint, and storage for its tensors: these by name, to be filled.
+
+    Parameters without state in the checkpoint (they never got a gradient) have none afterwards either.
+    """
+    saved = {name: group.values for group in index.groups for name in group.parameters}
+    stored: dict[str, dict[str, StoredTensor | Any]] = {}
+    for full, entry in [*index.tensors.items(), *index.values.items()]:
+        if full.startswith(SLOTS):
+            name, _, key = full.removeprefix(SLOTS).rpartition(".")
+            stored.setdefault(name, {})[key] = entry
+    targets = {}
+    for group, members in groups_of(model, optimizer):
+        values = saved[next(iter(members))]
+        if other := next((n for n in members if saved[n] != values), None):
+            raise CheckpointMismatch(
+                f"`optimizer.{other}` has other numbers in the checkpoint than the rest of its group",
+                where=str(path),
+            )
+        for key, value in values.items():
+            old = group.get(key)
+            if isinstance(old, Tensor):
+                old.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(old, tuple) else value
+        for name, parameter in members.items():
+            slots = stored.get(name, {})
+            before = optimizer.state.pop(parameter, {})
+            if slots:
+                optimizer.state[parameter] = {}
+            for key, entry in slots.items():
+                value = entry
+                if isinstance(entry, StoredTensor):
+                    value = _slot(f"{SLOTS}{name}.{key}", entry, before.get(key), parameter, group)
+                    targets[f"{SLOTS}{name}.{key}"] = value
+                optimizer.state[parameter][key] = value
+    return targets
+
+
+def _slot(
+    name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]
+) -> Tensor:
+    """Storage for a tensor of the optimizer's state, laid out as the parameter where it has its shape."""
+    dtype = getattr(torch, stored.dtype)
+    if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:
+        return old
+    if name.endswith(".step"):
+        on_device = group.get("capturable") or group.get("fused")
+        device = parameter.device if on_device else torch.device("cpu")
+        return torch.empty(stored.shape, dtype=dtype, device=device)
+    if stored.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    if isinstance(parameter, DTensor):
+        raise CheckpointMismatch(
+            f"`{name}` has another shape than its parameter, which is sharded",
+            got=stored.shape,
+            allowed=tuple(parameter.shape),
+        )
+    return torch.empty(stored.shape, dtype=dtype, device=parameter.device)
+
+
+@torch.no_grad()
+def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
+    """Fill this rank's part of each tensor from the pieces that it meets."""
+    opened: dict[str, dict[str, Stored]] = {}
+    for name, target in targets.items():
+        ranges, own = local_ranges(target, name), local(target).detach()
+        for piece in index.tensors[name].pieces:
+
+            def read(
+                part: tuple[tuple[int, int], ...], piece: Piece = piece, name: str = name
+            ) -> Tensor:
+                if piece.file not in opened:
+                    opened[piece.file] = open_tensors(path / piece.file)
+                return opened[piece.file][piece_key(name, piece.offset)].read(part)
+
+            copy_overlap(read, piece.offset, piece.shape, own, ranges)

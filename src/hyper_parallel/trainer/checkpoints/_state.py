@@ -1,0 +1,123 @@
+"""Model and optimizer as named tensors and numbers, and back.
+
+Tensors are `model.NAME` and `optimizer.state.NAME.KEY`, by the name of the parameter, so that they mean the same on
+every layout. Numbers of the optimizer's state go by the same names; those of its groups by the parameters in a group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch.weights._initialise import canonical_name
+from hyper_parallel.errors import BadValue
+from hyper_parallel.trainer.checkpoints._index import StoredGroup
+from hyper_parallel.trainer.checkpoints._pieces import dtype_name
+
+MODEL: Final = "model."
+SLOTS: Final = "optimizer.state."
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What one rank holds."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[StoredGroup, ...] = ()
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name.
+
+    Raises:
+        BadValue: HP102 for extra state of a module that is no tensor.
+    """
+    found = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            found[MODEL + canonical_name(name)] = value
+        elif value is not None:
+            raise BadValue(
+                f"`{name}` cannot be saved: it is no tensor",
+                got=type(value).__name__,
+                allowed="tensors, as parameters and buffers",
+            )
+    return found
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
+    """Everything that is saved of a model and its optimizer.
+
+    Raises:
+        BadValue: HP102 for what is neither a tensor nor a JSON value.
+    """
+    state = State(model_tensors(model))
+    if optimizer is None:
+        return state
+    groups = []
+    for group, members in groups_of(model, optimizer):
+        for name, parameter in members.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                full = f"{SLOTS}{name}.{key}"
+                if isinstance(value, Tensor):
+                    state.tensors[full] = value
+                else:
+                    state.values[full] = _plain(full, value)
+        groups.append(StoredGroup(tuple(members), _values(group)))
+    return State(state.tensors, state.values, tuple(groups))
+
+
+def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
+    """Names of the numbers that the optimizer has for each parameter."""
+    return {
+        name: list(_values(group))
+        for group, members in groups_of(model, optimizer)
+        for name in members
+    }
+
+
+def groups_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Each group of an optimizer, with its parameters by name; empty groups are left out."""
+    names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
+    found = []
+    for group in optimizer.param_groups:
+        if any(id(p) not in names for p in group["params"]):
+            raise BadValue(
+                "the optimizer trains a parameter that the model does not hold",
+                allowed="parameters of the model that is saved or loaded",
+            )
+        if group["params"]:
+            found.append((group, {names[id(p)]: p for p in group["params"]}))
+    return found
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _plain(f"optimizer.{key}", value.item() if isinstance(value, Tensor) else value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value as JSON gives it back."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise BadValue(
+            f"`{name}` cannot be saved: it is neither a tensor nor a JSON value",
+            got=type(value).__name__,
+        ) from error
+
+
+def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor."""
+    return {name: (tuple(t.shape), dtype_name(t)) for name, t in tensors.items()}
