@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from hyper_parallel.backends.torch.weights._initialise import materialize
 from hyper_parallel.backends.torch.weights._pretrained import load_pretrained
+from hyper_parallel.backends.torch.weights._tensor_files import WeightFiles
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.runtime import launch
 from tests.weights.models import (
@@ -176,3 +177,12 @@ def test_each_rank_reads_only_its_part(tmp_path):
     assert sum(r[0] for r in results) == total
     assert max(r[1] for r in results) < 0.3 * total
     assert sum(r[3] for r in results) == 4 * sum(p.numel() for p in experts.parameters())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/hostname", "a/b.safetensors", 3])
+def test_an_index_names_files_beside_itself_only(tmp_path, file):
+    index = {"weight_map": {"lm_head.weight": file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightsUnreadable, match="index"):
+        WeightFiles(tmp_path)

@@ -83,10 +83,7 @@ def inspect(
     for key, value in facts.items():
         typer.echo(f"{key}: {value if isinstance(value, int) else json.dumps(value)}")
     for entry in tensors:
-        shape, cut = (
-            "x".join(map(str, entry[key])) or "number"  # type: ignore[call-overload]
-            for key in ("shape", "cut")
-        )
+        shape, cut = ("x".join(map(str, entry[key])) or "number" for key in ("shape", "cut"))
         typer.echo(f"{entry['name']}  {shape}  {entry['dtype']}  cut {cut}")
 
 

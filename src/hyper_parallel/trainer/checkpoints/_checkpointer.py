@@ -33,6 +33,14 @@ from hyper_parallel.trainer.checkpoints._index import (
     read_index,
 )
 from hyper_parallel.trainer.checkpoints._manifest import Manifest
+from hyper_parallel.trainer.checkpoints._named_state import (
+    MODEL,
+    State,
+    group_keys,
+    model_tensors,
+    state_of,
+    tensor_facts,
+)
 from hyper_parallel.trainer.checkpoints._pieces import HeldBox, owners, parts_of, write_pieces
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.checkpoints._restore import (
@@ -41,14 +49,6 @@ from hyper_parallel.trainer.checkpoints._restore import (
     compare_tensors,
     read_tensors,
     restore_optimizer,
-)
-from hyper_parallel.trainer.checkpoints._state import (
-    MODEL,
-    State,
-    group_keys,
-    model_tensors,
-    state_of,
-    tensor_facts,
 )
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from hyper_parallel.backends.torch.weights._tensor_files import Stored, copy_ove
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.trainer.checkpoints import _manifest as files
 from hyper_parallel.trainer.checkpoints._index import Index, Piece, StoredTensor, piece_key
-from hyper_parallel.trainer.checkpoints._state import MODEL, SLOTS, groups_of
+from hyper_parallel.trainer.checkpoints._named_state import MODEL, SLOTS, groups_of
 
 _OF_SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """Numbers that torch's learning rate schedulers add to the groups of an optimizer."""
