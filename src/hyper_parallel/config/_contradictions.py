@@ -134,6 +134,17 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"set `data.{'validation=FILE' if data.streaming else 'holdout=0.02'}`, or `training.eval_every=0`",
         )
 
+    if checkpoint.keep_best and (
+        not training.eval_every or not checkpoint.every or checkpoint.every % training.eval_every
+    ):
+        every = checkpoint.every or training.eval_every or 100
+        clash(
+            "checkpoint.keep_best",
+            "the best checkpoint is found by its held-out loss, and not every step that is saved is evaluated",
+            f"checkpoint.every={checkpoint.every}, training.eval_every={training.eval_every}",
+            f"set `checkpoint.every={every} training.eval_every={every}`, or `checkpoint.keep_best=false`",
+        )
+
     ranks = math.prod((p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp_x, p.tp_y))
     if not p.auto and p.world_size not in (None, ranks):
         clash(

@@ -72,6 +72,8 @@ class Model(Section):
     """Weights: random, from the safetensors files, or whichever is there (auto)."""
     attn_implementation: str | None = None
     """Attention of the model, a name in transformers' attention registry. None: sdpa where the model has it."""
+    trust_remote_code: bool = False
+    """Run the Python code that lies in `model.path`, for a model that transformers has not. Nobody is ever asked."""
 
 
 _Format = Literal[
@@ -320,13 +322,17 @@ class Checkpoint(Section):
     every_minutes: float = Field(default=30.0, ge=0)
     """Minutes since the last checkpoint after which one is saved, whatever `every` is. 0: never."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints kept."""
+    """Newest intact checkpoints kept."""
+    keep_best: bool | Literal["loss"] = False
+    """Keep the checkpoint of the least held-out loss too, of those saved right after an evaluation."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """A save that the disk refuses ends the run, or is logged and left out; the last one ends it in any case."""
     asynchronous: bool = True
     """Write in the background while training goes on."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Continue from the newest intact checkpoint in `output_dir`: when there is one, never, or fail without one."""
     from_dir: str | None = None
-    """Continue from the checkpoints of another run directory instead."""
+    """Start from the checkpoints of another run directory; a newer one in `output_dir` is continued instead."""
     export: bool = True
     """Write a Hugging Face directory after the last step."""
 

@@ -94,8 +94,7 @@ class Job:
     @property
     def resume_dir(self) -> Path:
         """Where checkpoints are looked for."""
-        source = self.recipe.checkpoint.from_dir
-        return Path(source) / "checkpoints" if source else self.checkpoint_dir
+        return _resume_dir(self.recipe)
 
     def train_batches(self) -> Batches | StreamBatches:
         """The order of the training sequences."""
@@ -225,7 +224,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
             hint="checkpoint.export=true",
         )
     _check_checkpoint(loaded)
-    spec = read_spec(recipe.model.path, loaded.where("model.path"))
+    trusted = recipe.model.trust_remote_code
+    spec = read_spec(recipe.model.path, loaded.where("model.path"), trusted=trusted)
     weights = weights_directory(recipe, loaded.where("model.path"))
     if weights is not None:
         WeightFiles(weights)
@@ -286,10 +286,18 @@ def _write_prediction(plan: Plan, path: Path) -> None:
         write_timeline(simulate_plan(plan), path)
 
 
+def _resume_dir(recipe: Recipe) -> Path:
+    """The checkpoints of `checkpoint.from_dir`, or the run's own where these are newer: it has begun, and goes on."""
+    own = Path(recipe.output_dir) / "checkpoints"
+    if recipe.checkpoint.from_dir is None:
+        return own
+    source = Path(recipe.checkpoint.from_dir) / "checkpoints"
+    return own if max(steps(own), default=-1) > max(steps(source), default=-1) else source
+
+
 def _check_checkpoint(loaded: LoadedRecipe) -> None:
     """Raise when the recipe insists on a checkpoint and none was ever published."""
-    choice = loaded.recipe.checkpoint
-    directory = Path(choice.from_dir or loaded.recipe.output_dir) / "checkpoints"
+    choice, directory = loaded.recipe.checkpoint, _resume_dir(loaded.recipe)
     if not steps(directory) and (choice.resume == "must" or choice.from_dir):
         key, value = ("from_dir", "null") if choice.from_dir else ("resume", "auto")
         raise CheckpointCorrupt(

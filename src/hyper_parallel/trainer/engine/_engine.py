@@ -305,6 +305,8 @@ class TorchEngine:
                 "optimizer": plan.workload.optimizer,
                 "param_dtype": plan.workload.param_dtype,
             },
+            on_error=choice.on_error,
+            keep_best="loss" if choice.keep_best else None,
         )
 
 

@@ -188,13 +188,16 @@ class Trainer:
                 self._report(step, result, lr)
                 done, stopped = step, result.stop
                 final = stopped or step == training.steps or self._stops()
+                metrics = {}
                 if not stopped and (
                     final or (training.eval_every and step % training.eval_every == 0)
                 ):
                     last = self._evaluate(step)
+                    metrics = {"loss": last} if math.isfinite(last) else {}
                     final = final or self._stops()
                 if final or result.save or (every and step % every == 0):
-                    engine.save(step, {"data": self._batches.state_dict(step), **facts})
+                    extra = {"data": self._batches.state_dict(step), "metrics": metrics, **facts}
+                    engine.save(step, extra)
                     self._saved_s = time.monotonic()
                     for callback in self._callbacks:
                         callback.on_save(step)
