@@ -45,6 +45,10 @@ def generate(
     topology: Annotated[
         str, typer.Option(help="With --device-memory: machine to plan for.")
     ] = "local",
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run Python code that lies in the directory."),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object with text, tokens and time.")
     ] = False,
@@ -63,7 +67,7 @@ def generate(
             hint="--device-memory 4GiB",
         )
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    model = Generator(run_dir, device=device, dtype=dtype, memory=memory)
+    model = Generator(run_dir, device=device, dtype=dtype, memory=memory, trusted=trust_remote_code)
     if as_json:
         typer.echo(json.dumps(asdict(model.generate(prompt, sampling, chat=chat))))
         return

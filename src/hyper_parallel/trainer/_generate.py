@@ -22,8 +22,9 @@ from hyper_parallel.backends.torch._static_cache import (
     why_no_static_cache,
 )
 from hyper_parallel.backends.torch.memory.generation import MemoryUse, PlannedGeneration
-from hyper_parallel.errors import BadValue, DeviceUnavailable, RunUnreadable, WeightsUnreadable
+from hyper_parallel.errors import BadValue, RunUnreadable, WeightsUnreadable
 from hyper_parallel.trainer._generate_memory import DeviceMemory
+from hyper_parallel.trainer._pick_device import pick_device
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, render, stop_ids
 
 _REPLACEMENT = "\ufffd"
@@ -99,34 +100,12 @@ def find_export(directory: str | Path) -> Path:
     return export
 
 
-def pick_device(device: str) -> torch.device:
-    """The device by name; `auto` is the accelerator when there is one, else the CPU.
-
-    Raises:
-        DeviceUnavailable: HP502 when the machine lacks it.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device == "auto":
-        return accelerator or torch.device("cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise BadValue("not the name of a device", got=device, allowed="auto, cpu, cuda") from error
-    present = accelerator is not None and accelerator.type == chosen.type
-    if chosen.type != "cpu" and (
-        not present or (chosen.index or 0) >= torch.accelerator.device_count()
-    ):
-        raise DeviceUnavailable(
-            "this machine does not have the device",
-            got=device,
-            allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
-            hint="--device auto",
-        )
-    return chosen
-
-
 def load(
-    directory: str | Path, *, device: str = "auto", dtype: str | None = None
+    directory: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str | None = None,
+    trusted: bool = False,
 ) -> tuple[Any, Any]:
     """Model in evaluation mode and tokenizer of a run or a Hugging Face directory.
 
@@ -134,6 +113,7 @@ def load(
         directory: RUN_DIR or Hugging Face directory.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
         dtype: Format of the weights; None: the one they are stored in.
+        trusted: Run code that lies in the directory, for a model that transformers has not.
 
     Raises:
         RunUnreadable: HP603 when nothing was exported there.
@@ -149,14 +129,14 @@ def load(
     if dtype is not None and dtype not in kinds:
         raise BadValue("not a format of weights", got=dtype, allowed=kinds)
     where = pick_device(device)
-    tokenizer = load_tokenizer(export)
+    tokenizer = load_tokenizer(export, trusted=trusted)
     logging.disable_progress_bar()  # it would run through the generated text
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             str(export),
             dtype=getattr(torch, dtype) if dtype else "auto",
             local_files_only=True,
-            trust_remote_code=False,
+            trust_remote_code=trusted,
             output_loading_info=True,
         )
     except Exception as error:
@@ -165,6 +145,7 @@ def load(
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+            hint="--trust-remote-code" if "trust_remote_code" in str(error) else None,
         ) from error
     if info["missing_keys"]:
         raise WeightsUnreadable(
@@ -262,6 +243,7 @@ class Generator:
         dtype: Format of the weights; None: as stored.
         memory: A budget of device memory; weights and cache then live where its plans put them. The model itself is
             loaded into host memory; on a CPU the device with the budget is simulated.
+        trusted: As in `load`.
     """
 
     def __init__(
@@ -271,10 +253,11 @@ class Generator:
         device: str = "auto",
         dtype: str | None = None,
         memory: DeviceMemory | None = None,
+        trusted: bool = False,
     ) -> None:
         self.device = pick_device(device)
         place = "cpu" if memory is not None else device
-        self.model, self.tokenizer = load(directory, device=place, dtype=dtype)
+        self.model, self.tokenizer = load(directory, device=place, dtype=dtype, trusted=trusted)
         self.memory = memory
         self.memory_use: MemoryUse | None = None
 

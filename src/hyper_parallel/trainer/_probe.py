@@ -179,7 +179,9 @@ class _TimedProbe:
 
         with torch.device("meta"):
             config = AutoConfig.for_model(**probe.config)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            ).train()
         parallelize(model, probe.plan, world)
         materialize(model, seed=0, device=world.device)
         self._model, self._world = model, world

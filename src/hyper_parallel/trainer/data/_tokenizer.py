@@ -65,8 +65,8 @@ def has_tokenizer(directory: str | Path | None) -> bool:
     return directory is not None and any((Path(directory) / n).is_file() for n in _VOCABULARIES)
 
 
-def load_tokenizer(directory: str | Path) -> Any:
-    """Load a tokenizer directory; local files only."""
+def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
+    """Load a tokenizer directory; local files only, and their code only when it is `trusted`."""
     from transformers import AutoTokenizer
 
     directory = Path(directory).expanduser()
@@ -78,7 +78,7 @@ def load_tokenizer(directory: str | Path) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
+            str(directory), local_files_only=True, trust_remote_code=trusted
         )
     except Exception as error:
         # transformers and tokenizers raise plain Exception for damaged files.

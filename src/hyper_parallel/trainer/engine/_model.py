@@ -62,23 +62,38 @@ def build_model(recipe: Recipe) -> nn.Module:
         read_config(recipe.model.path),
         _DTYPES[recipe.training.dtype],
         recipe.model.attn_implementation,
+        trusted=recipe.model.trust_remote_code,
     ).train()
 
 
-def _on_meta(file: ConfigFile, dtype: torch.dtype, attention: str | None = None) -> nn.Module:
-    from transformers import AutoConfig
+def _on_meta(
+    file: ConfigFile, dtype: torch.dtype, attention: str | None = None, *, trusted: bool = False
+) -> nn.Module:
+    """The model of a config; `trusted`: code that lies beside the config may run, where transformers has none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family = file.values.get("model_type")
-    if family not in CONFIG_MAPPING:
+    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values
+    trusted = trusted and own_code and file.directory is not None
+    if family not in CONFIG_MAPPING and not trusted:
         raise ModelUnreadable(
-            "transformers has no model of this type", where=f"{file.where}: model_type", got=family
+            "transformers has no model of this type"
+            + (", and code that comes with it is not run unless you say so" if own_code else ""),
+            where=f"{file.where}: model_type",
+            got=family,
+            hint="model.trust_remote_code=true" if own_code else None,
         )
-    auto = _auto_class(family, file.where)
+    auto = AutoModelForCausalLM if trusted else _auto_class(family, file.where)
     try:
-        config = AutoConfig.for_model(**file.values)
+        if trusted:
+            config = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
+        else:
+            config = AutoConfig.for_model(**file.values)
         with torch.device("meta"):
-            model: nn.Module = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+            model: nn.Module = auto.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trusted
+            )
     except Exception as error:
         # transformers raises many classes here: for keys, for attention it does not have, for no such model.
         of_attention = attention not in (None, "eager") and "attn_implementation" in str(error)
@@ -109,12 +124,13 @@ def _auto_class(family: str, where: str) -> Any:
     )
 
 
-def read_spec(path: str, where: str | None = None) -> ModelSpec:
+def read_spec(path: str, where: str | None = None, *, trusted: bool = False) -> ModelSpec:
     """A model for planning: read from its files where its family is known, else from the module transformers makes.
 
     Args:
         path: As for `load_model`.
         where: Where the value came from, for errors.
+        trusted: The recipe's `model.trust_remote_code`.
 
     Raises:
         ModelUnreadable: HP305 when transformers makes no language model of the config either.
@@ -126,7 +142,7 @@ def read_spec(path: str, where: str | None = None) -> ModelSpec:
         is_read(file.values) and "text_config" not in file.values
     ):
         return load_model(path, where=where)
-    return read_model(_on_meta(file, torch.float32), file.name)
+    return read_model(_on_meta(file, torch.float32, trusted=trusted), file.name)
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
