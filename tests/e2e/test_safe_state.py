@@ -89,7 +89,7 @@ def test_code_of_a_stranger_runs_only_where_the_recipe_says_so(place, tmp_path, 
     (folder / "code.py").write_text(STRANGER.format(mark=str(mark)))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
     mine = (f"model.path={folder}", "model.init=random", "checkpoint.keep_best=false")
-    with pytest.raises(ModelUnreadable, match=r"hint: model\.trust_remote_code=true"):
+    with pytest.raises(ModelUnreadable, match=r"set `model\.trust_remote_code=true`"):
         train(place, tmp_path / "run", *mine)
     train(place, place / "tok", "training.steps=1", "checkpoint.keep_best=false")
     for file in (place / "tok" / "model").glob("token*"):

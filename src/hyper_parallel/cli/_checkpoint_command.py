@@ -27,6 +27,10 @@ RunDir = Annotated[
     ),
 ]
 
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the model.")
+]
+
 
 @app.command("list")
 def list_(run_dir: RunDir) -> None:
@@ -99,11 +103,13 @@ def import_(
     dtype: Annotated[
         str, typer.Option(help="Of the parameters: float32, or float64 for such a run.")
     ] = "float32",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a Hugging Face directory as checkpoint of step 0, which a run on any layout can start from."""
     from hyper_parallel.trainer.checkpoints._import import import_checkpoint
 
-    typer.echo(f"step 0: {import_checkpoint(model_dir, run_dir / 'checkpoints', dtype)}")
+    path = import_checkpoint(model_dir, run_dir / "checkpoints", dtype, trusted=trust_remote_code)
+    typer.echo(f"step 0: {path}")
 
 
 @app.command()
@@ -126,6 +132,7 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default as trained.")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory, in one process."""
     directory = _checkpoints(run_dir)
@@ -133,7 +140,9 @@ def export(
     target = out if out is not None else directory.parent / "export"
     from hyper_parallel.trainer.checkpoints._export import export_checkpoint
 
-    found = export_checkpoint(directory, source, target, step, tokenizer, dtype)
+    found = export_checkpoint(
+        directory, source, target, step, tokenizer, dtype, trusted=trust_remote_code
+    )
     typer.echo(f"step {found}: {target}")
 
 

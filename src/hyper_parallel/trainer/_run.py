@@ -75,7 +75,7 @@ def write_sample(job: Job) -> str:
     Called once, after the ranks have ended: one device reads the export as anybody would.
     """
     prompt = job.recipe.sample_prompt or ""
-    generator = Generator(job.output_dir)
+    generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
     context = getattr(generator.model.config, "max_position_embeddings", None) or _NEW_TOKENS * 2
     room = context - len(generator.encode(prompt))
     sampling = Sampling(

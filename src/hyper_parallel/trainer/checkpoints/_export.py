@@ -251,6 +251,8 @@ def export_checkpoint(
     step: int | None = None,
     tokenizer_dir: Path | None = None,
     dtype: str | None = None,
+    *,
+    trusted: bool = False,
 ) -> int:
     """Load the weights of a checkpoint and export them; holds the whole model in host memory.
 
@@ -261,6 +263,7 @@ def export_checkpoint(
         step: Step; None: the newest intact one.
         tokenizer_dir: Directory of the tokenizer; None: that of the model.
         dtype: Name of the stored dtype; None: as in the checkpoint.
+        trusted: Run code that lies in `model_dir`, for a model that transformers has not.
 
     Returns:
         The step exported.
@@ -275,7 +278,8 @@ def export_checkpoint(
     model_dir = model_dir.expanduser()
     try:
         # Every model has eager attention, and an export does not say which one was trained with.
-        model = build_model(Recipe(model=Model(path=str(model_dir), attn_implementation="eager")))
+        chosen = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
+        model = build_model(Recipe(model=chosen))
     except UnknownModel as error:
         raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)

@@ -14,13 +14,16 @@ from hyper_parallel.trainer.engine._model import build_model, read_spec
 _DTYPES = ("float32", "float64")
 
 
-def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32") -> Path:
+def import_checkpoint(
+    model_dir: Path, directory: Path, dtype: str = "float32", *, trusted: bool = False
+) -> Path:
     """Save the weights of a Hugging Face directory as step 0; holds the whole model in host memory.
 
     Args:
         model_dir: Directory of `config.json` and weight files.
         directory: Directory of checkpoints.
         dtype: Of the parameters.
+        trusted: Run code that lies in `model_dir`, for a model that transformers has not.
 
     Returns:
         Directory of the checkpoint.
@@ -41,12 +44,12 @@ def import_checkpoint(model_dir: Path, directory: Path, dtype: str = "float32") 
     path = str(model_dir.expanduser())
     recipe = Recipe.model_validate(
         {
-            "model": Model(path=path, attn_implementation="eager"),
+            "model": Model(path=path, attn_implementation="eager", trust_remote_code=trusted),
             "training": Training.model_validate({"dtype": dtype}),
         }
     )
     try:
-        model, spec = build_model(recipe), read_spec(path, path)
+        model, spec = build_model(recipe), read_spec(path, path, trusted=trusted)
     except UnknownModel as error:
         raise ModelUnreadable(error.what, where=path, hint=error.hint) from error
     load_pretrained(model, path)

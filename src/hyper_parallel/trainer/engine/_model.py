@@ -82,7 +82,9 @@ def _on_meta(
             + (", and code that comes with it is not run unless you say so" if own_code else ""),
             where=f"{file.where}: model_type",
             got=family,
-            hint="model.trust_remote_code=true" if own_code else None,
+            hint="set `model.trust_remote_code=true` in the recipe, or give --trust-remote-code"
+            if own_code
+            else None,
         )
     auto = AutoModelForCausalLM if trusted else _auto_class(family, file.where)
     try:
