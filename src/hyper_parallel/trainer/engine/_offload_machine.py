@@ -122,13 +122,6 @@ def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
     )
 
 
-def rehearsal_bytes(device: torch.device) -> int:
-    """Bytes that storages may take on an accelerator while a step runs without a plan: the rest is for kernels."""
-    module = torch.get_device_module(device)
-    free, _ = module.mem_get_info(device)
-    return int(0.8 * (free + module.memory_reserved(device)))
-
-
 def check_offload(
     recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
 ) -> None:

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from hyper_parallel.backends.torch.memory import ULPS
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError, TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryProgram, MemoryTerm, Plan, Timeline
 from hyper_parallel.offload import order_peak, order_seconds, peak_by_kind, with_capacity_hint
 from hyper_parallel.trainer._files import write_timeline
-from hyper_parallel.trainer.engine._offload_rehearsal import ULPS
 from hyper_parallel.units import format_bytes, format_seconds
 
 T = TypeVar("T")
@@ -28,6 +28,8 @@ class OffloadRecord:
         pred_memory_bytes: Predicted device memory of the fullest rank, the arena and what is made beside it; measured:
             `memory_bytes` of the step.
         difference_bytes: Largest distance between predicted and measured peak of any tier on any rank.
+        outside_bytes: Most device bytes so far outside of planned steps: start, rehearsal, evaluations, checkpoints.
+            All state is on the device then, and no plan bounds them.
         dram_bytes: Host memory that the buffers of the fullest rank take.
         flash_bytes: Measured peak of the files of the fullest rank.
         sim_step_s: Time of the step on the virtual clock, slowest rank; on accelerators measured by events.
@@ -41,6 +43,7 @@ class OffloadRecord:
 
     pred_memory_bytes: int
     difference_bytes: int
+    outside_bytes: int
     dram_bytes: int
     flash_bytes: int
     sim_step_s: float
@@ -139,6 +142,14 @@ def drift_line(step: int, record: OffloadRecord) -> str:
         f"offload: step {step} took {format_seconds(record.sim_step_s)} instead of the planned "
         f"{format_seconds(record.pred_sim_step_s)}, waiting {format_seconds(record.wait_s)} for copies; planned again "
         "with the measured bandwidth"
+    )
+
+
+def excess_line(step: int, record: OffloadRecord, measured_bytes: int) -> str:
+    """That a step took more device memory than its plan says, in one line."""
+    return (
+        f"offload: step {step} took {format_bytes(measured_bytes)} of the device instead of the predicted "
+        f"{format_bytes(record.pred_memory_bytes)}: something beside the plan holds memory"
     )
 
 

@@ -8,8 +8,9 @@ from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import FakeKernels, Workspace
+from hyper_parallel.backends.torch.memory._first_step import ULPS, PlainStep, StepOutcome
 from hyper_parallel.backends.torch.memory._graph import as_graph
-from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, within_device
 from hyper_parallel.backends.torch.memory._operators import Call, View
 from hyper_parallel.backends.torch.memory._recorder import Recorder, Recording
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
@@ -35,6 +36,7 @@ from hyper_parallel.backends.torch.memory._views import (
 from hyper_parallel.backends.torch.memory._workspace import cpu_workspace, device_workspace
 
 __all__ = [
+    "ULPS",
     "Call",
     "Captured",
     "CommCounter",
@@ -46,10 +48,12 @@ __all__ = [
     "Measured",
     "Meter",
     "Peak",
+    "PlainStep",
     "PlannedDevice",
     "Recorder",
     "Recording",
     "StepCapture",
+    "StepOutcome",
     "StorageWatch",
     "View",
     "Workspace",
@@ -67,4 +71,5 @@ __all__ = [
     "record",
     "run_folder",
     "training_step",
+    "within_device",
 ]

@@ -58,6 +58,7 @@ from hyper_parallel.backends.torch.memory._operators import (
     written_leaves,
 )
 from hyper_parallel.backends.torch.memory._storages import Entry, Storages
+from hyper_parallel.backends.torch.memory._unseen import Unseen
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, StorageKind
 
@@ -90,6 +91,7 @@ class StepCapture:
         self._mode = OperatorMode(self._operator)
         self.storages = Storages(alignment_bytes)
         self._entries = self.storages.entries
+        self._unseen = Unseen(self.storages)
         self._operators: list[Operator] = []
         self._calls: list[Call] = []
         self._state: dict[int, torch.Tensor] = {}
@@ -123,6 +125,8 @@ class StepCapture:
             known = self.storages.add(tensor, Entry(name, 0, kind, True, True))
             # Holding the tensor keeps the bytes (and their identity) for the program's whole life.
             self._state[known] = tensor.detach()
+            if self._mode.fake is None and not isinstance(tensor, FakeTensor):
+                self._unseen.meet(known, base)
             self._owners[id(tensor)] = known, tensor
         return as_view(tensor, known)
 
@@ -196,6 +200,7 @@ class StepCapture:
         if self.phase == "optimizer":
             self._end_sent()
         leaves = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        self._unseen.use(leaves)
         views = tree_map_only(torch.Tensor, self.view, (args, kwargs))
         written = written_leaves(func, args, kwargs)
         if self._mode.fake is not None and not all(isinstance(t, FakeTensor) for t in written):
@@ -205,7 +210,8 @@ class StepCapture:
             )
         before = [t.untyped_storage().nbytes() for t in written]
         try:
-            out, taken = run(func, args, kwargs, leaves)
+            with self._unseen.inside(func, leaves, written) as seen:
+                out, taken = run(func, args, kwargs, leaves)
         except DataDependentOutputException as error:
             raise CaptureUnsupported(
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
@@ -221,7 +227,7 @@ class StepCapture:
             return out
         if [t.untyped_storage().nbytes() for t in written] != before:
             raise resizes(str(func))
-        self._record(func, leaves, args, kwargs, views, written, out, taken)
+        self._record(func, leaves, args, kwargs, views, written, out, taken, seen.drew)
         return out
 
     def _record(
@@ -234,6 +240,7 @@ class StepCapture:
         written: list[torch.Tensor],
         out: Any,
         taken: tuple[int, ...],
+        drew: bool,
     ) -> None:
         flat = tree_flatten(out)[0]
         name = str(func).removeprefix("aten.").removesuffix(".default")
@@ -246,14 +253,15 @@ class StepCapture:
         guards = tuple((i, v) for i, v in numbers_read(func, flat) if leaves)
         if not made and not written and not guards and not is_message(func):
             return  # a view, or an alias: an address, not work
+        changed = tuple(dict.fromkeys(self.view(t).storage for t in written))
+        self._unseen.fill(func, storages_in(views), changed, [view.storage for _, view in made])
         flops, group = count_flops(func, args, kwargs, out), group_of(func, args, kwargs)
-        random = draws(func, args, kwargs, phase)
+        random = draws(func, args, kwargs, phase, drew)
         parts = split_lists(func, views[0], views[1], len(made))
         for number, (part_args, part_kwargs) in enumerate(parts):
             mine = [(0, made[number][1])] if made and len(parts) > 1 else made
             call = Call(func, part_args, part_kwargs, tuple(mine), guards)
             reads = storages_in((part_args, part_kwargs))
-            changed = dict.fromkeys(self.view(t).storage for t in written)
             writes = [s for s in changed if s in reads]
             allocs = tuple(view.storage for _, view in mine)
             operands = views_in((part_args, part_kwargs))
@@ -308,11 +316,13 @@ class StepCapture:
         )
 
     def __enter__(self) -> Self:
+        self._unseen.__enter__()
         self._mode.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
+        self._unseen.__exit__(*error)
 
     def captured(self, result: Any, inputs: Mapping[str, torch.Tensor], name: str) -> Captured:
         """What was recorded, after the step has returned `result` from `inputs`, which are among the named tensors.
@@ -330,6 +340,7 @@ class StepCapture:
             if not entry.at_start:
                 entry.kind = "output"
         device, on_host = where_it_runs(self._entries)
+        self._unseen.refuse(self._operators, self._state)
         refuse_leaks(self._entries, self._find, self._named)
         program = MemoryProgram(
             name,
@@ -339,6 +350,11 @@ class StepCapture:
             ADDRESS_BYTES,
         )
         views = {k: self.view(t) for k, t in inputs.items()}
+        state = {k: self.view(t) for k, (t, _) in self._named.items() if k not in inputs}
+        known = {view.storage for view in (*state.values(), *views.values())}
+        written = {s for operator in self._operators for s in operator.writes}
+        for s in self._state.keys() & written - known:
+            state[f"{self._entries[s].name} {s}"] = as_view(self._state[s], s)
         return Captured(
             program,
             tuple(self._calls),
@@ -349,4 +365,5 @@ class StepCapture:
             device,
             on_host,
             tuple(self._owners.values()),
+            named=state,
         )

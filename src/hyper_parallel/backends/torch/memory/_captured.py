@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Captured:
             never move; they count as device bytes.
         owners: (storage, tensor) of everything that lay in one from the start, as the step's code has it.
         source: The model and optimizer that may not change while the program runs, when they are known.
+        named: Views of the state that is known by name, and of what the step changes beside it.
+        plain: Runs the same step without a plan, on inputs by name; None: nobody can.
     """
 
     program: MemoryProgram
@@ -48,11 +50,25 @@ class Captured:
     on_host: frozenset[int] = frozenset()
     owners: tuple[tuple[int, torch.Tensor], ...] = ()
     source: CaptureSource | None = None
+    named: Mapping[str, View] = field(default_factory=dict)
+    plain: Callable[..., Any] | None = None
 
     @property
     def given(self) -> set[int]:
         """Storages of the step's inputs, which stay with the caller."""
         return {view.storage for view in self.inputs.values()}
+
+    @property
+    def changed(self) -> set[int]:
+        """Storages that are there before the step and that it changes."""
+        written = {s for operator in self.program.operators for s in operator.writes}
+        return written & self.state.keys()
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Random generators that operators are given by name."""
+        leaves = tree_flatten([(call.args, call.kwargs) for call in self.calls])[0]
+        return list({id(v): v for v in leaves if isinstance(v, torch.Generator)}.values())
 
 
 def as_view(tensor: torch.Tensor, storage: int) -> View:

@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._copies import Copies
+from hyper_parallel.backends.torch.memory._first_step import PlainStep, StepOutcome, undone
 from hyper_parallel.backends.torch.memory._handover import hand_over
 from hyper_parallel.backends.torch.memory._held_state import HeldState
+from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.backends.torch.memory._operators import View, finished
 from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_memory
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
@@ -77,6 +79,9 @@ class PlannedDevice:
         arena_bytes: Size of the arena when it must be larger than the plan's own, for the plan of a successor.
         before: An open device between two steps that this one takes over and closes, see `hand_over`: the same state
             under another captured step and plan, in the same arena.
+        expected: What the first step must give. None: the plain step is run before it and undone, on an accelerator
+            twice; not where it was recorded without values.
+        check: Compare the first step with that.
 
     Attributes:
         state: The bytes of the state, and where they are.
@@ -94,6 +99,8 @@ class PlannedDevice:
         queues: DeviceApi | None = None,
         arena_bytes: int | None = None,
         before: PlannedDevice | None = None,
+        expected: PlainStep | None = None,
+        check: bool = True,
     ) -> None:
         self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
         take = None if before is None else partial(hand_over, before.state)
@@ -103,6 +110,8 @@ class PlannedDevice:
         )  # fmt: skip
         self.hardware = self.state.hardware
         self._in_flight: dict[int, Any] = {}  # what was begun with other ranks, by operator
+        self._expected, self._counts = expected, False
+        self._check = check and (expected is not None or captured.plain is not None)
         self._clock = ProgramClock(plan.program, machine)
         if self.hardware.timed is None:
             self._clock = clocked(plan.program, machine, plan.actions)
@@ -151,6 +160,10 @@ class PlannedDevice:
         """
         self.state.check_usable()
         self.state.owners.check()
+        self._check_inputs(inputs)
+        self._counts = self._check or trace or self.hardware.timed is None
+        if self._check and self._expected is None:
+            self._expected = self._plain_step(inputs)
         self._write_inputs(inputs)
         hardware, timed = self.hardware, self.hardware.timed
         clock = self._clock
@@ -161,7 +174,8 @@ class PlannedDevice:
             timed.begin(self.plan.program, trace)
         try:
             with torch.no_grad(), self._without_autocast():
-                samples = self._apply_all(clock, trace)
+                with hardware.watched(self._counts):
+                    samples = self._apply_all(clock, trace)
                 peaks, device_bytes = hardware.peaks, hardware.gauge.peak_bytes
                 outputs = tree_map_only(
                     View, lambda v: v.on(self._base(v.storage)).clone(), self.captured.outputs
@@ -173,6 +187,9 @@ class PlannedDevice:
         for s, storage in enumerate(self.plan.program.storages):
             if storage.at_end and not storage.at_start:
                 self.state.leave(s)
+        if self._check and self._expected is not None:
+            self._compare(outputs, self._expected)
+            self._check = False
         timeline = None
         if trace:
             counters = [
@@ -205,7 +222,36 @@ class PlannedDevice:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
 
-    def _write_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
+    def _plain_step(self, inputs: Mapping[str, torch.Tensor]) -> PlainStep:
+        """What the step gives without a plan; it is undone."""
+        captured, plain, where = self.captured, self.captured.plain, self.hardware.device
+        assert plain is not None
+        bases = {s: tensor.untyped_storage() for s, tensor in captured.state.items()}
+        changed = [bases[s] for s in captured.changed]
+        runs = []
+        with self.lent():
+            for _ in range(1 if where.type == "cpu" else 2):
+                with undone(changed, where, captured.generators):
+                    with within_device(where):
+                        outputs = plain(**inputs)
+                    state = {k: view.on(bases[view.storage]) for k, view in captured.named.items()}
+                    runs.append(StepOutcome.of(outputs, state))
+                    del outputs
+        return PlainStep(*runs)
+
+    def _compare(self, outputs: Any, expected: PlainStep) -> None:
+        """The first planned step is the plain one, bit for bit but for rounding where that cannot be."""
+        updates = any(action.kind == "update" for action in self.plan.actions)
+        try:
+            expected.refuse_other(
+                StepOutcome.of(outputs, dict(self.state.named())),
+                rounded=updates and self.hardware.device.type != "cpu",
+            )
+        except StepChanged:
+            self.state.failed = True
+            raise
+
+    def _check_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
         expected = self.captured.inputs
         if set(inputs) != set(expected):
             raise StepChanged(
@@ -222,6 +268,10 @@ class PlannedDevice:
                     allowed=f"{view.size} {view.dtype}",
                     hint="capture and plan a step of this shape, or pad to the captured one",
                 )
+
+    def _write_inputs(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        for name, value in inputs.items():
+            view = self.captured.inputs[name]
             view.on(self._base(view.storage)).copy_(value)
         for storage, tensor in self.state.owners.changes():
             self._base(storage).copy_(tensor.untyped_storage())
@@ -290,7 +340,14 @@ class PlannedDevice:
     def _run(self, ready: Prepared, index: int) -> None:
         for s, base in ready.results:
             self.state.enter(s, base)
+        seen = self.hardware.num_operators
         out = ready.run()
+        if seen == self.hardware.num_operators and self._counts and ready.dispatched:
+            raise StepChanged(
+                f"`{ready.func}` of the plan did not run: torch's dispatcher has not seen it",
+                where=f"operator {index} of {self.plan.program.name}",
+                hint="something has replaced the operator; capture and plan again",
+            )
         if ready.plain:
             return
         if ready.communicates:
@@ -302,14 +359,13 @@ class PlannedDevice:
         for position, value in ready.guards:
             if flat[position] != value:
                 raise StepChanged(
-                    f"the captured step took a branch because `{ready.func}` gave {value}, and now {flat[position]}",
-                    hint="capture again; for an optimizer keep the step count in tensors with `fused=True`",
+                    f"the captured step read a value: `{ready.func}` gave {value}, and now {flat[position]}",
+                    hint="leave what Python reads (`.item()`, `.tolist()`, `.numpy()`) out of the step; "
+                    "for an optimizer keep the step count in tensors with `fused=True`",
                 )
 
     def _bring_in(self, ready: Prepared, flat: list[Any]) -> None:
         """Copy what an operator has made beside the arena to its addresses."""
-        for position, _, _ in ready.staged:
-            self.hardware.gauge.adopt(flat[position].untyped_storage())
         for position, view, target in ready.staged:
             made = flat[position]
             base = made.untyped_storage()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from hyper_parallel.backends.torch.memory._copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.memory._host_pool import HostPool
+from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
+from hyper_parallel.backends.torch.memory._operators import tensors_in
 from hyper_parallel.backends.torch.memory._streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
 from hyper_parallel.ir import MemoryPlan
@@ -25,7 +28,8 @@ class Hardware:
         queues: Streams and events of the device; None: it is simulated.
 
     Attributes:
-        gauge: What the device gives, the arena included: a meter that sees every buffer, or an accelerator's allocator.
+        gauge: What the device gives: the arena and all storages that operators make, or an accelerator's allocator.
+        num_operators: Operators that the dispatcher has seen inside `watched`.
         inside: Bytes of the storages that are in the arena.
         lanes: Running copies.
         pool: DRAM buffers.
@@ -40,6 +44,9 @@ class Hardware:
         queues: DeviceApi | None,
     ) -> None:
         self.device = device
+        self.num_operators = 0
+        self._mode = OperatorMode(self._operator)
+        self._arena = range(0)  # its addresses
         self.dram = Meter("dram", alignment_bytes)
         self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
         self.inside = Meter("device", alignment_bytes)
@@ -71,7 +78,26 @@ class Hardware:
             return self.gauge.arena(num_bytes)
         base = torch.UntypedStorage(num_bytes, device=self.device)
         self.gauge.adopt(base)
+        self._arena = range(base.data_ptr(), base.data_ptr() + num_bytes)
         return base
+
+    def watched(self, every: bool) -> AbstractContextManager[Any]:
+        """Around a step: count its operators, and on a simulated device the storages that they make.
+
+        Args:
+            every: Count on an accelerator too, where it takes the host's time.
+        """
+        return self._mode if every or isinstance(self.gauge, Meter) else nullcontext()
+
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.num_operators += 1
+        out = func(*args, **kwargs)
+        for tensor in tensors_in(out):
+            base = tensor.untyped_storage()
+            elsewhere = base in self.dram or base.device.type != self.device.type
+            if not elsewhere and base.data_ptr() not in self._arena:
+                self.gauge.adopt(base)
+        return out
 
     def in_dram(self, num_bytes: int) -> torch.UntypedStorage:
         """A counted DRAM buffer.

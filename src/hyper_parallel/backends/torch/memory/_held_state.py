@@ -126,10 +126,7 @@ class HeldState:
     def take_arena(self) -> Addresses:
         if self.arena is None:
             self.arena = self.hardware.arena(self.arena_bytes)
-        gauge = self.hardware.gauge
-        addresses = Addresses(
-            self.captured, self.plan, self.arena, lambda t: gauge.adopt(t.untyped_storage())
-        )
+        addresses = Addresses(self.captured, self.plan, self.arena)
         self.actions = addresses.actions
         return addresses
 
@@ -288,6 +285,11 @@ class HeldState:
         """A copy of a named persistent tensor, wherever it lives between steps."""
         storage, view = self._state(name)
         return view.on(self._bytes(storage)).clone()
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The state between steps by name, one after the other; what is in a file is read."""
+        for name, view in self.captured.named.items():
+            yield name, view.on(self._bytes(view.storage))
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""

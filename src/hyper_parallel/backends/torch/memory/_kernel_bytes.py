@@ -25,8 +25,6 @@ from hyper_parallel.backends.torch.memory._workspace import device_workspace
 from hyper_parallel.ir import GRADIENT_PIECES
 from hyper_parallel.units import KiB
 
-Beside = Callable[[torch.Tensor], None]
-"""Told of every tensor that is made beside the arena."""
 _LEAST: Final = 64 * KiB  # a smaller piece is not worth its launches
 
 
@@ -131,7 +129,6 @@ def in_pieces(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     out: torch.Tensor,
-    beside: Beside,
 ) -> Callable[[], None]:
     """What runs the operator piece by piece into `out` [rows, columns]."""
     op = torch.ops.aten.embedding_dense_backward.default
@@ -141,9 +138,7 @@ def in_pieces(
     def run() -> None:
         for given, target in parts:
             mine = given.clone(memory_format=torch.contiguous_format)
-            beside(mine)
             made = op(mine, *rest, **kwargs)
-            beside(made)
             target.copy_(made)
             del mine, made  # before the next piece is made
 

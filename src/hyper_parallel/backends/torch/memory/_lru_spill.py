@@ -9,6 +9,7 @@ the same step with the same bits. It is slow: every copy stops the device.
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -153,3 +154,12 @@ class LruSpillMode:
                     base.resize_(known.num_bytes)
                     base.copy_(known.away)
             known.away = None
+
+
+def within_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Around a step without a plan: on an accelerator storages share what is free, less a fifth for kernels."""
+    if device.type == "cpu":
+        return nullcontext()
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return LruSpillMode(int(0.8 * (free + module.memory_reserved(device))), device)

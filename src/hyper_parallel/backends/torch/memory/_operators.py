@@ -25,6 +25,10 @@ COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that other ranks take part in."""
 EMPTY = torch.ops.aten.empty.memory_format
 """Makes uninitialised buffers: no others are emptied and refilled in place by their owners."""
+TORCH = frozenset(
+    ("aten", "prim", "prims", "profiler", "fsdp", "symm_mem", "inductor", *COMMUNICATION)
+)
+"""Namespaces of torch itself, whose schemas and tags are believed."""
 MESSAGES = ("send", "recv_", "recv_any_source_")
 """Operators of c10d that exchange with one other rank; neighbours in the program may depend on each other."""
 _aten = torch.ops.aten
@@ -45,7 +49,11 @@ VIEWS = frozenset(
     )
 )
 """The most frequent operators whose results are addresses in the storage of their first argument, and nothing else."""
-_UNMARKED = {("fsdp", "all_gather_copy_in", "all_gather_output")}
+_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_UNMARKED = {
+    ("fsdp", "all_gather_copy_in", "all_gather_output"),
+    *(("aten", norm, name) for norm in _NORMS for name in ("running_mean", "running_var")),
+}
 """Arguments (namespace, operator, name) that are written although their schema does not say so."""
 
 
@@ -173,6 +181,8 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
 
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors behind arguments that the operator writes."""
+    if func._opname in _NORMS and not _argument(func, args, kwargs, "training"):
+        return []
     return tensors_in(
         *(
             args[position] if position < len(args) else kwargs.get(name)
@@ -198,16 +208,27 @@ def _is_written(func: Any, argument: Any) -> bool:
 
 
 def draws(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: Phase = "forward"
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    phase: Phase = "forward",
+    drew: bool = False,
 ) -> bool:
     """It takes random numbers in this call: an attention without dropout takes none, whatever its tag says.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        phase: Where it runs.
+        drew: It was seen to take some.
 
     Raises:
         CaptureUnsupported: HP511 in a backward pass: who makes results again sets the generator back between two
             operators, which no program repeats.
     """
     seeded = torch.Tag.nondeterministic_seeded in func.tags
-    drawn = seeded and _argument(func, args, kwargs, "dropout_p") != 0
+    drawn = drew or (seeded and _argument(func, args, kwargs, "dropout_p") != 0)
     # The backward of an attention is given what its forward drew.
     if drawn and phase == "backward" and not func._opname.endswith("_backward"):
         raise CaptureUnsupported(
@@ -218,13 +239,14 @@ def draws(
 
 
 def is_repeatable(func: Any, writes: bool, draws: bool) -> bool:
-    """Running it again on equal inputs gives equal bits and changes nothing else."""
+    """Running it again on equal inputs gives equal bits and changes nothing else, as far as torch's own tags say."""
     tags = {torch.Tag.nondeterministic_bitwise, torch.Tag.data_dependent_output}
     uninitialised = "empty" in func._opname
     communicates = func.namespace in COMMUNICATION
     # Gradients of attention are added up in any order by some kernels of accelerators, and no tag says so.
     any_order = func._opname.endswith("_backward") and _has(func, "dropout_p")
-    free = not (writes or draws or uninitialised or communicates or any_order)
+    foreign = func.namespace not in TORCH
+    free = not (writes or draws or uninitialised or communicates or any_order or foreign)
     return free and tags.isdisjoint(func.tags)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from hyper_parallel.backends.torch.memory._captured import Captured
+from hyper_parallel.backends.torch.memory._held_tensor import hold, sharing
 from hyper_parallel.errors import StepChanged
 
 
@@ -19,6 +20,7 @@ class Owners:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
+        self._held: list[tuple[torch.Tensor, type]] = []
         self._left: list[tuple[int, torch.Tensor, int]] = []  # (storage, its tensor, its version)
         # (storage, its tensor, what tells torch's storage from another one): looked at in every step
         self._owned = [
@@ -33,6 +35,12 @@ class Owners:
         Raises:
             StepChanged: HP512 with what has changed.
         """
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # tensors that are held are asked for nothing but facts
+            self._check()
+
+    def _check(self) -> None:
         if self._captured.source is not None:
             self._captured.source.check()
         for s, tensor, recorded in self._owned:
@@ -58,6 +66,9 @@ class Owners:
     def hold(self) -> None:
         """A device has the bytes from now on."""
         kinds, given = self._captured.program.storages, self._captured.given
+        mine = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
+        gone = [t for t in mine if not t.untyped_storage().nbytes()]
+        self._held = hold([*gone, *sharing(gone)])
         self._left = [
             (s, tensor, tensor._version)
             for s, tensor in self._captured.owners
@@ -68,6 +79,9 @@ class Owners:
 
     def release(self) -> None:
         """The bytes are back."""
+        for tensor, kind in self._held:
+            tensor.__class__ = kind  # type: ignore[assignment]
+        self._held = []
         if self._captured.source is not None:
             self._captured.source.release()
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
-from hyper_parallel.backends.torch.memory._kernel_bytes import Beside, columns, in_pieces
+from hyper_parallel.backends.torch.memory._kernel_bytes import columns, in_pieces
 from hyper_parallel.backends.torch.memory._operators import Call, View
 from hyper_parallel.backends.torch.memory._out_variants import Bound, into
 from hyper_parallel.ir import MemoryPlan
@@ -34,6 +35,7 @@ class Prepared:
         communicates: Other ranks take part in it: it is only begun, and what it returns is what to wait for.
         guards: (flat output index, value) of outputs that were seen as plain numbers.
         plain: What it returns is of no interest.
+        dispatched: Torch's dispatcher sees it; not an allocation, which is an address here.
     """
 
     func: Any
@@ -43,6 +45,7 @@ class Prepared:
     communicates: bool
     guards: tuple[tuple[int, Any], ...]
     plain: bool
+    dispatched: bool
 
 
 class Addresses:
@@ -52,17 +55,14 @@ class Addresses:
         captured: The recorded step.
         plan: A plan for it whose addresses are right.
         arena: The device's buffer.
-        beside: See `in_pieces`.
 
     Attributes:
         at_start: Ranges of what is on the device between steps.
         actions: For every action of the plan: an operator, the range that a copy to the device fills, or None.
     """
 
-    def __init__(
-        self, captured: Captured, plan: MemoryPlan, arena: torch.UntypedStorage, beside: Beside
-    ) -> None:
-        self._captured, self._plan, self._arena, self._beside = captured, plan, arena, beside
+    def __init__(self, captured: Captured, plan: MemoryPlan, arena: torch.UntypedStorage) -> None:
+        self._captured, self._plan, self._arena = captured, plan, arena
         self._offsets = {(e.storage, e.start): e.offset_bytes for e in plan.addresses}
         self._ranges: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._tensors: dict[tuple[View, int], torch.Tensor] = {}
@@ -118,7 +118,7 @@ class Addresses:
         if bind is not None:
             run = bind(args, kwargs, outs)
         elif pieces := columns(call):
-            run = in_pieces(pieces, args, kwargs, outs[0], self._beside)
+            run = in_pieces(pieces, args, kwargs, outs[0])
         else:
             run = _calling(getattr(call.func, "_op", call.func), args, kwargs)
             staged = tuple((i, view, self._range(view.storage)) for i, view in call.made)
@@ -130,6 +130,7 @@ class Addresses:
             bool(operator.group),
             call.guards,
             not (staged or operator.group or call.guards),
+            isinstance(call.func, OpOverload) and "empty" not in call.func._opname,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hyper_parallel.backends.torch.memory._unseen import kept
 from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -70,8 +71,11 @@ class CaptureSource:
 
     def _facts(self) -> Iterator[_Fact]:
         """Tensors, modules and hooks by identity. Walked in every step: no text is made, no module visited twice."""
+        seen: dict[int, Any] = {}
         for name, module in self._model.named_modules():
             yield (name,), "`training`", module.training
+            for key, value in kept(module, seen):
+                yield (name, key), "the value", value
             yield (name,), "identity", id(module)
             hooks = [getattr(module, kind).items() for kind in _HOOKS]
             yield (name,), "hooks", [k for kind in hooks for k, hook in kind if hook is not _refuse]

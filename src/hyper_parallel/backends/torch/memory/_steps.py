@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
+from hyper_parallel.backends.torch.memory._fake_values import fake_mode
 from hyper_parallel.backends.torch.memory._graph import as_graph
 from hyper_parallel.backends.torch.memory._source import CaptureSource
 from hyper_parallel.backends.torch.weights._ranges import local
@@ -225,7 +227,25 @@ def record(
     finally:
         for hook in hooks:
             hook.remove()
-    return recorder.captured(result, inputs, name)
+    captured = recorder.captured(result, inputs, name)
+    if not any(is_fake(t) for t, _ in everything.values()) and fake_mode() is None:
+        captured.plain = _as_now(step, captured.device)
+    return captured
+
+
+def _as_now(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The step under the automatic casts that there are now."""
+    kinds = dict.fromkeys(("cpu", device.type))
+    casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
+
+    def run(**inputs: torch.Tensor) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, dtype, enabled in casts:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+            return step(**inputs)
+
+    return run
 
 
 def _apart(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:

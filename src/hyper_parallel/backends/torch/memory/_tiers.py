@@ -52,6 +52,10 @@ class Meter:
         self._known[ref] = key, size
         self.add(size)
 
+    def __contains__(self, base: torch.UntypedStorage) -> bool:
+        """Whether a storage is counted."""
+        return base._cdata in self._watch
+
     def _gone(self, ref: weakref.ref[Any]) -> None:
         key, size = self._known.pop(ref)
         del self._watch[key]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyper_parallel.trainer.engine._offload_rehearsal import ULPS, near, sample
+from hyper_parallel.backends.torch.memory._first_step import ULPS, near, sample
 
 pytestmark = pytest.mark.torch
 

@@ -1,0 +1,154 @@
+"""The first planned step is compared with the plain one: the same inputs, state and random numbers give the same.
+
+So a value that was taken for a constant, a kernel that the capture did not see, or an operator that did not run cannot
+pass unnoticed. What is equal is equal bit for bit, unless plain runs themselves differ: kernels of an accelerator may
+add in another order every time. Then every tensor may be away from the plain one by ten times what two plain runs are.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from hyper_parallel.errors import StepChanged
+
+_SAMPLED: Final = 4096
+ULPS: Final = 4
+"""Units in the last place of a tensor's largest value that are rounding, where an update runs on another processor."""
+_SPREADS: Final = 10
+"""Differences of two plain runs by which a planned step may differ from one of them."""
+_OUTLIERS: Final = 0.01
+"""Share of a tensor's elements that may be further away: where a gradient is noise, Adam's steps have either sign."""
+OUTPUTS: Final = ("loss", "gradient norm", "routing")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one run of a step gave, to be compared with another run of the same step.
+
+    Attributes:
+        digests: A checksum of every output and of every tensor of the state.
+        samples: Elements of each, and its type.
+    """
+
+    digests: dict[str, int]
+    samples: dict[str, tuple[Tensor, torch.dtype]]
+
+    @classmethod
+    def of(cls, outputs: Any, state: Mapping[str, Tensor]) -> StepOutcome:
+        """Copy what is compared to the host.
+
+        Args:
+            outputs: What the step returned; its tensors count.
+            state: Parameters, buffers and optimizer state after the step.
+        """
+        flat = [value for value in tree_flatten(outputs)[0] if isinstance(value, Tensor)]
+        names = [*OUTPUTS, *(f"output {at}" for at in range(len(OUTPUTS), len(flat)))]
+        every = {**dict(zip(names, flat, strict=False)), **state}
+        return cls(
+            {name: _digest(tensor) for name, tensor in every.items()},
+            {name: (sample(tensor), tensor.dtype) for name, tensor in every.items()},
+        )
+
+
+class PlainStep:
+    """What a planned step must give.
+
+    Args:
+        first: What the plain step gave.
+        again: What it gave when it was run once more; None: on hardware that gives the same.
+    """
+
+    def __init__(self, first: StepOutcome, again: StepOutcome | None = None) -> None:
+        self._first = first
+        self.spread: dict[str, float] = {}
+        if again is not None and again.digests != first.digests:
+            pairs = ((k, a, again.samples[k][0]) for k, (a, _) in first.samples.items())
+            self.spread = {k: float((a - b).abs().max()) if a.numel() else 0.0 for k, a, b in pairs}
+
+    def refuse_other(self, got: StepOutcome, *, rounded: bool = False) -> None:
+        """Compare.
+
+        Args:
+            got: What the planned step gave.
+            rounded: Updates ran on another processor.
+
+        Raises:
+            StepChanged: HP512 with the first value that is another one.
+        """
+        for name, digest in self._first.digests.items():
+            mine, dtype = self._first.samples[name]
+            other = got.samples[name][0]
+            far = _SPREADS * self.spread.get(name, 0.0)
+            inexact = bool(self.spread) or (rounded and name not in OUTPUTS)
+            if got.digests[name] == digest or (inexact and near(other, mine, dtype, far)):
+                continue
+            few = mine.numel() == 1
+            raise StepChanged(
+                "the planned step does not give what the plain one gave",
+                where=name,
+                got=other.item() if few else "other bytes",
+                allowed=mine.item() if few else None,
+                hint="something changes from step to step without being a tensor: make it one, or train without a plan "
+                "(`offload.budget=null` in a recipe)",
+            )
+
+
+@contextmanager
+def undone(
+    storages: Iterable[torch.UntypedStorage],
+    device: torch.device,
+    generators: Sequence[torch.Generator] = (),
+) -> Iterator[None]:
+    """Put the bytes of storages, and random numbers, back where they were; the copies are in host memory."""
+    before = [(base, torch.UntypedStorage(base.nbytes()).copy_(base)) for base in storages]
+    states = [generator.get_state() for generator in generators]
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type):
+            yield
+    finally:
+        for base, copy in before:
+            base.copy_(copy)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+
+
+def _digest(tensor: Tensor) -> int:
+    # A copy: what NumPy has looked at can no longer be resized.
+    flat = _flat(tensor).to("cpu", copy=True).view(torch.uint8)
+    return zlib.crc32(memoryview(flat.numpy()))
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Up to so many elements of a tensor, evenly spread, in float64 on the host."""
+    flat = _flat(tensor)
+    return flat[:: max(flat.numel() // _SAMPLED, 1)].to("cpu", torch.float64, copy=True)
+
+
+def near(a: Tensor, b: Tensor, dtype: torch.dtype, far: float = 0.0) -> bool:
+    """Two samples of a tensor of this type that differ by rounding: a few units in the last place of the largest.
+
+    Args:
+        a: One.
+        b: The other.
+        dtype: The tensor's type.
+        far: What they may differ by beyond that, up to a few elements.
+    """
+    unit = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    largest = b.abs().max() if b.numel() else 0.0
+    # Not the other way round: what is no number is never near.
+    away = ~((a - b).abs() <= far + ULPS * unit * largest)
+    return int(away.sum()) <= (_OUTLIERS * a.numel() if far else 0)

@@ -1,0 +1,82 @@
+"""Tensors whose bytes a device holds: who uses one is stopped, where torch would read memory that is not there."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.errors import StepChanged
+
+_ALLOWED: Final = frozenset(
+    (
+        "__get__", "__set__", "__delete__", "__hash__", "__len__", "dim", "element_size", "get_device", "is_complex",
+        "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg", "nelement", "numel", "register_hook",
+        "register_post_accumulate_grad_hook", "requires_grad_", "size", "storage_offset", "stride", "untyped_storage",
+    )
+)  # fmt: skip
+"""What is said of a tensor, not of its values."""
+
+
+class _Held:
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            allowed = getattr(func, "__name__", "") in _ALLOWED
+            if not allowed and any(map(_has_no_bytes, tree_leaves((args, kwargs)))):
+                raise StepChanged(
+                    "a planned device holds the bytes of this tensor",
+                    where=f"`{getattr(func, '__name__', func)}`",
+                    hint="use it inside `with device.lent():`, or read a copy with `device.read_state(name)`",
+                )
+            out = func(*args, **(kwargs or {}))
+            if _has_no_bytes(out):  # `.data` is the same without autograd
+                hold([out])
+        return out
+
+
+class HeldTensor(_Held, Tensor):
+    """A tensor while its bytes are elsewhere."""
+
+
+class HeldParameter(_Held, Parameter):
+    """A parameter while its bytes are elsewhere."""
+
+
+_KINDS: Final[dict[type, type]] = {Tensor: HeldTensor, Parameter: HeldParameter}
+
+
+def _has_no_bytes(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.untyped_storage().nbytes() and value.numel() > 0
+
+
+def hold(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
+    """Stop the use of those that have no bytes, as torch itself does with parameters that have none yet.
+
+    Returns:
+        Each of them, and its class.
+    """
+    held = [(t, type(t)) for t in tensors if type(t) in _KINDS and _has_no_bytes(t)]
+    for tensor, kind in held:
+        tensor.__class__ = _KINDS[kind]  # type: ignore[assignment]
+    return held
+
+
+def sharing(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Other tensors on the storages of these, such as `weight.detach()` that somebody kept."""
+    known = {id(tensor): tensor for tensor in tensors}
+    mine = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
+    # One more is torch's object in Python.
+    others = {key for key, n in mine.items() if torch._C._storage_Use_Count(key) > n + 1}
+    if not others:
+        return []
+    every = (t for t in gc.get_objects() if type(t) in _KINDS and id(t) not in known)
+    return [t for t in every if t.untyped_storage()._cdata in others]
