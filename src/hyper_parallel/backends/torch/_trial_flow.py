@@ -255,8 +255,7 @@ class _Slot:
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Leave attributes and buffers of all modules as they were before."""
     kept = [(m, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
-    loops = hasattr(model, "set_experts_implementation")
-    experts = model.get_experts_implementation() if loops else None
+    experts = _experts_implementation(model)
     try:
         yield
     finally:
@@ -265,5 +264,14 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
-        if loops:
+        if experts is not None:
             model.set_experts_implementation(experts)
+
+
+def _experts_implementation(model: nn.Module) -> dict[str, Any] | None:
+    """How a model of transformers computes experts, by sub-config; early 5.x can only set it."""
+    if not hasattr(model, "set_experts_implementation"):
+        return None
+    config: Any = model.config
+    parts = {"": config, **{key: getattr(config, key, None) for key in config.sub_configs}}
+    return {key: part._experts_implementation for key, part in parts.items() if part is not None}
