@@ -59,7 +59,7 @@ def check_resume(saved: dict[str, Any] | None, job: Job, run: Path) -> Changes:
     refused = [k for k in changed if any(k == f or k.startswith(f"{f}.") for f in _FIXED)]
     if refused:
         key, *more = refused
-        mend = [_override(k, changed[k][0]) for k in refused if not k.startswith(_CONFIG)]
+        mend = [f"{k}={_text(changed[k][0])}" for k in refused if not k.startswith(_CONFIG)]
         if any(k.startswith(_CONFIG) for k in refused):
             mend += [f"model.path={run / 'model'}", "model.init=random"]
         raise CheckpointMismatch(
@@ -84,10 +84,6 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{key}.{name}" if key else name)
     else:
         yield key, value
-
-
-def _override(key: str, value: Any) -> str:
-    return f"{key}={_text(value)}"
 
 
 def _text(value: Any) -> str:
