@@ -75,7 +75,7 @@ class Stored:
             WeightsUnreadable: HP703.
         """
         try:
-            # An empty tuple of ranges reads a scalar.
+            # An empty tuple of ranges reads all of it.
             part: Tensor = self.slices[tuple(slice(a, b) for a, b in ranges) or ...]
         except (SafetensorError, OSError) as error:
             raise WeightsUnreadable(
@@ -140,8 +140,8 @@ class WeightFiles:
                     where=str(self.directory / self._index_file),
                 )
 
-    def read(self, name: str, ranges: Ranges) -> Tensor:
-        """The elements of a tensor within `ranges`, as they are stored."""
+    def read(self, name: str, ranges: Ranges = ()) -> Tensor:
+        """The elements of a tensor within `ranges`, as they are stored; none: all of it."""
         part = self.tensors[name].read(ranges)
         self.bytes_read += part.numel() * part.element_size()
         return part
