@@ -46,6 +46,8 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
     def back(grad: Tensor) -> DTensor:
         if owner is not None:
             owner.backward_runs()
+        # Fused optimizers walk memory: parameter and gradient must lie the same, which autograd sees to by `stride`.
+        grad = grad.contiguous()
         return DTensor.from_local(
             grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
