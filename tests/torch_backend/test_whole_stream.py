@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from hyper_parallel.backends.torch import read_model
+from hyper_parallel.backends.torch._resolve import module_rules
+from hyper_parallel.backends.torch.tensor._gradients import to_local
 from hyper_parallel.ir import ModelRef, Plan, Strategy, Workload
 from hyper_parallel.planner._request import rules_of
 from hyper_parallel.runtime import World, launch, parallelize
@@ -44,3 +47,31 @@ def test_ranks_drop_the_same_of_what_is_whole_on_each():
     assert first
     for name, grad in first.items():
         assert torch.equal(grad, second[name]), name
+
+
+@pytest.mark.dist
+def test_a_gradient_lies_in_memory_as_its_parameter():
+    def rank(_: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        with World.join("cpu"):
+            mesh = init_device_mesh("cpu", (1,))
+            weight = torch.nn.Parameter(
+                DTensor.from_local(torch.ones(1, 2, 3), mesh, [Replicate()])
+            )
+            torch.bmm(torch.ones(1, 4, 3), to_local(weight, None).transpose(1, 2)).sum().backward()
+            return weight.grad.to_local().stride(), weight.to_local().stride()
+
+    ((gradient, parameter),) = launch(rank, 1, timeout_s=60)
+    assert gradient == parameter == (6, 3, 1)
+
+
+def test_a_head_is_split_where_the_embedding_has_a_forward_of_its_own():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model("gpt_neox", **sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        assert {rule.style for rule in module_rules(model)} >= {"vocab", "head"}
+        model.gpt_neox.embed_in = type("Own", (torch.nn.Module,), {})()
+        styles = {rule.style for rule in module_rules(model)}
+        assert "head" in styles
+        assert "vocab" not in styles

@@ -227,8 +227,9 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     linear = [n for n, m in model.named_modules() if type(m).forward is nn.Linear.forward]
     shared = {n for n, _ in model.named_parameters(remove_duplicate=False)} - shapes.keys()
     # Modules around a choice of attention put another one, which nothing was put around, in place of the chosen.
-    fixed = {n for n, m in model.named_modules() if not hasattr(m, "set_attention_type")}
-    linear = [n for n in linear if ".".join(n.split(".")[:-2]) in fixed]
+    choosers = {n for n, m in model.named_modules() if hasattr(m, "set_attention_type")}
+    choosers -= {n.rpartition(".")[0] for n in choosers}
+    linear = [n for n in linear if ".".join(n.split(".")[:-2]) not in choosers]
     linear = [n for n in linear if not _joins_to_input(model.get_submodule(n.rpartition(".")[0]))]
     linear = [n for n in linear if f"{n}.weight" in shapes and f"{n}.bias" not in shared]
     experts = (rule for rule in rules if rule.style == "experts")
@@ -245,7 +246,7 @@ def _joins_to_input(module: nn.Module) -> bool:
 
 
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
-    """Rules that split embedding and head, both or, where one has no such form, none."""
+    """Rules that split embedding and head; where one has no such form and the other shares its weight, neither."""
     names = {id(module): name for name, module in model.named_modules()}
     ends: dict[str, nn.Module] = {}
     for get, style in (("get_input_embeddings", "vocab"), ("get_output_embeddings", "head")):
@@ -253,18 +254,21 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
             if (module := getattr(model, get)()) is not None and id(module) in names:
                 ends[style] = module
     embedding, head = ends.get("vocab"), ends.get("head")
-    weights = {id(p) for end in ends.values() for p in end.parameters()}
+    weights = {id(p) for end in ends.values() for p in end.parameters(recurse=False)}
     owned = [
         id(p) for n, m in model.named_modules() if m not in ends.values()
         for p in m.parameters(recurse=False)
     ]  # fmt: skip
-    if (embedding is not None and not _splits_rows(embedding)) or not weights.isdisjoint(owned):
+    if not weights.isdisjoint(owned):
         return ()
-    if head is not None and type(head).forward is not nn.Linear.forward:
-        tied = embedding is None or not weights.isdisjoint(id(p) for p in embedding.parameters())
-        ends.pop("head")
-        if tied:
-            return ()
+    one = head is not None and not {id(p) for p in head.parameters()}.isdisjoint(
+        [] if embedding is None else [id(p) for p in embedding.parameters()]
+    )
+    whole = {"vocab"} if embedding is not None and not _splits_rows(embedding) else set()
+    whole |= {"head"} if head is not None and type(head).forward is not nn.Linear.forward else set()
+    if whole and one:
+        return ()
+    ends = {style: module for style, module in ends.items() if style not in whole}
     return tuple(Rule(names[id(module)], style) for style, module in ends.items())
 
 

@@ -36,6 +36,7 @@ from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._spread_norm import SpreadNorm
 from hyper_parallel.backends.torch.tensor._state import TP, TpState, X, Y
 from hyper_parallel.backends.torch.tensor._whole_stream import (
+    join_when_read,
     share_random_numbers,
     show_whole,
     takes_split_logits,
@@ -220,6 +221,7 @@ class TensorParallel:
                 rowwise(module, name, region)
             elif style == "vocab":
                 self._embedding(module, sum_forward)
+                join_when_read(self.model, module, state.gradients, state.group)
             else:
                 rows = self._key_value_rows(module) if style == "kv_replicate" else None
                 colwise(module, name, region, rows)
@@ -258,7 +260,8 @@ class TensorParallel:
         def forward(ids: Tensor) -> Tensor:
             outside = (ids < first) | (ids >= first + rows)
             index = (ids - first).masked_fill_(outside, 0)
-            out = F.embedding(index, state.local(module.weight), pad)
+            weight = dict.__getitem__(module._parameters, "weight")  # of this rank, not joined
+            out = F.embedding(index, state.local(weight), pad)
             out = out.masked_fill(outside.unsqueeze(-1), 0)
             if scaled:  # read here: a model on the meta device gets its buffers later
                 scale = module.embed_scale

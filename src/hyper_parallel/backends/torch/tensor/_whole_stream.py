@@ -10,6 +10,7 @@ Source: Shoeybi et al. 2019 (Megatron-LM), section 3, the operators f and g.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +23,8 @@ from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch._collectives import sum_backward
 from hyper_parallel.backends.torch._resolve import layers_of
-from hyper_parallel.backends.torch.tensor._gradients import TpGradients, show_local
+from hyper_parallel.backends.torch.tensor._collectives import join
+from hyper_parallel.backends.torch.tensor._gradients import TpGradients, show_local, to_local
 from hyper_parallel.backends.torch.tensor._projections import Region
 from hyper_parallel.ir import Purpose
 
@@ -57,10 +59,45 @@ def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> li
 
 
 def takes_split_logits(model: nn.Module) -> bool:
-    """Whether the loss of a model is its `loss_function`, which takes the logits of a part of the vocabulary."""
+    """Whether the loss of a model is its `loss_function`, which takes the logits of a part of the vocabulary.
+
+    Some models cut columns of the logits off before, or mask some of them by their number.
+    """
     with suppress(OSError, TypeError):  # no source
-        return "self.loss_function(" in inspect.getsource(type(model).forward)
+        source = inspect.getsource(type(model).forward)
+        return "self.loss_function(" in source and "logits[" not in source
     return False
+
+
+class _Joined(dict[str, Any]):
+    """Parameters whose rows are split over ranks, whole for who reads one."""
+
+    def __init__(
+        self, params: Mapping[str, Any], gradients: TpGradients, group: ProcessGroup
+    ) -> None:
+        super().__init__(params)
+        self.gradients, self.group = gradients, group
+
+    def __getitem__(self, name: str) -> Tensor:
+        return join(to_local(super().__getitem__(name), self.gradients), 0, self.group)
+
+
+def join_when_read(
+    model: nn.Module, embedding: nn.Module, gradients: TpGradients, group: ProcessGroup
+) -> None:
+    """Let the model's forward read rows of a split embedding's weight without calling it; Gemma 4 does."""
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept = embedding._parameters
+        embedding.__dict__["_parameters"] = _Joined(kept, gradients, group)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            embedding.__dict__["_parameters"] = kept
+
+    model.forward = forward
 
 
 def show_whole(model: nn.Module, split: Mapping[str, str], gradients: TpGradients) -> None:
