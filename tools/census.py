@@ -100,7 +100,11 @@ def recipe(weights: Path, folder: Path) -> dict[str, Any]:
             "tokenizer": str(folder / "tokenizer"),
             "holdout": 0.0,
         },
-        "training": {"steps": 2, "dtype": "float64", "tokens_per_step": 4 * SEQ_LEN, "seed": 3},
+        "training": {
+            **{"steps": 2, "dtype": "float64", "tokens_per_step": 4 * SEQ_LEN, "seed": 3},
+            # The first update by a gradient g is lr g / (|g| + eps): a small eps multiplies the rounding of a small g.
+            "eps": 1e-6,
+        },
         "checkpoint": {"export": False, "resume": "never"},
     }
 

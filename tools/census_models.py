@@ -76,6 +76,8 @@ MROPE = {
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga"), MROPE),
     "bailing_hybrid": {"layer_group_size": 2},
+    # It changes to this by itself in its first step on short sequences.
+    "big_bird": {"attention_type": "original_full"},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},

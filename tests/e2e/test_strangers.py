@@ -92,17 +92,19 @@ def tool():
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "axis"),
     [
-        pytest.param("bart", id="loss of its own"),
-        pytest.param("zamba2", id="layers that share parameters"),
-        pytest.param("qwen3_vl", id="images and text"),
+        pytest.param("bart", "dp_shard", id="loss of its own"),
+        pytest.param("zamba2", "dp_shard", id="layers that share parameters"),
+        pytest.param("qwen3_vl", "dp_shard", id="images and text"),
+        pytest.param("gemma4", "tp", id="rows of the embedding read without a call"),
+        pytest.param("gemma3n_text", "tp", id="methods of modules that layers call"),
     ],
 )
-def test_one_rank_takes_the_step_of_plain_transformers_and_two_the_same(tool, name):
+def test_one_rank_takes_the_step_of_plain_transformers_and_two_the_same(tool, name, axis):
     rows = {}
-    tool.census([name], ["dp_shard"], rows.__setitem__)
-    assert rows == {name: {"plain": "ok", "one rank": "ok", "dp_shard": "ok"}}
+    tool.census([name], [axis], rows.__setitem__)
+    assert rows == {name: {"plain": "ok", "one rank": "ok", axis: "ok"}}
 
 
 @pytest.mark.parametrize("family", ["hrm_text", "deepseek_v4"])
@@ -116,6 +118,17 @@ def test_weights_that_transformers_converts_in_its_own_way_are_loaded(tool, tmp_
     load_pretrained(loaded, tmp_path)
     state = loaded.state_dict()
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_tied_weight_is_loaded_by_a_name_that_another_stage_has(tool, tmp_path):
+    config = AutoConfig.for_model(**tool.tiny("camembert"))
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        last = AutoModelForCausalLM.from_config(config)
+    last.roberta.embeddings.word_embeddings = torch.nn.Identity()
+    load_pretrained(last, tmp_path)
+    assert torch.equal(last.lm_head.decoder.weight, model.lm_head.decoder.weight)
 
 
 def test_infinity_is_read_as_transformers_writes_it(tmp_path):
