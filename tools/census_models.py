@@ -16,7 +16,10 @@ SIZES: dict[str, Any] = {
     for keys, value in (
         ("hidden_size n_embd d_model dim emb_dim embed_dim model_dim embedding_size", HIDDEN),
         ("embedding_dim out_hidden_size vision_output_dim projector_input_dim", HIDDEN),
-        ("projector_output_dim hidden_size_global backbone_hidden_size hidden_dim", HIDDEN),
+        (
+            "projector_output_dim text_hidden_size hidden_size_global backbone_hidden_size hidden_dim",
+            HIDDEN,
+        ),
         ("num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers", LAYERS),
         ("num_attention_heads n_head n_heads num_heads decoder_attention_heads", HEADS),
         ("encoder_attention_heads swa_num_attention_heads linear_num_heads index_n_heads", HEADS),
@@ -75,6 +78,22 @@ MROPE = {
 }
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga"), MROPE),
+    "glm4v_moe": {
+        "text_config": {
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]},
+                "partial_rotary_factor": 0.5,
+            }
+        }
+    },
+    "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
+    "paddleocr_vl": MROPE,
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+        }
+    },
     "bailing_hybrid": {"layer_group_size": 2},
     # It changes to this by itself in its first step on short sequences.
     "big_bird": {"attention_type": "original_full"},
