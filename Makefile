@@ -3,6 +3,7 @@
 #   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
 #   make test    formatting, types, import layers, and the whole test suite in two processes
 #   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
+#   make test-llamafactory   unmodified LlamaFactory with and without us, in an environment of its own (minutes)
 #   make docs    the pages of docs/ as a site in build/site
 #   make bench   every benchmark, one after the other, as JSON (hours on 2 cores; each is a script of its own)
 
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-accelerator check fuzz docs bench clean
+.PHONY: help setup train test test-accelerator test-llamafactory check fuzz docs bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -24,11 +25,11 @@ train: setup
 	$(bin)/hyper-parallel train recipes/quickstart.yaml output_dir=$(out) checkpoint.resume=never
 
 check: setup
-	$(bin)/ruff format --check src tests benchmarks examples tools
-	$(bin)/ruff check src tests benchmarks examples tools
+	$(bin)/ruff format --check src tests integration_tests benchmarks examples tools
+	$(bin)/ruff check src tests integration_tests benchmarks examples tools
 	$(bin)/mypy
 	$(bin)/lint-imports --no-cache
-	$(bin)/codespell src tests docs recipes benchmarks examples tools README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md
+	$(bin)/codespell src tests integration_tests docs recipes benchmarks examples tools README.md ARCHITECTURE.md CONTRIBUTING.md CHANGELOG.md
 	$(bin)/python tools/size_report.py
 
 test: check
@@ -36,6 +37,10 @@ test: check
 
 test-accelerator: setup
 	$(bin)/pytest tests/accelerator -m accelerator -q
+
+test-llamafactory:
+	@./tools/llamafactory_env.sh
+	build/llamafactory/bin/python -m pytest integration_tests/llamafactory -q --timeout 600
 
 fuzz: setup
 	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -s -q

@@ -1,0 +1,1 @@
+"""Clients: other projects' trainers on our layouts."""

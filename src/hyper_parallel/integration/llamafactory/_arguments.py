@@ -1,0 +1,126 @@
+"""The JSON file behind LlamaFactory's `hyper_parallel_args`: degrees of the layout, number formats, recompute."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from hyper_parallel.config import problems, raise_all
+from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable
+from hyper_parallel.ir import Strategy
+
+_SHORT: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_Dtype = Literal["float32", "float16", "bfloat16"]
+
+
+class HyperParallelArguments(BaseModel):
+    """What LlamaFactory's users may say about the layout; every key has a default.
+
+    Attributes:
+        tp_size: Ranks of tensor parallelism.
+        cp_size: Ranks that share a sequence.
+        ep_size: Ranks that share the experts.
+        fsdp_size: Ranks that share the parameters; the rest of the data-parallel ranks are replicas. None: all.
+        param_dtype: Format of activations and of the parameters in a pass; None: as `bf16`, `fp16` of LlamaFactory say.
+        reduce_dtype: Format of gradient reductions; None: float32.
+        reshard_after_forward: Parameters are gathered again for backward; None: yes.
+        activation_mode: `recompute`: activations of a layer are computed again.
+        device_type: `auto`: the accelerator when there is one, else the CPU.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, strict=True)
+
+    tp_size: int = Field(1, ge=1)
+    cp_size: int = Field(1, ge=1)
+    ep_size: int = Field(1, ge=1)
+    fsdp_size: int | None = Field(None, ge=1)
+    param_dtype: _Dtype | None = None
+    reduce_dtype: _Dtype | None = None
+    reshard_after_forward: bool | None = None
+    activation_mode: Literal["none", "recompute"] = "none"
+    device_type: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+
+    @field_validator("param_dtype", "reduce_dtype", mode="before")
+    @classmethod
+    def _long(cls, value: object) -> object:
+        return _SHORT.get(value, value) if isinstance(value, str) else value
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, Any], where: str = "hyper_parallel_args"
+    ) -> HyperParallelArguments:
+        """Read a dict.
+
+        Raises:
+            UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not allowed.
+        """
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise_all(
+                problems(
+                    error,
+                    cls,
+                    lambda key: f"{where}: {key}",
+                    lambda key, value: json.dumps({key: value}),
+                )
+            )
+
+    @classmethod
+    def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
+        """Read `hyper_parallel_args` of LlamaFactory's arguments: nothing, a dict, or the path of a JSON file.
+
+        Raises:
+            RecipeUnreadable: HP103 when the file cannot be read. As `from_dict`.
+        """
+        given = getattr(finetuning_args, "hyper_parallel_args", None)
+        where = "hyper_parallel_args"
+        if isinstance(given, str):
+            where = given
+            try:
+                given = json.loads(Path(given).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise RecipeUnreadable(
+                    "the file of hyper_parallel_args cannot be read", where=where, got=str(error)
+                ) from error
+        if not isinstance(given or {}, dict):
+            raise BadValue(
+                "hyper_parallel_args is one JSON object",
+                where=where,
+                got=type(given).__name__,
+                hint='{"tp_size": 2}',
+            )
+        return cls.from_dict(given or {}, where)
+
+    def validate(self) -> None:
+        """Nothing is left to check: what was read is valid. Part of the interface that LlamaFactory calls."""
+
+    def strategy(self, world_size: int) -> Strategy:
+        """The layout on a number of ranks.
+
+        Raises:
+            DegreesMismatch: HP301 when the degrees do not divide the ranks.
+        """
+        taken = self.tp_size * self.cp_size
+        shard = self.fsdp_size or max(world_size // taken, 1)
+        shard = math.gcd(shard, world_size) if shard > world_size else shard
+        if world_size % (taken * shard):
+            raise DegreesMismatch(
+                "the degrees of hyper_parallel_args do not divide the number of ranks",
+                got=f"tp_size={self.tp_size}, cp_size={self.cp_size}, fsdp_size={shard} on {world_size} ranks",
+                hint='{"tp_size": 1, "cp_size": 1}',
+            )
+        return Strategy(
+            dp_replicate=world_size // (taken * shard),
+            dp_shard=shard,
+            cp=self.cp_size,
+            tp_x=self.tp_size,
+            ep=self.ep_size,
+            recompute="full" if self.activation_mode == "recompute" else "none",
+            reshard_after_forward=self.reshard_after_forward is not False,
+        )

@@ -1,0 +1,264 @@
+"""LlamaFactory's supervised trainer on our layouts.
+
+The loop, the data, the callbacks and the files stay LlamaFactory's and transformers'. Ours are: the layout of the model
+(`parallelize`, before the optimizer is made), the loss of a microbatch, the gradient norm, and what is saved. Nothing
+outside this object is patched; Accelerate is given the optimizer and the data, never the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
+from torch import Tensor, nn
+
+import hyper_parallel as hp
+from hyper_parallel.errors import Contradiction, UnsupportedSharding
+from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
+
+_STATE: Final = "hyper_parallel"  # folder inside a checkpoint of transformers
+_SCHEDULER: Final = "scheduler"
+
+
+class HyperParallelTrainer(CustomSeq2SeqTrainer):
+    """LlamaFactory's trainer with the model laid out by `hp_args`.
+
+    Args:
+        hp_args: Layout and formats.
+        kwargs: As LlamaFactory's own trainer.
+
+    Raises:
+        Contradiction: HP104 for another back end that lays out the model, and for what changes the loss.
+        DegreesMismatch: HP301 when the degrees do not divide the ranks.
+    """
+
+    def __init__(self, hp_args: HyperParallelArguments, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._hp_args = hp_args
+        self._strategy = hp_args.strategy(self.args.world_size)
+        self._same_data = self._strategy.cp * self._strategy.tp
+        self._parallel = False
+        self._refuse()
+        # On this object only: the model is ours to lay out, and ranks that share sequences read the same ones.
+        self._prepare = self.accelerator.prepare
+        self.accelerator.prepare = self._prepare_but_the_model
+
+    def _refuse(self) -> None:
+        """Name what cannot be honoured, before the model is touched."""
+        arguments = self.finetuning_args
+        taken = {
+            "deepspeed": self.is_deepspeed_enabled,
+            "fsdp": self.is_fsdp_enabled,
+            "finetuning_type: lora": arguments.finetuning_type not in ("full", "freeze"),
+            "use_badam": arguments.use_badam,
+            "use_galore": arguments.use_galore,
+            "use_asft_loss": arguments.use_asft_loss,
+            "gradient_checkpointing": self.args.gradient_checkpointing,
+            "label_smoothing_factor": bool(self.args.label_smoothing_factor),
+            "use_dft_loss or use_eaft_loss with tp_size or cp_size": self.compute_loss_func is not None
+            and self._same_data > 1,
+        }  # fmt: skip
+        hints = {
+            "gradient_checkpointing": 'disable_gradient_checkpointing: true, and {"activation_mode": "recompute"}',
+        }
+        for name, on in taken.items():
+            if on:
+                raise Contradiction(
+                    f"`{name}` does not go with use_hyper_parallel",
+                    where="the arguments of LlamaFactory",
+                    got=name,
+                    hint=hints.get(name, "leave one of them out"),
+                )
+
+    def _lay_out(self) -> None:
+        """Parallelize the model, once, before anything holds its parameters."""
+        if self._parallel:
+            return
+        model, strategy = self.model, self._strategy
+        given = next(model.parameters()).dtype
+        plain = str(given).removeprefix("torch.")
+        mixed = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else plain
+        plan = hp.plan_of(model, strategy)
+        workload = replace(
+            plan.workload,
+            compute_dtype=self._hp_args.param_dtype or mixed,
+            param_dtype=plain,
+            reduce_dtype=self._hp_args.reduce_dtype
+            or ("float64" if plain == "float64" else "float32"),
+        )
+        hp.parallelize(model, hp.plan_of(model, strategy, workload))
+        self._parallel = True
+
+    def _prepare_but_the_model(self, *objects: Any, **kwargs: Any) -> Any:
+        """What `Accelerator.prepare` does with everything that is no model."""
+        prepared = [self._prepare_one(item, kwargs) for item in objects]
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _prepare_one(self, item: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(item, nn.Module):
+            return item
+        if not isinstance(item, torch.utils.data.DataLoader) or self._same_data == 1:
+            return self._prepare(item, **kwargs)
+        accelerator = self.accelerator
+        loader = prepare_data_loader(
+            item,
+            accelerator.device,
+            num_processes=accelerator.num_processes // self._same_data,
+            process_index=accelerator.process_index // self._same_data,
+            put_on_device=True,
+            rng_types=list(accelerator.rng_types),
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+        )
+        accelerator._dataloaders.append(loader)
+        return loader
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The optimizer that LlamaFactory asks for, on the parameters as they are laid out."""
+        self._lay_out()
+        return super().create_optimizer(*args, **kwargs)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        self._lay_out()  # `do_eval` alone makes no optimizer
+        return model
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Tokens of the step; ranks of one group have counted the same ones."""
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        averaged = self.args.average_tokens_across_devices and self.args.world_size > 1
+        return count // self._same_data if count is not None and averaged else count
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Gradients of one microbatch; they add up over ranks and microbatches to those of the step's loss.
+
+        Returns:
+            This rank's part of the loss times the number of ranks: transformers logs the mean over ranks.
+        """
+        model.train()
+        inputs = self._ready(self._prepare_inputs(inputs))
+        last = self.accelerator.sync_gradients
+        with nullcontext() if last else hp.accumulate(model), self.compute_loss_context_manager():
+            loss = self._share_of_loss(model, inputs, num_items_in_batch)
+            loss.backward()
+        return self._reported(loss.detach()) * self.args.world_size
+
+    def _share_of_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        """This rank's summand of the step's loss."""
+        if num_items is None:  # a mean over ranks and microbatches of their means
+            ranks = self.args.world_size // self._same_data
+            loss = self.compute_loss(model, inputs)
+            return loss / (self.current_gradient_accumulation_steps * ranks)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        # transformers has multiplied it, for reducers that average over ranks; ours add up.
+        averaged = self.args.average_tokens_across_devices
+        return loss / self.accelerator.num_processes if averaged else loss
+
+    def _reported(self, loss: Tensor) -> Tensor:
+        """The loss on one of the ranks that compute the same one, else 0."""
+        return loss if self.args.process_index % self._strategy.tp == 0 else torch.zeros_like(loss)
+
+    def _ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Inputs of the model; padding at the end needs no mask where ranks share sequences.
+
+        A token sees none behind it, and padding has no label.
+        """
+        mask = inputs.get("attention_mask")
+        if mask is None or self._strategy.cp == 1:
+            return inputs
+        if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise UnsupportedSharding(
+                "cp_size splits sequences whose padding is at their end",
+                got=f"an attention mask of shape {tuple(mask.shape)}",
+                hint="neat_packing: false",
+            )
+        return {name: value for name, value in inputs.items() if name != "attention_mask"}
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        *args: Any,
+        **kw: Any,
+    ) -> tuple[Any, Any, Any]:
+        """The loss of a batch; with logits as LlamaFactory has it, where every rank has whole ones."""
+        if self._same_data == 1:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
+        if not prediction_loss_only or self.args.predict_with_generate:
+            raise Contradiction(
+                "tp_size and cp_size evaluate the loss only",
+                got="compute_accuracy or predict_with_generate",
+                hint="compute_accuracy: false",
+            )
+        with torch.no_grad():
+            batch = self._ready(self._prepare_inputs(inputs))
+            tokens = (batch["labels"][:, 1:] != -100).sum().clamp(min=1)
+            share = self._reported(model(**batch, num_items_in_batch=tokens, use_cache=False).loss)
+        # Every share of the data has its own loss: a sum over all ranks, each in its place.
+        index, places = (
+            self.args.process_index // self._same_data,
+            self.args.world_size // self._same_data,
+        )
+        losses = torch.zeros(places, dtype=share.dtype, device=share.device)
+        losses[index] = share
+        dist.all_reduce(losses)
+        return losses[index], None, None
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return hp.clip_grad_norm_(model, self.args.max_grad_norm)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A directory of transformers with tokenizer and arguments; every rank calls this."""
+        target = Path(output_dir or self.args.output_dir)
+        scratch = target / ".export"
+        hp.save_pretrained(self.model, scratch)
+        if self.args.should_save:
+            for file in scratch.iterdir():
+                file.replace(target / file.name)
+            shutil.rmtree(scratch)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(target)
+            torch.save(
+                self.args, target / "training_args.bin"
+            )  # transformers writes it beside every model
+        self._wait()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Weights and moments as they are laid out; any layout and number of ranks goes on from them."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        scheduler = json.loads(json.dumps(self.lr_scheduler.state_dict()))
+        hp.save(
+            self.model,
+            optimizer,
+            Path(output_dir, _STATE),
+            step=self.state.global_step,
+            **{_SCHEDULER: scheduler},
+        )
+        self._wait()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not Path(
+            resume_from_checkpoint, _STATE
+        ).is_dir():  # saved without an optimizer, or by another trainer
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not Path(checkpoint, _STATE).is_dir():
+            return
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        extra = hp.load(self.model, optimizer, Path(checkpoint, _STATE))
+        self.lr_scheduler.load_state_dict(extra[_SCHEDULER])
+
+    def _wait(self) -> None:
+        if self.args.world_size > 1:
+            dist.barrier()
