@@ -37,7 +37,7 @@ def place(tmp_path_factory):
     data = root / "data"
     data.mkdir()
     chats = [
-        {"instruction": f"What is {i} and {i * 7 % 11}?", "input": "", "output": f"It is {i + i * 7 % 11}." + "!" * (i % 5)}
+        {"instruction": f"What is {i} and {i % 7}?", "input": "", "output": f"It is {i + i % 7}." + "!" * (i % 5)}
         for i in range(48)
     ]  # fmt: skip
     (data / "chats.json").write_text(json.dumps(chats))
@@ -81,40 +81,48 @@ def run(place: Path, name: str, ranks: int, hyper: dict | None, **changes):
 
 @pytest.fixture(scope="module")
 def plain(place):
-    return run(place, "plain", 1, None)
+    """Curves of LlamaFactory alone, by its number of ranks: of unequal batches it weighs evaluations by tokens."""
+    return {ranks: run(place, f"plain{ranks}", ranks, None) for ranks in (1, 2)}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "hyper"),
-    [(1, {}), (2, {}), (4, {"fsdp_size": 2}), (2, {"tp_size": 2}), (2, {"cp_size": 2}), (2, {"activation_mode": "recompute"})],
+    ("ranks", "hyper", "shares"),
+    [
+        (1, {}, 1), (2, {"activation_mode": "recompute"}, 2), (2, {"tp_size": 2}, 1), (2, {"cp_size": 2}, 1),
+        (4, {"fsdp_size": 2, "tp_size": 2}, 2),
+    ],
 )  # fmt: skip
-def test_losses_are_those_of_llamafactory_alone(place, plain, ranks, hyper):
-    name = f"hyper{ranks}" + "".join(hyper)
-    curves = run(place, name, ranks, hyper)
-    assert len(plain["loss"]) == 5
-    for kind, wanted in plain.items():
+def test_losses_are_those_of_llamafactory_alone(place, plain, ranks, hyper, shares):
+    curves = run(
+        place,
+        f"hyper{ranks}" + "".join(hyper),
+        ranks,
+        hyper,
+        per_device_train_batch_size=8 // shares,
+    )
+    assert len(plain[shares]["loss"]) == 5
+    for kind, wanted in plain[shares].items():
         assert [step for step, _ in curves[kind]] == [step for step, _ in wanted]
         assert [v for _, v in curves[kind]] == pytest.approx([v for _, v in wanted], rel=1e-5), kind
 
 
 def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(place, plain):
-    # The checkpoint of step 3 was written by four ranks.
-    curves = run(
-        place,
-        "hyper4fsdp_size",
-        2,
-        {"tp_size": 2},
-        resume_from_checkpoint=str(place / "hyper4fsdp_size" / "checkpoint-3"),
-    )
-    assert [v for _, v in curves["loss"]] == pytest.approx([v for _, v in plain["loss"]], rel=1e-5)
+    # Four ranks wrote the checkpoint of step 3.
+    source = place / "hyper4fsdp_sizetp_size" / "checkpoint-3"
+    changes = {"per_device_train_batch_size": 8, "resume_from_checkpoint": str(source)}
+    curves = run(place, "resumed", 2, {"cp_size": 2}, **changes)
+    wanted = [v for _, v in plain[1]["loss"]]
+    assert [v for _, v in curves["loss"]] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_the_export_is_read_by_transformers(place):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, info = AutoModelForCausalLM.from_pretrained(place / "hyper2", output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        place / "hyper2tp_size", output_loading_info=True
+    )
     assert not info["missing_keys"]
-    assert len(AutoTokenizer.from_pretrained(place / "hyper2")) <= model.config.vocab_size
+    assert len(AutoTokenizer.from_pretrained(place / "hyper2tp_size")) <= model.config.vocab_size
 
 
 @pytest.mark.parametrize(

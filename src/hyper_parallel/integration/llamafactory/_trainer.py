@@ -152,6 +152,24 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             loss.backward()
         return self._reported(loss.detach()) * self.args.world_size
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """As transformers; without a number of tokens the mean over the tokens of this rank's own data."""
+        if (
+            num_items_in_batch is not None
+            or "labels" not in inputs
+            or self.compute_loss_func is not None
+        ):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        tokens = (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)
+        outputs = model(**inputs, num_items_in_batch=tokens)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
     def _share_of_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
         """This rank's summand of the step's loss."""
         if num_items is None:  # a mean over ranks and microbatches of their means
@@ -200,19 +218,12 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
                 got="compute_accuracy or predict_with_generate",
                 hint="compute_accuracy: false",
             )
+        batch = self._ready(self._prepare_inputs(inputs))
+        tokens = self._get_num_items_in_batch([batch], self.args.device)
         with torch.no_grad():
-            batch = self._ready(self._prepare_inputs(inputs))
-            tokens = (batch["labels"][:, 1:] != -100).sum().clamp(min=1)
-            share = self._reported(model(**batch, num_items_in_batch=tokens, use_cache=False).loss)
-        # Every share of the data has its own loss: a sum over all ranks, each in its place.
-        index, places = (
-            self.args.process_index // self._same_data,
-            self.args.world_size // self._same_data,
-        )
-        losses = torch.zeros(places, dtype=share.dtype, device=share.device)
-        losses[index] = share
-        dist.all_reduce(losses)
-        return losses[index], None, None
+            loss = self._reported(model(**batch, num_items_in_batch=tokens, use_cache=False).loss)
+        dist.all_reduce(loss)  # as without us: the mean over the tokens of all ranks
+        return loss, None, None
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return hp.clip_grad_norm_(model, self.args.max_grad_norm)
