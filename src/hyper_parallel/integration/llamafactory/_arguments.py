@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from hyper_parallel.config import problems, raise_all
+from hyper_parallel.config import validated
 from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable
 from hyper_parallel.ir import Strategy
 
@@ -59,17 +58,9 @@ class HyperParallelArguments(BaseModel):
         Raises:
             UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not allowed.
         """
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            raise_all(
-                problems(
-                    error,
-                    cls,
-                    lambda key: f"{where}: {key}",
-                    lambda key, value: json.dumps({key: value}),
-                )
-            )
+        return validated(
+            cls, values, lambda key: f"{where}: {key}", lambda key, value: json.dumps({key: value})
+        )
 
     @classmethod
     def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
@@ -107,8 +98,8 @@ class HyperParallelArguments(BaseModel):
             DegreesMismatch: HP301 when the degrees do not divide the ranks.
         """
         taken = self.tp_size * self.cp_size
-        shard = self.fsdp_size or max(world_size // taken, 1)
-        shard = math.gcd(shard, world_size) if shard > world_size else shard
+        rest = max(world_size // taken, 1)
+        shard = min(self.fsdp_size or rest, rest)
         if world_size % (taken * shard):
             raise DegreesMismatch(
                 "the degrees of hyper_parallel_args do not divide the number of ranks",
