@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hyper_parallel.errors import ForkUnsafe, RankFailed
+from hyper_parallel.errors import (
+    CollectiveMismatch,
+    ForkUnsafe,
+    RankFailed,
+    RankHung,
+    RestartsUsedUp,
+)
 from hyper_parallel.ir import Strategy
-from hyper_parallel.runtime import World, launch
+from hyper_parallel.runtime import Deadlines, World, launch, with_restarts
+from hyper_parallel.runtime._heartbeat import Beat, Board, Pulse
+from hyper_parallel.runtime._supervise import Watch, hang
 
 
 def _sleep_forever(_: int) -> None:
@@ -50,6 +61,90 @@ def test_the_rank_that_raised_is_named_first_though_its_group_closes_late(
     with pytest.raises(RankFailed, match="rank 1 failed") as failure:
         launch(body, 2, timeout_s=60)
     assert "ArithmeticError: the cause" in failure.value.what.partition("rank 0:")[0]
+
+
+def test_the_rank_that_is_elsewhere_is_the_culprit_and_not_the_one_that_waits_for_it() -> None:
+    def body(rank: int) -> None:
+        with World.join("cpu") as world:
+            assert world.pulse is not None
+            for step in (1, 2):
+                world.pulse.begin_step(step)
+                world.pulse.beat("forward")
+                if step == 2 and rank == 1:
+                    _sleep_forever(rank)
+                torch.distributed.all_reduce(torch.ones(1))
+
+    start = time.monotonic()
+    with pytest.raises(RankHung) as found:
+        launch(body, 2, deadlines=Deadlines(step_s=2, first_step_s=60))
+    assert time.monotonic() - start < 2 + 15
+    what, stack = found.value.what.split("\n", 1)
+    assert what.startswith("rank 1 is in _sleep_forever (test_launch.py:")
+    assert "in step 2, forward of microbatch 1; the others wait for it" in what
+    assert "in _sleep_forever" in stack.splitlines()[1]
+    (other,) = found.value.others
+    assert other.startswith("rank 0 waits for all_reduce over all ranks since")
+
+
+def _beat(note: str) -> Beat:
+    return Beat(pid=1, beats=9, begun=3, step=3, microbatch=0, phase="optimizer", note=note)
+
+
+@pytest.mark.parametrize(
+    ("notes", "states", "culprits", "says"),
+    [
+        (["waits for a", "waits for a", "waits for a"], "SRT", (2,), "rank 6 is stopped"),
+        (["waits for a", "", "waits for a"], "SRS", (1,), "rank 5 does not move since 8 s"),
+        (["", "waits for a", "waits for a"], "SXS", (1,), "rank 5 has ended without a word"),
+        (["waits for a", "waits for b", "waits for a"], "SSS", (), "all ranks wait"),
+    ],
+)
+def test_culprits(notes, states, culprits, says) -> None:
+    """Stopped before gone before anywhere else; nobody where all wait. Slot 0 is rank 4 here."""
+    found = hang([_beat(n) for n in notes], [9.0, 8.0, 7.0], dict(enumerate(states)), first=4)
+    assert found.culprits == tuple(4 + slot for slot in culprits)
+    assert found.what.startswith(says)
+    assert len(found.others) == (2 if culprits else 3)
+
+
+def test_a_pause_of_the_whole_machine_is_no_hang(tmp_path: Path, monkeypatch) -> None:
+    board = Board(tmp_path / "board", 1)
+    Pulse(board, 0)
+    watch = Watch(board, Deadlines(step_s=10, first_step_s=10))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert watch.look([0]) is None
+    now += 3600
+    assert watch.look([0]) is None
+    looks = 0
+    while watch.look([0]) is None:
+        now, looks = now + 1, looks + 1
+    assert looks == 9  # two seconds of the pause count, and more than ten are needed
+
+
+def test_lost_ranks_are_started_again_so_often_and_not_more() -> None:
+    def body(rank: int, number: int) -> int:
+        if rank == 1 and number < 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    def attempt(number: int, lost: int = 0) -> list[int]:
+        return launch(lambda rank: body(rank, number - lost), 2, deadlines=Deadlines(60, 60))
+
+    assert with_restarts(attempt, 1) == [1, 1]
+    with pytest.raises(RestartsUsedUp) as found:
+        with_restarts(lambda number: attempt(number, 1), 1)
+    assert "rank 1 failed (killed by SIGKILL); the ranks were started 2 times" in found.value.what
+
+
+def test_collectives_that_do_not_fit_are_named_before_they_hang() -> None:
+    def body(rank: int) -> None:
+        with World.join("cpu", debug=True):
+            torch.distributed.all_reduce(torch.ones(2))
+            torch.distributed.all_reduce(torch.ones(3 + rank))
+
+    with pytest.raises(CollectiveMismatch, match=r"Detected mismatch.*TensorShape=\[[34]\]"):
+        launch(body, 2, timeout_s=60)
 
 
 def test_results_come_in_rank_order() -> None:
@@ -91,6 +186,29 @@ def test_a_closed_world_leaves_no_threads_to_forked_ranks() -> None:
     del world, mesh, weight
     assert launch(lambda rank: rank, 1, timeout_s=30) == [0]
     assert not [name for name in _threads() if "gloo" in name]
+
+
+def test_no_rank_is_forked_while_another_thread_computes() -> None:
+    """The fork would wait for the lock of BLAS, as long as the thread computes."""
+    ended, matrix = threading.Event(), np.ones((600, 600))
+
+    def compute() -> None:
+        while not ended.is_set():
+            matrix @ matrix
+
+    thread = threading.Thread(target=compute, name="busy")
+    idle = threading.Thread(target=ended.wait, name="idle")
+    thread.start()
+    idle.start()
+    try:
+        with pytest.raises(ForkUnsafe, match="thread busy") as found:
+            launch(lambda rank: rank, 1, timeout_s=30)
+        assert "idle" not in str(found.value)
+    finally:
+        ended.set()
+        thread.join()
+        idle.join()
+    assert launch(lambda rank: rank, 1, timeout_s=30) == [0]
 
 
 def test_ranks_compute_with_threads_after_a_parent_that_did() -> None:

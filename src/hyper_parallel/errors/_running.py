@@ -128,9 +128,47 @@ class LossNotFinite(HyperParallelError, code="HP604"):
 
 
 class ForkUnsafe(HyperParallelError, code="HP605"):
-    """Local ranks were to be forked from a process that is a member of a process group.
+    """Local ranks were to be forked from a member of a process group, or while another thread computes.
 
-    Fix: close the world (`World.close`, or leave its `with` block) before `launch`, or start the ranks with torchrun.
+    A fork waits for the lock that a computing thread holds in its library, for ever if it computes on, and a rank
+    inherits what such a thread has locked without the thread.
+
+    Fix: close the world (`World.close`, or leave its `with` block) before `launch`, or start the ranks with torchrun;
+    let threads end or wait before.
+    """
+
+
+class RankHung(HyperParallelError, code="HP620"):
+    """A rank did not move for longer than its deadline, and the run was ended; the culprit is named first.
+
+    A rank moves when a phase of a step begins. The culprit is the rank that is stopped (a signal, a debugger) or gone,
+    else the one that is anywhere but in a collective; the others wait for it in the collective that they name. Where
+    all wait, their collectives do not fit one another.
+
+    Fix: read where the culprit stands. Where a phase may take this long, raise `training.timeout_s` (in a step) or
+    `training.first_step_timeout_s` (first step, evaluation, checkpoint, export).
+    """
+
+
+class RestartsUsedUp(HyperParallelError, code="HP621"):
+    """The ranks were lost again after the last restart that `training.max_restarts` allows.
+
+    Fix: read why the last ones were lost; the newest checkpoint is intact, and the same command goes on from it.
+    """
+
+
+class CollectiveMismatch(HyperParallelError, code="HP622"):
+    """Ranks have called collectives that do not fit one another: another operation, shape, dtype or order.
+
+    Found by `training.debug_collectives`, before anything hangs. Fix: let all ranks of the group call the same
+    collectives in the same order, with tensors of the shapes that the collective wants.
+    """
+
+
+class DumpUnreadable(HyperParallelError, code="HP623"):
+    """A dump of torch's flight recorder is missing, holds objects that such a dump has not, or lacks its keys.
+
+    Fix: give the files or the directory that `TORCH_FR_DUMP_TEMP_FILE` names; they end in the number of their rank.
     """
 
 

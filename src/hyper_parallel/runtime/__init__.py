@@ -17,14 +17,18 @@ from hyper_parallel.backends.torch import (
     materialize,
     token_logprobs,
 )
+from hyper_parallel.runtime._heartbeat import Pulse
 from hyper_parallel.runtime._launch import launch
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
+from hyper_parallel.runtime._supervise import Deadlines, with_restarts
 from hyper_parallel.runtime._world import World, launched_rank
 
 __all__ = [
     "CommCounter",
+    "Deadlines",
     "Handle",
+    "Pulse",
     "Routing",
     "RoutingStatistics",
     "World",
@@ -43,4 +47,5 @@ __all__ = [
     "parallelize",
     "plan_of",
     "token_logprobs",
+    "with_restarts",
 ]

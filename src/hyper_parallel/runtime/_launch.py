@@ -7,7 +7,8 @@ them for ever, so the one is ended before the fork, and ranks are told not to us
 
 Each rank runs `fn(rank)`, writes its standard output and error to its own log file, and leaves through `os._exit`, so
 nothing of the parent (test runner, exit handlers) runs twice. When one rank fails the others get a short grace time
-and are then killed by process id; the first failure is raised in full.
+and are then killed by process id; the first failure is raised in full. With deadlines the parent also watches what
+the ranks say of themselves, and ends a run that is held up.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import gc
 import math
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -32,6 +35,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import ForkUnsafe, HyperParallelError, RankFailed
+from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime._supervise import Deadlines, Hang, Watch
 
 INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable that tells a forked rank how to meet the others."""
@@ -39,8 +44,15 @@ INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 _OMP_PAUSE_SOFT: Final = 1  # settings stay
 _TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
 _GRACE_S: Final = 2.0
+_GRACE_OF_KILLED_S: Final = 0.5  # a rank that was killed writes nothing that has to be waited for
+_LOOK_S: Final = 0.25
+_LINES_OF_STACK: Final = 16  # the log has all
+_LONGEST_WAIT_S: Final = 2.0  # idle workers of BLAS spin for some 30 ms before they sleep
+_BETWEEN_LOOKS_S: Final = 0.002
+_QUIET_LOOKS: Final = 5  # a thread that computes again and again is caught in one of them
 _STACKS_S: Final = 0.5
-_STACK: Final = "Current thread"  # how faulthandler begins the one of the main thread
+_STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.MULTILINE)
+"""One thread of what faulthandler writes; the main thread is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ def launch(
     timeout_s: float | None = None,
     threads: int = 1,
     echo_rank: int | None = None,
+    deadlines: Deadlines | None = None,
 ) -> list[Any]:
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
@@ -71,9 +84,11 @@ def launch(
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
         threads: CPU threads of each rank.
         echo_rank: Rank that keeps the parent's standard output and error instead of a log file.
+        deadlines: How long a rank may stay in one phase; None: ranks are not watched.
 
     Raises:
-        ForkUnsafe: HP605 when this process is a member of a process group.
+        ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
+        RankHung: HP620 when a rank is over its deadline; the culprit is named.
         RankFailed: HP601 when a rank cannot be started, or with the first failure in full and one line for each
             other rank. A coded error raised in a rank is raised again as it is.
     """
@@ -90,21 +105,28 @@ def launch(
         logs.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
+        board = None if deadlines is None else Board(scratch / "board", world_size)
+        watch = None if board is None or deadlines is None else Watch(board, deadlines)
         _end_openmp_threads()
+        _check_threads()
         ranks: list[ForkProcess] = []
         try:
             with _serial_tokenizers():
                 for rank in range(world_size):
-                    given = (fn, rank, world_size, scratch, logs, threads, rank == echo_rank)
+                    given = (fn, rank, world_size, scratch, logs, threads, rank == echo_rank, board)
                     process = ForkProcess(target=_child, args=given)
                     _start(process, rank, world_size)
                     ranks.append(process)
-            failures = _wait(ranks, timeout_s)
+            failures, hang = _wait(ranks, timeout_s, watch)
         finally:
             for process in ranks:
                 process.kill()
             for process in ranks:
                 process.join()
+        if hang is not None:
+            first = logs / f"rank_{hang.culprits[0] if hang.culprits else 0}.log"
+            stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
+            raise hang.error(str(first), "\n".join(stack))
         if failures:
             _raise_first(failures, scratch, logs)
         return [_read(scratch, rank).result for rank in range(world_size)]
@@ -138,6 +160,35 @@ def _check_fork() -> None:
     tasks = Path("/proc/self/task")
     if not tasks.is_dir() or len(list(tasks.iterdir())) > 1:
         gc.collect()
+
+
+def _check_threads() -> None:
+    """Refuse a thread of this process that computes: it may hold locks of its library, for which the fork waits.
+
+    Threads that sleep are left alone: those of a notebook or of a progress bar, and idle workers of BLAS.
+    """
+    deadline, quiet = time.monotonic() + _LONGEST_WAIT_S, 0
+    found: set[tuple[int, str]] = set()
+    while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
+        now = set(_running())
+        quiet, found = (0, now) if now else (quiet + 1, found)
+        time.sleep(_BETWEEN_LOOKS_S)
+    if quiet < _QUIET_LOOKS:
+        python = {thread.native_id: thread.name for thread in threading.enumerate()}
+        raise ForkUnsafe(
+            "local ranks cannot be forked while another thread computes",
+            got=sorted(f"thread {python.get(number, name)}" for number, name in found),
+            hint="let it end before, thread.join(), or start the ranks with torchrun",
+        )
+
+
+def _running() -> Iterator[tuple[int, str]]:
+    """Number and name of the other threads of this process that run, or are ready to."""
+    for task in Path("/proc/self/task").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            name, _, state = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
+            if state[0] == "R" and int(task.name) != threading.get_native_id():
+                yield int(task.name), name
 
 
 def _end_openmp_threads() -> None:
@@ -180,6 +231,7 @@ def _child(
     logs: Path,
     threads: int,
     echo: bool,
+    board: Board | None,
 ) -> None:
     """Body of a rank; never returns."""
     status = 1
@@ -203,6 +255,9 @@ def _child(
             "LOCAL_WORLD_SIZE": str(world_size),
             INIT_METHOD: f"file://{scratch / 'store'}",
         }
+        if board is not None:
+            os.environ[BOARD] = str(board.path)
+            Pulse(board, rank)
         torch.manual_seed(rank)
         result = fn(rank)
         if torch.distributed.is_initialized():
@@ -237,42 +292,61 @@ def _read(scratch: Path, rank: int) -> _Record:
     return record
 
 
-def _wait(ranks: list[ForkProcess], timeout_s: float | None) -> dict[int, str]:
-    """Wait for all ranks, after the first failure for a grace time only; how each failed one did, first failure first.
+def _wait(
+    ranks: list[ForkProcess], timeout_s: float | None, watch: Watch | None
+) -> tuple[dict[int, str], Hang | None]:
+    """Wait for all ranks, after the first failure for a grace time only.
 
     A rank that hangs beyond the deadline is asked where it stands.
+
+    Returns:
+        How each failed rank did, first failure first, or what holds the ranks up.
     """
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
     failures: dict[int, str] = {}
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     try:
         while running:
-            left = None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
-            ended = wait(list(running), left)
+            left = max(deadline - time.monotonic(), 0.0)
+            if watch is not None:
+                left = min(left, _LOOK_S)
+            ended = wait(list(running), None if left == math.inf else left)
             for rank in map(running.pop, ended):
                 ranks[rank].join()
                 if code := ranks[rank].exitcode:
                     killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
                     failures[rank] = killed or f"exit code {code}"
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
-            if not ended:
+                    grace_s = _GRACE_OF_KILLED_S if killed else _GRACE_S
+                    deadline = min(deadline, time.monotonic() + grace_s)
+            if watch is not None and not failures and (hang := watch.look(running.values())):
+                _ask_for_stacks({rank: ranks[rank] for rank in running.values()}, hang.stopped)
+                return {}, hang
+            if not ended and time.monotonic() >= deadline:
                 how = "stopped because another rank failed"
                 if not failures:
                     how = f"not finished after {timeout_s} s"
-                    _ask_for_stacks(ranks[rank] for rank in running.values())
-                return failures | dict.fromkeys(running.values(), how)
+                    _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
+                return failures | dict.fromkeys(running.values(), how), None
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # a time limit of the caller
-        _ask_for_stacks(ranks[rank] for rank in running.values())
+        _ask_for_stacks({rank: ranks[rank] for rank in running.values()})
         raise
-    return failures
+    return failures, None
 
 
-def _ask_for_stacks(ranks: Iterable[ForkProcess]) -> None:
-    """Have ranks that hang write where they are into their logs."""
-    for process in ranks:
+def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:
+    """Have ranks that hang write where they are into their logs; stopped ones once the others are ended."""
+    for process in ranks.values():
         os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(_STACKS_S)
+    if not stopped:
+        return
+    for rank, process in ranks.items():
+        if rank not in stopped:
+            process.kill()
+    for rank in stopped:
+        os.kill(ranks[rank].pid, signal.SIGCONT)
     time.sleep(_STACKS_S)
 
 
@@ -305,16 +379,18 @@ def _text(log: Path) -> str:
 
 
 def _end(log: str) -> str:
-    """The last 4000 characters of a log, or those from where the main thread of a rank that hangs stands."""
-    begin = max(len(log) - 4000, 0)
-    stack = log.rfind(_STACK)
-    return log[min(begin, stack) if stack >= 0 else begin :][:4000]
+    """The last 4000 characters of a log, or of a rank that hangs where its main thread stands."""
+    return _stack(log)[:4000] or log[-4000:]
+
+
+def _stack(log: str) -> str:
+    """Where the main thread stood when it was asked last; empty when it never was."""
+    stacks: list[str] = _STACK.findall(log)
+    return stacks[-1] if stacks else ""
 
 
 def _last_line(record: _Record, how: str, log: str) -> str:
     """What a rank failed with; of one that hangs, how and where its main thread stands."""
     if lines := record.trace.strip().splitlines():
         return lines[-1][:200]
-    _, current, stack = log.rpartition(_STACK)
-    where = stack.splitlines()[1:2] if current else []
-    return ", in ".join([how, *(line.strip() for line in where)])
+    return ", in ".join([how, *(line.strip() for line in _stack(log).splitlines()[1:2])])

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Self
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from hyper_parallel.backends.torch import FLAT
-from hyper_parallel.errors import DegreesMismatch, DeviceUnavailable, LauncherIncomplete
+from hyper_parallel.errors import (
+    CollectiveMismatch,
+    DegreesMismatch,
+    DeviceUnavailable,
+    LauncherIncomplete,
+)
 from hyper_parallel.ir import AXES, Strategy
+from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
 from hyper_parallel.runtime._launch import INIT_METHOD, stamp
+from hyper_parallel.runtime._supervise import Deadlines, Sentry, board_of_machine
+
+_MISMATCH: Final = "Detected mismatch between collectives"
+"""What torch says in its debug level DETAIL (ProcessGroupWrapper.cpp)."""
 
 
 class World:
@@ -25,6 +39,7 @@ class World:
         local_rank: This process among those of its machine.
         device: Device this process computes on.
         backend: Collective libraries by device kind; empty in a world of one without process group.
+        pulse: Where this rank says what it does; None: nobody watches.
     """
 
     def __init__(
@@ -35,16 +50,24 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.backend = backend
+        self.pulse: Pulse | None = None
         self._owns_group = False
+        self._watched = ExitStack()
+        self._timeout: timedelta | None = None
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @classmethod
-    def join(cls, device: str | None = None) -> World:
+    def join(
+        cls, device: str | None = None, deadlines: Deadlines | None = None, *, debug: bool = False
+    ) -> World:
         """Join the world the environment describes: our launcher's, torchrun's, or a world of one.
 
         Args:
             device: cpu, cuda, npu, ... None: the accelerator of this machine when there is one, else cpu.
+            deadlines: How long a rank may stay in one phase before the ranks of this machine are ended; None: for ever.
+                Ranks of our launcher are watched by it.
+            debug: Have torch compare every collective of all ranks before it runs, which is slow.
 
         Raises:
             DeviceUnavailable: HP502 when this process finds no accelerator of its own.
@@ -54,6 +77,10 @@ class World:
         found = torch.accelerator.current_accelerator(check_available=True)
         kind = device or ("cpu" if found is None else found.type)
         world = cls(rank, world_size, local_rank, _device(kind, local_rank), "")
+        if debug:
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
+        if "RANK" in os.environ:
+            world._watch(deadlines)
         if "RANK" in os.environ and not dist.is_initialized():
             if INIT_METHOD not in os.environ:
                 _variables("MASTER_ADDR", "MASTER_PORT")
@@ -85,9 +112,36 @@ class World:
         self.backend = "gloo"
         if kind != "cpu":
             self.backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-        options = {"init_method": init_method} if init_method else {"store": dist.HashStore()}
+        options: dict[str, Any] = {"store": dist.HashStore()}
+        if init_method:
+            options = {"init_method": init_method, "timeout": self._timeout}
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if init_method == "env://" and restart != "0":
+            # torchrun keeps its store: a rank would look for the others where they were before the restart.
+            store, *_ = next(rendezvous(init_method))
+            options = {
+                "store": dist.PrefixStore(f"restart_{restart}", store),
+                "timeout": self._timeout,
+            }
         dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
         self._owns_group = True
+
+    def _watch(self, deadlines: Deadlines | None) -> None:
+        """Say from now on what this rank does, and without our launcher look after the ranks of this machine."""
+        if BOARD in os.environ:
+            board, look = Board(Path(os.environ[BOARD]), self.world_size), _ignore
+        elif deadlines is not None:
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            board = Board(board_of_machine(), ranks)
+            if self.local_rank == 0:
+                self._watched.callback(board.path.unlink, missing_ok=True)
+            look = Sentry(board, deadlines, self.local_rank, self.rank - self.local_rank).look
+        else:
+            return
+        if deadlines is not None:  # torch's own limit says less, and is not to come first
+            self._timeout = timedelta(seconds=max(deadlines.step_s, deadlines.first_step_s) + 60)
+        self.pulse = Pulse(board, self.local_rank)
+        self._watched.enter_context(self.pulse.watched(look))
 
     def mesh(self, strategy: Strategy, ranks: Sequence[int] | None = None) -> DeviceMesh:
         """Device mesh of a strategy with every axis, outer to inner, degree 1 included.
@@ -163,6 +217,7 @@ class World:
 
     def leave(self) -> None:
         """Leave the world without waiting for the other ranks."""
+        self._watched.close()
         self._meshes.clear()
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
@@ -181,6 +236,16 @@ class World:
         else:  # the others may be waiting elsewhere, and fail as soon as this rank has left
             stamp(error)
             self.leave()
+            if _MISMATCH in str(error):
+                mismatch = CollectiveMismatch(
+                    " ".join(str(error).split())[:2000], where=f"rank {self.rank}"
+                )
+                stamp(mismatch)
+                raise mismatch from error
+
+
+def _ignore() -> None:
+    """Our launcher watches the ranks."""
 
 
 def forget_meshes() -> None:
