@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hyper_parallel.errors import BadValue, Contradiction, NotImportable
+from hyper_parallel.errors import BadValue, CollectiveMismatch, Contradiction, NotImportable
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
@@ -48,6 +48,13 @@ class Stops(Callback):
 
     def on_train_end(self, step):
         self._note("end", step)
+
+class Unequal(Callback):
+    """Calls a collective with other shapes on every rank."""
+
+    def on_step_end(self, step, metrics):
+        if step == 2:
+            torch.distributed.all_reduce(torch.ones(4 + self.rank))
 '''
 
 
@@ -114,6 +121,16 @@ def test_a_callback_sees_the_run_and_stops_it(place: Path) -> None:
         assert (place / f"told{rank}.txt").read_text().splitlines() == told
         trace = json.loads((place / "out" / "profile" / f"rank{rank}.json").read_text())
         assert any("optim" in event.get("name", "").lower() for event in trace["traceEvents"])
+
+
+def test_collectives_that_do_not_fit_are_named_when_the_recipe_asks(place: Path) -> None:
+    with pytest.raises(CollectiveMismatch, match=r"ALLREDUCE, TensorShape=\[[4-7]\]") as found:
+        train(
+            place, place / "out", "training.callbacks=[mine_of_a_test.Unequal]",
+            "training.debug_collectives=true", "parallel.dp_shard=2", "parallel.tp=2",
+        )  # fmt: skip
+    assert "Detected mismatch between collectives on ranks" in found.value.what
+    assert [row["step"] for row in rows(place / "out" / "metrics.jsonl")] == [1]
 
 
 def test_float16_scales_the_loss_and_a_resumed_run_goes_on_with_its_scale(place: Path) -> None:

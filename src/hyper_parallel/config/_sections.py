@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from hyper_parallel.units import parse_bytes
+from hyper_parallel.config._values import canonical_dtype, directory, rate, size, size_or_auto
 
 
 class Section(BaseModel):
@@ -32,35 +32,6 @@ class Section(BaseModel):
 
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
-_DTYPE_ALIAS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-
-
-def _canonical_dtype(value: object) -> object:
-    return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
-
-
-def _bytes(value: object) -> int | None:
-    if value is None:
-        return None
-    size = parse_bytes(value) if isinstance(value, str) else value
-    # A JSON recipe may say 12e9, which is a float there.
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or size < 1 or size % 1:
-        raise ValueError(f"`{value}` is not a size; write for example 12GiB or 800MB")
-    return int(size)
-
-
-def _bytes_or_auto(value: object) -> object:
-    return value if value == "auto" else _bytes(value)
-
-
-def _rate(value: object) -> object:
-    return _bytes(value.removesuffix("/s") if isinstance(value, str) else value)
-
-
-def _directory(value: object) -> object:
-    if value == "":
-        raise ValueError("an empty text names no directory; `null` is none")
-    return value
 
 
 class Model(Section):
@@ -181,7 +152,7 @@ class Training(Section):
     """Times that the data is read, instead of `steps`, which are derived. None: as many as the steps are."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights, the data order and every random number of a step."""
-    dtype: Annotated[Dtype, BeforeValidator(_canonical_dtype)] = "bfloat16"
+    dtype: Annotated[Dtype, BeforeValidator(canonical_dtype)] = "bfloat16"
     """Compute format. bfloat16 and float16 keep float32 parameters and reductions, float16 scales the loss; float64 is
     for parity runs."""
     deterministic: bool = False
@@ -235,6 +206,14 @@ class Training(Section):
     """Dotted paths of subclasses of `hyper_parallel.trainer.Callback`."""
     profile: Profile | None = None
     """Steps to profile. None: none."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rank may stay in a phase of a step before the run is ended with the culprit's name."""
+    first_step_timeout_s: float = Field(default=1800.0, gt=0)
+    """The same in the first step of a process and outside of steps: start, evaluation, checkpoint, export."""
+    max_restarts: int = Field(default=0, ge=0)
+    """Times that lost ranks are started again from the newest checkpoint. torchrun has its own `--max-restarts`."""
+    debug_collectives: bool = False
+    """Compare the operation, shape and dtype of every collective of all ranks before it runs; slow."""
 
 
 class Parallel(Section):
@@ -337,7 +316,7 @@ class Checkpoint(Section):
     """Write a Hugging Face directory after the last step."""
 
 
-Bytes = Annotated[int, BeforeValidator(_bytes)]
+Bytes = Annotated[int, BeforeValidator(size)]
 """A number of bytes; text such as `12GiB` is accepted."""
 
 
@@ -347,17 +326,17 @@ class Offload(Section):
     On as soon as one goal is given, `budget` or `max_slowdown`.
     """
 
-    budget: Annotated[int | Literal["auto"] | None, BeforeValidator(_bytes_or_auto)] = None
+    budget: Annotated[int | Literal["auto"] | None, BeforeValidator(size_or_auto)] = None
     """Device bytes of a rank (`12GiB`); the fastest plan under it runs. auto: what the device has left."""
     max_slowdown: float | None = Field(default=None, ge=0)
     """The other goal: the least device memory for at most this share of more time (0.02: 2 %)."""
     dram: Bytes | None = None
     """Host memory one rank may use. None: its share of the topology's, else unlimited."""
-    flash_dir: Annotated[str | None, BeforeValidator(_directory)] = None
+    flash_dir: Annotated[str | None, BeforeValidator(directory)] = None
     """Directory for what leaves the host memory too. None: nothing goes to files."""
     flash: Bytes | None = None
     """Bytes of files one rank may write there. None: unlimited."""
-    bandwidth: Annotated[int | None, BeforeValidator(_rate)] = None
+    bandwidth: Annotated[int | None, BeforeValidator(rate)] = None
     """Bytes/s between device and host memory per direction that the plan assumes (`50GB/s`). None: the topology's."""
     reorder: bool = True
     """Operators may change their order, never what they compute."""

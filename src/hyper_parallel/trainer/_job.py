@@ -66,6 +66,7 @@ class Job:
         weights: Directory of the pretrained weights; None: the model starts from random ones.
         model_files: Name to text of the model's config files, as the run and its exports keep them.
         on_topology: Whether this machine is the plan's topology; else their times are not compared.
+        restarted: Whether its ranks were lost and are started again: they go on from its own checkpoints.
     """
 
     recipe: Recipe
@@ -75,6 +76,7 @@ class Job:
     weights: Path | None
     model_files: Mapping[str, str]
     on_topology: bool
+    restarted: bool = False
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -94,7 +96,19 @@ class Job:
     @property
     def resume_dir(self) -> Path:
         """Where checkpoints are looked for."""
+        if self.restarted and steps(self.checkpoint_dir):
+            return self.checkpoint_dir
         return _resume_dir(self.recipe)
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether an earlier run in the output directory is removed, not continued."""
+        return self.recipe.checkpoint.resume == "never" and not self.restarted
+
+    def begun_since(self, time_s: float) -> bool:
+        """Whether its ranks have begun to train since a time: then they have written what the run says of itself."""
+        written = self.output_dir / "config.yaml"
+        return written.exists() and written.stat().st_mtime >= time_s
 
     def train_batches(self) -> Batches | StreamBatches:
         """The order of the training sequences."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from hyper_parallel.backends.torch.memory import run_folder
-from hyper_parallel.runtime import launch
+from hyper_parallel.runtime import Deadlines, launch, with_restarts
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._files import run_lock, write_text, written
 from hyper_parallel.trainer._generate import Generator, Sampling
@@ -26,12 +28,15 @@ _TEMPERATURE: Final = 0.5
 def run_job(job: Job) -> Summary | None:
     """Train; returns rank 0's summary, None on the other ranks of torchrun.
 
+    Lost ranks are started again as often as the recipe says, and go on from the newest intact checkpoint.
     SIGINT, SIGTERM and SIGHUP end the run after its present step with a checkpoint, a second one at once.
 
     Raises:
         RunInUse: HP720 when another run writes to the run directory.
         Interrupted: A signal has ended the run; its `step` is that of the checkpoint.
         RankFailed: HP601 when a rank died.
+        RankHung: HP620 when a rank held the others up.
+        RestartsUsedUp: HP621 when ranks were lost after the last restart.
         TransferFailed: HP513 when there can be no folder in `offload.flash_dir`.
         HyperParallelError: A coded error of a rank, as it is.
     """
@@ -42,24 +47,43 @@ def run_job(job: Job) -> Summary | None:
             with written(job.output_dir / "logs"):
                 (job.output_dir / "logs").mkdir(exist_ok=True)
         stack.enter_context(stop.watched())
+        if under_torchrun():
+            again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            again = again and job.begun_since(_started_s(os.getppid()))
+            return _finished(_train(replace(job, restarted=again), stop), stop)
+        start_s = time.time()
+
+        def attempt(number: int) -> Summary | None:
+            again = number > 0 and job.begun_since(start_s)
+            logs = job.output_dir / "logs" / (f"restart_{number}" if number else "")
+            return _train(replace(job, restarted=again), stop, logs)
+
+        return _finished(with_restarts(attempt, job.recipe.training.max_restarts), stop)
+
+
+def _train(job: Job, stop: StopRequest, logs: Path | None = None) -> Summary | None:
+    """Fork local ranks that write to `logs`, or be one of torchrun's."""
+    with ExitStack() as stack:
         flash, parent = None, job.recipe.offload.flash_dir
         if parent is not None:
             # This process removes it: a rank that is killed cannot.
             flash = stack.enter_context(run_folder(Path(parent), job.output_dir.name))
-        if under_torchrun():
-            return _finished(train_rank(job, flash, stop), stop)
+        if logs is None:
+            return train_rank(job, flash, stop)
         # The model's library is imported once, before the fork, and shared by all ranks.
         import transformers.models.auto.modeling_auto  # noqa: F401
 
-        ranks = job.plan.strategy.world_size
+        ranks, training = job.plan.strategy.world_size, job.recipe.training
         results = launch(
             lambda rank: train_rank(job, flash, stop),
             ranks,
-            log_dir=job.output_dir / "logs",
+            log_dir=logs,
             threads=rank_threads(ranks),
             echo_rank=0,
+            deadlines=Deadlines(training.timeout_s, training.first_step_timeout_s),
         )
-    return _finished(results[0], stop)
+    summary: Summary | None = results[0]
+    return summary
 
 
 def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:
@@ -67,6 +91,16 @@ def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:
         return summary
     # A signal to another rank only is one to the run.
     raise Interrupted(stop.signum or signal.SIGTERM, stop.step)
+
+
+def _started_s(pid: int) -> float:
+    """When a process was started, as seconds of `time.time`: field 22 of /proc/PID/stat, in ticks since the boot."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        running_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:  # no Linux: as if just now
+        return time.time()
+    return time.time() - running_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def write_sample(job: Job) -> str:

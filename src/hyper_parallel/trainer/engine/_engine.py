@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import load_pretrained, local, materialize
 from hyper_parallel.ir import Timeline
-from hyper_parallel.runtime import World, parallelize
+from hyper_parallel.runtime import Deadlines, World, parallelize
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.trainer._job import Job
 from hyper_parallel.trainer._signals import StopRequest
@@ -54,7 +54,10 @@ def train_rank(
         flash: Folder for files of all ranks that this process starts; needed when the recipe has `offload.flash_dir`.
         stop: Where the wish comes from to end before the last step; None: from nowhere.
     """
-    with World.join() as world:
+    training = job.recipe.training
+    deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
+    debug = training.debug_collectives
+    with World.join(deadlines=deadlines, debug=debug) as world:
         display = Display(job.recipe.training.steps, world.rank == 0)
         with TorchEngine(job, world, display, flash) as engine:
             return Trainer(job, engine, display, stop).train()
@@ -109,7 +112,7 @@ class TorchEngine:
 
     def load(self) -> tuple[int, dict[str, Any]]:
         """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
-        if self._recipe.checkpoint.resume == "never":
+        if self._job.starts_over:
             return 0, {}
         source = self._checkpointer(self._job.resume_dir)
         if source.latest() is None:
@@ -130,7 +133,7 @@ class TorchEngine:
         self._saver = self._checkpointer(job.checkpoint_dir)
         if self.world_size > 1:
             dist.barrier()
-        self._recorder = SpanRecorder(self.rank, self._world.device, done + 1)
+        self._recorder = SpanRecorder(self.rank, self._world.device, done + 1, self._world.pulse)
         self._loop = Loop(
             self._model,
             self._optimizer,

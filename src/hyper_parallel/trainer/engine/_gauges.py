@@ -19,6 +19,7 @@ from torch import Tensor
 from hyper_parallel.backends.torch import local
 from hyper_parallel.backends.torch.memory import StorageWatch
 from hyper_parallel.ir import Counter, Span, Timeline
+from hyper_parallel.runtime import Pulse
 
 WINDOW: Final = range(2, 13)
 """Steps that are recorded, few enough to stay small: the second, whose bytes are counted, and ten past the warm-up."""
@@ -36,10 +37,13 @@ class SpanRecorder:
         rank: Rank of this process, the lane's name.
         device: Device of this rank.
         first_step: First step of this run; the window moves along when a run is resumed.
+        pulse: Told what begins; None: nobody watches.
     """
 
-    def __init__(self, rank: int, device: torch.device, first_step: int = 1) -> None:
-        self._rank, self._device = rank, device
+    def __init__(
+        self, rank: int, device: torch.device, first_step: int = 1, pulse: Pulse | None = None
+    ) -> None:
+        self._rank, self._device, self._pulse = rank, device, pulse
         self._events = device.type != "cpu"
         self._window = range(WINDOW.start + first_step - 1, WINDOW.stop + first_step - 1)
         self._spans: list[tuple[tuple[str, str, str, int | None], Any, Any]] = []
@@ -50,10 +54,14 @@ class SpanRecorder:
     def begin_step(self, step: int | None) -> None:
         """Say which step the coming spans belong to; None outside the training steps."""
         self._step = step
+        if self._pulse is not None:
+            self._pulse.begin_step(step)
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
         """Record the enclosed work when the step is in the window; evaluations and checkpoints always."""
+        if self._pulse is not None:
+            self._pulse.beat(name)
         if self._step is not None and self._step not in self._window:
             yield
             return

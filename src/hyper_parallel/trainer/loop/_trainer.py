@@ -168,7 +168,7 @@ class Trainer:
             if engine.rank == 0:
                 # Not before: a start that fails leaves an earlier run as it was.
                 with written(job.output_dir):
-                    if recipe.checkpoint.resume == "never" and (removed := job.clear()):
+                    if job.starts_over and (removed := job.clear()):
                         self._display.line(
                             f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
                         )

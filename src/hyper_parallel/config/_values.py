@@ -1,0 +1,40 @@
+"""Values of recipes before they are checked: other spellings of formats, sizes with units."""
+
+from __future__ import annotations
+
+from hyper_parallel.units import parse_bytes
+
+_DTYPE_ALIAS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def canonical_dtype(value: object) -> object:
+    """The full name of a number format that has a short one."""
+    return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
+
+
+def size(value: object) -> int | None:
+    """Bytes of a text such as `12GiB`, or of a whole number."""
+    if value is None:
+        return None
+    given = parse_bytes(value) if isinstance(value, str) else value
+    # A JSON recipe may say 12e9, which is a float there.
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or given < 1 or given % 1:
+        raise ValueError(f"`{value}` is not a size; write for example 12GiB or 800MB")
+    return int(given)
+
+
+def size_or_auto(value: object) -> object:
+    """Bytes, or the word auto."""
+    return value if value == "auto" else size(value)
+
+
+def rate(value: object) -> object:
+    """Bytes/s of a text such as `50GB/s`."""
+    return size(value.removesuffix("/s") if isinstance(value, str) else value)
+
+
+def directory(value: object) -> object:
+    """A name of a directory, which an empty text is not."""
+    if value == "":
+        raise ValueError("an empty text names no directory; `null` is none")
+    return value
