@@ -1,6 +1,7 @@
 """`hyper-parallel doctor`: what works on this machine, what does not, and the command that enables it.
 
-Versions come from package metadata, so nothing is imported to be looked at.
+With dumps of torch's flight recorder it says instead where the ranks of a run that hung have parted. Versions come
+from package metadata, so nothing is imported to be looked at.
 """
 
 from __future__ import annotations
@@ -43,15 +44,22 @@ class Finding:
 
 
 def doctor(
+    dumps: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Dumps of torch's flight recorder, or a directory of them."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the processor again, ignoring the cache.")
     ] = False,
 ) -> None:
-    """Say what works on this machine, and how to enable the rest.
+    """Say what works on this machine, and how to enable the rest; or where ranks that hung have parted.
 
-    Exits with 0 when planning works, which needs neither an accelerator nor torch.
+    Exits with 0 when planning works, which needs neither an accelerator nor torch; with dumps, when they can be read.
     """
+    if dumps:
+        _print_dumps(dumps, as_json)
+        return
     packages = [check_package(requirement) for requirement in REQUIREMENTS]
     machine, machine_json = _machine(measure)
     findings = [_python(), *packages, *machine, *_storage()]
@@ -69,6 +77,24 @@ def doctor(
         _print(findings, usable["core"], usable["core"] and usable["training"])
     if not usable["core"]:
         raise typer.Exit(1)
+
+
+def _print_dumps(paths: list[Path], as_json: bool) -> None:
+    """Where the ranks of every group part, the earliest first, on standard output."""
+    from hyper_parallel.reports._flight_recorder import divergences, read_dumps
+
+    dumps = read_dumps(paths)
+    found = divergences(dumps)
+    if as_json:
+        report = {"ranks": list(dumps), "divergences": [asdict(one) for one in found]}
+        typer.echo(json.dumps(report, indent=2))
+        return
+    calls = sum(len(dump["entries"]) for dump in dumps.values())
+    typer.echo(f"{len(dumps)} dumps, {calls} calls")
+    for one in found:
+        typer.echo(f"\n{one}")
+    if not found:
+        typer.echo("all ranks have called the same collectives, and all are done")
 
 
 def check_package(requirement: Requirement) -> Finding:

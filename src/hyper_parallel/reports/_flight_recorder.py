@@ -1,0 +1,238 @@
+"""Dumps of torch's flight recorder: the collective at which ranks part, and the ranks to blame.
+
+A dump has the last collectives of one rank, `entries`, and its groups, `pg_config`; it is a pickle, or the same as
+JSON. Every group numbers its collectives, on all of its ranks alike, so the first number that a rank lacks, or at
+which it does something else, is where the ranks parted. Messages between two ranks have numbers of their own and are
+not compared. Source: the format in torch/distributed/flight_recorder/components and its `Collective` (version 2.10).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hyper_parallel.errors import DumpUnreadable
+
+_RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
+_SHAPES_DIFFER: Final = ("all_to_all", "gather", "scatter", "all_gather_v", "reduce_scatter_v")
+"""Collectives whose ranks may send different shapes; the plain `gather` and `scatter`, not all_gather."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first collective of a group that its ranks do not share.
+
+    Attributes:
+        group: What the group is for, as torch describes it.
+        ranks: Its members.
+        number: Number of the collective in the group.
+        kind: missing, operation, shape, dtype, or state (all have called it, and not all have it done).
+        culprits: Ranks that lack it, differ from most, or have it not done.
+        calls: What every rank calls there, by rank; of one that calls nothing, the last it called.
+        time_ns: When it was first called.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    kind: str
+    culprits: tuple[int, ...]
+    calls: dict[int, str]
+    time_ns: int
+
+    def __str__(self) -> str:
+        who = ", ".join(map(str, self.culprits))
+        does = {
+            "missing": "has not called",
+            "operation": "calls another operation than the others at",
+            "shape": "has other shapes than the others at",
+            "dtype": "has another dtype than the others at",
+            "state": "has not done",
+        }[self.kind]
+        head = f"rank {who} {does} collective {self.number} of group {self.group}"
+        return "\n".join([head, *(f"  rank {rank}: {call}" for rank, call in self.calls.items())])
+
+
+def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
+    """Dumps by rank, which is the number at the end of a file's name; of a directory all files with one.
+
+    Raises:
+        DumpUnreadable: HP623 when a file is no dump, two are of one rank, or there is none.
+    """
+    dumps: dict[int, dict[str, Any]] = {}
+    for given in paths:
+        found = sorted(p for p in given.iterdir() if p.is_file()) if given.is_dir() else [given]
+        for path in found:
+            if match := _RANK.search(path.name):
+                rank = int(match[1])
+                if rank in dumps:
+                    raise _unreadable(path, f"a second dump of rank {rank}")
+                dumps[rank] = _read(path)
+            elif path == given:
+                raise _unreadable(path, "a name without the number of its rank at the end")
+    if not dumps:
+        raise _unreadable(Path(*map(str, paths)), "no file whose name ends in the number of a rank")
+    return dict(sorted(dumps.items()))
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads containers, texts and numbers; a pickle that names a class or function is refused, so no code runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it wants to load `{module}.{name}`, which no dump does")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = path.read_bytes()
+        text = content[:1] == b"{"
+        dump = json.loads(content) if text else _PlainUnpickler(io.BytesIO(content)).load()
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise _unreadable(path, str(error) or type(error).__name__) from error
+    wanted = ("profiling_name", "collective_seq_id", "process_group", "input_sizes")
+    entries = dump.get("entries") if isinstance(dump, dict) else None
+    if not isinstance(entries, list) or not all(
+        isinstance(e, dict) and all(key in e for key in wanted) for e in entries
+    ):
+        raise _unreadable(path, f"no `entries` with {', '.join(wanted)}")
+    return dict(dump)
+
+
+def _unreadable(path: Path, why: str) -> DumpUnreadable:
+    return DumpUnreadable(
+        "this is no dump of the flight recorder",
+        where=str(path),
+        got=why,
+        hint="export TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=/a/directory/rank_",
+    )
+
+
+def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
+    """Where the ranks of every group part, the earliest first."""
+    groups: dict[tuple[str, str], dict[int, dict[int, Mapping[str, Any]]]] = defaultdict(dict)
+    members: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for rank, dump in dumps.items():
+        configured = dump.get("pg_config") or {}
+        for entry in dump["entries"]:
+            name, description = entry["process_group"]
+            ranks = json.loads((configured.get(name) or {}).get("ranks") or "[]")
+            # Groups of different ranks may have the same name; gloo does not write the ranks.
+            key = (description or name, str(ranks) if ranks else f"name {name}")
+            members[key] |= {*ranks, rank, *(dumps if description == "default_pg" else ())}
+            numbers = groups[key].setdefault(rank, {})
+            if not entry.get("is_p2p"):
+                number = entry["collective_seq_id"]
+                if numbers and number < max(numbers):  # a later group of this name begins
+                    numbers.clear()
+                numbers[number] = entry
+    found = [
+        part
+        for key, by_rank in groups.items()
+        if (part := _first(key[0], sorted(members[key]), by_rank, dumps))
+    ]
+    return sorted(found, key=lambda part: part.time_ns)
+
+
+def _first(
+    group: str,
+    members: Sequence[int],
+    by_rank: Mapping[int, Mapping[int, Mapping[str, Any]]],
+    dumps: Mapping[int, Mapping[str, Any]],
+) -> Divergence | None:
+    here = [rank for rank in members if rank in dumps]
+    called = {rank: by_rank.get(rank, {}) for rank in here}
+    # A recorder keeps the newest: before the latest begin of one, nothing can be said of the others.
+    begin = max((min(numbers) for numbers in called.values() if numbers), default=0)
+    every = sorted({n for numbers in called.values() for n in numbers if n >= begin})
+    # Whether one is done is noted late, so it decides only where all ranks have called the same.
+    for difference, number in [*((_difference, n) for n in every), *((_undone, n) for n in every)]:
+        entries = {rank: numbers.get(number) for rank, numbers in called.items()}
+        kind, culprits = difference(entries)
+        if kind:
+            times = [e.get("time_created_ns") or 0 for e in entries.values() if e]
+            calls = {
+                rank: _call(entry) if entry else _last(dumps[rank])
+                for rank, entry in entries.items()
+            }
+            for rank in sorted({*members} - {*here}):
+                calls[rank] = "has left no dump"
+            return Divergence(
+                group, tuple(members), number, kind, tuple(culprits), calls, min(times, default=0)
+            )
+    return None
+
+
+def _difference(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
+    """How the ranks of one collective differ, and which; an empty word when they do not."""
+    missing = [rank for rank, entry in entries.items() if entry is None]
+    if missing:
+        return "missing", missing
+    there = {rank: entry for rank, entry in entries.items() if entry is not None}
+    aspects = {"operation": _operation, "shape": _shapes, "dtype": _dtypes}
+    for kind, aspect in aspects.items():
+        if odd := _unlike_most({rank: aspect(entry) for rank, entry in there.items()}):
+            return kind, odd
+    return "", []
+
+
+def _undone(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
+    """The ranks that have called a collective and have not done it."""
+    undone = [
+        rank
+        for rank, entry in entries.items()
+        if entry and not (entry.get("retired") or entry.get("state") == "completed")
+    ]
+    return ("state", undone) if undone else ("", [])
+
+
+def _unlike_most(values: Mapping[int, str]) -> list[int]:
+    """Ranks whose value is not the commonest; all of them when no value is commoner than another."""
+    ordered = Counter(values.values()).most_common()
+    if len(ordered) == 1:
+        return []
+    if ordered[0][1] == ordered[1][1]:
+        return list(values)
+    return [rank for rank, value in values.items() if value != ordered[0][0]]
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    return str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+
+
+def _shapes(entry: Mapping[str, Any]) -> str:
+    if _operation(entry).startswith(_SHAPES_DIFFER):
+        return ""
+    return f"{entry['input_sizes']} -> {entry.get('output_sizes')}"
+
+
+def _dtypes(entry: Mapping[str, Any]) -> str:
+    return f"{entry.get('input_dtypes')} -> {entry.get('output_dtypes')}"
+
+
+def _call(entry: Mapping[str, Any]) -> str:
+    """One collective in words, with the innermost line outside of torch that is known."""
+    dtypes = ", ".join(map(str, entry.get("input_dtypes") or []))
+    shapes = ", ".join(map(str, entry["input_sizes"]))
+    state = entry.get("state") or "unknown"
+    frames = entry.get("frames") or []
+    own = [f for f in frames if "/torch/" not in f["filename"]] or frames
+    at = f", at {own[0]['filename']}:{own[0]['line']}" if own else ""
+    return f"{_operation(entry)} {shapes} {dtypes} ({state}){at}"
+
+
+def _last(dump: Mapping[str, Any]) -> str:
+    entries = dump["entries"]
+    if not entries:
+        return "nothing"
+    entry = entries[-1]
+    group = entry["process_group"][1] or entry["process_group"][0]
+    return f"nothing; its last is {entry['collective_seq_id']} of {group}, {_call(entry)}"
