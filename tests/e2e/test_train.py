@@ -276,9 +276,10 @@ def test_degrees_that_do_not_fit_torchrun_are_refused(place, monkeypatch):
     assert caught.value.code == "HP301"
 
 
-def _start(place, out, *overrides, launcher=("-m", "hyper_parallel")):
+def _start(place, out, *overrides, launcher=("-m", "hyper_parallel"), path=""):
     words = [sys.executable, *launcher, "train", str(place / "recipe.yaml"), "--no-calibrate"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    modules = os.pathsep.join([*sys.path, str(path)])
+    environment = {**os.environ, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*words, f"output_dir={out}", *overrides], env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
@@ -332,6 +333,19 @@ def test_when_a_rank_dies_the_run_ends_with_its_name(place):
     assert all((out / "checkpoints" / name / "manifest.json").exists() for name in published)
 
 
+def test_killed_and_frozen_ranks_and_damaged_checkpoints_change_nothing(tmp_path):
+    """A short `make chaos`: curves bit for bit, the right rank to blame, no step lost after a save."""
+    words = ["--faults", "3", "--only", "kill,stop,flip", "--dir", str(tmp_path)]
+    tool = [sys.executable, str(Path(__file__).parents[2] / "tools" / "chaos.py"), *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(tool, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["faults"] == {"kill": 1, "stop": 1, "flip": 1}
+    losses = ("steps_lost", "wrong_results", "hangs", "uncoded", "wrong_blame", "runs_ended")
+    assert not any(result[kind] for kind in losses)
+
+
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
     place, tmp_path, monkeypatch, launcher
@@ -381,13 +395,25 @@ def test_a_checkpoint_is_saved_when_the_minutes_are_over(place, tmp_path):
     assert sorted(_published(tmp_path)) == [f"step_{step:08d}" for step in range(1, 5)]
 
 
-def test_torchrun_starts_the_same_run(place, one_rank):
+def test_torchrun_starts_the_same_run_and_again_when_a_rank_freezes(place, one_rank):
+    (place / "freezing.py").write_text(
+        "import os, signal\n"
+        "from hyper_parallel.trainer import Callback\n"
+        "class Freeze(Callback):\n"
+        "    def on_step_end(self, step, row):\n"
+        "        if (self.rank, step, os.environ['TORCHELASTIC_RESTART_COUNT']) == (1, 3, '0'):\n"
+        "            os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
     out = place / "torchrun"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    overrides = ("parallel.dp_shard=2", "training.steps=2", *CURVE)
-    launcher = (*torchrun, "-m", "hyper_parallel")
-    with _start(place, out, *overrides, launcher=launcher) as process:
+    overrides = ("parallel.dp_shard=2", "training.timeout_s=5", *CURVE)
+    overrides += ("checkpoint.every=2", "checkpoint.asynchronous=false")
+    overrides += ("training.callbacks=[freezing.Freeze]", "checkpoint.resume=never")
+    launcher = (*torchrun, "--max-restarts=1", "-m", "hyper_parallel")
+    with _start(place, out, *overrides, launcher=launcher, path=place) as process:
         _, errors = process.communicate(timeout=110)
     assert process.returncode == 0, errors
-    assert_same_curve(curve(out), curve(one_rank)[:2])
+    assert errors.count("error[HP620]: rank 1 is stopped by a signal") == 1
+    assert errors.count("resumed from") == 1
+    assert_same_curve(curve(out), curve(one_rank))
     assert (out / "report.html").exists()

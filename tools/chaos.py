@@ -1,0 +1,317 @@
+"""Break training runs on purpose and count what a user would have lost: `make chaos N=200`.
+
+    python tools/chaos.py --faults 20 --seed 1 [--only kill,stop] [--dir DIRECTORY]
+
+Small runs of two ranks go through the command line, a few faults in each, drawn from a seed. Every run has to end with
+the curve of an undisturbed one, bit for bit, in time, and with no word that is not meant for a user. The last line is
+JSON; the status is 0 when nothing was lost. The command is forked from this process, which has imported torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+STEPS, EVERY, TIMEOUT_S, FAULTS_PER_RUN = 36, 3, 3, 3
+MOST_LOSSES = 5  # enough to know that something is wrong
+LONGEST_S = 240
+"""A run that takes longer hangs: some ten times of what one takes on two busy cores."""
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+RECIPE = """
+model: {{path: {root}/model.json}}
+data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384, cache_dir: {root}/cache}}
+training: {{steps: {steps}, dtype: float64, tokens_per_step: 128, lr: 1.0e-2, warmup_steps: 2, eval_tokens: 64,
+           timeout_s: {timeout_s}, max_restarts: {restarts}}}
+checkpoint: {{every: {every}, keep: 3, export: false}}
+parallel: {{dp_shard: 2}}
+"""
+
+
+class Lost(Exception):
+    """A user would have lost something; the arguments are which count it belongs to, and what happened."""
+
+
+class Run:
+    """One training run in a directory, started again where a fault ends it.
+
+    Args:
+        place: Directory with the recipe.
+        name: Name of the run.
+    """
+
+    def __init__(self, place: Path, name: str) -> None:
+        self.place, self.out = place, place / name
+        self.log = place / f"{name}.log"
+        self.pid = self._start()
+
+    def _start(self) -> int:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        os.setsid()
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        status = 70
+        try:
+            from hyper_parallel.cli import main
+
+            words = ["--no-calibrate", f"output_dir={self.out}"]
+            sys.argv = ["hyper-parallel", "train", str(self.place / "recipe.yaml"), *words]
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def again(self) -> None:
+        """The same command once more."""
+        self.pid = self._start()
+
+    def ranks(self) -> list[int]:
+        """Processes of the ranks, in their order."""
+        with suppress(psutil.NoSuchProcess):
+            return sorted(child.pid for child in psutil.Process(self.pid).children())
+        return []
+
+    def step(self) -> int:
+        """Last step in metrics.jsonl."""
+        with suppress(OSError, IndexError, json.JSONDecodeError):
+            return int(
+                json.loads((self.out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+            )
+        return 0
+
+    def saved(self) -> list[Path]:
+        """Published checkpoints, the newest last."""
+        return sorted((self.out / "checkpoints").glob("step_*"))
+
+    def curve(self) -> list[tuple[int, float, float]]:
+        """Step, loss and gradient norm of every line."""
+        rows = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
+        return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+    def until(self, reached: Callable[[], bool], what: str) -> bool:
+        """Wait; False when the command has ended before."""
+        deadline = time.monotonic() + LONGEST_S
+        while not reached():
+            if time.monotonic() > deadline:
+                self.end()
+                raise Lost("hangs", f"{what} not reached in {LONGEST_S} s")
+            ended, self.status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def end(self) -> None:
+        """Kill the command and its ranks."""
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+def kill(run: Run, draw: random.Random) -> str:
+    """A rank is killed, as by a lack of memory; the launcher starts the ranks again."""
+    rank = draw.randrange(2)
+    os.kill(run.ranks()[rank], signal.SIGKILL)
+    return rf"\[HP601\] rank {rank} failed \(killed by SIGKILL\)"
+
+
+def stop(run: Run, draw: random.Random) -> str:
+    """A rank freezes; the launcher notices, names it, and starts the ranks again."""
+    rank = draw.randrange(2)
+    os.kill(run.ranks()[rank], signal.SIGSTOP)
+    return rf"\[HP620\] rank {rank} is stopped by a signal"
+
+
+def slow(run: Run, draw: random.Random) -> str:
+    """A rank pauses for less than the time-out; nothing happens."""
+    rank = run.ranks()[draw.randrange(2)]
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(TIMEOUT_S / 3)
+    os.kill(rank, signal.SIGCONT)
+    return ""
+
+
+def crash(run: Run, draw: random.Random) -> str:
+    """The machine loses power: launcher and ranks are gone; the same command goes on."""
+    run.end()
+    run.again()
+    return ""
+
+
+def _damaged(run: Run, draw: random.Random, damage: Callable[[Path], None]) -> str:
+    run.end()
+    newest = run.saved()[-1]
+    files = [p for p in newest.iterdir() if p.suffix == ".distcp"]
+    damage(max(files, key=lambda p: p.stat().st_size))
+    run.again()
+    return rf"checkpoint of step {_step(newest)} is damaged"
+
+
+def torn(run: Run, draw: random.Random) -> str:
+    """A file of the newest checkpoint is cut short; the run goes on from the one before."""
+    return _damaged(run, draw, lambda path: os.truncate(path, path.stat().st_size // 2))
+
+
+def flip(run: Run, draw: random.Random) -> str:
+    """One bit of the newest checkpoint changes; the run goes on from the one before."""
+
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+
+    return _damaged(run, draw, damage)
+
+
+FAULTS = {f.__name__: f for f in (kill, stop, slow, crash, torn, flip)}
+OFF = {
+    "batch": "a batch that makes the loss infinite; there is no policy for it",
+    "pipe": "the reader of standard error leaves",
+    "second": "a second run in the same directory; there is no lock",
+}
+"""Faults that are not injected, and why."""
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("_")[2])
+
+
+def inject(run: Run, name: str, at: int, draw: random.Random) -> bool:
+    """Inject a fault after a step; False when the run has ended before."""
+    needed = 2 if name in ("torn", "flip") else 1
+    if not run.until(lambda: run.step() >= at and len(run.saved()) >= needed and len(run.ranks()) == 2,
+                     f"step {at}"):  # fmt: skip
+        return False
+    before, newest = run.log.read_text(), _step(run.saved()[-1])
+    says = FAULTS[name](run, draw)
+    if name in ("torn", "flip"):
+        newest -= EVERY
+    if name == "slow":
+        return True
+
+    def said() -> bool:
+        new = run.log.read_text()[len(before) :]
+        found = re.search(r"resumed from \S+, step (\d+)", new.replace("\n", " "))
+        if found and int(found[1]) < newest:
+            raise Lost("steps_lost", f"{name}: step {newest} was saved, resumed from {found[1]}")
+        return found is not None
+
+    if not run.until(said, f"the resumed run after {name}"):
+        raise Lost("runs_ended", f"{name} at step {at} ended the run, status {run.status}")
+    if says and not re.search(says, run.log.read_text()[len(before) :]):
+        raise Lost("wrong_blame", f"{name}: the log has no `{says}`")
+    return True
+
+
+def check(run: Run, reference: list[tuple[int, float, float]]) -> None:
+    """Wait for the end of a run, and compare it."""
+    run.until(lambda: False, "the end")
+    log = run.log.read_text()
+    if run.status:
+        raise Lost("runs_ended", f"status {run.status}")
+    if uncoded := re.search(r"internal error|^Traceback.*", log, re.MULTILINE):
+        raise Lost("uncoded", uncoded[0])
+    if run.curve() != reference:
+        raise Lost("wrong_results", "another curve than the undisturbed run's")
+
+
+def main() -> int:
+    """Inject faults until there were enough; 0 when nothing was lost."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--faults", type=int, default=20, help="Faults in all.")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default=",".join(FAULTS), help="Kinds of faults, with commas.")
+    parser.add_argument("--dir", type=Path, help="Kept; default: a temporary directory.")
+    wanted = parser.parse_args()
+    kinds = wanted.only.split(",")
+    if unknown := [kind for kind in kinds if kind not in FAULTS]:
+        parser.error(f"no such faults: {unknown}; there are {', '.join(FAULTS)}, off: {OFF}")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    place = wanted.dir or Path(tempfile.mkdtemp(prefix="hyper_parallel_chaos_"))
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "model.json").write_text(json.dumps(MODEL))
+    (place / "text.txt").write_text(
+        "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(2000))
+    )
+    (place / "recipe.yaml").write_text(
+        RECIPE.format(
+            root=place, steps=STEPS, every=EVERY, timeout_s=TIMEOUT_S, restarts=FAULTS_PER_RUN + 1
+        )
+    )
+    import tensorboard.compat.proto.event_pb2  # noqa: F401  what every run would import on its own
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp  # noqa: F401
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    import hyper_parallel.reports
+    import hyper_parallel.runtime  # noqa: F401
+
+    start = time.monotonic()
+    undisturbed = Run(place, "undisturbed")
+    undisturbed.until(lambda: False, "the end of the undisturbed run")
+    reference = undisturbed.curve()
+    assert [step for step, _, _ in reference] == list(range(1, STEPS + 1)), (
+        undisturbed.log.read_text()
+    )
+    draw, faults, losses, runs = random.Random(wanted.seed), Counter(), [], 0
+    while sum(faults.values()) < wanted.faults:
+        runs += 1
+        run = Run(place, f"run{runs}")
+        many = min(FAULTS_PER_RUN, wanted.faults - sum(faults.values()))
+        names = draw.choices(kinds, k=many) if len(kinds) > many else draw.sample(kinds, many)
+        try:
+            for name, at in zip(
+                names, sorted(draw.sample(range(EVERY + 1, STEPS - 4), many)), strict=True
+            ):
+                faults[name] += inject(run, name, at, draw)
+            check(run, reference)
+            shutil.rmtree(run.out)
+        except Lost as lost:
+            run.end()
+            kind, what = lost.args
+            losses.append((kind, what))
+            print(
+                f"run {runs} ({', '.join(names)}): {kind}: {what}; see {run.log}", file=sys.stderr
+            )
+            if len(losses) == MOST_LOSSES:
+                break
+    counts = Counter(kind for kind, _ in losses)
+    kept = ("steps_lost", "wrong_results", "hangs", "uncoded", "wrong_blame", "runs_ended")
+    result = {
+        "seed": wanted.seed, "runs": runs, "faults": dict(faults), "off": OFF,
+        **{kind: counts[kind] for kind in kept}, "seconds": round(time.monotonic() - start),
+    }  # fmt: skip
+    print(json.dumps(result))
+    if not wanted.dir and not losses:
+        shutil.rmtree(place)
+    return 1 if losses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
