@@ -10,7 +10,7 @@ CONFIG = Qwen3Config(
     vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=16,
 )  # fmt: skip
-PAIRS, SEQ_LEN, PROMPT, BETA, STEPS = 4, 24, 8, 0.1, 4
+PAIRS, SEQ_LEN, PROMPT, BETA, STEPS = 4, 24, 8, 0.1, 3
 WORKLOAD = hp.Workload(
     SEQ_LEN, microbatch=4, accumulation_steps=2,
     compute_dtype="float64", param_dtype="float64", reduce_dtype="float64",
@@ -35,7 +35,7 @@ def train(strategy: str) -> list[float]:
         reference = hp.token_logprobs(model, input_ids=ids, labels=labels)
     batch = {"input_ids": ids, "labels": labels, "reference": reference}
     microbatches = [{k: v.chunk(2)[i] for k, v in batch.items()} for i in range(2)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
     for _ in range(STEPS):
         losses.append(hp.forward_backward(model, microbatches, objective=dpo).item())

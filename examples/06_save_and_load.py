@@ -21,7 +21,7 @@ def train(strategy: str, steps: int, folder: Path, resume: bool = False) -> list
     tokens = torch.randint(0, CONFIG.vocab_size, (6, BATCH, SEQ_LEN))
 
     hp.parallelize(model, hp.plan_of(model, strategy))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
     done = 0
     if resume:
