@@ -70,8 +70,8 @@ def train(place):
     """Run a recipe once per name; the run directory."""
 
     @functools.cache
-    def run(name, *overrides):
-        runs.train(place, place / name, *overrides)
+    def run(name, *overrides, report=False):
+        runs.train(place, place / name, *overrides, report=report)
         return place / name
 
     return run
@@ -111,7 +111,8 @@ def assert_same_run(mine, reference, last=STEPS):
 def test_one_rank_through_three_tiers(place, train):
     flash = place / "flash"
     mine = train(
-        "one-off", FREE, "offload.budget=1000KiB", "offload.dram=200KiB", f"offload.flash_dir={flash}"
+        "one-off", FREE, "offload.budget=1000KiB", "offload.dram=200KiB", f"offload.flash_dir={flash}",
+        report=True,
     )  # fmt: skip
     assert assert_same_run(mine, train("one", FREE)) <= 1000 * 1024
     assert rows(mine / "metrics.jsonl")[-1]["offload"]["flash_bytes"] > 0
@@ -195,7 +196,7 @@ def test_two_ranks_update_their_shards_on_the_host(place, train):
     """Where the link is slow: gradients and parameters cross it, moments do not."""
     given = ("parallel.dp_shard=2", FREE, f"model.path={place}/one_layer.json")
     slow = ("offload.budget=560KiB", "offload.bandwidth=50MB", "offload.update_on_host=true")
-    mine = train("two-host", *given, *slow)
+    mine = train("two-host", *given, *slow, report=True)
     assert_same_run(mine, train("two-one-layer", *given))
     assert any("update on host" in note for note in Plan.load(mine / "plan.json").notes)
     assert '"host"' in (mine / "report.html").read_text()  # its lane
