@@ -66,6 +66,7 @@ training:
   steps: 4
   dtype: float64
   tokens_per_step: 256
+  microbatch: 4
   lr: 1.0e-2
   warmup_steps: 2
   lr_schedule: constant
@@ -171,7 +172,7 @@ def test_never_resuming_starts_over(place, one_rank):
 
 def test_microbatches_and_recompute_change_nothing(place, one_rank):
     out = place / "accumulated"
-    train(place, out, "training.microbatch=4", "training.recompute=full", *CURVE)
+    train(place, out, "training.microbatch=1", "training.recompute=full", *CURVE)
     assert_same_curve(curve(out), curve(one_rank))
 
 
@@ -311,7 +312,7 @@ def _published(out: Path) -> list[str]:
 
 def test_when_a_rank_dies_the_run_ends_with_its_name(place):
     out = place / "killed"
-    with _start(place, out, "parallel.dp_shard=3", "training.tokens_per_step=192",
+    with _start(place, out, "parallel.dp_shard=3", "training.tokens_per_step=192", "training.microbatch=2",
                 "training.steps=100000", "checkpoint.every=5") as process:  # fmt: skip
         _wait_for_steps(process, out, 8)
         _wait_until(
