@@ -25,7 +25,7 @@ from hyper_parallel.units import GiB  # noqa: E402
 TARGET = ROOT / "tests" / "cost" / "traced_memory.json"
 TOPOLOGY = "cloudmatrix384"
 LAYERS = 4
-DENSE, EXPERTS = "llama-3-8b", "qwen3-30b-a3b"
+DENSE, EXPERTS, SINKS = "llama-3-8b", "qwen3-30b-a3b", "gpt-oss-120b"
 CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (DENSE, ("parallel.dp_shard=8",)),
     (DENSE, ("parallel.dp_shard=8", "training.recompute=full")),
@@ -58,6 +58,7 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (DENSE, ("parallel.dp_shard=4", "parallel.tp=2", "training.accumulation_steps=4", "training.recompute=full",
              "training.recompute_layers=3")),
     (EXPERTS, ("parallel.dp_shard=8", "parallel.ep=8", "training.recompute=full", "training.recompute_layers=2")),
+    (SINKS, ("parallel.dp_shard=8",)),
 )  # fmt: skip
 
 

@@ -70,6 +70,9 @@ def activation_bytes(s: Setting) -> Array:
         # Selective recomputation drops the scores.
         scores = (2.0 * width + 1.0) * n.num_heads * s.workload.seq_len / c.tp
         total = total + np.where(c.recompute == 1, 0.0, scores)
+    if stack.eager:
+        repeated = n.repeated_elements(s.workload.seq_len) * width
+        total = total + np.where(c.cp > 1, 0.0, (repeated + s.scores) / c.tp)
     # Log-sum-exp of fused attention, float32.
     statistics = 4.0 * n.num_heads / c.tp if stack.flash else 0.0
     return s.tokens * stack.kept * (total + statistics)

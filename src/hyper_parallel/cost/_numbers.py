@@ -46,6 +46,8 @@ class ModelNumbers:
     matmuls: tuple[Matmul, ...]  # the matmuls of a mean layer
     normed_width: float  # width of the query and key heads that a layer norms; 0 for most models
     head_norms: float  # norms of query and key heads of a mean layer
+    norm_bytes: float  # what norms keep per token unfused, in units of h, beyond `saved_elements`
+    sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
     # elements per token that the backward of that part needs: 3f gated, else 2f
@@ -111,6 +113,8 @@ class ModelNumbers:
             matmuls=_matmuls(decoders, layers),
             normed_width=mean(b.count * sum(_head_norms(b)) for b in decoders),
             head_norms=mean(b.count * len(_head_norms(b)) for b in decoders),
+            norm_bytes=mean(b.count * _norm_bytes(b, model.hidden_size) for b in decoders),
+            sinks=mean(b.count for b in decoders if any("sinks" in p.name for p in b.params)),
             mlp_width=mean(b.count * _dense_width(b) for b in decoders),
             mlp_saved_width=mean(saved),
             expert_width=mlp.intermediate_size if mlp else 0,
@@ -144,13 +148,28 @@ class ModelNumbers:
     def eager_bytes(self, width: float) -> float:
         """What operators keep per token and layer when nothing fuses them, beyond `saved_elements`.
 
-        A norm its float32 input and the normalised one; attention a copy of its output in the order of tokens; a gated
-        part the activation of its gate; experts also their dispatched inputs and outputs.
+        A norm what `_norm_bytes` says; attention a copy of its output in the order of tokens; a gated part the
+        activation of its gate; experts also their dispatched inputs and outputs.
         """
         experts = self.experts_per_token * (self.expert_width + self.hidden)
         gate = max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
-        norms = 8.0 * self.hidden + 6.0 * self.normed_width
+        norms = self.norm_bytes * self.hidden + 6.0 * self.normed_width
         return norms + width * (self.v_width + gate + experts)
+
+    def repeated_elements(self, seq_len: int) -> float:
+        """Keys and values per token and mean layer that eager attention repeats for all query heads.
+
+        Under a mask, which layers with a window have from its length on, and beside sinks; else the kernel repeats.
+        """
+        masked = (
+            (count, a)
+            for count, a in self.attentions
+            if self.sinks or (a.window is not None and seq_len >= a.window)
+        )
+        each = (
+            n * (a.num_heads - a.num_kv_heads) * (a.qk_head_dim + a.v_head_dim) for n, a in masked
+        )
+        return math.fsum(each) / self.layers
 
     def attention_flops(self, seq_len: int) -> float:
         """FLOPs per token and mean layer of the two attention products in forward, causal pairs only."""
@@ -168,6 +187,17 @@ def _head_norms(block: Block) -> list[int]:
         return []
     widths = {"q_norm": a.num_heads * a.qk_head_dim, "k_norm": a.num_kv_heads * a.qk_head_dim}
     return [w for norm, w in widths.items() if any(f".{norm}." in name for name in names)]
+
+
+def _norm_bytes(block: Block, hidden: int) -> float:
+    """What the norms of a layer keep, in units of h, beyond the inputs of two norms and two matmuls at two bytes.
+
+    A norm written in operators keeps its float32 input and the normalised one, 4h. One with a bias is torch's own
+    LayerNorm, which keeps its input alone; a layer that has one of them reads it twice, so it keeps 4h less.
+    """
+    norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
+    fused = sum(p.name.endswith("bias") for p in norms)
+    return 4.0 * fused - 8.0 if fused and 2 * fused == len(norms) else 8.0
 
 
 def _bias_width(block: Block) -> int:

@@ -141,6 +141,9 @@ def phases(
     saved = held + message * (flight + 2.0)
     working = tokens * width * (2.0 * n.hidden + 2.0 * n.mlp_width) / c.tp
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
+    # Probabilities, their gradient and two copies of it; of the next layer the first of them is among what is kept.
+    scores = np.where(c.cp > 1, 0.0, s.scores) * tokens / c.tp
+    working = working + 3.0 * scores
     left = np.maximum(saved - layer.freed, 0.0) + layer.worked
     at_end = np.where(several, mine, inner + np.where(s.copies, 0.0, outer))
     next_buffers = np.where(piped, sums + wide * copies / width * one, head + reduced * one)
@@ -151,7 +154,7 @@ def phases(
         ("gradient buffers", sums, sums + head, next_buffers,
          np.where(piped, sums + np.where(s.copies, wide, 0.0) * vocabulary, single * vocabulary)),
         ("activations", saved + final, saved + layer.worked, left, none),
-        ("work space", none, working, none, none),
+        ("work space", none, working, 2.0 * scores, none),
         ("exchange buffers", none, layer.exchange, layer.exchange, none),
         ("logits", logits, none, none, none),
     )  # fmt: skip

@@ -143,6 +143,12 @@ class Setting:
         largest = max(n.embedding_weights, n.head_weights)
         return np.where(self.c.pp > 1, largest, n.embedding_weights + n.head_params) * 1.0
 
+    @property
+    def scores(self) -> float:
+        """Bytes of attention probabilities per token of a mean layer that no kernel fuses: of layers with sinks."""
+        n, stack = self.n, self.machine.stack
+        return stack.eager * n.sinks * self.machine.width * n.num_heads * self.workload.seq_len
+
     @cached_property
     def logits(self) -> Array:
         """Bytes at the peak of the loss."""
