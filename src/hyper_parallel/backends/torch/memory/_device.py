@@ -21,10 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._copies import Copies
-from hyper_parallel.backends.torch.memory._first_step import PlainStep, StepOutcome, undone
+from hyper_parallel.backends.torch.memory._first_step import PlainStep, StepOutcome
 from hyper_parallel.backends.torch.memory._handover import hand_over
 from hyper_parallel.backends.torch.memory._held_state import HeldState
-from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.backends.torch.memory._operators import View, finished
 from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_memory
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
@@ -154,7 +153,8 @@ class PlannedDevice:
 
         Raises:
             StepChanged: HP512 when an input or a captured branch does not fit the recording, or model or optimizer have
-                changed since (then nothing has run, and the change may be undone).
+                changed since (then nothing has run, and the change may be undone); when the first step does not give
+                what the plain one gave, or an operator did not run (then the device can only be closed).
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """
@@ -163,7 +163,8 @@ class PlannedDevice:
         self._check_inputs(inputs)
         self._counts = self._check or trace or self.hardware.timed is None
         if self._check and self._expected is None:
-            self._expected = self._plain_step(inputs)
+            with self.lent():
+                self._expected = PlainStep.of(self.captured, inputs)
         self._write_inputs(inputs)
         hardware, timed = self.hardware, self.hardware.timed
         clock = self._clock
@@ -221,23 +222,6 @@ class PlannedDevice:
             for kind in {"cpu", self.hardware.device.type}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
-
-    def _plain_step(self, inputs: Mapping[str, torch.Tensor]) -> PlainStep:
-        """What the step gives without a plan; it is undone."""
-        captured, plain, where = self.captured, self.captured.plain, self.hardware.device
-        assert plain is not None
-        bases = {s: tensor.untyped_storage() for s, tensor in captured.state.items()}
-        changed = [bases[s] for s in captured.changed]
-        runs = []
-        with self.lent():
-            for _ in range(1 if where.type == "cpu" else 2):
-                with undone(changed, where, captured.generators):
-                    with within_device(where):
-                        outputs = plain(**inputs)
-                    state = {k: view.on(bases[view.storage]) for k, view in captured.named.items()}
-                    runs.append(StepOutcome.of(outputs, state))
-                    del outputs
-        return PlainStep(*runs)
 
     def _compare(self, outputs: Any, expected: PlainStep) -> None:
         """The first planned step is the plain one, bit for bit but for rounding where that cannot be."""

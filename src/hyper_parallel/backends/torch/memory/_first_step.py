@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from hyper_parallel.backends.torch.memory._captured import Captured
+from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
@@ -73,6 +75,22 @@ class PlainStep:
             pairs = ((k, a, again.samples[k][0]) for k, (a, _) in first.samples.items())
             self.spread = {k: float((a - b).abs().max()) if a.numel() else 0.0 for k, a, b in pairs}
 
+    @classmethod
+    def of(cls, captured: Captured, inputs: Mapping[str, Tensor]) -> PlainStep:
+        """Run the step without a plan, on an accelerator twice, and undo it; the model must have its state."""
+        assert captured.plain is not None
+        where = captured.device
+        bases = {s: tensor.untyped_storage() for s, tensor in captured.state.items()}
+        runs = []
+        for _ in range(1 if where.type == "cpu" else 2):
+            with _undone([bases[s] for s in captured.changed], where, captured.generators):
+                with within_device(where):
+                    outputs = captured.plain(**inputs)
+                state = {k: view.on(bases[view.storage]) for k, view in captured.named.items()}
+                runs.append(StepOutcome.of(outputs, state))
+                del outputs
+        return cls(*runs)
+
     def refuse_other(self, got: StepOutcome, *, rounded: bool = False) -> None:
         """Compare.
 
@@ -102,7 +120,7 @@ class PlainStep:
 
 
 @contextmanager
-def undone(
+def _undone(
     storages: Iterable[torch.UntypedStorage],
     device: torch.device,
     generators: Sequence[torch.Generator] = (),

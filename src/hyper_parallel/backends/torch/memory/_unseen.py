@@ -256,8 +256,8 @@ class PythonValues:
 
 
 def _random_state() -> tuple[Any, ...]:
-    _, words, at, *_ = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), words.tobytes(), at
+    drawn: Any = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), drawn[1].tobytes(), drawn[2]
 
 
 def kept(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
