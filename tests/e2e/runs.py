@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,10 @@ CONFIG = {
     "head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True, "hidden_act": "silu",
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
 }  # fmt: skip
+
+
+CURVE = ("checkpoint.export=false", "training.eval_tokens=100")
+"""Of a run whose losses are compared: it evaluates, but on three sequences."""
 
 
 def write_functions(path: Path, count: int) -> None:
@@ -79,3 +88,67 @@ def assert_same_curve(
     for (loss, norm), (loss_0, norm_0) in zip(mine, reference, strict=True):
         assert loss == pytest.approx(loss_0, rel=1e-10)
         assert norm == pytest.approx(norm_0, rel=1e-10)
+
+
+def make_place(root: Path) -> Path:
+    """A directory with a model config, a text file, a recipe and a data cache."""
+    (root / "model.json").write_text(json.dumps(CONFIG))
+    write_functions(root / "text.txt", 4000)
+    (root / "recipe.yaml").write_text(
+        f"""
+model: {{path: {root}/model.json}}
+data:
+  source: {root}/text.txt
+  seq_len: 32
+  vocab_size: 384
+  cache_dir: {root}/cache
+training:
+  steps: 4
+  dtype: float64
+  tokens_per_step: 256
+  microbatch: 4
+  lr: 1.0e-2
+  warmup_steps: 2
+  lr_schedule: constant
+  eval_tokens: 1000
+parallel: {{dp_shard: 1}}
+"""
+    )
+    return root
+
+
+def start(
+    place: Path,
+    out: Path,
+    *overrides: str,
+    launcher: Sequence[str] = ("-m", "hyper_parallel"),
+    path: Path | str = "",
+) -> subprocess.Popen[str]:
+    """Start the command as a process of its own session, with `path` on its module path."""
+    words = [sys.executable, *launcher, "train", str(place / "recipe.yaml"), "--no-calibrate"]
+    modules = os.pathsep.join([*sys.path, str(path)])
+    environment = {**os.environ, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*words, f"output_dir={out}", *overrides], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_steps(process: subprocess.Popen[str], out: Path, steps: int) -> None:
+    """Wait until a run has recorded so many steps."""
+    path = out / "metrics.jsonl"
+    wait_until(process, lambda: path.exists() and len(path.read_text().splitlines()) >= steps)
+
+
+def wait_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    """Wait, for 90 s at most, while the process lives."""
+    deadline = time.monotonic() + 90
+    while not reached():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def published(out: Path) -> list[str]:
+    """Names of the checkpoints of a run."""
+    return [p.name for p in (out / "checkpoints").glob("step_*")]

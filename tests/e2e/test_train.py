@@ -1,15 +1,7 @@
 """`hyper-parallel train` as a person calls it, on a model of 20 thousand parameters."""
 
 import json
-import os
-import shlex
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -34,47 +26,22 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.serde import decode
 from tests.e2e.runs import (
-    CONFIG,
+    CURVE,
     assert_same_curve,
     command,
     curve,
+    make_place,
     rows,
+    start,
     train,
-    write_functions,
 )
 
 pytestmark = pytest.mark.e2e
-CURVE = ("checkpoint.export=false", "training.eval_tokens=100")
-"""Of a run whose losses are compared: it evaluates, but on three sequences."""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A directory with a model config, a text file, a recipe and a data cache."""
-    root = tmp_path_factory.mktemp("train")
-    (root / "model.json").write_text(json.dumps(CONFIG))
-    write_functions(root / "text.txt", 4000)
-    (root / "recipe.yaml").write_text(
-        f"""
-model: {{path: {root}/model.json}}
-data:
-  source: {root}/text.txt
-  seq_len: 32
-  vocab_size: 384
-  cache_dir: {root}/cache
-training:
-  steps: 4
-  dtype: float64
-  tokens_per_step: 256
-  microbatch: 4
-  lr: 1.0e-2
-  warmup_steps: 2
-  lr_schedule: constant
-  eval_tokens: 1000
-parallel: {{dp_shard: 1}}
-"""
-    )
-    return root
+    return make_place(tmp_path_factory.mktemp("train"))
 
 
 @pytest.fixture(scope="module")
@@ -277,125 +244,6 @@ def test_degrees_that_do_not_fit_torchrun_are_refused(place, monkeypatch):
     assert caught.value.code == "HP301"
 
 
-def _start(place, out, *overrides, launcher=("-m", "hyper_parallel"), path=""):
-    words = [sys.executable, *launcher, "train", str(place / "recipe.yaml"), "--no-calibrate"]
-    modules = os.pathsep.join([*sys.path, str(path)])
-    environment = {**os.environ, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*words, f"output_dir={out}", *overrides], env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-
-
-def _wait_for_steps(process, out: Path, steps: int):
-    path = out / "metrics.jsonl"
-    _wait_until(process, lambda: path.exists() and len(path.read_text().splitlines()) >= steps)
-
-
-def _wait_until(process, reached):
-    deadline = time.monotonic() + 90
-    while not reached():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-LAUNCHERS = {
-    "local": ("-m", "hyper_parallel"),
-    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "hyper_parallel"),
-}  # fmt: skip
-
-
-def _published(out: Path) -> list[str]:
-    return [p.name for p in (out / "checkpoints").glob("step_*")]
-
-
-def test_when_a_rank_dies_the_run_ends_with_its_name(place):
-    out = place / "killed"
-    with _start(place, out, "parallel.dp_shard=3", "training.tokens_per_step=192", "training.microbatch=2",
-                "training.steps=100000", "checkpoint.every=5") as process:  # fmt: skip
-        _wait_for_steps(process, out, 8)
-        _wait_until(
-            process, lambda: _published(out)
-        )  # saved beside the steps, on a slow disk later
-        ranks = sorted(child.pid for child in psutil.Process(process.pid).children())
-        assert len(ranks) == 3
-        os.kill(ranks[1], signal.SIGKILL)
-        killed = time.monotonic()
-        _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - killed < 20
-    assert process.returncode == 1
-    assert "error[HP601]: rank 1 failed (killed by SIGKILL)" in errors
-    assert sum(line.startswith(("rank 0:", "rank 2:")) for line in errors.splitlines()) == 2
-    assert not any(psutil.pid_exists(pid) for pid in ranks)
-    assert [r["step"] for r in rows(out / "metrics.jsonl")][:8] == list(range(1, 9))
-    published = _published(out)
-    assert published
-    assert all((out / "checkpoints" / name / "manifest.json").exists() for name in published)
-
-
-def test_killed_and_frozen_ranks_and_damaged_checkpoints_change_nothing(tmp_path):
-    """A short `make chaos`: curves bit for bit, the right rank to blame, no step lost after a save."""
-    words = ["--faults", "3", "--only", "kill,stop,flip", "--dir", str(tmp_path)]
-    tool = [sys.executable, str(Path(__file__).parents[2] / "tools" / "chaos.py"), *words]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(tool, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["faults"] == {"kill": 1, "stop": 1, "flip": 1}
-    losses = ("steps_lost", "wrong_results", "hangs", "uncoded", "wrong_blame", "runs_ended")
-    assert not any(result[kind] for kind in losses)
-
-
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
-def test_a_signal_ends_the_run_with_a_checkpoint_and_the_command_that_goes_on(
-    place, tmp_path, monkeypatch, launcher
-):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    out, word = place / f"ended {launcher}", LAUNCHERS[launcher]
-    with _start(place, out, "parallel.dp_shard=2", "training.steps=100000", launcher=word) as run:
-        _wait_for_steps(run, out, 2)
-        ranks = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
-        # A terminal sends its interrupt to all; a scheduler tells the first process.
-        os.killpg(run.pid, signal.SIGINT) if launcher == "local" else run.terminate()
-        _, errors = run.communicate(timeout=60)
-    (saved,) = _published(out)
-    done = rows(out / "metrics.jsonl")[-1]["step"]
-    assert saved == f"step_{done:08d}"
-    assert f"ended after step {done}, whose checkpoint is saved" in errors
-    assert not any(psutil.pid_exists(pid) for pid in ranks)
-    assert not (out / "export").exists()
-    if launcher == "local":
-        assert run.returncode == 130
-        assert not list(tmp_path.glob("*hyper_parallel*"))
-        hint = errors.rpartition("hint: hyper-parallel ")[2]
-        command(*shlex.split(hint), f"training.steps={done + 1}", "--no-calibrate", *CURVE)
-        assert [r["step"] for r in rows(out / "metrics.jsonl")] == list(range(1, done + 2))
-    else:
-        assert "hint: torchrun --standalone --nproc-per-node=2 -m hyper_parallel train" in errors
-
-
-def test_a_second_signal_stops_at_once(place, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    out = place / "at_once"
-    # A step of the largest batch takes long enough for two signals.
-    with _start(place, out, "training.tokens_per_step=2097152", "training.microbatch=8") as run:
-        _wait_until(run, lambda: (out / "eval.jsonl").exists() and rows(out / "eval.jsonl"))
-        run.send_signal(signal.SIGHUP)
-        time.sleep(1.2)
-        run.terminate()
-        _, errors = run.communicate(timeout=20)
-    assert run.returncode == 143
-    assert "SIGHUP: ends after this step" in errors
-    assert "before a checkpoint was saved" in errors
-    assert not list(tmp_path.glob("*hyper_parallel*"))
-
-
-def test_a_checkpoint_is_saved_when_the_minutes_are_over(place, tmp_path):
-    train(place, tmp_path, "checkpoint.every_minutes=1.0e-9", "checkpoint.keep=9", *CURVE)
-    assert sorted(_published(tmp_path)) == [f"step_{step:08d}" for step in range(1, 5)]
-
-
 def test_torchrun_starts_the_same_run_and_again_when_a_rank_freezes(place, one_rank):
     (place / "freezing.py").write_text(
         "import os, signal\n"
@@ -411,7 +259,7 @@ def test_torchrun_starts_the_same_run_and_again_when_a_rank_freezes(place, one_r
     overrides += ("checkpoint.every=2", "checkpoint.asynchronous=false")
     overrides += ("training.callbacks=[freezing.Freeze]", "checkpoint.resume=never")
     launcher = (*torchrun, "--max-restarts=1", "-m", "hyper_parallel")
-    with _start(place, out, *overrides, launcher=launcher, path=place) as process:
+    with start(place, out, *overrides, launcher=launcher, path=place) as process:
         _, errors = process.communicate(timeout=110)
     assert process.returncode == 0, errors
     assert errors.count("error[HP620]: rank 1 is stopped by a signal") == 1
