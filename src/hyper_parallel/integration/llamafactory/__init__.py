@@ -10,7 +10,7 @@ from typing import Any
 
 _EXPORTS = {
     "HyperParallelArguments": "_arguments",
-    "HyperParallelTrainer": "_trainer",
+    "HyperParallelTrainer": "_sft",
 }
 
 __all__ = list(_EXPORTS)
