@@ -309,7 +309,8 @@ class PlannedDevice:
     def _join(self, index: int) -> None:
         """Wait for what was begun beside the device's own operators."""
         if index in self._in_flight:
-            finished(self._in_flight.pop(index))
+            with self.hardware.in_library():
+                finished(self._in_flight.pop(index))
         else:
             self.hardware.lanes.join(index, self.plan.program.operators[index])
 
@@ -325,7 +326,8 @@ class PlannedDevice:
         for s, base in ready.results:
             self.state.enter(s, base)
         seen = self.hardware.num_operators
-        out = ready.run()
+        with self.hardware.in_library(ready.communicates):
+            out = ready.run()
         if seen == self.hardware.num_operators and self._counts and ready.dispatched:
             raise StepChanged(
                 f"`{ready.func}` of the plan did not run: torch's dispatcher has not seen it",

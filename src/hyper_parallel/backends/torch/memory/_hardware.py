@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Hardware:
     ) -> None:
         self.device = device
         self.num_operators = 0
+        self._counts_results = True
         self._mode = OperatorMode(self._operator)
         self._arena = range(0)  # its addresses
         self.dram = Meter("dram", alignment_bytes)
@@ -89,10 +91,19 @@ class Hardware:
         """
         return self._mode if every or isinstance(self.gauge, Meter) else nullcontext()
 
+    @contextmanager
+    def in_library(self, entered: bool = True) -> Iterator[None]:
+        """Around a collective: what gloo makes for it is its own, as are the buffers of an accelerator's library."""
+        self._counts_results = not entered
+        try:
+            yield
+        finally:
+            self._counts_results = True
+
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_operators += 1
         out = func(*args, **kwargs)
-        for tensor in tensors_in(out):
+        for tensor in tensors_in(out) if self._counts_results else ():
             base = tensor.untyped_storage()
             elsewhere = base in self.dram or base.device.type != self.device.type
             if not elsewhere and base.data_ptr() not in self._arena:
