@@ -222,8 +222,9 @@ class StepCapture:
         if message and not written and not batched:
             self._sent += views_in(views)
         if batched:
-            writes = tuple(self._find(t) for t in written)
-            self._messages.append((func, views[0], tuple(s for s in writes if s is not None)))
+            writes = tuple(s for t in written if (s := self._find(t)) is not None)
+            self._unseen.fill(func, (), writes, ())
+            self._messages.append((func, views[0], writes))
             return out
         if [t.untyped_storage().nbytes() for t in written] != before:
             raise resizes(str(func))

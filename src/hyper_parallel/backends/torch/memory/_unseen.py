@@ -155,9 +155,12 @@ class Unseen:
     ) -> None:
         """An operator has run on storages: what an allocation gives is written before it is read, or unseen."""
         self._blank.difference_update(writes)
-        for storage in self._blank.intersection(reads):
-            raise self._error(storage)
-        if "empty" in func._opname:
+        name, allocates = func._opname, "empty" in func._opname
+        # Of what they are like they read the shape only.
+        if not (allocates or name.startswith("new_") or name.endswith("_like")):
+            for storage in self._blank.intersection(reads):
+                raise self._error(storage)
+        if allocates:
             self._blank.update(s for s in made if self._storages.entries[s].num_bytes)
 
     def refuse(self, operators: Sequence[Operator], state: Mapping[int, Tensor]) -> None:
@@ -168,7 +171,10 @@ class Unseen:
         """
         read = {s for operator in operators for s in operator.reads}
         written = {s for operator in operators for s in operator.writes}
-        self._python.refuse_changes(lambda tensor: self._storages.find(tensor) in read)
+        # What was made in the step and is held for a while is read where it was made.
+        self._python.refuse_changes(
+            lambda tensor: self._storages.find(tensor) in read & self._state.keys()
+        )
         for storage, before in self._state.items():
             if storage not in written and digest(state[storage].untyped_storage()) != before:
                 raise self._error(storage)
@@ -204,7 +210,8 @@ class PythonValues:
         self._add(optimizer, type(optimizer).__name__)
 
     def _add(self, owner: Any, name: str) -> None:
-        if id(owner) in self._found:
+        # Our own modules keep what a pass needs while it runs, and forget it afterwards.
+        if id(owner) in self._found or type(owner).__module__.startswith("hyper_parallel."):
             return
         self._found[id(owner)] = owner, name, dict(kept(owner))
         held = {**vars(owner), **getattr(owner, "_buffers", {})}
