@@ -161,7 +161,10 @@ def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None, hos
         patch.setattr(Hardware, "in_dram", lambda *a: order.allocated(in_dram(*a)))
         patch.setattr(FileTier, "read", reading)
         patch.setattr(FileTier, "write", writing)
-        device = PlannedDevice(captured, plan or known, machine, flash=folder, queues=order.api())
+        # The order is watched, not the values: a wrong order must not end in another refusal first.
+        device = PlannedDevice(
+            captured, plan or known, machine, flash=folder, queues=order.api(), check=False
+        )
         with device:
             with Watch(order):
                 device.step(batch(1))

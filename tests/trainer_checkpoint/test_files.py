@@ -7,6 +7,7 @@ import pickle
 import random
 import resource
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -203,40 +204,46 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
     assert steps(tmp_path) == [5, 7]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A limit on the size of files, since a file system of few bytes takes more rights than a test may have."""
-    save(tmp_path / "c", 1)
+@contextmanager
+def small_disk():
+    """A limit on the size of files, since a file system of few bytes takes more rights than a test may have.
+
+    Only inside: what pytest writes to may be longer already.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))
-    yield tmp_path / "c"
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_leaves_the_older_checkpoints_and_no_half_one(small_disk, asynchronous, caplog):
+def test_a_full_disk_leaves_the_older_checkpoints_and_no_half_one(tmp_path, asynchronous, caplog):
     model, optimizer = small()
     train(model, optimizer)
-    stops = checkpointer(small_disk, asynchronous=asynchronous)
+    place = tmp_path / "c"
+    save(place, 1)
+    with small_disk():
+        stops = checkpointer(place, asynchronous=asynchronous)
 
-    def saves():
-        stops.save(2, model, optimizer, {})
-        stops.finish()
+        def saves():
+            stops.save(2, model, optimizer, {})
+            stops.finish()
 
-    with pytest.raises(OutputNotWritable, match="File too large"):
-        saves()
-    assert [p.name for p in small_disk.iterdir()] == ["step_00000001"]
-    goes_on = checkpointer(small_disk, asynchronous=asynchronous, on_error="continue")
-    with caplog.at_level(logging.WARNING):
-        goes_on.save(2, model, optimizer, {})
-        goes_on.save(3, model, optimizer, {})
+        with pytest.raises(OutputNotWritable, match="File too large"):
+            saves()
+        assert [p.name for p in place.iterdir()] == ["step_00000001"]
+        goes_on = checkpointer(place, asynchronous=asynchronous, on_error="continue")
+        with caplog.at_level(logging.WARNING):
+            goes_on.save(2, model, optimizer, {})
+            goes_on.save(3, model, optimizer, {})
+        # The state of the last step is nowhere: that is no success.
+        with pytest.raises(OutputNotWritable):
+            goes_on.finish()
     assert "goes on without" in caplog.text
-    with pytest.raises(
-        OutputNotWritable
-    ):  # the state of the last step is nowhere: that is no success
-        goes_on.finish()
-    assert [p.name for p in small_disk.iterdir()] == ["step_00000001"]
-    assert checkpointer(small_disk).load(model, optimizer)[0] == 1
+    assert [p.name for p in place.iterdir()] == ["step_00000001"]
+    assert checkpointer(place).load(model, optimizer)[0] == 1
 
 
 def test_numbers_of_schedulers_and_other_kinds_of_optimizers(tmp_path):

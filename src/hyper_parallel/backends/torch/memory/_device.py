@@ -328,7 +328,8 @@ class PlannedDevice:
         seen = self.hardware.num_operators
         with self.hardware.in_library(ready.communicates):
             out = ready.run()
-        if seen == self.hardware.num_operators and self._counts and ready.dispatched:
+        watched = self._counts and ready.dispatched and not ready.communicates
+        if watched and seen == self.hardware.num_operators:
             raise StepChanged(
                 f"`{ready.func}` of the plan did not run: torch's dispatcher has not seen it",
                 where=f"operator {index} of {self.plan.program.name}",
@@ -345,7 +346,7 @@ class PlannedDevice:
         for position, value in ready.guards:
             if flat[position] != value:
                 raise StepChanged(
-                    f"the captured step read a value: `{ready.func}` gave {value}, and now {flat[position]}",
+                    f"the captured step took a branch or read a value: `{ready.func}` gave {value}, and now {flat[position]}",
                     hint="leave what Python reads (`.item()`, `.tolist()`, `.numpy()`) out of the step; "
                     "for an optimizer keep the step count in tensors with `fused=True`",
                 )

@@ -123,13 +123,16 @@ def capture_inference(
     captured = record(
         step, inputs, named, name=name, training=False, alignment_bytes=alignment_bytes
     )
-    late = [key for key, count in _counts(cache).items() if before.get(key, 0) not in (0, count)]
+    counted = {key: n for key, n in _counts(cache).items() if before.get(key, 0) != n}
+    late = [key for key in counted if before.get(key, 0)]
     if late:
         raise CaptureUnsupported(
             "the cache counts its tokens in Python, so the recorded step holds for this position only",
             got=late[0],
             hint="record the prompt on a cache that was reset, or generate with `PlannedGeneration`",
         )
+    if counted:
+        captured.plain = None  # run once more it would go on from the position that Python holds
     captured.source = CaptureSource(model)
     return captured
 
