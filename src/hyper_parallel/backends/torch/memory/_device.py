@@ -346,7 +346,7 @@ class PlannedDevice:
         for position, value in ready.guards:
             if flat[position] != value:
                 raise StepChanged(
-                    f"the captured step took a branch or read a value: `{ready.func}` gave {value}, and now {flat[position]}",
+                    f"the captured step took a branch or read a value: `{ready.func}` gave {value}, now {flat[position]}",
                     hint="leave what Python reads (`.item()`, `.tolist()`, `.numpy()`) out of the step; "
                     "for an optimizer keep the step count in tensors with `fused=True`",
                 )
