@@ -144,7 +144,8 @@ def on_one_wait_left_out(knobs, folder):
         while waits is None or number < waits:
             net, step = captured()
             getattr(knobs, f"set_{slow}")(SLOW_US)
-            with PlannedDevice(step, plan, machine) as device:
+            # The bits are compared here, after more steps than the device compares itself.
+            with PlannedDevice(step, plan, machine, check=False) as device:
                 knobs.set_stream_waits(0)
                 knobs.set_skip_stream_wait(number)
                 got = [float(device.step(given(n))[0]) for n in (1, 2)]

@@ -346,7 +346,8 @@ class PlannedDevice:
         for position, value in ready.guards:
             if flat[position] != value:
                 raise StepChanged(
-                    f"the captured step took a branch or read a value: `{ready.func}` gave {value}, now {flat[position]}",
+                    "the captured step took a branch or read a value",
+                    got=f"`{ready.func}` gives {flat[position]}, it gave {value}",
                     hint="leave what Python reads (`.item()`, `.tolist()`, `.numpy()`) out of the step; "
                     "for an optimizer keep the step count in tensors with `fused=True`",
                 )
