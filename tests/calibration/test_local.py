@@ -83,7 +83,7 @@ def made_rates(kind="cpu"):
         )
     here = on(base)
     axis = (np.asarray([4.0]), np.ones(1))
-    rings = tuple((b, float(here.ring_seconds(np.asarray([b]), axis)[0])) for b in (16.0, 1e6, 8e6))
+    rings = tuple((b, float(here.ring(axis).seconds(np.asarray([b]))[0])) for b in (16.0, 1e6, 8e6))
     return LocalRates(
         matmul, attention, ((1e6, 5e6 / here.passing_bytes_s), (4e6, 20e6 / here.passing_bytes_s)),
         (28e6, 28e6 / here.stream_bytes_s), rings,

@@ -15,7 +15,7 @@ from hyper_parallel.errors import CheckpointCorrupt, CheckpointFormat, RunUnread
 
 app = typer.Typer(
     name="checkpoint",
-    help="List, verify, inspect and export checkpoints, and import a model as one.",
+    help="List, verify, inspect, export and import checkpoints.",
     no_args_is_help=True,
 )
 

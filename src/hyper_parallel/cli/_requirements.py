@@ -52,6 +52,7 @@ REQUIREMENTS: Final = (
     Requirement("safetensors", "0.6", "training", "weight files"),
     Requirement("bokeh", "3.7", "core", "charts of the report page"),
     Requirement("jinja2", "3.1", "core", "the report page, chat templates"),
+    Requirement("xxhash", "3.4", "core", "checksums of checkpoints"),
     Requirement("filelock", "3.13", "training", "one process prepares the data"),
     Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
     Requirement("ray", "", "optional", "single controller over machines"),

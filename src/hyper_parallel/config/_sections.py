@@ -150,7 +150,7 @@ class Training(Section):
     """Optimizer steps in all, resumed ones included. More than the data has are further epochs."""
     epochs: float | None = Field(default=None, gt=0)
     """Times that the data is read, instead of `steps`, which are derived. None: as many as the steps are."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = 0
     """Seed of the weights, the data order and every random number of a step."""
     dtype: Annotated[Dtype, BeforeValidator(canonical_dtype)] = "bfloat16"
     """Compute format. bfloat16 and float16 keep float32 parameters and reductions, float16 scales the loss; float64 is

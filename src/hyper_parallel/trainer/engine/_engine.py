@@ -315,4 +315,4 @@ class TorchEngine:
 
 def _mixed(*parts: int) -> int:
     """A 64-bit seed of several numbers; raw bits of PCG64 are fixed for ever."""
-    return int(np.random.PCG64([4, *parts]).random_raw())
+    return int(np.random.PCG64([4, *(part % 2**64 for part in parts)]).random_raw())
