@@ -61,7 +61,8 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             "use_badam": arguments.use_badam,
             "use_galore": arguments.use_galore,
             "use_asft_loss": arguments.use_asft_loss,
-            "gradient_checkpointing": self.args.gradient_checkpointing,
+            "gradient_checkpointing": self.args.gradient_checkpointing
+            or getattr(self.model, "is_gradient_checkpointing", False),
             "label_smoothing_factor": bool(self.args.label_smoothing_factor),
             "use_dft_loss or use_eaft_loss with tp_size or cp_size": self.compute_loss_func is not None
             and self._same_data > 1,
