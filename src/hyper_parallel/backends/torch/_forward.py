@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -135,3 +136,8 @@ def recompute(
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     layer.forward = forward
+
+
+def cache_argument(call: Callable[..., Any]) -> str:
+    """What a function of transformers calls a cache of keys and values: 5.24 has another name for it."""
+    return "cache" if "cache" in inspect.signature(call).parameters else "past_key_values"

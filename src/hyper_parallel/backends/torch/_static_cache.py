@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from hyper_parallel.backends.torch._forward import ungrouped_experts
+from hyper_parallel.backends.torch._forward import cache_argument, ungrouped_experts
 
 _PLAIN = {"full_attention", "sliding_attention"}
 
@@ -156,9 +156,9 @@ def run_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
             attention_mask=None if position is None else mask,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_argument(model.forward): cache},
         )
     logits: Tensor = out.logits[0, -1]
     return logits

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hyper_parallel.backends.torch._forward import cache_argument
 from hyper_parallel.backends.torch._resolve import decoder_of
 from hyper_parallel.backends.torch._trial_flow import refused
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE
@@ -180,6 +181,7 @@ def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
     for name, why in (
         ("attention_mask", "give documents by `position_ids` that begin again, padding by labels"),
         ("past_key_values", "keys and values are not kept under context parallelism"),
+        ("cache", "keys and values are not kept under context parallelism"),
         ("use_cache", "keys and values are not kept under context parallelism"),
         ("output_hidden_states", "a rank has hidden states of its tokens only"),
         ("output_attentions", "attention weights are never whole"),
@@ -213,7 +215,9 @@ def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         positions = kwargs.get("position_ids")
-        given = any(kwargs.get(n) is not None for n in ("attention_mask", "past_key_values"))
+        given = any(
+            kwargs.get(n) is not None for n in ("attention_mask", "past_key_values", "cache")
+        )
         if positions is None or given:
             return None
         tokens = next(t for n in TOKENS if (t := kwargs.get(n)) is not None)
@@ -225,8 +229,8 @@ def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
                 config=module.config,
                 inputs_embeds=like,
                 attention_mask=None,
-                past_key_values=None,
                 position_ids=positions,
+                **{cache_argument(make): None},
             )
             for make in makers
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from hyper_parallel.backends.torch._forward import cache_argument
 from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
@@ -115,7 +116,7 @@ def capture_inference(
             for layer in cache.layers:
                 if hasattr(layer, "cumulative_length_int") and not is_fake(layer.cumulative_length):
                     bool(layer.cumulative_length == 0)  # read, so it becomes a guard
-            return model(**batch, past_key_values=cache, use_cache=True).logits
+            return model(**batch, **{cache_argument(model.forward): cache}, use_cache=True).logits
 
     named = {**model_state(model), **cache_state(cache)}
     name = f"{type(model).__name__} inference"
