@@ -7,7 +7,8 @@
 Of each model `plan` chooses a layout on a preset machine, `plan --launch ours` writes its recipe, and `train --dry-run`
 traces a step of every distinct rank: the program that trains, with neither values nor devices. Parameters are counted
 in three ways, the planner's, the dry run's and those of a plain transformers model on the meta device, and have
-to be equal. Peaks are bytes of tensors alone, without context and fragmentation. Exit 1 when a bar is missed.
+to be equal. Where a config comes from, and that most were not compared with the published file yet, says its `source`.
+Peaks are bytes of tensors alone, without context and fragmentation. Exit 1 when a bar is missed.
 """
 
 from __future__ import annotations

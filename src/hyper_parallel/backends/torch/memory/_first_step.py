@@ -22,10 +22,11 @@ from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
+"""Elements of a tensor kept to tell rounding from another value; all bytes are compared by digest. Not measured."""
 ULPS: Final = 4
 """Units in the last place of a tensor's largest value that are rounding, where an update runs on another processor."""
 _SPREADS: Final = 10
-"""Differences of two plain runs by which a planned step may differ from one of them."""
+"""Differences of two plain runs by which a planned step may differ from one of them; no hardware has met it yet."""
 _OUTLIERS: Final = 0.01
 """Share of a tensor's elements that may be further away: where a gradient is noise, Adam's steps have either sign."""
 OUTPUTS: Final = ("loss", "gradient norm", "routing")
