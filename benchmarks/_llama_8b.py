@@ -20,6 +20,7 @@ from transformers import (
     StaticCache,
 )
 
+from hyper_parallel.backends.torch._forward import cache_argument
 from hyper_parallel.backends.torch.memory import (
     as_graph,
     capture_inference,
@@ -164,7 +165,7 @@ def inference(tokens: int, context: int, layers: int = 32, batch: int = 1) -> Me
         cache = StaticCache(config=model.config, max_cache_len=context)
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
         with torch.no_grad():
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(ids, use_cache=True, logits_to_keep=1, **{cache_argument(model.forward): cache})
         cache.reset()
         position = torch.arange(tokens).unsqueeze(0)
         inputs = {"input_ids": ids, "position_ids": position}

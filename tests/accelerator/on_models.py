@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
+from hyper_parallel.backends.torch._forward import cache_argument
 from hyper_parallel.backends.torch.memory import (
     LruSpillMode,
     PlannedDevice,
@@ -135,14 +136,14 @@ def on_prefill_and_decode_with_a_cache(knobs, folder):
         def cache_of(model=model):
             cache = StaticCache(config=model.config, max_cache_len=16)
             with torch.no_grad():
-                model(tokens(99, 2, 4).to(EMU), past_key_values=cache, use_cache=True)
+                model(tokens(99, 2, 4).to(EMU), **{cache_argument(model.forward): cache})
             cache.reset()
             return cache
 
         inputs = {"input_ids": ids, "cache_position": at}
         plain_cache, cache = cache_of(), cache_of()
         with torch.no_grad():
-            logits = model(**inputs, past_key_values=plain_cache, use_cache=True).logits
+            logits = model(**inputs, **{cache_argument(model.forward): plain_cache}).logits
         step = capture_inference(model, inputs, cache)
         cache.reset()
         plan = plan_memory(ROOFLINE.annotate(step.program), MACHINE, budget_bytes=100_000)

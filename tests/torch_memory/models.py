@@ -3,6 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
+from hyper_parallel.backends.torch._forward import cache_argument
+
 _LLAMA_LIKE = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -57,6 +59,6 @@ def static_cache(model, length=32, batch=2):
     """A static cache with its tensors allocated."""
     cache = StaticCache(config=model.config, max_cache_len=length)
     with torch.no_grad():
-        model(tokens(99, batch, 4), past_key_values=cache, use_cache=True)
+        model(tokens(99, batch, 4), use_cache=True, **{cache_argument(model.forward): cache})
     cache.reset()
     return cache

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from hyper_parallel.backends.torch._forward import cache_argument
 from hyper_parallel.backends.torch.memory import (
     PlannedDevice,
     capture_inference,
@@ -151,7 +152,7 @@ def test_requested_bytes_are_exact_without_rounding():
 
 def forward(model, cache, ids):
     with torch.no_grad():
-        return model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        return model(input_ids=ids, use_cache=True, **{cache_argument(model.forward): cache}).logits
 
 
 def assert_same_cache(cache, other):

@@ -56,7 +56,7 @@ class SpanAttention:
 
     def cut(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
         """The arguments of an attention module, positions and mask rows of this span only."""
-        if kwargs.get("past_key_values") is not None:
+        if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
             raise UnsupportedSharding(
                 "attention that cuts tokens over y cannot keep keys and values for generation",
                 got="past_key_values",
