@@ -10,13 +10,14 @@ from hyper_parallel.config._load_recipe import (
 )
 from hyper_parallel.config._problems import describe, leaves, of_file, validated
 from hyper_parallel.config._read import read_mapping
+from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
+    Grpo,
     Model,
     Offload,
     Parallel,
-    Recipe,
     Section,
     Training,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "DEGREES",
     "Checkpoint",
     "Data",
+    "Grpo",
     "LoadedRecipe",
     "Model",
     "Offload",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hyper_parallel.config._sections import Recipe
+from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
 
 
@@ -39,6 +39,16 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "stage=sft, data.source=python-stdlib",
             "set `data.source=conversations.jsonl`, or `stage=pt`",
             "a file or directory of conversations",
+        )
+
+    if recipe.stage == "grpo":
+        _of_grpo(recipe, clash)
+    elif changed := sorted(recipe.grpo.model_dump(exclude_defaults=True)):
+        clash(
+            f"grpo.{changed[0]}",
+            f"`grpo.{changed[0]}` has no effect in another stage",
+            f"stage={recipe.stage}",
+            f"set `stage=grpo`, or leave out `grpo.{changed[0]}`",
         )
 
     if not data.packing and data.mask_documents is not None:
@@ -231,3 +241,51 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "set `checkpoint.resume=must`, or `checkpoint.from_dir=null`",
         )
     return found
+
+
+def _of_grpo(recipe: Recipe, clash: Callable[..., None]) -> None:
+    """What reinforcement learning needs of the other sections."""
+    data, p, grpo = recipe.data, recipe.parallel, recipe.grpo
+    if data.source == "python-stdlib":
+        clash(
+            "data.source",
+            "`stage: grpo` needs prompts with answers, and the source text of the standard library has none",
+            "stage=grpo, data.source=python-stdlib",
+            "set `data.source=prompts.jsonl`, or `stage=pt`",
+            "a file or directory of records with `prompt` and `completion`, or of conversations",
+        )
+    for key, value, wanted in (
+        ("data.packing", data.packing, False),
+        ("data.streaming", data.streaming, False),
+        ("data.holdout", data.holdout, 0),
+        ("data.validation", data.validation, None),
+        ("offload", recipe.offload.on, False),
+    ):
+        if value != wanted:
+            name = "offload.budget=null offload.max_slowdown" if key == "offload" else key
+            text = "null" if wanted is None or key == "offload" else str(wanted).lower()
+            clash(
+                key,
+                f"`stage: grpo` does not work with `{key}` yet"
+                if key != "data.packing"
+                else "`stage: grpo` has one prompt in a sequence",
+                f"{key}={str(value).lower()}",
+                f"set `{name}={text}`",
+                text,
+            )
+    if p.auto or p.pp > 1 or p.cp > 1:
+        clash(
+            "parallel",
+            "`stage: grpo` samples with the layout that it trains with: neither pipeline stages nor cut sequences yet",
+            "parallel=auto" if p.auto else f"pp={p.pp}, cp={p.cp}",
+            "set `parallel.auto=false parallel.pp=1 parallel.cp=1`",
+            "dp_replicate, dp_shard, tp, ep",
+        )
+    weights = grpo.reward_weights
+    if weights is not None and len(weights) != len(grpo.reward_funcs):
+        clash(
+            "grpo.reward_weights",
+            "there is one weight for every reward",
+            f"{len(weights)} weights, {len(grpo.reward_funcs)} functions",
+            f"set `grpo.reward_weights={[1.0] * len(grpo.reward_funcs)}`",
+        )

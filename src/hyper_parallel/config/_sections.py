@@ -1,4 +1,4 @@
-"""The recipe: one pydantic section per room, a docstring under every field, unknown keys refused.
+"""The sections of a recipe: one pydantic class per room, a docstring under every field, unknown keys refused.
 
 `None` means derived. Sections check themselves; checks across sections live in `_contradictions.py`.
 """
@@ -293,6 +293,24 @@ class Moe(Section):
     """An expert takes at most this multiple of its even share of a rank's tokens; the rest is dropped. None: all."""
 
 
+class Grpo(Section):
+    """Reinforcement learning with `stage: grpo`: completions of one prompt are compared with each other."""
+
+    reward_funcs: tuple[str, ...] = Field(default=("exact_match",), min_length=1)
+    """What is rewarded: `exact_match` (1 for the answer), `prefix_match` (share of its characters that are right before
+    the first wrong one), or dotted paths of functions of `prompts`, `completions` and `answer`, as TRL's."""
+    reward_weights: tuple[float, ...] | None = None
+    """Weight of each reward. None: 1."""
+    num_generations: int = Field(default=8, ge=2)
+    """Completions of every prompt, which are compared with each other."""
+    max_completion_length: int = Field(default=256, ge=1)
+    """Most tokens of a completion; prompt and completion together have at most `data.seq_len` + 1."""
+    scale_rewards: bool = True
+    """Divide what a reward is above the mean of its group by the standard deviation of the group."""
+    loss_type: Literal["grpo", "dapo"] = "dapo"
+    """dapo: every token of the step counts alike; grpo: every completion does."""
+
+
 class Checkpoint(Section):
     """When the state is saved."""
 
@@ -351,32 +369,3 @@ class Offload(Section):
     def on(self) -> bool:
         """A goal is given."""
         return self.budget is not None or self.max_slowdown is not None
-
-
-class Recipe(Section):
-    """One training run."""
-
-    # Factories: a default made here would build the validators of every section when this module is imported.
-
-    model: Model
-    """Which model."""
-    stage: Literal["pt", "sft"] = "pt"
-    """Loss on every token (pt), or on the assistant's tokens of conversations (sft)."""
-    data: Data = Field(default_factory=Data)
-    """What it reads."""
-    training: Training = Field(default_factory=Training)
-    """How it learns."""
-    parallel: Parallel = Field(default_factory=lambda: Parallel(auto=True))
-    """How it is spread over ranks."""
-    moe: Moe = Field(default_factory=Moe)
-    """How tokens are routed to experts."""
-    offload: Offload = Field(default_factory=Offload)
-    """What leaves the device memory while nothing needs it."""
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    """When it is saved."""
-    topology: str = "local"
-    """The machine: `local`, a preset, or a YAML file."""
-    output_dir: str = "runs/run"
-    """Where everything of the run is written."""
-    sample_prompt: str | None = None
-    """Text to continue after training; None: no sample."""

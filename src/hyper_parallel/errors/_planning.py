@@ -32,7 +32,7 @@ class Contradiction(HyperParallelError, code="HP104"):
 
 
 class NotImportable(HyperParallelError, code="HP109"):
-    """A recipe names code by a dotted path, and there is no such class, or it is none of the kind that is needed.
+    """A recipe names code by a dotted path, and there is no such class or function, or none of the kind that is needed.
 
     Why: `module.Class` is imported from the current directory or what is installed, before any rank starts. Fix: check
     the path, and that the class derives from the base class that is named.

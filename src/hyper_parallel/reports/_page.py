@@ -135,6 +135,13 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
         held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
         losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
     charts = {"loss": curves(losses, "loss", x_range=across, height=320)}
+    rewards = [
+        Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
+        for run, name, color in named
+        for key, dash in zip(run.rewards, ("solid", *["dashed"] * len(run.rewards)), strict=False)
+    ]
+    if rewards:
+        charts["reward"] = curves(rewards, "reward", x_range=across, height=320)
     for key, what, units in _CURVES:
         lines = []
         for run, name, color in named:
@@ -142,15 +149,22 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
             lines.append(Curve(label(name, "measured" if key != "lr" else "set"), points, color))
             if key == "step_s" and points and run.plan.step_s:
                 flat = [(x, run.plan.step_s) for x in (points[0][0], points[-1][0])]
-                lines.append(Curve(label(name, "predicted"), flat, color, "dashed"))
+                what_of = "predicted, without rollouts" if run.rewards else "predicted"
+                lines.append(Curve(label(name, what_of), flat, color, "dashed"))
         charts[key] = curves(lines, what, units, x_range=across, from_zero=key != "lr")
     within = [(label(name, "measured"), color, run) for run, name, color in named]
     charts["within"] = _within(within)
     return charts
 
 
-def _points(run: RunRecord, key: str) -> list[tuple[float, float]]:
-    return [(float(m["step"]), float(m[key])) for m in run.metrics if m.get(key) is not None]
+def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[float, float]]:
+    """Steps and values of a key of the metrics, or of one `inside` of it."""
+    found = [
+        (m["step"], m[key] if inside is None else m[key][inside])
+        for m in run.metrics
+        if m.get(key) is not None
+    ]
+    return [(float(step), float(value)) for step, value in found]
 
 
 def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:

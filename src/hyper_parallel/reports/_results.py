@@ -52,11 +52,16 @@ def results(run: RunRecord) -> list[Result]:
     if "loss" in last:
         loss = last["loss"]
         add("training loss", f"{loss:.3f}", loss, f"from {run.metrics[0].get('loss', nan):.3f}")
+    for key in run.rewards:
+        first, final = run.metrics[0]["rollout"][key], last["rollout"][key]
+        add(key.replace("_", " "), f"{final:.3f}", final, f"from {first:.3f}")
     if run.evals:
         first, final = run.evals[0]["loss"], run.evals[-1]["loss"]
         add("held-out loss", f"{final:.3f}", final, f"from {first:.3f} before training")
     if (step_s := run.steady("step_s")) is not None:
         note = _beside(format_seconds(plan.step_s), step_s, plan.step_s)
+        if run.rewards:
+            note = f"of them {format_seconds(plan.step_s)} predicted for learning"
         add("step time (median)", format_seconds(step_s), step_s, note)
     if (tps := run.steady("tps")) is not None:
         add("tokens/s per rank", f"{tps:,.0f}", tps, f"all ranks {tps * plan.mesh.size:,.0f}")

@@ -53,6 +53,13 @@ class RunRecord:
         return median(values) if values else None
 
     @property
+    def rewards(self) -> list[str]:
+        """Keys of the rewards in the records of rollouts, the weighted sum first; none where nothing is rewarded."""
+        first = self.metrics[0].get("rollout") if self.metrics else None
+        named = [k for k in first or () if k.startswith("reward_") and k != "reward_std"]
+        return ["reward", *named] if first else []
+
+    @property
     def peak_memory_bytes(self) -> int | None:
         """Largest measured memory over all steps."""
         values = [int(m["memory_bytes"]) for m in self.metrics if m.get("memory_bytes")]

@@ -50,6 +50,7 @@ COLORS: Final = {
     "backward of weights": "#8c564b",
     BOTH: "#7a9cc6",
     "recompute": "#0b7285",
+    "rollout": "#f783ac",
     "communication": "#9467bd",
     "optimizer": "#2ca02c",
     "waiting": "#b4b8be",

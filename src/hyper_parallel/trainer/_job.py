@@ -123,6 +123,7 @@ class Job:
             shuffle=self.recipe.data.shuffle,
             fingerprint=self.packed.fingerprint,
             weights=self.packed.weights,
+            repeats=self.recipe.grpo.num_generations if self.recipe.stage == "grpo" else 1,
         )
 
     def data_line(self) -> str:
@@ -130,7 +131,7 @@ class Job:
         batches, steps = self.train_batches(), self.recipe.training.steps
         if isinstance(batches, StreamBatches):
             return f"{self.recipe.data.source}, a stream; {steps:,} steps of {batches.sequences_per_step:,} sequences"
-        epochs = steps * batches.sequences_per_step / batches.num_sequences
+        epochs = steps * batches.sequences_per_step / batches.repeats / batches.num_sequences
         read = f"{steps:,} steps of {batches.sequences_per_step:,} are {epochs:.4g} epochs"
         parts = self.recipe.data.parts()
         total = sum(weight for _, weight in parts)
@@ -142,7 +143,7 @@ class Job:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
-        if held_out is None:
+        if held_out is None or self.recipe.stage == "grpo":
             return None
         count = min(len(held_out), max(1, tokens // self.recipe.data.seq_len))
         if count == 0:
@@ -262,9 +263,11 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     if recipe.data.masks(recipe.stage):
         check_documents(model, loaded.where("data.mask_documents"))
     check_flow(model, plan)
+    if recipe.stage == "grpo":
+        _check_grpo(loaded, plan)
     packed = prepare(
         recipe.data,
-        stage=recipe.stage,
+        stage="sft" if recipe.stage == "grpo" else recipe.stage,  # both read prompts with answers
         model_path=recipe.model.path,
         seed=recipe.training.seed,
         progress=progress,
@@ -274,11 +277,33 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     job = Job(recipe, plan, packed, output_dir, weights, kept, _is_this_machine(recipe.topology))
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
-        steps = math.ceil(epochs * batches.num_sequences / batches.sequences_per_step)
+        rows = epochs * batches.num_sequences * batches.repeats
+        steps = math.ceil(rows / batches.sequences_per_step)
         loaded = with_steps(loaded, steps)
         job = replace(job, recipe=loaded.recipe)
     _check_resume(job, loaded)
     return job
+
+
+def _check_grpo(loaded: LoadedRecipe, plan: Plan) -> None:
+    """Raise when a data rank has no whole groups of completions, or a reward is no function."""
+    from hyper_parallel.trainer.stages._rewards import reward_functions
+
+    settings, work = loaded.recipe.grpo, plan.workload
+    reward_functions(settings.reward_funcs, loaded.where("grpo.reward_funcs"))
+    rows, unit = (
+        (work.tokens_per_step or 0) // work.seq_len,
+        plan.strategy.dp * settings.num_generations,
+    )
+    if rows % unit:
+        better = max(1, round(rows / unit)) * unit * work.seq_len
+        raise Contradiction(
+            "every data-parallel rank needs whole groups of completions",
+            where=loaded.where("training.tokens_per_step"),
+            got=f"{rows} sequences, {plan.strategy.dp} data ranks, num_generations={settings.num_generations}",
+            allowed=f"a multiple of {unit} sequences",
+            hint=f"training.tokens_per_step={better}",
+        )
 
 
 def _is_this_machine(topology: str) -> bool:

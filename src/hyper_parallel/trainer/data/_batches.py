@@ -189,6 +189,7 @@ class Batches:
         fingerprint: Hash of the data, kept in checkpoints.
         weights: Shares of the sources of `JoinedSequences`, each of which is read at its own pace; none: all sequences
             are read equally often.
+        repeats: Every sequence comes so many times in a row; a divisor of `sequences_per_step`.
 
     Raises:
         NoData: HP602 when there is no sequence.
@@ -205,12 +206,13 @@ class Batches:
         limit: int | None = None,
         fingerprint: str = "",
         weights: Sequence[float] = (),
+        repeats: int = 1,
     ) -> None:
         if sequences_per_step < 1:
             what = "a step must hold at least one sequence"
             raise BatchMismatch(what, got=sequences_per_step, allowed="1 or more")
         self.sequences = sequences
-        self.sequences_per_step = sequences_per_step
+        self.sequences_per_step, self.repeats = sequences_per_step, repeats
         self.seed = seed
         self.shuffle = shuffle
         self.tail = tail
@@ -239,7 +241,8 @@ class Batches:
             epoch, within = divmod(step, self.steps_per_epoch)
             part = self._epoch(epoch)[within * size : (within + 1) * size]
             return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
-        at, end = self._origin + step * size, self._origin + (step + 1) * size
+        at, end = (self._origin + i * size for i in (step, step + 1))
+        at, end = at // self.repeats, end // self.repeats
         parts = []
         while at < end and self._shares is not None:
             block, within = divmod(at, _BLOCK)
@@ -249,7 +252,7 @@ class Batches:
             epoch, within = divmod(at, self.num_sequences)
             parts.append(self._epoch(epoch)[within : within + end - at])
             at += len(parts[-1])
-        return np.concatenate(parts)
+        return np.concatenate(parts).repeat(self.repeats)
 
     def _mixed(self, block: int) -> Int64:
         """The sequences of one block of a mixture: exact shares so far, in an order of the seed."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import load_pretrained, local, materialize
+from hyper_parallel.backends.torch import data_share, load_pretrained, local, materialize
 from hyper_parallel.ir import Timeline
 from hyper_parallel.runtime import Deadlines, World, parallelize
 from hyper_parallel.trainer._files import write_text
@@ -24,6 +24,7 @@ from hyper_parallel.trainer._job import Job
 from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.engine._loop import Loop, SkipPolicy
 from hyper_parallel.trainer.engine._loss_scale import LossScale
@@ -39,6 +40,7 @@ from hyper_parallel.trainer.engine._offload_machine import Assumed
 from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
 from hyper_parallel.trainer.engine._optimizer import build_optimizer
 from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary, Trainer
+from hyper_parallel.trainer.stages._grpo import GrpoStage
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.data import Batches, StreamBatches
@@ -146,6 +148,7 @@ class TorchEngine:
             lambda: self.wishes(),
             self._seed,
             SkipPolicy(training.on_nonfinite == "skip", training.skip_grad_norm),
+            self._stage(),
         )
         self._seed(done + 1)
         if training.profile is not None and training.profile.start <= done:
@@ -280,6 +283,14 @@ class TorchEngine:
         if recipe.training.compile:
             compile_layers(model)
         return model
+
+    def _stage(self) -> GrpoStage | None:
+        recipe, plan = self._recipe, self._job.plan
+        if recipe.stage != "grpo":
+            return None
+        tokenizer = load_tokenizer(self._job.packed.tokenizer_dir)
+        rank, _ = data_share(self._model)
+        return GrpoStage(self._model, tokenizer, recipe.grpo, plan, recipe.training.seed, rank)
 
     def _seed(self, step: int) -> None:
         """Begin the random numbers of a step: a function of seed, rank and step."""

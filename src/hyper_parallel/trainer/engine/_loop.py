@@ -39,6 +39,7 @@ from hyper_parallel.trainer.loop import StepResult
 if TYPE_CHECKING:
     from hyper_parallel.runtime import World
     from hyper_parallel.trainer.data import Batches, StreamBatches
+    from hyper_parallel.trainer.stages._grpo import GrpoStage
 
 MOST_IN_A_ROW: Final = 20
 """Steps left out in a row that end the run; fewer overflows take the loss scale of float16 from 65536 to 1."""
@@ -157,6 +158,7 @@ class Loop:
         wishes: Whether this rank wants to stop, and to save, after the present step.
         seed: Begins the random numbers of a step.
         policy: Which steps are left out.
+        stage: Makes what is learned from in a step; None: the data.
     """
 
     model: nn.Module
@@ -170,6 +172,7 @@ class Loop:
     wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
     seed: Callable[[int], None] = lambda step: None
     policy: SkipPolicy = field(default_factory=lambda: SkipPolicy())
+    stage: GrpoStage | None = None
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
@@ -183,6 +186,10 @@ class Loop:
         self.seed(step)
         with self.gauge.step():
             inputs = self.inputs(batches, step, lr)
+            if self.stage is not None:
+                with self.recorder.span("rollout", "compute"):
+                    parts, count = self.stage.rollout(inputs.microbatches, step)
+                inputs = replace(inputs, microbatches=parts, valid_tokens=count)
             loss_sum, grad_norm = self.gradients(inputs)
             with self.recorder.span("loss", "communication"):
                 shared = self.share(loss_sum, self.gauge.peak_bytes(), grad_norm)
@@ -195,6 +202,8 @@ class Loop:
         self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
         result = read.result(int(inputs.valid_tokens), seconds, routing)
+        if self.stage is not None:
+            result = replace(result, rollout=self.stage.learned())
         skipped = self.policy.after(read, step)
         if self.scale is not None:
             result = replace(result, loss_scale=self.scale.value)
@@ -244,9 +253,19 @@ class Loop:
         """
         span = self.recorder.span
         scale = 1.0 if self.scale is None else self.scale.value
-        loss_sum = forward_backward(
-            self.model, inputs.microbatches, inputs.valid_tokens, span, scale=scale
-        )
+        if self.stage is None:
+            loss_sum = forward_backward(
+                self.model, inputs.microbatches, inputs.valid_tokens, span, scale=scale
+            )
+        else:
+            whole = forward_backward(
+                self.model,
+                inputs.microbatches,
+                span=span,
+                objective=self.stage.objective,
+                scale=scale,
+            )
+            loss_sum = whole / self.world.world_size  # every rank has the loss of the step
         with span("gradient norm", "communication"):
             if self.scale is not None:
                 grads = [p.grad for p in self.model.parameters() if p.grad is not None]

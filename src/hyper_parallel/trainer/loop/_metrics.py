@@ -43,6 +43,9 @@ class StepRecord:
     skipped: int | None = (
         None  # 1 when the step was left out: gradients overflowed or spiked; None where none can be
     )
+    rollout: dict[str, Any] | None = (
+        None  # rewards and lengths of completions; None where none are made
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class MetricsLog:
         self._draw(record.step, "train", {name: getattr(record, name) for name in names})
         self._draw(record.step, "offload", record.offload or {})
         self._draw(record.step, "routing", record.routing or {})
+        self._draw(record.step, "rollout", record.rollout or {})
 
     def evaluation(self, record: EvalRecord) -> None:
         """Append an evaluation."""
@@ -156,7 +160,9 @@ def log_line(record: StepRecord, steps: int, capacity_bytes: int) -> str:
     share = f" ({record.memory_bytes / capacity_bytes:.1%})" if capacity_bytes else ""
     parts = [
         f"step {record.step:>{width}}/{steps}",
-        f"loss {record.loss:.4f}",
+        f"loss {record.loss:.4f}"
+        if record.rollout is None
+        else f"reward {record.rollout['reward']:.4f}",
         f"grad_norm {record.grad_norm:.3f}",
         f"memory {format_bytes(record.memory_bytes)}{share}",
         f"tps {record.tps:,.0f}",

@@ -52,6 +52,9 @@ class StepResult:
     skipped: int | None = (
         None  # 1 when the step was left out: gradients overflowed or spiked; None where none can be
     )
+    rollout: dict[str, Any] | None = (
+        None  # rewards and lengths of completions; None where none are made
+    )
     stop: bool = False  # a rank wishes to end the run after this step
     save: bool = False  # a rank wishes a checkpoint after this step
 
@@ -270,7 +273,7 @@ class Trainer:
             tps=per_device,
             tflops=flops / 1e12,
             mfu=flops / plan.peak_flops if plan.peak_flops else 0.0,
-            pred_step_s=plan.step_s if self._job.on_topology else None,
+            pred_step_s=plan.step_s if self._job.on_topology and not result.rollout else None,
             **{k: v for k, v in asdict(result).items() if k not in ("stop", "save")},
         )
         for callback in self._callbacks:

@@ -1,0 +1,51 @@
+"""A recipe: all sections of one training run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hyper_parallel.config._sections import (
+    Checkpoint,
+    Data,
+    Grpo,
+    Model,
+    Moe,
+    Offload,
+    Parallel,
+    Section,
+    Training,
+)
+
+
+class Recipe(Section):
+    """One training run."""
+
+    # Factories: a default made here would build the validators of every section when this module is imported.
+
+    model: Model
+    """Which model."""
+    stage: Literal["pt", "sft", "grpo"] = "pt"
+    """Loss on every token (pt), on the assistant's tokens of conversations (sft), or the rewards of the model's own
+    answers to prompts (grpo)."""
+    data: Data = Field(default_factory=Data)
+    """What it reads."""
+    training: Training = Field(default_factory=Training)
+    """How it learns."""
+    parallel: Parallel = Field(default_factory=lambda: Parallel(auto=True))
+    """How it is spread over ranks."""
+    grpo: Grpo = Field(default_factory=Grpo)
+    """How completions are made and rewarded."""
+    moe: Moe = Field(default_factory=Moe)
+    """How tokens are routed to experts."""
+    offload: Offload = Field(default_factory=Offload)
+    """What leaves the device memory while nothing needs it."""
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """When it is saved."""
+    topology: str = "local"
+    """The machine: `local`, a preset, or a YAML file."""
+    output_dir: str = "runs/run"
+    """Where everything of the run is written."""
+    sample_prompt: str | None = None
+    """Text to continue after training; None: no sample."""

@@ -1,0 +1,195 @@
+"""Group relative policy optimisation: completions of a prompt are compared with each other, and rewarded.
+
+Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; the sum over tokens of the whole step divided once is that of
+DAPO, arXiv:2503.14476; without division by the standard deviation, Dr. GRPO, arXiv:2503.20783.
+
+One optimizer step per batch of completions, on the ranks that train, by the weights that sampled them (on-policy):
+
+    rollout   sample G completions of every prompt of the step, from the live model
+    reward    functions of the texts; advantage = (reward - mean of its group) / standard deviation of its group
+    learn     -sum over completion tokens of advantage x exp(logp - stopgrad(logp)), divided by the tokens of the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hyper_parallel.config import Grpo
+from hyper_parallel.ir import Plan
+from hyper_parallel.trainer.data import stop_ids
+from hyper_parallel.trainer.stages._rewards import reward_functions, score
+from hyper_parallel.trainer.stages._sampling import Completions, sample, uniform
+
+_IGNORED: Final = -100
+_SMALL: Final = 1e-4
+"""Added to the standard deviation of a group, as TRL does."""
+
+
+@dataclass
+class GrpoStage:
+    """Turns rows of prompts with answers into microbatches of completions with advantages.
+
+    Attributes:
+        model: The model that samples and learns.
+        tokenizer: Of the run.
+        settings: Section `grpo` of the recipe.
+        plan: The plan of the run.
+        seed: `training.seed`.
+        rank: Data-parallel rank.
+        record: What the last rollout was, equal on all ranks, for metrics.jsonl.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    settings: Grpo
+    plan: Plan
+    seed: int
+    rank: int
+    record: dict[str, Any] | None = None
+    _off: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rewards = reward_functions(self.settings.reward_funcs, "grpo.reward_funcs")
+        self._stops = stop_ids(self.tokenizer)
+        pad = self.tokenizer.pad_token_id
+        self._pad = self.tokenizer.eos_token_id if pad is None else pad
+
+    def rollout(
+        self, microbatches: list[dict[str, Tensor]], step: int
+    ) -> tuple[list[dict[str, Tensor]], int]:
+        """Complete the prompts of this rank's rows, reward the completions, and count their tokens.
+
+        Args:
+            microbatches: `input_ids` [B, S] and `shift_labels` [B, S] of rows that repeat every prompt
+                `num_generations` times in a row; the labels are the answer.
+            step: Optimizer step, from 1.
+
+        Returns:
+            Microbatches of the same shapes with `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S], and
+            the completion tokens of the whole step.
+        """
+        size = len(microbatches[0]["input_ids"])
+        ids = torch.cat([part["input_ids"] for part in microbatches])
+        labels = torch.cat([part["shift_labels"] for part in microbatches])
+        rows, device = len(ids), ids.device
+        answered = labels != _IGNORED
+        starts = (
+            answered.int().argmax(1) + 1
+        )  # the first label belongs to the token before the answer
+        at = torch.arange(ids.shape[1] + 1, device=device)
+        prompts = torch.nn.functional.pad(ids, (0, 1), value=self._pad)
+        prompts = torch.where(at < starts[:, None], prompts, self._pad)
+        length = self.settings.max_completion_length
+        draws = uniform(self.seed, step, self.rank * rows, rows, length)
+        made = sample(
+            self.model,
+            prompts,
+            starts,
+            stops=self._stops,
+            max_completion_length=length,
+            draws=torch.from_numpy(np.stack(list(draws))).to(device),
+            microbatch=size,
+        )
+        answers = [self._text(row[known]) for row, known in zip(labels, answered, strict=True)]
+        rewards, each = self._reward(made, starts, answers)
+        groups = torch.tensor(rewards, dtype=torch.float64, device=device).view(
+            -1, self.settings.num_generations
+        )
+        spread = groups.std(1, keepdim=True)
+        advantages = groups - groups.mean(1, keepdim=True)
+        if self.settings.scale_rewards:
+            advantages = advantages / (spread + _SMALL)
+        mine = (at >= starts[:, None]) & (at < made.ends[:, None])
+        lengths = (made.ends - starts).double()
+        shared = self._sum(
+            [
+                groups.sum(),
+                groups.square().sum(),
+                (spread == 0).sum(),
+                lengths.sum(),
+                made.stopped.sum(),
+                *each,
+            ]
+        )
+        total = rows * self.plan.strategy.dp
+        mean, squares, flat, tokens, stopped, *named = shared
+        self.record = {
+            "reward": mean / total,
+            "reward_std": max(squares / total - (mean / total) ** 2, 0.0) ** 0.5,
+            "groups_without_spread": flat / (total / self.settings.num_generations),
+            "completion_tokens": tokens / total,
+            "stopped": stopped / total,
+            **{
+                f"reward_{name.rpartition('.')[2]}": value / total
+                for name, value in zip(self.settings.reward_funcs, named, strict=True)
+            },
+        }
+        per_token = lengths.new_full((rows,), 1 / tokens)
+        if self.settings.loss_type == "grpo":
+            per_token = 1 / (total * lengths)
+        batch = {
+            "input_ids": made.tokens[:, :-1],
+            "shift_labels": torch.where(mine, made.tokens, _IGNORED)[:, 1:],
+            "advantages": advantages.view(-1),
+            "weights": torch.where(mine[:, 1:], per_token[:, None], 0.0),
+            "rollout_logprobs": made.logprobs[:, 1:],
+        }
+        self._off.clear()
+        cut = zip(*(tensor.split(size) for tensor in batch.values()), strict=True)
+        parts = [dict(zip(batch, part, strict=True)) for part in cut]
+        return parts, int(tokens)
+
+    def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """The loss of a microbatch, from [B, S] log-probabilities; its value is minus the mean advantage."""
+        # Of weights that sampled the batch the ratio is 1: its gradient is that of the log-probability.
+        ratio = (logprobs - logprobs.detach()).exp()
+        weights = batch["weights"] * batch["advantages"][:, None]
+        off = (logprobs.detach() - batch["rollout_logprobs"]) * (batch["weights"] > 0)
+        self._off.append(off.abs().max())
+        return -(ratio * weights.to(ratio.dtype)).sum()
+
+    def learned(self) -> dict[str, Any] | None:
+        """The record of the step, with the largest distance of a log-probability from the one it was sampled by."""
+        if self.record is not None and self._off:
+            self.record["logprob_error"] = float(torch.stack(self._off).max())
+        return self.record
+
+    def _text(self, ids: Tensor) -> str:
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+    def _reward(
+        self, made: Completions, starts: Tensor, answers: list[str]
+    ) -> tuple[list[float], list[Tensor]]:
+        """Weighted rewards of this rank's completions, and the sum of each function."""
+        spans = zip(made.tokens, starts.tolist(), made.ends.tolist(), strict=True)
+        texts = [(self._text(row[:start]), self._text(row[start:end])) for row, start, end in spans]
+        given = {
+            "prompts": [prompt for prompt, _ in texts],
+            "completions": [completion for _, completion in texts],
+            "answer": answers,
+        }
+        names = self.settings.reward_funcs
+        found = [score(n, f, given) for n, f in zip(names, self._rewards, strict=True)]
+        weights = self.settings.reward_weights or [1.0] * len(found)
+        whole = [
+            sum(w * r for w, r in zip(weights, row, strict=True))
+            for row in zip(*found, strict=True)
+        ]
+        return whole, [
+            torch.tensor(sum(one), dtype=torch.float64, device=starts.device) for one in found
+        ]
+
+    def _sum(self, values: list[Tensor]) -> list[float]:
+        """Sums over the data-parallel ranks; ranks that share rows count once."""
+        shared = torch.stack([value.double() for value in values])
+        if dist.is_initialized() and (size := dist.get_world_size()) > 1:
+            dist.all_reduce(shared)
+            shared /= size / self.plan.strategy.dp
+        return [float(value) for value in shared]

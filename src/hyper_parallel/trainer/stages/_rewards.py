@@ -1,0 +1,74 @@
+"""Rewards of completions: functions of texts, those below by name, a user's own by its dotted path.
+
+A function is called as `function(prompts=..., completions=..., answer=...)` with three lists of texts of one length and
+returns as many numbers: the form of TRL's reward functions (`GRPOTrainer`, `reward_funcs`), so that one serves both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from hyper_parallel.errors import BadValue
+from hyper_parallel.trainer._user_code import load_function
+
+Reward = Callable[..., Sequence[float]]
+
+
+def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """1 for a completion that is the answer, white space around both aside; else 0."""
+    return [float(c.strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
+
+
+def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """Share of characters up to the first wrong one, of the longer of completion and answer: 1 for the answer itself.
+
+    Graded, so that a model that has no right completion yet is told which are nearer.
+    """
+
+    def share(completion: str, right: str) -> float:
+        longest = max(len(completion), len(right))
+        pairs = zip(completion, right, strict=False)
+        equal = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(completion), len(right))
+        )
+        return equal / longest if longest else 1.0
+
+    return [share(c.strip(), a.strip()) for c, a in zip(completions, answer, strict=True)]
+
+
+REWARDS: Final[dict[str, Reward]] = {"exact_match": exact_match, "prefix_match": prefix_match}
+
+
+def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
+    """The functions of a recipe.
+
+    Args:
+        names: Names of this file, or dotted paths.
+        where: Origin of the names, for errors.
+
+    Raises:
+        NotImportable: HP109 when there is no such function.
+    """
+    return [REWARDS.get(name) or load_function(name, where, tuple(REWARDS)) for name in names]
+
+
+def score(name: str, function: Reward, texts: dict[str, list[str]]) -> list[float]:
+    """Rewards of one function, checked.
+
+    Raises:
+        BadValue: HP102 when it returns something else than a finite number for every completion.
+    """
+    given = list(function(**texts))
+    wanted = len(texts["completions"])
+    if len(given) != wanted or not all(
+        isinstance(r, int | float) and math.isfinite(r) for r in given
+    ):
+        raise BadValue(
+            "a reward function returns one finite number for every completion",
+            where=f"grpo.reward_funcs: {name}",
+            got=f"{len(given)} values, {given[:3]}",
+            allowed=f"{wanted} numbers",
+        )
+    return [float(r) for r in given]

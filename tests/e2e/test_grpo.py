@@ -1,0 +1,223 @@
+"""Reinforcement learning through the command: completions, rewards, advantages, and the same on every layout."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.errors import BadValue, Contradiction, NotImportable
+from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.stages._rewards import exact_match, prefix_match
+from hyper_parallel.trainer.stages._sampling import sample, uniform
+from tests.e2e.runs import CONFIG, rows, train
+
+pytestmark = pytest.mark.e2e
+
+OWN = '''
+def digits(prompts, completions, answer, **_):
+    """Share of the first three characters that are digits."""
+    assert all("+" in p for p in prompts), prompts
+    assert all(int(a) >= 0 for a in answer), answer
+    return [sum(c.isdigit() for c in text[:3]) / 3 for text in completions]
+
+def wrong(prompts, completions, answer):
+    return [float("nan")] * len(completions)
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("grpo")
+    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
+    sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for b in range(4)]
+    (place / "sums.jsonl").write_text("".join(json.dumps(s) + "\n" for s in sums))
+    (place / "own_rewards.py").write_text(OWN)
+    recipe = {
+        "model": {"path": "model.json"},
+        "stage": "grpo",
+        "data": {
+            "source": "sums.jsonl",
+            "seq_len": 56,
+            "packing": False,
+            "holdout": 0,
+            "vocab_size": 264,
+        },
+        "grpo": {
+            "num_generations": 4,
+            "max_completion_length": 3,
+            "reward_funcs": ["own_rewards.digits", "exact_match"],
+        },
+        "training": {
+            "steps": 3,
+            "dtype": "float64",
+            "tokens_per_step": 16 * 56,
+            "lr": 1e-2,
+            "microbatch": 4,
+        },
+        "parallel": {"dp_shard": 1},
+        "checkpoint": {"export": False},
+    }
+    (place / "recipe.yaml").write_text(json.dumps(recipe))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _here(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def records(out):
+    return [
+        (r["loss"], r["grad_norm"], r["valid_tokens"], r["rollout"])
+        for r in rows(out / "metrics.jsonl")
+    ]
+
+
+def test_layouts_sample_reward_and_learn_alike_and_a_resumed_run_goes_on(place):
+    train(place, place / "one")
+    one = records(place / "one")
+    assert [
+        r["rollout"]["groups_without_spread"] < 1 for r in rows(place / "one" / "metrics.jsonl")
+    ]
+    for name, layout in (
+        ("replicas", ["parallel.dp_shard=1", "parallel.dp_replicate=2"]),
+        ("tensor", ["parallel.dp_shard=1", "parallel.tp=2", "training.microbatch=8"]),
+    ):
+        train(place, place / name, *layout)
+        for mine, theirs in zip(records(place / name), one, strict=True):
+            assert mine[2] == theirs[2], "the same tokens were sampled"
+            assert mine[:2] == pytest.approx(theirs[:2], rel=1e-10, abs=1e-12)
+            for key, value in theirs[3].items():
+                assert mine[3][key] == pytest.approx(value, rel=1e-10, abs=1e-12), key
+    train(
+        place,
+        place / "shard",
+        "parallel.dp_shard=2",
+        "checkpoint.every=2",
+        "training.steps=2",
+        "training.lr_schedule=constant",
+    )
+    train(place, place / "shard", "parallel.dp_shard=1", "training.lr_schedule=constant")
+    assert records(place / "shard")[1][2] == one[1][2]
+    assert records(place / "shard")[1][3] == pytest.approx(one[1][3], rel=1e-10, abs=1e-12)
+    assert [r["step"] for r in rows(place / "shard" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_rewards_rise(place):
+    train(
+        place,
+        place / "rise",
+        "training.steps=30",
+        "training.dtype=float32",
+        "grpo.reward_funcs=[own_rewards.digits]",
+        "training.microbatch=16",
+        "training.tokens_per_step=3584",
+        "checkpoint.export=true",
+    )
+    rewards = [r["rollout"]["reward"] for r in rows(place / "rise" / "metrics.jsonl")]
+    assert max(rewards[:3]) < 0.2
+    assert min(rewards[-3:]) > 0.5
+
+
+def test_a_step_is_that_of_the_formula(place):
+    """Recompute a step in plain transformers from the same weights and the same draws."""
+    train(place, place / "zero", "training.steps=1", "training.lr=1e-30", "checkpoint.export=true")
+    export = place / "zero" / "export"
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float64)
+    keep_float64(model)
+    tokenizer = load_tokenizer(export)
+    ((_, norm, valid, record),) = records(place / "zero")
+    from hyper_parallel.config import load_recipe
+    from hyper_parallel.trainer._job import prepare_job
+
+    job = prepare_job(
+        load_recipe(place / "zero" / "config.yaml", ["checkpoint.resume=never"]), progress=False
+    )
+    order = job.train_batches().step_batch(0)
+    assert (order.reshape(4, 4) == order[::4, None]).all(), "groups of one prompt"
+    inputs, labels = job.packed.train.read(order)
+    draws = np.stack(list(uniform(0, 1, 0, 16, 3)))
+    total, rewards, terms = 0, [], []
+    stop = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    for row, label, drawn in zip(inputs, labels, draws, strict=True):
+        start = int((label != -100).argmax()) + 1
+        ids, made = list(row[:start]), []
+        for u in drawn:
+            probabilities = model(torch.tensor([ids])).logits[0, -1].softmax(-1).cumsum(-1)
+            token = int(torch.searchsorted(probabilities, u * probabilities[-1], right=True))
+            ids, made = [*ids, token], [*made, token]
+            if token in stop:
+                break
+        text = tokenizer.decode(made, skip_special_tokens=True)
+        answer = tokenizer.decode(label[label != -100], skip_special_tokens=True)
+        rewards.append(sum(c.isdigit() for c in text[:3]) / 3 + (text.strip() == answer.strip()))
+        logp = model(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+        terms.append(logp.gather(1, torch.tensor(made)[:, None]).sum())
+        total += len(made)
+    groups = np.array(rewards).reshape(4, 4)
+    advantages = (groups - groups.mean(1, keepdims=True)) / (
+        groups.std(1, ddof=1, keepdims=True) + 1e-4
+    )
+    objective = -sum(a * t for a, t in zip(advantages.ravel(), terms, strict=True)) / total
+    objective.backward()
+    grads = [p.grad.square().sum() for p in model.parameters()]
+    assert valid == total
+    assert record["reward"] == pytest.approx(groups.mean(), rel=1e-10)
+    assert norm == pytest.approx(float(torch.stack(grads).sum().sqrt()), rel=1e-10)
+    assert record["logprob_error"] < 1e-12
+
+
+def test_a_sequence_is_drawn_alike_in_any_batch(place):
+    torch.manual_seed(0)
+    from transformers import AutoConfig
+
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**CONFIG, "vocab_size": 264}), dtype=torch.float64
+    )
+    prompts = torch.randint(0, 264, (6, 12))
+    starts = torch.tensor([3, 5, 8, 11, 2, 9])
+    draws = torch.from_numpy(np.stack(list(uniform(7, 2, 0, 6, 4))))
+    made = sample(
+        model, prompts, starts, stops=[1], max_completion_length=4, draws=draws, microbatch=4
+    )
+    assert (made.ends <= 12).all()
+    assert (made.ends[~made.stopped] == (starts + 4).clamp(max=12)[~made.stopped]).all()
+    for i in range(6):
+        alone = sample(
+            model,
+            prompts[i : i + 1],
+            starts[i : i + 1],
+            stops=[1],
+            max_completion_length=4,
+            draws=draws[i : i + 1],
+            microbatch=1,
+        )
+        assert torch.equal(alone.tokens[0, : alone.ends[0]], made.tokens[i, : made.ends[i]])
+
+
+def test_rewards_by_name():
+    assert exact_match([" 12", "1", ""], answer=["12", "12", ""]) == [1.0, 0.0, 1.0]
+    assert prefix_match(["12", "13", "123", "2"], answer=["12"] * 4) == [1.0, 0.5, 2 / 3, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (["data.packing=true"], Contradiction, "one prompt in a sequence"),
+        (["parallel.pp=2"], Contradiction, "neither pipeline stages"),
+        (["grpo.num_generations=6"], Contradiction, "whole groups"),
+        (["stage=sft"], Contradiction, "no effect in another stage"),
+        (["grpo.reward_funcs=[own_rewards.none]"], NotImportable, "no such function"),
+        (["grpo.reward_weights=[1.0]"], Contradiction, "one weight for every reward"),
+        (["grpo.reward_funcs=[own_rewards.wrong]"], BadValue, "one finite number"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_what_does_not_go_together_is_refused_by_name(place, change, error, match):
+    with pytest.raises(error, match=match) as caught:
+        train(place, place / "refused", *change)
+    assert caught.value.hint or error in (NotImportable, BadValue)
+    assert not (place / "refused" / "checkpoints").exists()
