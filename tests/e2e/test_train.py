@@ -1,10 +1,12 @@
 """`hyper-parallel train` as a person calls it, on a model of 20 thousand parameters."""
 
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
 
+from hyper_parallel.backends.torch.tensor import _gradients
 from hyper_parallel.cli import application
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import (
@@ -13,6 +15,7 @@ from hyper_parallel.errors import (
     Contradiction,
     DegreesMismatch,
     HyperParallelError,
+    LayoutDiffers,
     LossNotFinite,
     ModelUnreadable,
     NoData,
@@ -25,6 +28,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.serde import decode
+from hyper_parallel.trainer.engine import _loop
 from tests.e2e.runs import (
     CURVE,
     assert_same_curve,
@@ -95,6 +99,41 @@ def test_two_ranks_write_a_whole_run_that_equals_one_rank(place, one_rank):
 
     model = AutoModelForCausalLM.from_pretrained(out / "export", dtype="auto")
     assert type(model).__name__ == "Qwen3ForCausalLM"
+
+
+def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(place, monkeypatch):
+    words = ("parity", str(place / "recipe.yaml"), "--steps=1")
+    degrees = ("parallel.tp=4", "parallel.pp=2", "parallel.cp=2")
+    shown = command(*words, *degrees).stdout
+    assert "note: tp_x=4 is 2 here" in shown
+    assert "pp=2 cp=2 tp_x=2 cp_kind=ring schedule=1f1b on 8 ranks" in shown
+    assert "equal to 1e-10: loss, gradient norm and 24 gradients of 1 steps" in shown
+
+    # Each rank keeps the part of a norm's gradient that its own tokens give.
+    monkeypatch.setattr(_gradients, "all_reduce", lambda x, *_: x)
+    with pytest.raises(
+        LayoutDiffers, match=r"`model.layers.0.self_attn.q_norm.weight` differs"
+    ) as caught:
+        command(*words, "parallel.tp=2")
+    assert "`model.layers.0.input_layernorm.weight`" in caught.value.others
+    assert not any("proj" in line for line in caught.value.others)
+    monkeypatch.undo()
+
+    # The mean over the tokens of a rank, where ranks have different numbers of them.
+    said = ["".join(chr(97 + i * j % 26) for j in range(1 + i * 7 % 31)) for i in range(64)]
+    lone = [{"instruction": "a", "output": text} for text in said]
+    (place / "uneven.json").write_text(json.dumps(lone))
+    uneven = ("stage=sft", f"data.source={place}/uneven.json", "data.packing=false")
+    command(*words, *uneven, "parallel.dp_replicate=2")
+    honest = _loop.forward_backward
+
+    def local_mean(model, parts, tokens, *rest, **more):
+        own = sum(int((part["shift_labels"] != -100).sum()) for part in parts)
+        return honest(model, parts, own * int(os.environ["WORLD_SIZE"]), *rest, **more)
+
+    monkeypatch.setattr(_loop, "forward_backward", local_mean)
+    with pytest.raises(LayoutDiffers, match=r"`model.embed_tokens.weight` differs"):
+        command(*words, *uneven, "parallel.dp_replicate=2")
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ from hyper_parallel.cli._doctor_command import doctor
 from hyper_parallel.cli._frame import build_app, run
 from hyper_parallel.cli._generate_command import generate
 from hyper_parallel.cli._init_command import init
+from hyper_parallel.cli._parity_command import parity
 from hyper_parallel.cli._plan_command import plan
 from hyper_parallel.cli._predict_command import predict
 from hyper_parallel.cli._report_command import report
 from hyper_parallel.cli._train_command import train
 
-_COMMANDS = (init, plan, train, generate, report, doctor, calibrate, predict)
+_COMMANDS = (init, plan, train, parity, generate, report, doctor, calibrate, predict)
 _GROUPS = (checkpoint, config)
 
 

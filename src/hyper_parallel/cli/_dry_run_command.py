@@ -87,11 +87,11 @@ def _print_rank(rank: TracedRank, result: DryRun, console: Console) -> None:
             f"peak of a step in {tier}: {format_bytes(peak.num_bytes)} ({peak.num_bytes:,} bytes), in "
             f"{peak.segment}, {peak.during}; plan predicts {format_bytes(plan.memory_bytes)}"
         )
-        memory = _table("live at the peak", "bytes >", "share >")
+        memory = table("live at the peak", "bytes >", "share >")
         for name, num_bytes in peak.breakdown.items():
             memory.add_row(name, format_bytes(num_bytes), f"{num_bytes / peak.num_bytes:.1%}")
         console.print(memory)
-        largest = _table("count >", "each >", "total >", "shape", "format", "made by", "holds")
+        largest = table("count >", "each >", "total >", "shape", "format", "made by", "holds")
         for t in peak.top:
             largest.add_row(
                 str(t.count), format_bytes(t.num_bytes), format_bytes(t.count * t.num_bytes),
@@ -108,19 +108,17 @@ def _print_collectives(rank: TracedRank, plan: Plan, console: Console) -> None:
     planned: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     for item in plan.collectives:
         planned[item.kind, item.axes, item.purpose] += item.sent_bytes
-    table = _table(
-        "collective", "axes", "purpose", "calls >", "sent by this rank >", "by formula >"
-    )
+    rows = table("collective", "axes", "purpose", "calls >", "sent by this rank >", "by formula >")
     for c in rank.collectives:
         expected = planned.get((c.kind, c.axes, c.purpose))
-        table.add_row(
+        rows.add_row(
             c.kind, " ".join(c.axes), c.purpose, f"{c.count:,}", format_bytes(c.sent_bytes),
             "" if expected is None else "equal" if expected == c.sent_bytes else format_bytes(expected),
         )  # fmt: skip
-    console.print(table)
+    console.print(rows)
 
 
-def _table(*columns: str) -> Table:
+def table(*columns: str) -> Table:
     """A plain table; columns that end in `>` are right-aligned."""
     from rich import box
     from rich.table import Table

@@ -172,6 +172,16 @@ class DumpUnreadable(HyperParallelError, code="HP623"):
     """
 
 
+class LayoutDiffers(HyperParallelError, code="HP624"):
+    """A layout does not compute what one rank computes: a loss or the gradient of a parameter differs.
+
+    `hyper-parallel parity` compares both in float64 on a small copy of the model, so this is no rounding: a layer has
+    a sharding rule that is wrong for it, code of the user depends on the rank, or this package has a defect. The first
+    parameter in the order of the model is named. Fix: replicate the module of that parameter by `parallel.rules`, or
+    leave out one axis after the other to see which one it is.
+    """
+
+
 class CheckpointCorrupt(HyperParallelError, code="HP701"):
     """A file of a checkpoint is missing, truncated or altered, and no older intact one exists.
 

@@ -12,6 +12,7 @@ _MODULES = {
     "_calibrate": ("calibrate_first_run", "calibrate_local"),
     "_dryrun": ("DryRun", "dry_run"),
     "_job": ("Job", "prepare_job", "rank_command", "under_torchrun"),
+    "_parity": ("Parity", "parity"),
     "_probe": ("short_step",),
     "_run": ("run_job", "write_sample"),
     "_trace": ("TracedRank", "differences", "trace_rank"),
