@@ -283,6 +283,43 @@ def test_degrees_that_do_not_fit_torchrun_are_refused(place, monkeypatch):
     assert caught.value.code == "HP301"
 
 
+def test_ranks_that_are_lost_again_and_again_are_planned_anew_on_fewer(
+    place, one_rank, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "losing.py").write_text(
+        "import os, signal\n"
+        "from hyper_parallel.trainer import Callback\n"
+        "class Lose(Callback):\n"
+        "    def on_step_end(self, step, row):\n"
+        "        if step == 2 and self.rank == 1:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("hyper_parallel.runtime._supervise._BACKOFF_S", 0.0)
+    elastic = ("parallel.dp_shard=2", "training.elastic=true", "checkpoint.every=1", *CURVE)
+    train(place, tmp_path / "run", *elastic, "training.max_restarts=2", "checkpoint.asynchronous=false",
+          "training.callbacks=[losing.Lose]")  # fmt: skip
+    assert "planned anew on 1 of 2 ranks" in caplog.text
+    assert_same_curve(curve(tmp_path / "run"), curve(one_rank))
+    assert Plan.load(tmp_path / "run" / "plan.json").strategy.world_size == 1
+
+    # Another launcher starts as many ranks as are left.
+    train(place, tmp_path / "node", *elastic, "training.steps=2")
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "-m",
+        "hyper_parallel",
+    )
+    with start(place, tmp_path / "node", *elastic, launcher=launcher) as process:
+        _, errors = process.communicate(timeout=110)
+    assert process.returncode == 0, errors
+    assert "step 2" in errors.partition("resumed from")[2]
+    assert_same_curve(curve(tmp_path / "node"), curve(one_rank))
+
+
 def test_torchrun_starts_the_same_run_and_again_when_a_rank_freezes(place, one_rank):
     (place / "freezing.py").write_text(
         "import os, signal\n"

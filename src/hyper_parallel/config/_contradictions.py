@@ -128,6 +128,13 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"set `training.decay_steps={steps - warmup}`",
             f"0..{steps - warmup}",
         )
+    if training.elastic and training.tokens_per_step is None:
+        clash(
+            "training.elastic",
+            "the tokens of a step have to be known for another number of ranks, too",
+            "elastic=true, tokens_per_step=null",
+            f"set `training.tokens_per_step={256 * data.seq_len}`, or `training.elastic=false`",
+        )
     window = training.profile
     if window is not None and window.start + window.steps - 1 > steps:
         clash(

@@ -212,6 +212,9 @@ class Training(Section):
     """The same in the first step of a process and outside of steps: start, evaluation, checkpoint, export."""
     max_restarts: int = Field(default=0, ge=0)
     """Times that lost ranks are started again from the newest checkpoint. torchrun has its own `--max-restarts`."""
+    elastic: bool = False
+    """Plan anew on fewer ranks where they are lost again before a restart has saved anything, and under torchrun on
+    as many as it has started. Needs `tokens_per_step`, which stays."""
     debug_collectives: bool = False
     """Compare the operation, shape and dtype of every collective of all ranks before it runs; slow."""
 

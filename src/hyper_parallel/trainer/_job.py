@@ -23,6 +23,7 @@ from hyper_parallel.config import (
 from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMissing
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import find_accelerators, load_topology
+from hyper_parallel.trainer._elastic import on_started
 from hyper_parallel.trainer._files import (
     check_writable,
     copy_files,
@@ -226,6 +227,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     from hyper_parallel.trainer.engine._offload_machine import check_offload
     from hyper_parallel.trainer.engine._optimizer import check_optimizer
 
+    loaded = on_started(loaded, started_ranks())
     recipe = loaded.recipe
     output_dir = Path(recipe.output_dir)
     check_writable(output_dir, "output_dir")

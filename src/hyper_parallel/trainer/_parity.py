@@ -229,7 +229,7 @@ def _small(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) 
                        "export": False},
     }  # fmt: skip
     sections = {k: getattr(recipe, k).model_copy(update=v) for k, v in update.items()}
-    plain = {"offload": Offload(), "output_dir": str(scratch / "run"), "topology": "local"}
+    plain = {"offload": Offload(), "output_dir": str(scratch / "run"), "topology": "local-cpu"}
     return recipe.model_copy(update={**sections, **plain, "sample_prompt": None})
 
 

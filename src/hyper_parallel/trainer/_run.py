@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -11,15 +12,19 @@ from pathlib import Path
 from typing import Final
 
 from hyper_parallel.backends.torch.memory import run_folder
+from hyper_parallel.config import LoadedRecipe
 from hyper_parallel.runtime import Deadlines, launch, with_restarts
 from hyper_parallel.topology import rank_threads
+from hyper_parallel.trainer._elastic import on_at_most
 from hyper_parallel.trainer._files import run_lock, write_text, written
 from hyper_parallel.trainer._generate import Generator, Sampling
-from hyper_parallel.trainer._job import Job, under_torchrun
+from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._signals import Interrupted, StopRequest
+from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
 
+_log = logging.getLogger(__name__)
 _NEW_TOKENS: Final = 160
 _TEMPERATURE: Final = 0.5
 """Below 1: a model of a few million parameters is surest of itself where it has learnt something."""
@@ -28,7 +33,8 @@ _TEMPERATURE: Final = 0.5
 def run_job(job: Job) -> Summary | None:
     """Train; returns rank 0's summary, None on the other ranks of torchrun.
 
-    Lost ranks are started again as often as the recipe says, and go on from the newest intact checkpoint.
+    Lost ranks are started again as often as the recipe says, and go on from the newest intact checkpoint; on fewer
+    ranks where the recipe is elastic and a restart saved nothing before ranks were lost again.
     SIGINT, SIGTERM and SIGHUP end the run after its present step with a checkpoint, a second one at once.
 
     Raises:
@@ -51,14 +57,30 @@ def run_job(job: Job) -> Summary | None:
             again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
             again = again and job.begun_since(_started_s(os.getppid()))
             return _finished(_train(replace(job, restarted=again), stop), stop)
-        start_s = time.time()
+        start_s, now, before = time.time(), job, 0
 
         def attempt(number: int) -> Summary | None:
-            again = number > 0 and job.begun_since(start_s)
+            nonlocal now, before
+            newest = max(steps(job.checkpoint_dir), default=0)
+            if number > 1 and newest == before:  # the restart before this one saved nothing
+                now = _on_fewer(now)
+            before, again = newest, number > 0 and job.begun_since(start_s)
             logs = job.output_dir / "logs" / (f"restart_{number}" if number else "")
-            return _train(replace(job, restarted=again), stop, logs)
+            return _train(replace(now, restarted=again), stop, logs)
 
         return _finished(with_restarts(attempt, job.recipe.training.max_restarts), stop)
+
+
+def _on_fewer(job: Job) -> Job:
+    """The run planned anew on fewer ranks; as it is where it is not elastic or has one."""
+    ranks = job.plan.strategy.world_size
+    if not job.recipe.training.elastic or ranks == 1:
+        return job
+    loaded = LoadedRecipe(job.recipe, {}, job.output_dir / "config.yaml")
+    fewer = prepare_job(on_at_most(loaded, ranks - 1), progress=False)
+    strategy = fewer.plan.strategy
+    _log.warning("planned anew on %d of %d ranks: %s", strategy.world_size, ranks, strategy)
+    return fewer
 
 
 def _train(job: Job, stop: StopRequest, logs: Path | None = None) -> Summary | None:
