@@ -10,7 +10,6 @@ from hyper_parallel.config._load_recipe import (
 )
 from hyper_parallel.config._problems import describe, leaves, of_file, validated
 from hyper_parallel.config._read import read_mapping
-from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
@@ -21,6 +20,7 @@ from hyper_parallel.config._sections import (
     Section,
     Training,
 )
+from hyper_parallel.config._whole_recipe import Recipe
 
 __all__ = [
     "DEGREES",

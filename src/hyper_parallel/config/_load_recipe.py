@@ -33,8 +33,8 @@ from hyper_parallel.config._problems import (
     validated,
 )
 from hyper_parallel.config._read import parse_yaml, read_mapping
-from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.config._sections import Parallel
+from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, UnknownKey
 
 DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")

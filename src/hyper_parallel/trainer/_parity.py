@@ -15,7 +15,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import handle, local
 from hyper_parallel.backends.torch.weights._initialise import canonical_name
-from hyper_parallel.config import LoadedRecipe, Offload, Parallel, Recipe
+from hyper_parallel.config import Grpo, LoadedRecipe, Offload, Parallel, Recipe
 from hyper_parallel.errors import Contradiction, HyperParallelError
 from hyper_parallel.ir import Strategy
 from hyper_parallel.model import read_config
@@ -40,7 +40,7 @@ _LEFT_OUT: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
 """Axes that are left out where there are too many, the ones that most layouts have in common first."""
 _MOST_WHOLE: Final = 50_000_000
 """Parameters of a model that is made shorter only, where the narrow one does not work."""
-_SEQ_LEN: Final = {"pt": 64, "sft": 512}
+_SEQ_LEN: Final = {"pt": 64, "sft": 512, "grpo": 512}
 _MICROBATCHES: Final = 4
 
 Steps = list[dict[str, float]]
@@ -228,7 +228,13 @@ def _small(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) 
         "checkpoint": {"every": 0, "every_minutes": 0.0, "keep_best": False, "resume": "never", "from_dir": None,
                        "export": False},
     }  # fmt: skip
-    sections = {k: getattr(recipe, k).model_copy(update=v) for k, v in update.items()}
+    sections: dict[str, Any] = {
+        k: getattr(recipe, k).model_copy(update=v) for k, v in update.items()
+    }
+    if (
+        recipe.stage == "grpo"
+    ):  # the answers of its data are learned from, as any layout would those of a rollout
+        sections |= {"stage": "sft", "grpo": Grpo()}
     plain = {"offload": Offload(), "output_dir": str(scratch / "run"), "topology": "local-cpu"}
     return recipe.model_copy(update={**sections, **plain, "sample_prompt": None})
 
