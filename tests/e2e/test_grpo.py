@@ -206,7 +206,7 @@ def test_rewards_by_name():
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        (["data.packing=true"], Contradiction, "one prompt in a sequence"),
+        (["data.packing=true"], Contradiction, "one conversation in a sequence"),
         (["parallel.pp=2"], Contradiction, "neither pipeline stages"),
         (["grpo.num_generations=6"], Contradiction, "whole groups"),
         (["stage=sft"], Contradiction, "no effect in another stage"),

@@ -13,6 +13,7 @@ from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
+    Dpo,
     Grpo,
     Model,
     Offload,
@@ -26,6 +27,7 @@ __all__ = [
     "DEGREES",
     "Checkpoint",
     "Data",
+    "Dpo",
     "Grpo",
     "LoadedRecipe",
     "Model",

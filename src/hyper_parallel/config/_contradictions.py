@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Final
 
 from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
+
+_COMPARED: Final = {"dpo": "pairs of answers", "grpo": "prompts with answers"}
+"""Stages that compare answers, and what they read."""
 
 
 def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
@@ -41,15 +45,17 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "a file or directory of conversations",
         )
 
-    if recipe.stage == "grpo":
-        _of_grpo(recipe, clash)
-    elif changed := sorted(recipe.grpo.model_dump(exclude_defaults=True)):
-        clash(
-            f"grpo.{changed[0]}",
-            f"`grpo.{changed[0]}` has no effect in another stage",
-            f"stage={recipe.stage}",
-            f"set `stage=grpo`, or leave out `grpo.{changed[0]}`",
-        )
+    if recipe.stage in _COMPARED:
+        _of_compared(recipe, clash)
+    for name, section in (("dpo", recipe.dpo), ("grpo", recipe.grpo)):
+        changed = sorted(section.model_dump(exclude_defaults=True))
+        if changed and recipe.stage != name:
+            clash(
+                f"{name}.{changed[0]}",
+                f"`{name}.{changed[0]}` has no effect in another stage",
+                f"stage={recipe.stage}",
+                f"set `stage={name}`, or leave out `{name}.{changed[0]}`",
+            )
 
     if not data.packing and data.mask_documents is not None:
         clash(
@@ -250,37 +256,36 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
     return found
 
 
-def _of_grpo(recipe: Recipe, clash: Callable[..., None]) -> None:
-    """What reinforcement learning needs of the other sections."""
-    data, p, grpo = recipe.data, recipe.parallel, recipe.grpo
+def _of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
+    """What stages that compare answers need of the other sections."""
+    data, p, grpo, stage = recipe.data, recipe.parallel, recipe.grpo, recipe.stage
     if data.source == "python-stdlib":
         clash(
             "data.source",
-            "`stage: grpo` needs prompts with answers, and the source text of the standard library has none",
-            "stage=grpo, data.source=python-stdlib",
-            "set `data.source=prompts.jsonl`, or `stage=pt`",
-            "a file or directory of records with `prompt` and `completion`, or of conversations",
+            f"`stage: {stage}` needs {_COMPARED[stage]}, and the source text of the standard library has none",
+            f"stage={stage}, data.source=python-stdlib",
+            "set `data.source=records.jsonl`, or `stage=pt`",
+            f"a file or directory with {_COMPARED[stage]}",
         )
-    for key, value, wanted in (
-        ("data.packing", data.packing, False),
-        ("data.streaming", data.streaming, False),
-        ("data.holdout", data.holdout, 0),
-        ("data.validation", data.validation, None),
-        ("offload", recipe.offload.on, False),
+    for key, value, wanted, hint in (
+        ("data.packing", data.packing, False, "data.packing=false"),
+        ("data.streaming", data.streaming, False, "data.streaming=false"),
+        ("data.holdout", data.holdout, 0, "data.holdout=0"),
+        ("data.validation", data.validation, None, "data.validation=null"),
+        ("data.max_bytes", data.max_bytes, None, "data.max_bytes=null"),
+        ("offload", recipe.offload.on, False, "offload.budget=null offload.max_slowdown=null"),
     ):
         if value != wanted:
-            name = "offload.budget=null offload.max_slowdown" if key == "offload" else key
-            text = "null" if wanted is None or key == "offload" else str(wanted).lower()
+            packed = key == "data.packing"
             clash(
                 key,
-                f"`stage: grpo` does not work with `{key}` yet"
-                if key != "data.packing"
-                else "`stage: grpo` has one prompt in a sequence",
+                f"`stage: {stage}` has one conversation in a sequence"
+                if packed
+                else f"`stage: {stage}` does not work with `{key}` yet",
                 f"{key}={str(value).lower()}",
-                f"set `{name}={text}`",
-                text,
+                f"set `{hint}`",
             )
-    if p.auto or p.pp > 1 or p.cp > 1:
+    if stage == "grpo" and (p.auto or p.pp > 1 or p.cp > 1):
         clash(
             "parallel",
             "`stage: grpo` samples with the layout that it trains with: neither pipeline stages nor cut sequences yet",

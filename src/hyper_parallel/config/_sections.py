@@ -48,7 +48,15 @@ class Model(Section):
 
 
 _Format = Literal[
-    "auto", "text", "jsonl", "parquet", "csv", "alpaca", "sharegpt", "prompt_completion"
+    "auto",
+    "text",
+    "jsonl",
+    "parquet",
+    "csv",
+    "alpaca",
+    "sharegpt",
+    "prompt_completion",
+    "preference",
 ]
 
 
@@ -312,6 +320,19 @@ class Grpo(Section):
     """Divide what a reward is above the mean of its group by the standard deviation of the group."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
     """dapo: every token of the step counts alike; grpo: every completion does."""
+
+
+class Dpo(Section):
+    """Learning from pairs of answers with `stage: dpo`."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"] = "sigmoid"
+    """sigmoid is DPO's own; orpo and simpo need no reference."""
+    beta: float = Field(default=0.1, gt=0)
+    """How much a pair's margin counts; the weight of the odds ratio for orpo."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of the pairs that may be labelled the wrong way round (sigmoid)."""
+    simpo_gamma: float = Field(default=0.5, ge=0)
+    """Margin that simpo wants."""
 
 
 class Checkpoint(Section):

@@ -9,6 +9,7 @@ from pydantic import Field
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
+    Dpo,
     Grpo,
     Model,
     Moe,
@@ -26,15 +27,17 @@ class Recipe(Section):
 
     model: Model
     """Which model."""
-    stage: Literal["pt", "sft", "grpo"] = "pt"
-    """Loss on every token (pt), on the assistant's tokens of conversations (sft), or the rewards of the model's own
-    answers to prompts (grpo)."""
+    stage: Literal["pt", "sft", "dpo", "grpo"] = "pt"
+    """Loss on every token (pt), on the assistant's tokens of conversations (sft), on which of two answers is preferred
+    (dpo), or on the rewards of the model's own answers to prompts (grpo)."""
     data: Data = Field(default_factory=Data)
     """What it reads."""
     training: Training = Field(default_factory=Training)
     """How it learns."""
     parallel: Parallel = Field(default_factory=lambda: Parallel(auto=True))
     """How it is spread over ranks."""
+    dpo: Dpo = Field(default_factory=Dpo)
+    """How pairs of answers are compared."""
     grpo: Grpo = Field(default_factory=Grpo)
     """How completions are made and rewarded."""
     moe: Moe = Field(default_factory=Moe)

@@ -125,6 +125,7 @@ class Job:
             fingerprint=self.packed.fingerprint,
             weights=self.packed.weights,
             repeats=self.recipe.grpo.num_generations if self.recipe.stage == "grpo" else 1,
+            together=2 if self.recipe.stage == "dpo" else 1,
         )
 
     def data_line(self) -> str:
@@ -132,7 +133,7 @@ class Job:
         batches, steps = self.train_batches(), self.recipe.training.steps
         if isinstance(batches, StreamBatches):
             return f"{self.recipe.data.source}, a stream; {steps:,} steps of {batches.sequences_per_step:,} sequences"
-        epochs = steps * batches.sequences_per_step / batches.repeats / batches.num_sequences
+        epochs = steps * batches.sequences_per_step / batches.unit / batches.num_sequences
         read = f"{steps:,} steps of {batches.sequences_per_step:,} are {epochs:.4g} epochs"
         parts = self.recipe.data.parts()
         total = sum(weight for _, weight in parts)
@@ -144,7 +145,7 @@ class Job:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
-        if held_out is None or self.recipe.stage == "grpo":
+        if held_out is None or self.recipe.stage in ("grpo", "dpo"):
             return None
         count = min(len(held_out), max(1, tokens // self.recipe.data.seq_len))
         if count == 0:
@@ -265,11 +266,11 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     if recipe.data.masks(recipe.stage):
         check_documents(model, loaded.where("data.mask_documents"))
     check_flow(model, plan)
-    if recipe.stage == "grpo":
-        _check_grpo(loaded, plan)
+    if recipe.stage in ("grpo", "dpo"):
+        _check_groups(loaded, plan)
     packed = prepare(
         recipe.data,
-        stage="sft" if recipe.stage == "grpo" else recipe.stage,  # both read prompts with answers
+        stage="sft" if recipe.stage == "grpo" else recipe.stage,  # both read answers to prompts
         model_path=recipe.model.path,
         seed=recipe.training.seed,
         progress=progress,
@@ -279,7 +280,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     job = Job(recipe, plan, packed, output_dir, weights, kept, _is_this_machine(recipe.topology))
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
-        rows = epochs * batches.num_sequences * batches.repeats
+        rows = epochs * batches.num_sequences * batches.unit
         steps = math.ceil(rows / batches.sequences_per_step)
         loaded = with_steps(loaded, steps)
         job = replace(job, recipe=loaded.recipe)
@@ -287,24 +288,31 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     return job
 
 
-def _check_grpo(loaded: LoadedRecipe, plan: Plan) -> None:
-    """Raise when a data rank has no whole groups of completions, or a reward is no function."""
+def _check_groups(loaded: LoadedRecipe, plan: Plan) -> None:
+    """Raise when ranks would not have whole groups of completions or pairs of answers, or a reward is no function."""
     from hyper_parallel.trainer.stages._rewards import reward_functions
 
-    settings, work = loaded.recipe.grpo, plan.workload
-    reward_functions(settings.reward_funcs, loaded.where("grpo.reward_funcs"))
-    rows, unit = (
-        (work.tokens_per_step or 0) // work.seq_len,
-        plan.strategy.dp * settings.num_generations,
-    )
-    if rows % unit:
-        better = max(1, round(rows / unit)) * unit * work.seq_len
+    recipe, work, dp = loaded.recipe, plan.workload, plan.strategy.dp
+    rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of answers"
+    if recipe.stage == "grpo":
+        size, what = recipe.grpo.num_generations, "groups of completions"
+        reward_functions(recipe.grpo.reward_funcs, loaded.where("grpo.reward_funcs"))
+    if rows % (size * dp):
+        better = max(1, round(rows / (size * dp))) * size * dp * work.seq_len
         raise Contradiction(
-            "every data-parallel rank needs whole groups of completions",
+            f"every data-parallel rank needs whole {what}",
             where=loaded.where("training.tokens_per_step"),
-            got=f"{rows} sequences, {plan.strategy.dp} data ranks, num_generations={settings.num_generations}",
-            allowed=f"a multiple of {unit} sequences",
+            got=f"{rows} sequences, {dp} data ranks, {size} in each",
+            allowed=f"a multiple of {size * dp} sequences",
             hint=f"training.tokens_per_step={better}",
+        )
+    if recipe.stage == "dpo" and (work.microbatch or 1) % 2:
+        raise Contradiction(
+            "both answers of a pair are in one microbatch",
+            where=loaded.where("training.microbatch"),
+            got=f"microbatch={work.microbatch}",
+            allowed="an even number",
+            hint="training.microbatch=2",
         )
 
 

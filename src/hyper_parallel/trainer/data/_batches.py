@@ -190,6 +190,8 @@ class Batches:
         weights: Shares of the sources of `JoinedSequences`, each of which is read at its own pace; none: all sequences
             are read equally often.
         repeats: Every sequence comes so many times in a row; a divisor of `sequences_per_step`.
+        together: So many neighbours on disk stay neighbours, and count as one sequence of `num_sequences`; a divisor
+            of `sequences_per_step` too.
 
     Raises:
         NoData: HP602 when there is no sequence.
@@ -207,27 +209,35 @@ class Batches:
         fingerprint: str = "",
         weights: Sequence[float] = (),
         repeats: int = 1,
+        together: int = 1,
     ) -> None:
         if sequences_per_step < 1:
             what = "a step must hold at least one sequence"
             raise BatchMismatch(what, got=sequences_per_step, allowed="1 or more")
         self.sequences = sequences
-        self.sequences_per_step, self.repeats = sequences_per_step, repeats
+        self.sequences_per_step = sequences_per_step
+        self._repeats, self._together = repeats, together
         self.seed = seed
         self.shuffle = shuffle
         self.tail = tail
         self.fingerprint = fingerprint
-        self.num_sequences = len(sequences) if limit is None else min(limit, len(sequences))
+        count = len(sequences) // together
+        self.num_sequences = count if limit is None else min(limit, count)
         if self.num_sequences == 0:
             raise NoData("there is no sequence to read", where=f"{sequences.split} data")
         # A limit takes sequences spread over the whole text, not the first ones: those may be one document.
         every = np.arange(self.num_sequences, dtype=np.int64)
-        self._picked = every * len(sequences) // self.num_sequences
+        self._picked = every * count // self.num_sequences
         self._origin = 0
         self._order: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
         self._shares = np.asarray(weights, np.float64) / sum(weights) if weights else None
         # Sequences of each source before every block of a mixture.
         self._before = [np.zeros(len(weights), np.int64)]
+
+    @property
+    def unit(self) -> int:
+        """Rows of a step for each of `num_sequences`."""
+        return self._repeats * self._together
 
     @property
     def steps_per_epoch(self) -> int:
@@ -242,7 +252,7 @@ class Batches:
             part = self._epoch(epoch)[within * size : (within + 1) * size]
             return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
         at, end = (self._origin + i * size for i in (step, step + 1))
-        at, end = at // self.repeats, end // self.repeats
+        at, end = at // self.unit, end // self.unit
         parts = []
         while at < end and self._shares is not None:
             block, within = divmod(at, _BLOCK)
@@ -252,7 +262,8 @@ class Batches:
             epoch, within = divmod(at, self.num_sequences)
             parts.append(self._epoch(epoch)[within : within + end - at])
             at += len(parts[-1])
-        return np.concatenate(parts).repeat(self.repeats)
+        found = np.concatenate(parts)[:, None] * self._together + np.arange(self._together)
+        return found.ravel().repeat(self._repeats)
 
     def _mixed(self, block: int) -> Int64:
         """The sequences of one block of a mixture: exact shares so far, in an order of the seed."""

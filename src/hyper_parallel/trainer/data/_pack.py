@@ -35,6 +35,7 @@ class Flat:
     tokens: NDArray[Any]  # [T], memory-mapped
     spans: list[slice]  # of every document
     learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
+    pairs: bool = False  # two neighbours are answers to one prompt
 
 
 def pack(
@@ -96,7 +97,8 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
                 learn_file.write(np.asarray(learn, np.bool_))
             advance(sum(d.num_bytes for d in batch))
         tokens = _map(tokens_file, dtype)
-        return Flat(tokens, spans, _map(learn_file, np.bool_) if stage == "sft" else None)
+        learn = None if stage == "pt" else _map(learn_file, np.bool_)
+        return Flat(tokens, spans, learn, pairs=stage == "dpo")
 
 
 def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
@@ -120,7 +122,7 @@ def encode(
     batch: list[Document], hf: Any, stage: str
 ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
     """Tokens of each document; of a conversation also whether the assistant wrote them."""
-    if stage == "sft":
+    if stage != "pt":
         for document in batch:
             yield encode_conversation(hf, document.messages, document.where)
         return
@@ -207,7 +209,10 @@ def write_rows(
             for at in range(s.start, s.stop - 1, seq_len)
         ]
     else:
-        used = [k for k in kept if learn[k.start + 1 : k.stop].any()]
+        counts = [bool(learn[k.start + 1 : k.stop].any()) for k in kept]
+        if flat.pairs:  # both or neither
+            counts = [counts[i] and counts[i ^ 1] for i in range(len(counts))]
+        used = [k for k, count in zip(kept, counts, strict=True) if count]
     lengths = [_length(s) - 1 for s in used]
     rows = first_fit(lengths, seq_len) if data.packing else [[i] for i in range(len(used))]
     inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)
@@ -227,11 +232,13 @@ def write_rows(
         np.save(path.with_name(f"{path.name}{name}.npy"), array)
     if learn is None:
         return []
-    counts = {
+    left_out = {
         f"cut to seq_len={seq_len}": sum(k != s for k, s in zip(kept, spans, strict=True)),
         "left out: no token of the assistant in them": len(kept) - len(used),
     }
-    return [f"{count} {path.name} conversations {what}" for what, count in counts.items() if count]
+    return [
+        f"{count} {path.name} conversations {what}" for what, count in left_out.items() if count
+    ]
 
 
 def fill_row(

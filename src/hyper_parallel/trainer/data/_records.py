@@ -77,13 +77,46 @@ class _Completion(BaseModel):
                 yield from _Sharegpt.model_construct(turns=part).exchanges()
 
 
-_CONVERSATIONS: Final[dict[str, tuple[type[_Sharegpt | _Alpaca | _Completion], str]]] = {
+class _Preference(BaseModel):
+    """Two answers to one prompt: of TRL (`prompt`), alpaca (`instruction`, `input`) or sharegpt (`conversations`)."""
+
+    system: str | None = None
+    prompt: str | list[_Turn] | None = None
+    turns: list[_Turn] = Field(default=[], validation_alias=AliasChoices(*_TURNS))
+    instruction: str = ""
+    input: str = ""
+    chosen: str | list[_Turn] | _Turn
+    rejected: str | list[_Turn] | _Turn
+
+    def exchanges(self, *, chosen: bool = True) -> Iterator[tuple[str, str]]:
+        """Role and content of every turn, with the answer that was chosen or the other one."""
+        question = "\n".join(t for t in (self.instruction, self.input) if t)
+        asked = self.turns if self.prompt is None else self.prompt
+        answer = self.chosen if chosen else self.rejected
+        # An answer of TRL's may hold the whole conversation.
+        whole = isinstance(answer, list) and len(answer) > 1
+        parts = [("user", question)] if question else [] if whole else [("user", asked)]
+        answer = [answer] if isinstance(answer, _Turn) else answer
+        for role, part in (*parts, ("assistant", answer)):
+            if isinstance(part, str):
+                yield role, part
+            else:
+                yield from _Sharegpt.model_construct(turns=part).exchanges()
+
+
+_CONVERSATIONS: Final[
+    dict[str, tuple[type[_Sharegpt | _Alpaca | _Completion | _Preference], str]]
+] = {
     "sharegpt": (
         _Sharegpt,
         "`conversations` with from and value, or `messages` with role and content",
     ),
     "alpaca": (_Alpaca, "instruction, output; optional: input, system, history"),
     "prompt_completion": (_Completion, "prompt, completion: texts or lists of turns"),
+    "preference": (
+        _Preference,
+        "chosen, rejected: texts, turns or lists of turns; prompt, instruction or conversations",
+    ),
 }
 """How a conversation is read, and what its record holds in words."""
 CONVERSATIONS: Final = frozenset(_CONVERSATIONS)
@@ -235,6 +268,8 @@ def shape_of(record: Record, text_key: str, where: str) -> str:
 
 
 def _conversation(record: Record) -> str | None:
+    if "chosen" in record and "rejected" in record:
+        return "preference"
     if any(isinstance(record.get(key), list) for key in _TURNS):
         return "sharegpt"
     if "instruction" in record and "output" in record:
@@ -257,8 +292,11 @@ def text_of(record: Record, text_key: str, where: str) -> str:
     )
 
 
-def messages_of(record: Record, shape: str, where: str) -> tuple[Message, ...]:
-    """Turns of a record with a conversation, the system's first; NoData (HP602) names the turn that is wrong."""
+def conversations_of(record: Record, shape: str, where: str) -> list[tuple[Message, ...]]:
+    """Turns of a record's conversation, the system's first; of a preference two, that with the chosen answer first.
+
+    NoData (HP602) names the turn that is wrong.
+    """
     model, allowed = _CONVERSATIONS[shape]
     try:
         read = model.model_validate({k: v for k, v in record.items() if v is not None})
@@ -275,5 +313,8 @@ def messages_of(record: Record, shape: str, where: str) -> tuple[Message, ...]:
         ) from error
     except RecursionError as error:
         raise NoData("values are nested too deep", where=where) from error
-    turns = [("system", read.system)] if read.system else []
-    return tuple({"role": r, "content": c} for r, c in (*turns, *read.exchanges()))
+    first = [("system", read.system)] if read.system else []
+    found = [read.exchanges()]
+    if isinstance(read, _Preference):
+        found.append(read.exchanges(chosen=False))
+    return [tuple({"role": r, "content": c} for r, c in (*first, *turns)) for turns in found]

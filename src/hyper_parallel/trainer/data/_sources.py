@@ -21,7 +21,7 @@ from hyper_parallel.trainer.data._records import (
     CONVERSATIONS,
     Message,
     Record,
-    messages_of,
+    conversations_of,
     read_records,
     shape_of,
     text_of,
@@ -131,7 +131,8 @@ class Source:
             if self.shape == "records":
                 yield Document(where, text_of(record, self.text_key, where))
             else:
-                yield Document(where, messages=messages_of(record, self.shape, where))
+                for messages in conversations_of(record, self.shape, where):
+                    yield Document(where, messages=messages)
 
     def _text_document(self, path: Path) -> Document | None:
         try:
@@ -181,13 +182,18 @@ def resolve(data: Data, stage: str) -> Source:
     files = _files(data) if table is None else []
     shape = _shape(files, table, data)
     source = Source(data.source, shape, tuple(files), data.text_key, data.max_bytes, table)
-    if stage == "sft" and not source.is_conversations:
+    pairs = shape == "preference"
+    if (stage == "dpo") != pairs or (stage == "sft" and not source.is_conversations):
+        wanted = {"dpo": "pairs of answers", "sft": "the assistant's turns"}.get(
+            stage, "one text each"
+        )
+        held = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
-            "`stage: sft` trains on the assistant's turns, and the source holds plain text",
+            f"`stage: {stage}` trains on {wanted}, and the source holds {held}",
             where=f"data.source: {data.source}",
-            got=f"stage=sft, records={shape}",
-            allowed="sharegpt, alpaca or prompt_completion records for sft; any format for pt",
-            hint="stage=pt",
+            got=f"stage={stage}, records={shape}",
+            allowed="preference records for dpo; sharegpt, alpaca or prompt_completion for sft; any other for pt",
+            hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
         )
     return source
 

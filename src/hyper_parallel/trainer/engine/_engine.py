@@ -40,6 +40,8 @@ from hyper_parallel.trainer.engine._offload_machine import Assumed
 from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
 from hyper_parallel.trainer.engine._optimizer import build_optimizer
 from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary, Trainer
+from hyper_parallel.trainer.stages import LearningStage
+from hyper_parallel.trainer.stages._dpo import DpoStage
 from hyper_parallel.trainer.stages._grpo import GrpoStage
 
 if TYPE_CHECKING:
@@ -148,8 +150,10 @@ class TorchEngine:
             lambda: self.wishes(),
             self._seed,
             SkipPolicy(training.on_nonfinite == "skip", training.skip_grad_norm),
-            self._stage(),
+            self._stage(done),
         )
+        if self._loop.stage is not None and done < training.steps:
+            self._loop.stage.begin(batches)
         self._seed(done + 1)
         if training.profile is not None and training.profile.start <= done:
             self._display.line("nothing is profiled: the window begins before the checkpoint")
@@ -284,13 +288,19 @@ class TorchEngine:
             compile_layers(model)
         return model
 
-    def _stage(self) -> GrpoStage | None:
-        recipe, plan = self._recipe, self._job.plan
-        if recipe.stage != "grpo":
-            return None
-        tokenizer = load_tokenizer(self._job.packed.tokenizer_dir)
-        rank, _ = data_share(self._model)
-        return GrpoStage(self._model, tokenizer, recipe.grpo, plan, recipe.training.seed, rank)
+    def _stage(self, done: int) -> LearningStage | None:
+        """What steps learn from, where it is not the tokens of the data."""
+        recipe, job, device = self._recipe, self._job, self._world.device
+        share, _ = data_share(self._model)
+        if recipe.stage == "grpo":
+            tokenizer = load_tokenizer(job.packed.tokenizer_dir)
+            seed = recipe.training.seed
+            return GrpoStage(self._model, tokenizer, recipe.grpo, job.plan, seed, share)
+        if recipe.stage == "dpo":
+            before = job.resume_dir.parent if done else None
+            out, writes = job.output_dir, self.rank == 0
+            return DpoStage(self._model, recipe.dpo, job.plan, share, writes, out, before, device)
+        return None
 
     def _seed(self, step: int) -> None:
         """Begin the random numbers of a step: a function of seed, rank and step."""

@@ -39,7 +39,7 @@ from hyper_parallel.trainer.loop import StepResult
 if TYPE_CHECKING:
     from hyper_parallel.runtime import World
     from hyper_parallel.trainer.data import Batches, StreamBatches
-    from hyper_parallel.trainer.stages._grpo import GrpoStage
+    from hyper_parallel.trainer.stages import LearningStage
 
 MOST_IN_A_ROW: Final = 20
 """Steps left out in a row that end the run; fewer overflows take the loss scale of float16 from 65536 to 1."""
@@ -172,7 +172,7 @@ class Loop:
     wishes: Callable[[], tuple[bool, bool]] = lambda: (False, False)
     seed: Callable[[int], None] = lambda step: None
     policy: SkipPolicy = field(default_factory=lambda: SkipPolicy())
-    stage: GrpoStage | None = None
+    stage: LearningStage | None = None
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
@@ -187,8 +187,9 @@ class Loop:
         with self.gauge.step():
             inputs = self.inputs(batches, step, lr)
             if self.stage is not None:
+                rows = batches.step_batch(step - 1).reshape(self.plan.strategy.dp, -1)[self._share]
                 with self.recorder.span("rollout", "compute"):
-                    parts, count = self.stage.rollout(inputs.microbatches, step)
+                    parts, count = self.stage.inputs(inputs.microbatches, rows, step)
                 inputs = replace(inputs, microbatches=parts, valid_tokens=count)
             loss_sum, grad_norm = self.gradients(inputs)
             with self.recorder.span("loss", "communication"):
@@ -203,7 +204,7 @@ class Loop:
         seconds = time.perf_counter() - start
         result = read.result(int(inputs.valid_tokens), seconds, routing)
         if self.stage is not None:
-            result = replace(result, rollout=self.stage.learned())
+            result = replace(result, **self.stage.record())
         skipped = self.policy.after(read, step)
         if self.scale is not None:
             result = replace(result, loss_scale=self.scale.value)
@@ -342,12 +343,16 @@ class Loop:
         with self.recorder.span("routing", "communication"):
             return count_routing(self.model)
 
+    @property
+    def _share(self) -> int:
+        """This data-parallel rank."""
+        at = self.plan.mesh.coordinate(self.world.rank)
+        return at["dp_replicate"] * self.plan.strategy.dp_shard + at["dp_shard"]
+
     def _fetch(self, batches: Batches | StreamBatches, index: int, lr: float = 0.0) -> StepInputs:
-        coordinate, strategy = self.plan.mesh.coordinate(self.world.rank), self.plan.strategy
-        rank = coordinate["dp_replicate"] * strategy.dp_shard + coordinate["dp_shard"]
-        microbatch = self.plan.workload.microbatch or 1
-        rounds = batches.sequences_per_step // (strategy.dp * microbatch)
-        parts = batches.microbatches(index, rank, strategy.dp, microbatch, rounds)
+        dp, microbatch = self.plan.strategy.dp, self.plan.workload.microbatch or 1
+        rounds = batches.sequences_per_step // (dp * microbatch)
+        parts = batches.microbatches(index, self._share, dp, microbatch, rounds)
         tensors = [
             {
                 name: torch.from_numpy(array).to(self.world.device, non_blocking=True)

@@ -43,9 +43,8 @@ class StepRecord:
     skipped: int | None = (
         None  # 1 when the step was left out: gradients overflowed or spiked; None where none can be
     )
-    rollout: dict[str, Any] | None = (
-        None  # rewards and lengths of completions; None where none are made
-    )
+    rollout: dict[str, Any] | None = None  # rewards and lengths of completions
+    preference: dict[str, Any] | None = None  # scores of pairs of answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +99,7 @@ class MetricsLog:
         self._draw(record.step, "offload", record.offload or {})
         self._draw(record.step, "routing", record.routing or {})
         self._draw(record.step, "rollout", record.rollout or {})
+        self._draw(record.step, "preference", record.preference or {})
 
     def evaluation(self, record: EvalRecord) -> None:
         """Append an evaluation."""

@@ -52,9 +52,8 @@ class StepResult:
     skipped: int | None = (
         None  # 1 when the step was left out: gradients overflowed or spiked; None where none can be
     )
-    rollout: dict[str, Any] | None = (
-        None  # rewards and lengths of completions; None where none are made
-    )
+    rollout: dict[str, Any] | None = None  # rewards and lengths of completions
+    preference: dict[str, Any] | None = None  # scores of pairs of answers
     stop: bool = False  # a rank wishes to end the run after this step
     save: bool = False  # a rank wishes a checkpoint after this step
 

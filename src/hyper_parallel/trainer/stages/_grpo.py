@@ -18,14 +18,14 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data import stop_ids
 from hyper_parallel.trainer.stages._rewards import reward_functions, score
-from hyper_parallel.trainer.stages._sampling import Completions, sample, uniform
+from hyper_parallel.trainer.stages._sampling import Completions, added, largest, sample, uniform
 
 _IGNORED: Final = -100
 _SMALL: Final = 1e-4
@@ -43,7 +43,6 @@ class GrpoStage:
         plan: The plan of the run.
         seed: `training.seed`.
         rank: Data-parallel rank.
-        record: What the last rollout was, equal on all ranks, for metrics.jsonl.
     """
 
     model: nn.Module
@@ -52,7 +51,7 @@ class GrpoStage:
     plan: Plan
     seed: int
     rank: int
-    record: dict[str, Any] | None = None
+    _record: dict[str, Any] = field(default_factory=dict)
     _off: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,24 +60,21 @@ class GrpoStage:
         pad = self.tokenizer.pad_token_id
         self._pad = self.tokenizer.eos_token_id if pad is None else pad
 
-    def rollout(
-        self, microbatches: list[dict[str, Tensor]], step: int
+    def begin(self, batches: Any) -> None:
+        """Nothing is prepared."""
+
+    def inputs(
+        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int]:
         """Complete the prompts of this rank's rows, reward the completions, and count their tokens.
 
-        Args:
-            microbatches: `input_ids` [B, S] and `shift_labels` [B, S] of rows that repeat every prompt
-                `num_generations` times in a row; the labels are the answer.
-            step: Optimizer step, from 1.
-
-        Returns:
-            Microbatches of the same shapes with `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S], and
-            the completion tokens of the whole step.
+        Rows repeat every prompt `num_generations` times in a row, and their labels are the answer. The microbatches
+        returned have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S] beside the completions.
         """
         size = len(microbatches[0]["input_ids"])
         ids = torch.cat([part["input_ids"] for part in microbatches])
         labels = torch.cat([part["shift_labels"] for part in microbatches])
-        rows, device = len(ids), ids.device
+        count, device = len(ids), ids.device
         answered = labels != _IGNORED
         starts = (
             answered.int().argmax(1) + 1
@@ -87,7 +83,7 @@ class GrpoStage:
         prompts = torch.nn.functional.pad(ids, (0, 1), value=self._pad)
         prompts = torch.where(at < starts[:, None], prompts, self._pad)
         length = self.settings.max_completion_length
-        draws = uniform(self.seed, step, self.rank * rows, rows, length)
+        draws = uniform(self.seed, step, self.rank * count, count, length)
         made = sample(
             self.model,
             prompts,
@@ -118,9 +114,9 @@ class GrpoStage:
                 *each,
             ]
         )
-        total = rows * self.plan.strategy.dp
+        total = count * self.plan.strategy.dp
         mean, squares, flat, tokens, stopped, *named = shared
-        self.record = {
+        self._record = {
             "reward": mean / total,
             "reward_std": max(squares / total - (mean / total) ** 2, 0.0) ** 0.5,
             "groups_without_spread": flat / (total / self.settings.num_generations),
@@ -131,7 +127,7 @@ class GrpoStage:
                 for name, value in zip(self.settings.reward_funcs, named, strict=True)
             },
         }
-        per_token = lengths.new_full((rows,), 1 / tokens)
+        per_token = lengths.new_full((count,), 1 / tokens)
         if self.settings.loss_type == "grpo":
             per_token = 1 / (total * lengths)
         batch = {
@@ -155,11 +151,10 @@ class GrpoStage:
         self._off.append(off.abs().max())
         return -(ratio * weights.to(ratio.dtype)).sum()
 
-    def learned(self) -> dict[str, Any] | None:
-        """The record of the step, with the largest distance of a log-probability from the one it was sampled by."""
-        if self.record is not None and self._off:
-            self.record["logprob_error"] = float(torch.stack(self._off).max())
-        return self.record
+    def record(self) -> dict[str, Any]:
+        """The rollout, with the largest distance of a log-probability from the one it was sampled by."""
+        error = largest(torch.stack(self._off).max())
+        return {"rollout": {**self._record, "logprob_error": error}}
 
     def _text(self, ids: Tensor) -> str:
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
@@ -188,8 +183,5 @@ class GrpoStage:
 
     def _sum(self, values: list[Tensor]) -> list[float]:
         """Sums over the data-parallel ranks; ranks that share rows count once."""
-        shared = torch.stack([value.double() for value in values])
-        if dist.is_initialized() and (size := dist.get_world_size()) > 1:
-            dist.all_reduce(shared)
-            shared /= size / self.plan.strategy.dp
-        return [float(value) for value in shared]
+        ranks = self.plan.strategy.world_size / self.plan.strategy.dp
+        return [value / ranks for value in added(torch.stack([v.double() for v in values]))]

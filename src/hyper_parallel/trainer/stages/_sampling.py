@@ -63,7 +63,7 @@ def sample(
     model.eval()
     for drawn in draws.unbind(1):
         # All ranks take part in the collectives of a pass, so they end together.
-        width = _largest(torch.where(stopped | (ends >= limit), 0, ends))
+        width = int(largest(torch.where(stopped | (ends >= limit), 0, ends).max()))
         if width == 0:
             break
         for rows in torch.arange(len(tokens), device=tokens.device).split(microbatch):
@@ -84,12 +84,19 @@ def sample(
     return Completions(tokens, ends, logprobs, stopped)
 
 
-def _largest(values: Tensor) -> int:
+def largest(value: Tensor) -> float:
     """The largest of all ranks' values."""
-    most = values.max()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def added(values: Tensor) -> list[float]:
+    """Sums over all ranks."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    found: list[float] = values.tolist()
+    return found
 
 
 def uniform(seed: int, step: int, first: int, rows: int, length: int) -> Iterator[np.ndarray]:

@@ -1,0 +1,223 @@
+"""Pairs of answers through the command: the losses of the papers, the reference, and the same on every layout."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
+
+import hyper_parallel as hp
+from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.config import Dpo, load_recipe
+from hyper_parallel.errors import CheckpointMismatch, Contradiction
+from hyper_parallel.trainer._job import prepare_job
+from hyper_parallel.trainer.data._records import conversations_of, shape_of
+from hyper_parallel.trainer.stages._dpo import DpoStage
+from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
+
+pytestmark = pytest.mark.e2e
+
+CONSTANT = ("training.lr_schedule=constant", "checkpoint.export=true")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("dpo")
+    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
+    pairs = [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"}
+        for a in range(4)
+        for b in range(3)
+    ]
+    (place / "pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
+    (place / "plain.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)
+    recipe = {
+        "model": {"path": "model.json"},
+        "stage": "dpo",
+        "data": {
+            "source": "pairs.jsonl",
+            "seq_len": 64,
+            "packing": False,
+            "holdout": 0,
+            "vocab_size": 264,
+        },
+        "training": {
+            "steps": 3,
+            "dtype": "float64",
+            "tokens_per_step": 8 * 64,
+            "lr": 1e-2,
+            "microbatch": 2,
+        },
+        "parallel": {"dp_shard": 1},
+        "checkpoint": {"export": False},
+    }
+    (place / "recipe.yaml").write_text(json.dumps(recipe))
+    return place
+
+
+def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_reference(place):
+    train(place, place / "one", *CONSTANT)
+    one = rows(place / "one" / "metrics.jsonl")
+    assert one[0]["loss"] == pytest.approx(math.log(2), rel=1e-12), "the model is its reference"
+    assert one[0]["preference"]["accuracy"] == 0
+    assert one[-1]["preference"]["accuracy"] > 0.5
+    train(
+        place,
+        place / "four",
+        *CONSTANT,
+        "parallel.pp=2",
+        "parallel.cp=2",
+        "checkpoint.every=2",
+        "training.steps=2",
+    )
+    train(
+        place,
+        place / "four",
+        *CONSTANT,
+        "parallel.dp_shard=2",
+        "parallel.tp=2",
+        "checkpoint.every=2",
+    )
+    four = rows(place / "four" / "metrics.jsonl")
+    assert_same_curve(curve(place / "four"), curve(place / "one"))
+    for mine, theirs in zip(four, one, strict=True):
+        assert mine["valid_tokens"] == theirs["valid_tokens"]
+        assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
+    (place / "four" / "reference.npy").unlink()
+    with pytest.raises(CheckpointMismatch, match="no reference"):
+        train(place, place / "four", *CONSTANT, "training.steps=4")
+
+
+def test_the_second_step_is_that_of_plain_transformers(place):
+    def exported(name, *changes):
+        train(
+            place, place / name, "checkpoint.export=true", "training.lr_schedule=constant", *changes
+        )
+        model = AutoModelForCausalLM.from_pretrained(place / name / "export", dtype=torch.float64)
+        keep_float64(model)
+        return model
+
+    before = exported("before", "training.steps=1", "training.lr=1e-30")
+    after = exported("after", "training.steps=1")
+    train(place, place / "both", "training.lr_schedule=constant", "training.steps=2")
+    job = prepare_job(
+        load_recipe(place / "both" / "config.yaml", ["checkpoint.resume=never"]), progress=False
+    )
+    ids, labels = (
+        torch.from_numpy(a) for a in job.packed.train.read(job.train_batches().step_batch(1))
+    )
+    mask = labels != -100
+
+    def logp(model):
+        logits = model(input_ids=ids).logits.log_softmax(-1)
+        picked = logits.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return (picked * mask).sum(-1)
+
+    with torch.no_grad():
+        ratio = logp(after) - logp(before)
+    loss = -logsigmoid(0.1 * (ratio[0::2] - ratio[1::2])).mean()
+    second = rows(place / "both" / "metrics.jsonl")[1]
+    assert second["loss"] == pytest.approx(float(loss), rel=1e-10)
+    assert second["valid_tokens"] == int(mask.sum())
+
+
+def test_losses_are_those_of_their_papers():
+    model = torch.nn.Linear(2, 2)
+    workload = hp.Workload(seq_len=4, tokens_per_step=16, microbatch=4)
+    plan = hp.plan_of(model, "", workload)
+    torch.manual_seed(0)
+    logps = -torch.rand(4, 4, dtype=torch.float64)
+    labels = torch.tensor(
+        [[1, 1, 1, -100], [1, 1, -100, -100], [1, 1, 1, 1], [1, -100, -100, -100]]
+    )
+    logps = (logps * (labels != -100)).requires_grad_()
+    reference = torch.tensor([-1.0, -2.0, -0.5, -0.3], dtype=torch.float64)
+    c, r = logps.sum(-1)[0::2], logps.sum(-1)[1::2]
+    mc, mr = c / torch.tensor([3, 4]), r / torch.tensor([2, 1])
+    h = (c - reference[0::2]) - (r - reference[1::2])
+    per_token = (c - reference[0::2]) / torch.tensor([3, 4]) - (r - reference[1::2]) / torch.tensor(
+        [2, 1]
+    )
+    odds = (mc - torch.log(1 - mc.exp())) - (mr - torch.log(1 - mr.exp()))
+    wanted = {
+        "sigmoid": -0.9 * logsigmoid(0.2 * h) - 0.1 * logsigmoid(-0.2 * h),
+        "hinge": torch.clamp(1 - 0.2 * h, min=0),
+        "ipo": (per_token - 1 / 0.4) ** 2,
+        "simpo": -logsigmoid(0.2 * (mc - mr) - 0.5),
+        "orpo": -mc - 0.2 * logsigmoid(odds),
+    }
+    for name, losses in wanted.items():
+        smooth = 0.1 if name == "sigmoid" else 0.0
+        settings = Dpo(loss_type=name, beta=0.2, label_smoothing=smooth)
+        stage = DpoStage(model, settings, plan, 0, False, None, None, torch.device("cpu"))
+        given = {"shift_labels": labels} | (
+            {} if name in ("orpo", "simpo") else {"reference": reference}
+        )
+        assert stage.objective(logps, given).item() == pytest.approx(
+            losses.mean().item(), rel=1e-12
+        ), name
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+        {
+            "chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+            "rejected": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}],
+        },
+        {
+            "prompt": [{"role": "user", "content": "q"}],
+            "chosen": [{"role": "assistant", "content": "a"}],
+            "rejected": [{"role": "assistant", "content": "b"}],
+        },
+    ],
+    ids=["prompt", "alpaca", "sharegpt", "whole conversations", "turns"],
+)
+def test_pairs_are_read_in_the_formats_of_trl_and_llamafactory(record):
+    assert shape_of(record, "text", "here") == "preference"
+    asked = {"role": "user", "content": "q"}
+    assert conversations_of(record, "preference", "here") == [
+        (asked, {"role": "assistant", "content": answer}) for answer in "ab"
+    ]
+
+
+def test_what_does_not_go_together_is_refused_by_name(place):
+    for change, match in (
+        (
+            f"data.source={place / 'plain.jsonl'}",
+            "trains on pairs of answers, and the source holds conversations",
+        ),
+        ("stage=sft", "the source holds pairs"),
+        ("training.microbatch=1", "in one microbatch"),
+        ("training.tokens_per_step=192", "whole pairs"),
+        ("data.holdout=0.1", "does not work with `data.holdout`"),
+    ):
+        with pytest.raises(Contradiction, match=match):
+            train(
+                place,
+                place / "refused",
+                change,
+                *(["training.microbatch=1"] if "192" in change else []),
+            )
+
+
+def test_pairs_stay_neighbours_in_every_order(place):
+    job = prepare_job(
+        load_recipe(place / "recipe.yaml", [f"output_dir={place / 'order'}"]), progress=False
+    )
+    batches = job.train_batches()
+    assert batches.num_sequences == 12
+    seen = np.concatenate([batches.step_batch(i) for i in range(3)]).reshape(-1, 2)
+    assert (seen[:, 1] == seen[:, 0] + 1).all()
+    assert (seen[:, 0] % 2 == 0).all()
+    assert len(set(seen[:, 0])) == 12
