@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from hyper_parallel.errors import BadValue, CollectiveMismatch, Contradiction, NotImportable
+from hyper_parallel.errors import (
+    BadValue,
+    CollectiveMismatch,
+    Contradiction,
+    NotImportable,
+    RanksDisagree,
+)
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
@@ -131,6 +139,29 @@ def test_collectives_that_do_not_fit_are_named_when_the_recipe_asks(place: Path)
         )  # fmt: skip
     assert "Detected mismatch between collectives on ranks" in found.value.what
     assert [row["step"] for row in rows(place / "out" / "metrics.jsonl")] == [1]
+
+
+def test_a_rank_that_computes_other_bits_is_named(place: Path, monkeypatch) -> None:
+    checked = ("training.check_ranks_every=2", "training.deterministic=true", "training.steps=3")
+    train(place, place / "plain", "parallel.dp_shard=2", "training.steps=3")
+    train(place, place / "checked", *checked, "parallel.dp_shard=2")
+    assert curve(place / "checked") == curve(place / "plain")
+
+    forward, calls = Qwen3MLP.forward, []
+
+    def faulty(self, x):
+        """Rank 1 adds the least bit, of three ranks always, of two from time to time."""
+        calls.append(x)
+        y = forward(self, x)
+        bad = os.environ["RANK"] == "1" and (os.environ["WORLD_SIZE"] == "3" or len(calls) % 5 == 0)
+        return y * (1 + 2**-52) if bad else y
+
+    monkeypatch.setattr(Qwen3MLP, "forward", faulty)
+    three = ("parallel.dp_shard=3", "training.tokens_per_step=96")
+    for ranks, how in ((three, "the other ranks agree"), (("parallel.dp_shard=2",), "a repeat on")):
+        with pytest.raises(RanksDisagree, match=rf"rank 1 computed other bits .*; {how}") as found:
+            train(place, place / how, *checked, *ranks)
+        assert found.value.where == "step 2"
 
 
 def test_float16_scales_the_loss_and_a_resumed_run_goes_on_with_its_scale(place: Path) -> None:

@@ -141,6 +141,14 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "elastic=true, tokens_per_step=null",
             f"set `training.tokens_per_step={256 * data.seq_len}`, or `training.elastic=false`",
         )
+    if training.check_ranks_every and (offload.on or not training.deterministic):
+        wanted = "offload.budget=null" if offload.on else "training.deterministic=true"
+        clash(
+            "training.check_ranks_every",
+            "ranks are compared bit for bit, which needs deterministic kernels and no memory plan",
+            f"deterministic={str(training.deterministic).lower()}, offload={'on' if offload.on else 'off'}",
+            f"set `{wanted}`, or `training.check_ranks_every=0`",
+        )
     window = training.profile
     if window is not None and window.start + window.steps - 1 > steps:
         clash(

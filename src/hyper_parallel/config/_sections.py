@@ -223,6 +223,9 @@ class Training(Section):
     elastic: bool = False
     """Plan anew on fewer ranks where they are lost again before a restart has saved anything, and under torchrun on
     as many as it has started. Needs `tokens_per_step`, which stays."""
+    check_ranks_every: int = Field(default=0, ge=0)
+    """Steps between comparisons of all data-parallel ranks on the same microbatches, bit for bit, which cost a step;
+    0: never. Needs `deterministic`."""
     debug_collectives: bool = False
     """Compare the operation, shape and dtype of every collective of all ranks before it runs; slow."""
 

@@ -182,6 +182,16 @@ class LayoutDiffers(HyperParallelError, code="HP624"):
     """
 
 
+class RanksDisagree(HyperParallelError, code="HP625"):
+    """A data-parallel rank computed other bits than the others from the same microbatches.
+
+    Found by `training.check_ranks_every`: a defective device gives wrong numbers that nothing else shows. The rank in
+    the minority is named; of two, the one whose repeat differs from its first time. Where no repeat differs, both are
+    named: their software or device may be of two kinds. Fix: leave out the device, and go on from a checkpoint that
+    was saved before ranks last agreed.
+    """
+
+
 class CheckpointCorrupt(HyperParallelError, code="HP701"):
     """A file of a checkpoint is missing, truncated or altered, and no older intact one exists.
 

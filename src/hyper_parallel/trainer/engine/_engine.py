@@ -25,6 +25,7 @@ from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf
 from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.engine._check_ranks import check_ranks
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.engine._loop import Loop, SkipPolicy
 from hyper_parallel.trainer.engine._loss_scale import LossScale
@@ -177,7 +178,12 @@ class TorchEngine:
 
         Raises:
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
+            RanksDisagree: HP625 when `check_ranks_every` finds a rank that computes something else.
         """
+        every, plan = self._recipe.training.check_ranks_every, self._job.plan
+        if every and step % every == 0:
+            shared = self._loop.inputs(batches, step, lr, share=0)
+            check_ranks(self._model, plan, shared.microbatches, int(shared.valid_tokens), step)
         with self._profiled(step):
             return (self._planned or self._loop).step(step, batches, lr)
 

@@ -241,10 +241,12 @@ class Loop:
         self.model.train()
         return mean, int(inputs.valid_tokens)
 
-    def inputs(self, batches: Batches | StreamBatches, step: int, lr: float) -> StepInputs:
-        """What this rank reads in a step, counted from 1."""
+    def inputs(
+        self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None
+    ) -> StepInputs:
+        """What this rank, or the data-parallel rank `share`, reads in a step, counted from 1."""
         with self.recorder.span("data", "data"):
-            return self._fetch(batches, step - 1, lr)
+            return self._fetch(batches, step - 1, lr, share)
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Forward, backward and clipping of one step; reads no value.
@@ -349,10 +351,17 @@ class Loop:
         at = self.plan.mesh.coordinate(self.world.rank)
         return at["dp_replicate"] * self.plan.strategy.dp_shard + at["dp_shard"]
 
-    def _fetch(self, batches: Batches | StreamBatches, index: int, lr: float = 0.0) -> StepInputs:
+    def _fetch(
+        self,
+        batches: Batches | StreamBatches,
+        index: int,
+        lr: float = 0.0,
+        share: int | None = None,
+    ) -> StepInputs:
+        share = self._share if share is None else share
         dp, microbatch = self.plan.strategy.dp, self.plan.workload.microbatch or 1
         rounds = batches.sequences_per_step // (dp * microbatch)
-        parts = batches.microbatches(index, self._share, dp, microbatch, rounds)
+        parts = batches.microbatches(index, share, dp, microbatch, rounds)
         tensors = [
             {
                 name: torch.from_numpy(array).to(self.world.device, non_blocking=True)

@@ -1,0 +1,96 @@
+"""Whether ranks compute the same: all data-parallel ranks repeat one share of a step, and compare checksums.
+
+The bits of every decoder layer's output and of its gradient go into a checksum, before any sum over ranks mixes them.
+Gradients of weights, which FSDP adds up as they come, are not compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.backends.torch import forward_backward, handle, local
+from hyper_parallel.backends.torch.experts._routing import LayerRouting
+from hyper_parallel.errors import RanksDisagree
+from hyper_parallel.ir import Plan
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_ranks(
+    model: nn.Module, plan: Plan, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int
+) -> None:
+    """Compare all data-parallel ranks; every rank calls this between steps, with the same microbatches and tokens.
+
+    Raises:
+        RanksDisagree: HP625 on all ranks, naming those in the minority, or of two the one that does not repeat itself.
+    """
+    first = _checksums(model, microbatches, tokens, step)
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in range(len(first)):
+        at = plan.mesh.coordinate(rank)
+        groups[tuple(at[axis] for axis in ("pp", "cp", "tp_x", "tp_y"))].append(rank)
+    wrong, tied = [], []
+    for ranks in groups.values():
+        value, votes = Counter(first[rank] for rank in ranks).most_common(1)[0]
+        if 2 * votes > len(ranks):
+            wrong += [rank for rank in ranks if first[rank] != value]
+        else:
+            tied += ranks
+    how = "the other ranks agree with one another"
+    if tied:
+        again = _checksums(model, microbatches, tokens, step)
+        wrong += [rank for rank in tied if again[rank] != first[rank]] or tied
+        how = "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority"
+    if wrong:
+        names = ", ".join(map(str, sorted(wrong)))
+        raise RanksDisagree(
+            f"rank {names} computed other bits than the other data-parallel ranks from the same microbatch; {how}",
+            where=f"step {step}",
+            hint="leave out its device, and train again from a checkpoint before this step",
+        )
+
+
+def _checksums(
+    model: nn.Module, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int
+) -> list[int]:
+    """Checksum of every rank."""
+    total = torch.zeros((), dtype=torch.int64, device=handle(model).device)
+
+    def add(value: object) -> None:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            bits = local(value.detach()).contiguous().view(_WORDS[value.element_size()])
+            total.mul_(31).add_(bits.to(torch.int64).sum())  # wraps
+
+    def watch(_: nn.Module, __: object, output: object) -> None:
+        for value in tree_leaves(output):
+            add(value)
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(add)
+
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [m for m in model.modules() if type(m).__name__ in names or m is model]
+    hooks = [layer.register_forward_hook(watch) for layer in layers]
+    torch.manual_seed(step)  # the same masks of dropout on all
+    try:
+        forward_backward(model, microbatches, tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    model.zero_grad(set_to_none=True)
+    attached = handle(model)
+    if attached.experts is not None:  # what they were given here is no part of a step
+        attached.experts.layers.update({name: LayerRouting() for name in attached.experts.layers})
+    if attached.balance is not None:
+        attached.balance.mean()
+    values = torch.zeros(attached.plan.strategy.world_size, dtype=torch.int64, device=total.device)
+    values[attached.ranks.rank] = total
+    if len(values) > 1:
+        dist.all_reduce(values)
+    found: list[int] = values.tolist()
+    return found
