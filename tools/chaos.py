@@ -28,6 +28,9 @@ import psutil
 
 STEPS, EVERY, TIMEOUT_S, FAULTS_PER_RUN = 36, 3, 3, 3
 MOST_LOSSES = 5  # enough to know that something is wrong
+MOST_BYTES = (
+    1 << 16
+)  # of a file on a full disk: less than a checkpoint, more than the words of an error
 LONGEST_S = 240
 """A run that takes longer hangs: some ten times of what one takes on two busy cores."""
 MODEL = {
@@ -38,7 +41,7 @@ MODEL = {
 }  # fmt: skip
 RECIPE = """
 model: {{path: {root}/model.json}}
-data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384, cache_dir: {root}/cache}}
+data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384}}
 training: {{steps: {steps}, dtype: float64, tokens_per_step: 128, lr: 1.0e-2, warmup_steps: 2, eval_tokens: 64,
            timeout_s: {timeout_s}, max_restarts: {restarts}}}
 checkpoint: {{every: {every}, keep: 3, export: false}}
@@ -58,25 +61,39 @@ class Run:
         name: Name of the run.
     """
 
-    def __init__(self, place: Path, name: str) -> None:
-        self.place, self.out = place, place / name
+    def __init__(self, place: Path, name: str, out: Path | None = None) -> None:
+        self.place, self.out = place, out or place / name
         self.log = place / f"{name}.log"
+        self.poison = place / f"{name}.poison"
+        self.cache, prepared = place / f"{name}.cache", place / "undisturbed.cache"
+        if prepared.exists() and not self.cache.exists():
+            shutil.copytree(prepared, self.cache)
         self.pid = self._start()
 
-    def _start(self) -> int:
+    def _start(self, reader: Callable[[int, int], None] | None = None) -> int:
+        """The command in a process of its own; `reader` reads its output and passes on what it wants to."""
         sys.stdout.flush()
         pid = os.fork()
         if pid:
             return pid
         os.setsid()
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        if reader is not None:
+            out, into = os.pipe()
+            if os.fork() == 0:
+                os.close(into)
+                reader(out, log)
+                os._exit(0)
+            os.close(out)
+            log = into
         os.dup2(log, 1)
         os.dup2(log, 2)
+        _poisonable(self.poison)
         status = 70
         try:
             from hyper_parallel.cli import main
 
-            words = ["--no-calibrate", f"output_dir={self.out}"]
+            words = ["--no-calibrate", f"output_dir={self.out}", f"data.cache_dir={self.cache}"]
             sys.argv = ["hyper-parallel", "train", str(self.place / "recipe.yaml"), *words]
             main()
             status = 0
@@ -87,14 +104,15 @@ class Run:
             sys.stderr.flush()
             os._exit(status)
 
-    def again(self) -> None:
+    def again(self, reader: Callable[[int, int], None] | None = None) -> None:
         """The same command once more."""
-        self.pid = self._start()
+        self.pid = self._start(reader)
 
     def ranks(self) -> list[int]:
         """Processes of the ranks, in their order."""
         with suppress(psutil.NoSuchProcess):
-            return sorted(child.pid for child in psutil.Process(self.pid).children())
+            children = psutil.Process(self.pid).children()
+            return sorted(child.pid for child in children)[-2:]  # before them, who reads the output
         return []
 
     def step(self) -> int:
@@ -164,6 +182,96 @@ def crash(run: Run, draw: random.Random) -> str:
     return ""
 
 
+def second(run: Run, draw: random.Random) -> str:
+    """The same command in the same directory while the run goes on; it is refused, and nothing happens to the run."""
+    os.killpg(run.pid, signal.SIGSTOP)  # or it would have ended by then
+    other = Run(run.place, f"{run.out.name}_second", run.out)
+    ended = other.until(lambda: False, "the refusal of a second run")
+    os.killpg(run.pid, signal.SIGCONT)
+    if ended or other.status != 256:
+        raise Lost("wrong_results", f"a second run in one directory ended with {other.status}")
+    if "error[HP720]" not in (said := other.log.read_text()):
+        raise Lost("wrong_blame", f"a second run says {said[-200:]}")
+    return ""
+
+
+def pipe(run: Run, draw: random.Random) -> str:
+    """The output goes to a reader that leaves when the run goes on again; the run does not notice."""
+
+    def reader(out: int, log: int) -> None:
+        text = b""
+        while b"resumed from" not in text or not text.endswith(b"\n"):
+            if not (more := os.read(out, 4096)):
+                return
+            os.write(log, more)
+            text += more
+
+    run.end()
+    run.again(reader)
+    return ""
+
+
+def _ends(run: Run, says: str) -> None:
+    """Wait until the command has ended with a coded error."""
+    begin = len(run.log.read_text())
+    if run.until(lambda: False, "the end of a run that cannot go on"):
+        raise AssertionError("until False")
+    if run.status != 256 or not re.search(says, run.log.read_text()[max(0, begin - 4000) :]):
+        raise Lost("wrong_blame", f"status {run.status}, the log has no `{says}`")
+
+
+def full(run: Run, draw: random.Random) -> str:
+    """The disk takes no file of the size of a checkpoint; the run ends with a coded error, and the command goes on."""
+    for rank in run.ranks():
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(rank).rlimit(psutil.RLIMIT_FSIZE, (MOST_BYTES, 1 << 40))
+    _ends(run, r"error\[HP7\d\d\]|error\[HP10\d\]")
+    run.again()
+    return ""
+
+
+def nan(run: Run, draw: random.Random) -> str:
+    """A gradient is NaN; the run ends before its step with the parameter's name, and the command goes on."""
+    run.poison.write_text("")
+    _ends(run, r"error\[HP604\](.|\n)*gradient of parameter `model.embed_tokens.weight` has NaN")
+    run.poison.unlink()
+    run.again()
+    return ""
+
+
+def _poisonable(flag: Path) -> None:
+    """Have the ranks that are forked from here poison the first gradient while a file is there."""
+    import torch
+
+    from hyper_parallel.trainer.engine import _loop
+
+    honest = _loop.forward_backward
+
+    def poisoned(model: torch.nn.Module, *args: object, **more: object) -> torch.Tensor:
+        loss = honest(model, *args, **more)
+        if flag.exists():
+            with torch.no_grad():
+                next(model.parameters()).grad.to_local().mul_(float("nan"))
+        return loss
+
+    _loop.forward_backward = poisoned
+
+
+def batch(run: Run, draw: random.Random) -> str:
+    """One bit of the prepared tokens changes while the run is down; it is noticed, and the run goes on as it was."""
+    run.end()
+    tokens = max(run.cache.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    _flip(tokens, draw)
+    run.again()
+    return r"damaged"
+
+
+def _flip(path: Path, draw: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
 def _damaged(run: Run, draw: random.Random, damage: Callable[[Path], None]) -> str:
     run.end()
     newest = run.saved()[-1]
@@ -179,22 +287,18 @@ def torn(run: Run, draw: random.Random) -> str:
 
 def flip(run: Run, draw: random.Random) -> str:
     """One bit of the newest checkpoint changes; the run goes on from the one before."""
-
-    def damage(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        path.write_bytes(content)
-
-    return _damaged(run, draw, damage)
+    return _damaged(run, draw, lambda path: _flip(path, draw))
 
 
-FAULTS = {f.__name__: f for f in (kill, stop, slow, crash, torn, flip)}
+FAULTS = {
+    f.__name__: f
+    for f in (kill, stop, slow, crash, torn, flip, second, pipe, full, nan, batch)
+}  # fmt: skip
 OFF = {
-    "batch": "a batch that makes the loss infinite",
-    "pipe": "the reader of standard error leaves",
-    "second": "a second run in the same directory",
+    "port": "local ranks meet in a file, not on a port",
+    "fork": "no limit of processes holds for root",
 }
-"""Faults that are not injected yet: tests/e2e/test_trust.py has them one by one."""
+"""Faults that are not injected, and why."""
 
 
 def _step(checkpoint: Path) -> int:
@@ -211,7 +315,7 @@ def inject(run: Run, name: str, at: int, draw: random.Random) -> bool:
     says = FAULTS[name](run, draw)
     if name in ("torn", "flip"):
         newest -= EVERY
-    if name == "slow":
+    if name in ("slow", "second"):
         return True
 
     def said() -> bool:
@@ -283,7 +387,7 @@ def main() -> int:
         runs += 1
         run = Run(place, f"run{runs}")
         many = min(FAULTS_PER_RUN, wanted.faults - sum(faults.values()))
-        names = draw.choices(kinds, k=many) if len(kinds) > many else draw.sample(kinds, many)
+        names = draw.sample(kinds, many) if len(kinds) == many else draw.choices(kinds, k=many)
         try:
             for name, at in zip(
                 names, sorted(draw.sample(range(EVERY + 1, STEPS - 4), many)), strict=True
@@ -291,6 +395,7 @@ def main() -> int:
                 faults[name] += inject(run, name, at, draw)
             check(run, reference)
             shutil.rmtree(run.out)
+            shutil.rmtree(run.cache)
         except Lost as lost:
             run.end()
             kind, what = lost.args
