@@ -44,7 +44,7 @@ else
 fi
 
 [ -x .venv/bin/python ] || "$python" -m venv "${flags[@]}" .venv
-.venv/bin/python -m pip install --progress-bar on --disable-pip-version-check "${constraint[@]}" -e '.[torch,dev]'
+.venv/bin/python -m pip install --progress-bar on --disable-pip-version-check "${constraint[@]}" -e '.[torch,lora,dev]'
 has_torch .venv/bin/python || {
     echo "error: torch >= 2.11 does not import in .venv" >&2
     echo "hint: rm -rf .venv && make setup" >&2

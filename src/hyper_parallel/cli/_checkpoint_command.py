@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.errors import CheckpointCorrupt, CheckpointFormat, RunUnreadable
+from hyper_parallel.errors import BadValue, CheckpointCorrupt, CheckpointFormat, RunUnreadable
+
+if TYPE_CHECKING:
+    from hyper_parallel.config import Recipe
 
 app = typer.Typer(
     name="checkpoint",
@@ -94,7 +97,10 @@ def inspect(
 @app.command("import")
 def import_(
     model_dir: Annotated[
-        Path, typer.Argument(help="Hugging Face directory with weights.", show_default=False)
+        Path,
+        typer.Argument(
+            help="Hugging Face directory with weights, or of an adapter.", show_default=False
+        ),
     ],
     run_dir: Annotated[
         Path,
@@ -132,17 +138,30 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default as trained.")
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run with lora: the model, adapters added to it.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face directory, in one process."""
+    """Write a checkpoint as a Hugging Face directory, of a run with adapters as peft's, in one process."""
     directory = _checkpoints(run_dir)
-    source = model if model is not None else _recipe_model(directory.parent)
-    target = out if out is not None else directory.parent / "export"
-    from hyper_parallel.trainer.checkpoints._export import export_checkpoint
+    recipe = _recipe_with_lora(directory.parent, model)
+    target = out if out is not None else directory.parent / ("merged" if merge else "export")
+    if recipe is None and merge:
+        raise BadValue("the run has no adapters to merge", where="--merge", got=str(run_dir))
+    if recipe is None:
+        source = model if model is not None else _recipe_model(directory.parent)
+        from hyper_parallel.trainer.checkpoints._export import export_checkpoint
 
-    found = export_checkpoint(
-        directory, source, target, step, tokenizer, dtype, trusted=trust_remote_code
-    )
+        found = export_checkpoint(
+            directory, source, target, step, tokenizer, dtype, trusted=trust_remote_code
+        )
+    else:
+        from hyper_parallel.trainer.checkpoints._adapter import export_adapter_checkpoint
+
+        found = export_adapter_checkpoint(
+            directory, recipe, target, step, tokenizer, dtype, merge=merge
+        )
     typer.echo(f"step {found}: {target}")
 
 
@@ -188,6 +207,16 @@ def _checkpoints(run_dir: Path) -> Path:
         where=str(run_dir),
         allowed="a directory with checkpoints/step_00000010 and the like",
     )
+
+
+def _recipe_with_lora(run_dir: Path, model: Path | None) -> Recipe | None:
+    """The recipe of a run with adapters, its weights from `model` where that is given; None for any other run."""
+    from hyper_parallel.config import load_recipe
+
+    if not (path := run_dir / "config.yaml").is_file():
+        return None
+    recipe = load_recipe(path, [] if model is None else [f"model.path={model}"]).recipe
+    return None if recipe.lora is None else recipe
 
 
 def _recipe_model(run_dir: Path) -> Path:

@@ -55,6 +55,7 @@ REQUIREMENTS: Final = (
     Requirement("xxhash", "3.4", "core", "checksums of checkpoints"),
     Requirement("filelock", "3.13", "training", "one process prepares the data"),
     Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
+    Requirement("peft", "0.18", "optional", "low-rank adapters (lora)"),
     Requirement("ray", "", "optional", "single controller over machines"),
     Requirement("mindspore", "", "optional", "MindSpore back end, in an environment of its own"),
     Requirement(

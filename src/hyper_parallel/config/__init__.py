@@ -8,6 +8,7 @@ from hyper_parallel.config._load_recipe import (
     with_absolute_paths,
     with_steps,
 )
+from hyper_parallel.config._low_rank import Lora
 from hyper_parallel.config._problems import describe, leaves, of_file, validated
 from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config._sections import (
@@ -30,6 +31,7 @@ __all__ = [
     "Dpo",
     "Grpo",
     "LoadedRecipe",
+    "Lora",
     "Model",
     "Offload",
     "Parallel",

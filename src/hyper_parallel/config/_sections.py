@@ -198,6 +198,8 @@ class Training(Section):
     end it in any case."""
     skip_grad_norm: float | None = Field(default=None, gt=0)
     """Global gradient norm above which a step is left out, as a spike. None: never."""
+    freeze: tuple[str, ...] = ()
+    """Globs over names of parameters that stay as they are, without gradient and state (`model.embed_tokens.*`)."""
     recompute: Literal["none", "full"] = "none"
     """Activations redone in backward: none, or all of each decoder layer."""
     recompute_layers: int | None = Field(default=None, ge=1)

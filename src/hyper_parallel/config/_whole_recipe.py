@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from hyper_parallel.config._low_rank import Lora
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
@@ -40,6 +41,8 @@ class Recipe(Section):
     """How pairs of answers are compared."""
     grpo: Grpo = Field(default_factory=Grpo)
     """How completions are made and rewarded."""
+    lora: Lora | None = None
+    """Low-rank adapters; the model's own weights stay as they are. None: all of the model is trained."""
     moe: Moe = Field(default_factory=Moe)
     """How tokens are routed to experts."""
     offload: Offload = Field(default_factory=Offload)

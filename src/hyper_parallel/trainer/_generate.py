@@ -6,6 +6,7 @@ token. Greedy decoding gives the tokens of full recomputation. One device; with 
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -16,15 +17,18 @@ from typing import Any, Protocol
 import torch
 
 from hyper_parallel.backends.torch._forward import loop_over_experts
+from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG
 from hyper_parallel.backends.torch._static_cache import (
     GrowingSteps,
     StaticSteps,
     why_no_static_cache,
 )
 from hyper_parallel.backends.torch.memory.generation import MemoryUse, PlannedGeneration
-from hyper_parallel.errors import BadValue, RunUnreadable, WeightsUnreadable
+from hyper_parallel.backends.torch.weights._lora import merge_adapters
+from hyper_parallel.errors import BadValue, HyperParallelError, RunUnreadable, WeightsUnreadable
 from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer._pick_device import pick_device
+from hyper_parallel.trainer.checkpoints._adapter import take_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, render, stop_ids
 
 _REPLACEMENT = "\ufffd"
@@ -81,13 +85,16 @@ class Generation:
 
 
 def find_export(directory: str | Path) -> Path:
-    """The Hugging Face directory to generate from: `RUN_DIR/export`, or the directory itself.
+    """The Hugging Face directory to generate from: `RUN_DIR/export`, or the directory itself; it may hold an adapter.
 
     Raises:
         RunUnreadable: HP603 when there is no exported model or no tokenizer beside it.
     """
     root = Path(directory).expanduser()
-    export = next((d for d in (root / "export", root) if (d / "config.json").is_file()), None)
+    files = ("config.json", ADAPTER_CONFIG)
+    export = next(
+        (d for d in (root / "export", root) if any((d / f).is_file() for f in files)), None
+    )
     if export is None:
         raise RunUnreadable(
             "there is no exported model" if root.is_dir() else "the run directory does not exist",
@@ -131,14 +138,22 @@ def load(
     where = pick_device(device)
     tokenizer = load_tokenizer(export, trusted=trusted)
     logging.disable_progress_bar()  # it would run through the generated text
+    adapter, base = export / ADAPTER_CONFIG, str(export)
+    if adapter.is_file():
+        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            str(export),
+            base,
             dtype=getattr(torch, dtype) if dtype else "auto",
             local_files_only=True,
             trust_remote_code=trusted,
             output_loading_info=True,
         )
+        if adapter.is_file():
+            take_adapter(model, export)
+            merge_adapters(model)
+    except HyperParallelError:
+        raise
     except Exception as error:
         # transformers and safetensors raise many classes here, plain Exception among them.
         raise WeightsUnreadable(

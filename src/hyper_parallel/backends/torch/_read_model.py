@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._resolve import block_list, module_rules, text_config
+from hyper_parallel.backends.torch.weights._lora_names import base_parameters
 from hyper_parallel.model import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
@@ -47,7 +48,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
     inside: list[list[ParamSpec]] = [[] for _ in layers]
     outside: dict[str, list[ParamSpec]] = {"embedding": [], "final_norm": [], "head": []}
     first: dict[int, str] = {}
-    for full, param in model.named_parameters(remove_duplicate=False):
+    for full, param in base_parameters(model, remove_duplicate=False):
         # A weight that several modules share is the first one's; only that copy counts.
         owner = first.setdefault(id(param), full)
         shape, tied = tuple(param.shape), None if owner == full else owner

@@ -6,10 +6,13 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch.weights._lora import adapter_layouts
+from hyper_parallel.backends.torch.weights._lora_names import base_parameters
 from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Rule
 from hyper_parallel.shard import (
@@ -141,13 +144,13 @@ def final_norm(base: nn.Module) -> nn.Module:
 
 
 def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
-    """Layouts of the model's own parameters; they must be the ones the plan holds.
+    """Layouts of the model's own parameters, which must be the ones the plan holds, and of its adapters.
 
     Raises:
         PlanMismatch: HP307 with the first parameter that differs.
         RuleError: HP204, NotDivisible: HP203, UnsupportedSharding: HP205 from the layouts themselves.
     """
-    params = [(name, tuple(p.shape), ()) for name, p in model.named_parameters()]
+    params = [(name, tuple(p.shape), ()) for name, p in base_parameters(model)]
     config, text = getattr(model, "config", None), text_config(model)
     for rule in plan.strategy.rules if config is None else ():
         if rule.style in ("kv_replicate", "qkv", "latent", "norm_heads"):
@@ -179,7 +182,8 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             hint="parallel.recompute=none",
         )
     _compare(shard_plan.layouts, plan, model)
-    return shard_plan
+    adapters = adapter_layouts(model, shard_plan.layouts, plan.strategy)
+    return replace(shard_plan, layouts=shard_plan.layouts | adapters)
 
 
 def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
@@ -223,12 +227,12 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     ]  # plans since 5.24 name them
     ends = _end_rules(model)
     planned = (*ends, *completed_rules(getattr(config, "model_type", ""), prefix), *rules)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in base_parameters(model)}
     heads, kv_heads, head_dim = _heads(config, 1)
     if _has_decoder(model) and covers(shapes.items(), planned, heads, kv_heads, head_dim):
         return planned
     linear = [n for n, m in model.named_modules() if type(m).forward is nn.Linear.forward]
-    shared = {n for n, _ in model.named_parameters(remove_duplicate=False)} - shapes.keys()
+    shared = {n for n, _ in base_parameters(model, remove_duplicate=False)} - shapes.keys()
     # Modules around a choice of attention put another one, which nothing was put around, in place of the chosen.
     choosers = {n for n, m in model.named_modules() if hasattr(m, "set_attention_type")}
     choosers -= {n.rpartition(".")[0] for n in choosers}
@@ -309,7 +313,7 @@ def _compare(layouts: dict[str, Layout], plan: Plan, model: nn.Module) -> None:
     own = {starred(name): layout for name, layout in layouts.items()}
     planned = {starred(name): layout for name, layout in dict(plan.layouts).items()}
     # A head that shares the embedding's weight is one parameter in torch, two in a plan.
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - layouts.keys()
+    tied = {n for n, _ in base_parameters(model, remove_duplicate=False)} - layouts.keys()
     for name in sorted(own.keys() | planned.keys()):
         mine, theirs = own.get(name), planned.get(name)
         if mine is None and name in tied:

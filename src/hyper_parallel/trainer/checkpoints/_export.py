@@ -10,7 +10,7 @@ import copy
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,22 @@ def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
     }
 
 
+def whole_on_rank_0(ranks: RankGroup, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that some rank holds, in the order of names, whole on rank 0; collective over all ranks."""
+    owners: dict[str, tuple[int, torch.dtype]] = {}
+    shapes: dict[str, torch.Size] = {}
+    everywhere = ranks.everywhere(lambda: {n: (v.dtype, v.shape) for n, v in state.items()})
+    for rank, held in enumerate(everywhere):
+        for name, (kind, shape) in held.items():
+            owners.setdefault(name, (rank, kind))
+            shapes[name] = shape
+    device = next(iter(state.values())).device if state else torch.device("cpu")
+    for name in sorted(owners):
+        full = _whole(ranks.rank, state.get(name), shapes[name], owners[name], device)
+        if ranks.rank == 0:
+            yield name, full
+
+
 @torch.no_grad()
 def _whole(
     this: int,
@@ -242,6 +258,17 @@ def _whole(
     elif rank and this == 0:
         dist.recv(full, rank)
     return full
+
+
+def stored_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of a name; None: that of the parameters.
+
+    Raises:
+        BadValue: HP102 for an unknown one.
+    """
+    if name is not None and name not in _DTYPES:
+        raise BadValue("unknown dtype", where="--dtype", got=name, allowed=list(_DTYPES))
+    return _DTYPES[name] if name else None
 
 
 def export_checkpoint(
@@ -273,8 +300,7 @@ def export_checkpoint(
         ModelUnreadable: HP305 when the config is missing or no causal language model of transformers.
         CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: As in `Checkpointer.load` and `export_hf`.
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
+    stored = stored_dtype(dtype)
     model_dir = model_dir.expanduser()
     try:
         # Every model has eager attention, and an export does not say which one was trained with.
@@ -291,7 +317,6 @@ def export_checkpoint(
     loader.load(model, None, found)
     if tokenizer_dir is None and model_dir.exists():
         tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
-    stored = _DTYPES[dtype] if dtype else None
     generation = model_dir / GENERATION
     export_hf(model, model.config, tokenizer_dir, out_dir, stored, generation=generation)
     return found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from hyper_parallel.backends.torch import load_pretrained
+from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG
 from hyper_parallel.config import Model, Recipe, Training
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.trainer.checkpoints import _manifest as files
+from hyper_parallel.trainer.checkpoints._adapter import take_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.engine._model import build_model, read_spec
 
@@ -17,10 +20,10 @@ _DTYPES = ("float32", "float64")
 def import_checkpoint(
     model_dir: Path, directory: Path, dtype: str = "float32", *, trusted: bool = False
 ) -> Path:
-    """Save the weights of a Hugging Face directory as step 0; holds the whole model in host memory.
+    """Save the weights of a Hugging Face directory, or an adapter, as step 0; holds the whole model in host memory.
 
     Args:
-        model_dir: Directory of `config.json` and weight files.
+        model_dir: Directory of `config.json` and weight files, or of an adapter that peft wrote.
         directory: Directory of checkpoints.
         dtype: Of the parameters.
         trusted: Run code that lies in `model_dir`, for a model that transformers has not.
@@ -41,7 +44,10 @@ def import_checkpoint(
             got=f"steps {', '.join(map(str, found))}",
             hint="choose another RUN_DIR",
         )
-    path = str(model_dir.expanduser())
+    model_dir = model_dir.expanduser()
+    path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()
+    if is_adapter:
+        path = json.loads((model_dir / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     recipe = Recipe.model_validate(
         {
             "model": Model(path=path, attn_implementation="eager", trust_remote_code=trusted),
@@ -52,7 +58,7 @@ def import_checkpoint(
         model, spec = build_model(recipe), read_spec(path, path, trusted=trusted)
     except UnknownModel as error:
         raise ModelUnreadable(error.what, where=path, hint=error.hint) from error
-    load_pretrained(model, path)
+    take_adapter(model, model_dir) if is_adapter else load_pretrained(model, path)
     saver = Checkpointer(
         directory,
         keep=1,

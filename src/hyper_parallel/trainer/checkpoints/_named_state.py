@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.weights._initialise import canonical_name
+from hyper_parallel.backends.torch.weights._lora import has_adapters
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.checkpoints._index import StoredGroup
 from hyper_parallel.trainer.checkpoints._pieces import dtype_name
@@ -33,13 +34,18 @@ class State:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name.
+    """Parameters and persistent buffers by name; of a model with adapters what is trained alone.
 
     Raises:
         BadValue: HP102 for extra state of a module that is no tensor.
     """
     found = {}
+    trained = None
+    if has_adapters(model):
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
     for name, value in model.state_dict().items():
+        if trained is not None and name not in trained:
+            continue
         if isinstance(value, Tensor):
             found[MODEL + canonical_name(name)] = value
         elif value is not None:

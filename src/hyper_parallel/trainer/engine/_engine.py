@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import data_share, load_pretrained, local, materialize
+from hyper_parallel.backends.torch.weights._lora import initialise_adapters
 from hyper_parallel.ir import Timeline
 from hyper_parallel.runtime import Deadlines, World, parallelize
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.trainer._job import Job
 from hyper_parallel.trainer._signals import StopRequest
+from hyper_parallel.trainer.checkpoints._adapter import export_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._export import export_hf
 from hyper_parallel.trainer.data import load_tokenizer
@@ -33,6 +35,7 @@ from hyper_parallel.trainer.engine._model import (
     GENERATION,
     build_model,
     compile_layers,
+    lora_config,
     routing_of,
     take_tokens,
 )
@@ -246,8 +249,12 @@ class TorchEngine:
         return self._recorder.gather(self.world_size)
 
     def export(self) -> None:
-        """Write a Hugging Face directory."""
+        """Write a Hugging Face directory; of a model with adapters these, in peft's format."""
         job = self._job
+        if job.recipe.lora is not None:
+            config, tokenizer = lora_config(job.recipe), job.packed.tokenizer_dir
+            export_adapter(self._model, config, tokenizer, job.export_dir)
+            return
         if job.weights is None:
             take_tokens(self._model, job.packed.tokenizer_dir)
         generation = job.model_dir / GENERATION
@@ -290,6 +297,9 @@ class TorchEngine:
             materialize(model, seed=recipe.training.seed, device=self._world.device)
         else:
             load_pretrained(model, directory, device=self._world.device)
+        if recipe.lora is not None:
+            gaussian = recipe.lora.init_lora_weights == "gaussian"
+            initialise_adapters(model, recipe.training.seed, gaussian=gaussian)
         if recipe.training.compile:
             compile_layers(model)
         return model

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import inspect
 import logging
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts
+from hyper_parallel.backends.torch._peft import add_adapters, import_peft
 from hyper_parallel.backends.torch.context._apply import FORGETFUL
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import (
@@ -57,13 +61,68 @@ def build_model(recipe: Recipe) -> nn.Module:
 
     Raises:
         ModelUnreadable: HP305 when transformers makes no such model of the config.
+        HyperParallelError: As `add_adapters` and `freeze`.
     """
-    return _on_meta(
+    model = _on_meta(
         read_config(recipe.model.path),
         _DTYPES[recipe.training.dtype],
         recipe.model.attn_implementation,
         trusted=recipe.model.trust_remote_code,
     ).train()
+    if recipe.lora is not None:
+        add_adapters(model, lora_config(recipe))
+    freeze(model, recipe.training.freeze)
+    return model
+
+
+def lora_config(recipe: Recipe) -> Any:
+    """The recipe's `lora` section as a `peft.LoraConfig`."""
+    assert recipe.lora is not None
+    values = recipe.lora.model_dump()
+    for key in ("target_modules", "modules_to_save"):
+        values[key] = values[key] if isinstance(values[key], str) else [*values[key]]
+    path = Path(recipe.model.path).expanduser()
+    base = str(path.resolve()) if path.exists() else recipe.model.path
+    made = import_peft().LoraConfig(
+        **values | {"modules_to_save": values["modules_to_save"] or None},
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+    )
+    return made
+
+
+def freeze(model: nn.Module, patterns: Sequence[str], where: str = "training.freeze") -> None:
+    """Let the parameters of these names stay as they are.
+
+    Args:
+        model: Changed in place.
+        patterns: Globs over names of parameters.
+        where: Origin of the patterns, for errors.
+
+    Raises:
+        BadValue: HP102 for a pattern that fits no parameter, and when nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            raise BadValue(
+                "no parameter has a name like this",
+                where=where,
+                got=pattern,
+                allowed="globs such as model.embed_tokens.* over the names of parameters",
+                hint=f"'training.freeze=[{near[0]}]'",
+            )
+        for name in matches:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise BadValue(
+            "all parameters are frozen, and nothing is left to train",
+            where=where,
+            got=list(patterns),
+            hint="training.freeze=[]",
+        )
 
 
 def _on_meta(

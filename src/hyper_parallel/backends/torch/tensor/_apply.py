@@ -43,6 +43,7 @@ from hyper_parallel.backends.torch.tensor._whole_stream import (
     tied_heads,
     whole_input,
 )
+from hyper_parallel.backends.torch.weights._lora_names import is_adapter
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy
@@ -114,8 +115,10 @@ def watch_gradients(
                 "inner",
                 "kv_replicate",
             )
+            # One axis cuts one of the two parameters of an adapter; of the other each rank has a summand.
+            adapts = is_adapter(name) and styles.get(_parent(name), "replicate") != "replicate"
             # Experts are reduced over the ranks that hold the same ones.
-            if missing and summand and "ep" not in cuts:
+            if missing and (summand or adapts) and "ep" not in cuts:
                 yield param, state.groups[missing]
 
     state.gradients.watch(find)

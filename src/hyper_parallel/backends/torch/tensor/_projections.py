@@ -27,6 +27,8 @@ from hyper_parallel.backends.torch._regather import RegatherScope
 from hyper_parallel.backends.torch.tensor._collectives import gather, padded, reshard, scatter
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._state import TpState, Y
+from hyper_parallel.backends.torch.weights._lora import delta
+from hyper_parallel.backends.torch.weights._lora_names import A as LORA_A
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
 from hyper_parallel.shard import Boundary
@@ -140,6 +142,11 @@ class Region:
             lambda part: gather(part, 0, y, Purpose.WEIGHT_GATHER), weight, use, self.scope
         )
 
+    def adapter(self, module: nn.Module, x: Tensor, rows: slice | None = None) -> Tensor:
+        """This rank's part of what an adapter adds to a product, or rows of it."""
+        b = self.state.local(module.lora_B, rows)
+        return delta(module, x, self.state.local(module.lora_A), b)
+
     def inner(self, x: Tensor) -> Tensor:
         """What a 2d block left on the y ranks, heads, spans or tokens, together again."""
         purpose = Purpose.HEAD_GATHER if self.kv_heads else Purpose.WIDTH_GATHER
@@ -176,6 +183,7 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     state, keys = region.state, name.rpartition(".")[2] in ("k_proj", "v_proj")
     program = region.key_program if keys else region.program
     heads, width = (program.get(p) for p in (Purpose.HEAD_SCATTER, Purpose.WIDTH_SCATTER))
+    is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
         x = x if region.tokens is None else region.tokens
@@ -183,7 +191,8 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
 
         def product(weight: Tensor) -> Tensor:
             mine = weight if rows is None else weight[rows]
-            return F.linear(x, mine, None if heads or width else bias)
+            out = F.linear(x, mine, None if heads or width else bias)
+            return out + region.adapter(module, x, rows) if is_adapted else out
 
         out = region.with_weight(module, product)
         if heads is not None:
@@ -201,16 +210,17 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
     """The projection back: sum, each rank keeps its part of the tokens or all of them; then add the bias once."""
     state, program = region.state, region.program
     inner = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
+    is_adapted = LORA_A in module._parameters
 
     def forward(x: Tensor) -> Tensor:
         region.source = region.shared = None
 
         def product(weight: Tensor) -> Tensor:
-            if not inner:
-                return F.linear(x, weight)
-            return state.gathered(
-                region.inner, x, lambda whole: F.linear(whole, weight), region.input_scope
-            )
+            def of(whole: Tensor) -> Tensor:
+                out = F.linear(whole, weight)
+                return out + region.adapter(module, whole) if is_adapted else out
+
+            return state.gathered(region.inner, x, of, region.input_scope) if inner else of(x)
 
         out = region.with_weight(module, product)
         if Purpose.SEQUENCE_SCATTER in program:

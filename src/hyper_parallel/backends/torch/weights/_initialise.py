@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hyper_parallel.backends.torch.weights._huggingface import original_class
+from hyper_parallel.backends.torch.weights._lora_names import is_adapter
 from hyper_parallel.backends.torch.weights._ranges import copy_full
 from hyper_parallel.errors import WeightsUninitialised
 
@@ -54,8 +55,8 @@ def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> N
 def materialize(model: nn.Module, *, seed: int, device: torch.device | str | None = None) -> None:
     """Fill all parameters with initial values that depend on `seed` and on module names only.
 
-    Parameters that hold values are initialised again. Buffers on the meta device are computed by the same rules; a
-    buffer with storage keeps its value unless a rule sets it.
+    Parameters that hold values are initialised again, but not adapters. Buffers on the meta device are computed by the
+    same rules; a buffer with storage keeps its value unless a rule sets it.
 
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
@@ -87,7 +88,8 @@ def _initialise(
     required = {
         name
         for name in owned
-        if (parameters if isinstance(before[name], nn.Parameter) else before[name].is_meta)
+        if not is_adapter(name)
+        and (parameters if isinstance(before[name], nn.Parameter) else before[name].is_meta)
     }
     allocate(model, device=device)
     after = named_tensors(model)
@@ -208,7 +210,7 @@ class _Rules:
         with _swapped(self._model.get_submodule(name), name, tensors) as placed:
             versions = {n: t._version for n, (_, _, t) in placed.items()}
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(_seed(self._seed, name))
+                torch.default_generator.manual_seed(module_seed(self._seed, name))
                 rule()
             now = {n: table[key] for n, (table, key, _) in placed.items()}
         changed = {
@@ -268,7 +270,8 @@ def _storage_for(old: Tensor, device: torch.device | str | None) -> Tensor:
     return new
 
 
-def _seed(seed: int, name: str) -> int:
+def module_seed(seed: int, name: str) -> int:
+    """Seed of what has a name in a run of a seed."""
     digest = hashlib.sha256(f"{seed}:{canonical_name(name)}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 

@@ -25,6 +25,7 @@ from hyper_parallel.backends.torch.weights._initialise import (
     canonical_name,
     named_tensors,
 )
+from hyper_parallel.backends.torch.weights._lora_names import is_adapter
 from hyper_parallel.backends.torch.weights._ranges import Run, copy_full, local, local_ranges
 from hyper_parallel.backends.torch.weights._tensor_files import Ranges, WeightFiles, copy_overlap
 from hyper_parallel.errors import WeightsUnreadable
@@ -94,13 +95,17 @@ def load_pretrained(
 
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:
-    """What a file can hold: parameters and persistent buffers, by the name in the unwrapped model."""
+    """What a file can hold: parameters and persistent buffers, by the name in the unwrapped model; no adapters."""
     skip = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
         for key in module._non_persistent_buffers_set
     }
-    return {canonical_name(n): t for n, t in named_tensors(model).items() if n not in skip}
+    return {
+        canonical_name(n): t
+        for n, t in named_tensors(model).items()
+        if not (n in skip or is_adapter(n))
+    }
 
 
 def _check_unknown(unknown: list[str], reference: nn.Module | None, source: WeightFiles) -> None:

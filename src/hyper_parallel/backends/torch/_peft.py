@@ -1,0 +1,114 @@
+"""Adapters that peft makes, as parameters of the modules they belong to.
+
+peft decides which modules get an adapter, and of which rank and scaling; what it puts around them is taken away again,
+so that names and classes are those of the plain model. The same takes a model that another program gave to peft.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.backends.torch.weights._lora import Adapter, adapt
+from hyper_parallel.errors import BadValue, MissingDependency, UnsupportedSharding
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""What makes a directory one of an adapter, by peft's name."""
+_KEYS = "lora.target_modules"
+
+
+def import_peft() -> Any:
+    """The package.
+
+    Raises:
+        MissingDependency: HP501 when it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingDependency(
+            "adapters are made and written by peft, which is not installed",
+            where="lora",
+            got=str(error),
+            hint='pip install "hyper-parallel[lora]"',
+        ) from error
+    return peft
+
+
+def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
+    """Let peft choose modules, and give these adapters; everything else is frozen, but what is to be saved whole.
+
+    Args:
+        model: A Hugging Face model, on the meta device or not; changed in place.
+        config: A `peft.LoraConfig`.
+        where: Origin of the choice of modules, for errors.
+
+    Raises:
+        BadValue: HP102 when no module is chosen. UnsupportedSharding: HP205 for one that is no linear module.
+    """
+    try:
+        import_peft().inject_adapter_in_model(config, model)
+    except ValueError as error:
+        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
+        raise BadValue(
+            "peft puts no adapter on this model",
+            where=where,
+            got=str(error).partition("\n")[0][:200],
+            allowed=sorted(linear),
+            hint="lora.target_modules=all-linear",
+        ) from error
+    absorb_adapters(model)
+
+
+def absorb_adapters(model: nn.Module, name: str = "default") -> None:
+    """Take away what peft has put around the modules of a model, and give these its adapters; values are kept.
+
+    Args:
+        model: A model that passed through peft, not the `PeftModel` around it; changed in place.
+        name: Of the adapter.
+
+    Raises:
+        UnsupportedSharding: HP205 for adapters of something else than a linear module, and for kinds other than LoRA.
+    """
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    ends = {id(get()) for key in ("get_output_embeddings", "get_input_embeddings")
+            if (get := getattr(model, key, None)) is not None}  # fmt: skip
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for path, layer in [*model.named_modules()]:
+        if isinstance(layer, ModulesToSaveWrapper):
+            whole, trained = layer.original_module, layer.modules_to_save[name]
+            if any(uses[id(p)] > 1 for p in whole.parameters()):
+                raise UnsupportedSharding(
+                    "a weight that two modules share is not trained beside adapters",
+                    where=f"lora.modules_to_save: {path}",
+                    got=type(whole).__name__,
+                    allowed="modules that own their weights, such as norms",
+                    hint="lora.modules_to_save=[]",
+                )
+            for mine, theirs in zip(whole.parameters(), trained.parameters(), strict=True):
+                mine.requires_grad_(True)
+                if not mine.is_meta:
+                    mine.data.copy_(theirs.data)
+            model.set_submodule(path, whole)
+        elif isinstance(layer, BaseTunerLayer):
+            base = layer.get_base_layer()
+            plain = isinstance(layer, Linear) and type(base) is nn.Linear and id(layer) not in ends
+            variant = plain and (name in layer.lora_variant or layer.lora_bias.get(name))
+            if not plain or variant or layer.merged or list(layer.active_adapters) != [name]:
+                raise UnsupportedSharding(
+                    "only one plain LoRA adapter of linear modules inside of the model is trained",
+                    where=f"{_KEYS}: {path}",
+                    got=f"{type(layer).__name__} around {type(base).__name__}",
+                    allowed="nn.Linear, but not the head",
+                    hint="lora.target_modules=all-linear",
+                )
+            a, b = (part[name].weight for part in (layer.lora_A, layer.lora_B))
+            drop = getattr(layer.lora_dropout[name], "p", 0.0)
+            adapt(base, a, b, Adapter(float(layer.scaling[name]), drop))
+            model.set_submodule(path, base)
+    model.__dict__.pop("peft_config", None)

@@ -1,0 +1,154 @@
+"""Low-rank adapters as parameters of the linear modules they belong to.
+
+    y = x W^T + scaling * dropout(x) A^T B^T        W [out, in] frozen, A [r, in], B [out, r]
+
+`lora_A` and `lora_B` are parameters of the `nn.Linear` itself, so that every other name of the model stays what it
+was: plans, weight files and exports find what they look for. Tensor parallelism cuts A where it cuts the columns of W
+and B where it cuts the rows; the product is then a summand, or a slice, of the very thing that W gives. Where an axis
+cuts only one of the two, the ranks' gradients of the other are added.
+
+Source: Hu et al. 2021, "LoRA", arXiv:2106.09685; the scaling r^-1/2 of Kalajdzievski 2023, arXiv:2312.03732.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch.weights._initialise import (
+    canonical_name,
+    module_seed,
+    named_tensors,
+)
+from hyper_parallel.backends.torch.weights._lora_names import A, B, is_adapter
+from hyper_parallel.backends.torch.weights._ranges import copy_full
+from hyper_parallel.errors import NotDivisible, UnsupportedSharding
+from hyper_parallel.ir import Layout, Strategy
+
+_TENSOR_AXES: Final = ("tp_x", "tp_y")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What an adapted module knows beside its parameters: factor of the product, and share of inputs dropped."""
+
+    scaling: float
+    dropout: float
+
+
+def adapt(module: nn.Linear, a: Tensor, b: Tensor, adapter: Adapter) -> None:
+    """Give a linear module an adapter of A [r, in] and B [out, r]; its own parameters stay as they are."""
+    module.register_parameter(A, nn.Parameter(a.detach()))
+    module.register_parameter(B, nn.Parameter(b.detach()))
+    module.__dict__["adapter"] = adapter
+    module.forward = partial(_forward, module)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether some module of a model has an adapter."""
+    return any(A in module._parameters for module in model.modules())
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Name and module of everything that has an adapter."""
+    for name, module in model.named_modules():
+        if A in module._parameters:
+            yield canonical_name(name), module
+
+
+def delta(module: nn.Module, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """What an adapter adds to the product of its module."""
+    adapter: Adapter = module.__dict__["adapter"]
+    x = F.dropout(x, adapter.dropout, module.training)
+    return F.linear(F.linear(x, a), b) * adapter.scaling
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    plain = F.linear(x, module.weight, module.bias)
+    return plain + delta(module, x, module.lora_A, module.lora_B)
+
+
+def adapter_layouts(
+    model: nn.Module, layouts: dict[str, Layout], strategy: Strategy
+) -> dict[str, Layout]:
+    """Layouts of all adapters, from those of the weights they belong to.
+
+    Raises:
+        UnsupportedSharding: HP205 for experts, whose ranks are others than those of the rest of the model, and where
+            weights are moved between tensor-parallel ranks.
+        NotDivisible: HP203 when data-parallel ranks would have to cut the rank of an adapter and it does not divide.
+    """
+    found: dict[str, Layout] = {}
+    shapes = (strategy.attention_shape, strategy.mlp_shape)
+    for name, module in adapted(model):
+        if strategy.tp_y > 1 and "weight" in shapes:
+            raise UnsupportedSharding(
+                "a projection whose weight moves over tp_y has no adapter",
+                where=name,
+                got=f"attention_shape={shapes[0]}, mlp_shape={shapes[1]}",
+                allowed="1d and 2d",
+                hint="parallel.attention_shape=2d parallel.mlp_shape=2d",
+            )
+        weight = layouts[f"{name}.weight"]
+        if weight.one_of or "ep" in weight.sharding_axes:
+            raise UnsupportedSharding(
+                "adapters of experts are not spread over ranks",
+                where=name,
+                got=f"layout {weight}",
+                allowed="parallel.ep=1, or lora.target_modules without the experts",
+                hint="parallel.ep=1",
+            )
+        rows, columns = ([a for a in on if a in _TENSOR_AXES] for on in weight.axes)
+        parts, rank = weight.parts_of(0), module.lora_A.shape[0]
+        shards = strategy.mesh().degree(strategy.fsdp_axes)
+        if parts > 1 and rank % shards:
+            raise NotDivisible(
+                f"{shards} data-parallel ranks do not divide the rank of the adapter",
+                where=name,
+                got=f"lora.r={rank}",
+                changes={"lora.r": -(-rank // shards) * shards},
+            )
+        whole = Layout.replicated(2)
+        found[f"{name}.{A}"] = whole.split(1, *columns).split(0, *strategy.fsdp_axes)
+        b = whole.stack(0, parts) if parts > 1 else whole
+        b = b.split(0, *rows).split(1 if parts > 1 else 0, *strategy.fsdp_axes)
+        found[f"{name}.{B}"] = b
+    return found
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, seed: int, *, gaussian: bool = False) -> None:
+    """B is 0; A is drawn as peft draws it, a function of seed and module name on every layout.
+
+    Args:
+        model: Holds storage; changed in place.
+        seed: Of the run.
+        gaussian: A normal distribution of standard deviation 1/r in place of a uniform one.
+    """
+    tensors = {canonical_name(n): t for n, t in named_tensors(model).items() if is_adapter(n)}
+    for name, module in adapted(model):
+        full = torch.empty(module.lora_A.shape, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(module_seed(seed, f"{name}.{A}"))
+        if gaussian:
+            full.normal_(std=1 / len(full), generator=generator)
+        else:
+            nn.init.kaiming_uniform_(full, a=5**0.5, generator=generator)
+        copy_full(tensors[f"{name}.{A}"], full, name)
+        copy_full(tensors[f"{name}.{B}"], torch.zeros(module.lora_B.shape), name)
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Add every adapter of a model of plain tensors to its weight, and take it away."""
+    for _, module in [*adapted(model)]:
+        product = module.lora_B @ module.lora_A * module.__dict__.pop("adapter").scaling
+        module.weight += product.to(module.weight.dtype)
+        for name in (A, B):
+            del module._parameters[name]
+        del module.forward

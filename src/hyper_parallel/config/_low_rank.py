@@ -1,0 +1,36 @@
+"""The section of a recipe for low-rank adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from hyper_parallel.config._sections import Section
+
+
+def _tag(value: object) -> str:
+    return "[list]" if isinstance(value, (list, tuple)) else "[text]"
+
+
+class Lora(Section):
+    """Low-rank adapters, made and written by peft: the keys are those of its `LoraConfig`."""
+
+    r: int = Field(default=8, ge=1)
+    """Rank of the adapters."""
+    lora_alpha: float = Field(default=16, gt=0)
+    """What an adapter adds is multiplied by `lora_alpha / r`."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the inputs of an adapter that is dropped."""
+    target_modules: Annotated[
+        Annotated[str, Tag("[text]")]
+        | Annotated[tuple[str, ...], Field(min_length=1), Tag("[list]")],
+        Discriminator(_tag),
+    ] = "all-linear"
+    """Linear modules that get one: ends of their names (`[q_proj, v_proj]`), a regular expression, or all-linear."""
+    use_rslora: bool = False
+    """Multiply by `lora_alpha / sqrt(r)` instead."""
+    modules_to_save: tuple[str, ...] = ()
+    """Ends of the names of modules that are trained whole and written with the adapter, such as norms."""
+    init_lora_weights: Literal[True, "gaussian"] = True
+    """First values of A, as peft draws them; B is 0."""

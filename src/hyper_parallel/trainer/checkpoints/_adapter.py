@@ -1,0 +1,160 @@
+"""Adapters in the format of peft: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch import load_pretrained
+from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, add_adapters, import_peft
+from hyper_parallel.backends.torch.weights._lora import merge_adapters
+from hyper_parallel.backends.torch.weights._lora_names import is_adapter
+from hyper_parallel.config import Recipe
+from hyper_parallel.errors import OutputNotWritable, WeightsUnreadable
+from hyper_parallel.trainer._files import copy_files, replace_directory
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints._export import export_hf, stored_dtype, whole_on_rank_0
+from hyper_parallel.trainer.checkpoints._named_state import MODEL, model_tensors
+from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
+from hyper_parallel.trainer.data import TOKENIZER_FILES
+from hyper_parallel.trainer.engine._model import GENERATION, build_model, lora_config
+
+_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def export_adapter(
+    model: nn.Module, config: Any, tokenizer_dir: str | Path | None, out_dir: str | Path
+) -> Path:
+    """Write the adapters of a model, and what else of it was trained; collective over all ranks.
+
+    Args:
+        model: With adapters, of plain tensors or DTensors.
+        config: The `peft.LoraConfig` that they were made by.
+        tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
+        out_dir: Created. An earlier adapter or export there is replaced; anything else is refused.
+
+    Returns:
+        `out_dir`, which `peft.PeftModel.from_pretrained` reads.
+
+    Raises:
+        OutputNotWritable: HP105 when the directory cannot be written.
+    """
+    out = Path(out_dir)
+    temporary = out.parent / f".{out.name}.tmp"
+    ranks = RankGroup("export", out)
+
+    def begin() -> None:
+        known = any((out / name).is_file() for name in (ADAPTER_CONFIG, "config.json"))
+        if out.exists() and not (out.is_dir() and (known or not any(out.iterdir()))):
+            raise OutputNotWritable(
+                "the export directory holds something other than an export",
+                where=str(out),
+                hint="choose another directory, or empty this one",
+            )
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    ranks.on_rank_0(begin)
+    state = {name.removeprefix(MODEL): t for name, t in model_tensors(model).items()}
+    files: dict[str, Tensor] = {}
+    for name, full in whole_on_rank_0(ranks, state):
+        key = f"{_PREFIX}{name}{'.weight' if is_adapter(name) else ''}"
+        files[key] = full.detach().cpu().clone().contiguous()
+
+    def close() -> None:
+        save_file(files, temporary / _WEIGHTS, metadata={"format": "pt"})
+        config.inference_mode = True
+        config.save_pretrained(temporary)
+        if tokenizer_dir is not None:
+            copy_files(Path(tokenizer_dir), temporary, TOKENIZER_FILES)
+        replace_directory(temporary, out)
+
+    ranks.on_rank_0(close)
+    return out
+
+
+def export_adapter_checkpoint(
+    directory: Path,
+    recipe: Recipe,
+    out_dir: Path,
+    step: int | None = None,
+    tokenizer_dir: Path | None = None,
+    dtype: str | None = None,
+    *,
+    merge: bool = False,
+) -> int:
+    """Write the adapters of a checkpoint, or the model with them added to its weights.
+
+    Args:
+        directory: Directory of the checkpoints.
+        recipe: Of the run, with `lora`; its `model.path` has the weights.
+        out_dir: Directory to write.
+        step: Step; None: the newest intact one.
+        tokenizer_dir: Directory of the tokenizer; None: that of the model.
+        dtype: Name of the stored dtype; None: as in the checkpoint.
+        merge: Write the whole model, which knows of no adapter.
+
+    Returns:
+        The step exported.
+    """
+    stored, model, weights = stored_dtype(dtype), build_model(recipe), Path(recipe.model.path)
+    loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
+    found, _, _ = loader.newest_intact(step)
+    _allocate_trained(model)
+    if merge:
+        load_pretrained(model, weights)
+    loader.load(model, None, found)
+    if stored is not None:
+        model.to(stored)
+    tokenizer_dir = tokenizer_dir or weights
+    if not merge:
+        export_adapter(model, lora_config(recipe), tokenizer_dir, out_dir)
+        return found
+    merge_adapters(model)
+    generation = weights / GENERATION
+    export_hf(model, model.config, tokenizer_dir, out_dir, stored, generation=generation)
+    return found
+
+
+def take_adapter(model: nn.Module, directory: Path) -> None:
+    """Give a model, on the meta device or not, the adapters of a directory that peft wrote.
+
+    Raises:
+        WeightsUnreadable: HP703 when the tensors are not those that the directory's configuration asks for.
+    """
+    peft = import_peft()
+    config = peft.LoraConfig.from_pretrained(directory)
+    config.inference_mode = False
+    add_adapters(model, config, str(directory / ADAPTER_CONFIG))
+    _allocate_trained(model)
+    stored = peft.load_peft_weights(str(directory), device="cpu")
+    mine = {
+        f"{_PREFIX}{name}{'.weight' if is_adapter(name) else ''}": p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    different = sorted(mine.keys() ^ stored.keys())
+    different += [k for k in mine if not different and mine[k].shape != stored[k].shape]
+    if different:
+        raise WeightsUnreadable(
+            "the tensors of the adapter are not those that its configuration asks for",
+            where=str(directory),
+            got=different[:3],
+        )
+    with torch.no_grad():
+        for key, parameter in mine.items():
+            parameter.copy_(stored[key])
+
+
+def _allocate_trained(model: nn.Module) -> None:
+    """Storage for what is trained alone."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.requires_grad and p.is_meta:
+                module._parameters[name] = nn.Parameter(torch.empty_like(p, device="cpu"))

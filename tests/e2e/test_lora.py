@@ -1,0 +1,132 @@
+"""Adapters: `lora` in a recipe, on every layout, and in the format of peft."""
+
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hyper_parallel.errors import BadValue, Contradiction, MissingDependency, UnsupportedSharding
+from tests.e2e.runs import CURVE, assert_same_curve, command, curve, make_place, train
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.e2e
+
+LORA = ("lora.r=4", "lora.lora_alpha=12", "lora.modules_to_save=[q_norm]")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A recipe whose weights are those that a short run has exported."""
+    root = make_place(tmp_path_factory.mktemp("lora"))
+    train(root, root / "base", "training.steps=2", "training.eval_tokens=100")
+    recipe = yaml.safe_load((root / "recipe.yaml").read_text())
+    recipe["model"]["path"] = str(root / "base" / "export")
+    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return root
+
+
+@pytest.fixture(scope="module")
+def one_rank(place):
+    out = place / "one"
+    train(place, out, *LORA, "training.eval_tokens=100")
+    return out
+
+
+def _logits(model):
+    with torch.no_grad():
+        return model(torch.arange(60)[None] % 97).logits
+
+
+def test_a_run_on_two_layouts_with_recompute_equals_one_rank(place, one_rank, tmp_path):
+    words = (*LORA, "training.eval_tokens=100")
+    first = ("parallel.dp_shard=2", "parallel.tp=2", "training.steps=2")
+    train(place, tmp_path, *words, *first)
+    second = ("parallel.pp=2", "parallel.cp=2", "training.recompute=full", "checkpoint.resume=must")
+    train(place, tmp_path, *words, *second)
+    assert_same_curve(curve(tmp_path), curve(one_rank))
+    mine, theirs = (
+        load_file(out / "export" / "adapter_model.safetensors") for out in (tmp_path, one_rank)
+    )
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-8, atol=1e-10)
+    assert max(t.abs().max() for n, t in mine.items() if "lora_B" in n) > 1e-3
+
+
+def test_two_tensor_parallel_axes_and_a_split_backward_equal_one_rank(place, one_rank, tmp_path):
+    grid = ("parallel.tp_x=2", "parallel.tp_y=2", "training.steps=2")
+    train(place, tmp_path / "grid", *LORA, *grid, *CURVE)
+    assert_same_curve(curve(tmp_path / "grid"), curve(one_rank)[:2])
+    piped = (
+        "parallel.pp=2",
+        "parallel.schedule=zb-h1",
+        "training.microbatch=2",
+        "training.steps=2",
+    )
+    train(place, tmp_path / "piped", *LORA, *piped, *CURVE)
+    assert_same_curve(curve(tmp_path / "piped"), curve(one_rank)[:2])
+
+
+def test_peft_reads_the_adapter_and_the_merged_model_has_its_logits(place, one_rank, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(place / "base" / "export", dtype="auto")
+    plain = _logits(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's own, about transformers
+        model = peft.PeftModel.from_pretrained(base, one_rank / "export").to(torch.float64)
+    adapted = _logits(model)
+    assert (adapted - plain).abs().max() > 0.1
+    command("checkpoint", "export", str(one_rank), "--merge")
+    merged = AutoModelForCausalLM.from_pretrained(one_rank / "merged", dtype="auto")
+    torch.testing.assert_close(_logits(merged), adapted, rtol=1e-6, atol=1e-6)
+
+    command("checkpoint", "export", str(one_rank), "--out", str(tmp_path / "again"))
+    mine, again = (
+        load_file(d / "adapter_model.safetensors")
+        for d in (one_rank / "export", tmp_path / "again")
+    )
+    assert all(torch.equal(again[name], tensor) for name, tensor in mine.items())
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["lora_alpha"] == 12
+
+    said = [
+        command("generate", str(d), "--prompt", "def f", "--max-new-tokens=4", "--temperature=0")
+        for d in (one_rank, one_rank / "merged")
+    ]
+    assert said[0].stdout == said[1].stdout
+
+
+def test_a_run_begins_with_the_adapter_that_another_has_written(place, one_rank, tmp_path):
+    command(
+        "checkpoint", "import", str(one_rank / "export"), str(tmp_path / "at"), "--dtype=float64"
+    )
+    words = (*LORA, f"checkpoint.from_dir={tmp_path / 'at'}", "training.steps=2", *CURVE)
+    train(place, tmp_path / "on", *words)
+    assert curve(tmp_path / "on")[0][0] < curve(one_rank)[0][0] - 0.01
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "says"),
+    [
+        (("lora.target_modules=[q_prj]",), BadValue, "q_proj"),
+        (("lora.target_modules=[embed_tokens]",), UnsupportedSharding, "embed_tokens"),
+        (("lora.r=2", "lora.modules_to_save=[embed_tokens]"), UnsupportedSharding, "share"),
+        (("lora.r=2", "parallel.tp_x=2", "parallel.tp_y=2", "parallel.mlp_shape=weight"), UnsupportedSharding, "tp_y"),
+        (("lora.r=2", "model.init=random"), Contradiction, "weights that exist"),
+    ],
+    ids=["no-module", "embedding", "tied", "moving-weight", "no-weights"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # peft's own
+def test_what_has_no_adapter_is_refused_before_a_rank_starts(place, tmp_path, words, error, says):
+    with pytest.raises(error, match=says):
+        train(place, tmp_path / "out", "--dry-run", *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_peft_the_extra_is_named(place, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingDependency, match=r"hyper-parallel\[lora\]"):
+        train(place, tmp_path / "out", "lora.r=2")
