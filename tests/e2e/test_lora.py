@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hyper_parallel.errors import BadValue, Contradiction, MissingDependency, UnsupportedSharding
+from hyper_parallel.ir import Plan
 from tests.e2e.runs import CURVE, assert_same_curve, command, curve, make_place, train
 
 peft = pytest.importorskip("peft")
@@ -56,6 +57,8 @@ def test_a_run_on_two_layouts_with_recompute_equals_one_rank(place, one_rank, tm
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-8, atol=1e-10)
     assert max(t.abs().max() for n, t in mine.items() if "lora_B" in n) > 1e-3
+    elements = sum(t.numel() for t in mine.values())
+    assert _optimizer_bytes(one_rank) == (16 * elements, 16 * elements + 4 * len(mine))
 
 
 def test_two_tensor_parallel_axes_and_a_split_backward_equal_one_rank(place, one_rank, tmp_path):
@@ -116,11 +119,15 @@ def test_a_run_begins_with_the_adapter_that_another_has_written(place, one_rank,
         (("lora.r=2", "lora.modules_to_save=[embed_tokens]"), UnsupportedSharding, "share"),
         (("lora.r=2", "parallel.tp_x=2", "parallel.tp_y=2", "parallel.mlp_shape=weight"), UnsupportedSharding, "tp_y"),
         (("lora.r=2", "model.init=random"), Contradiction, "weights that exist"),
+        (("training.freeze=[model.layer.0.*]",), BadValue, "model.layers.0"),
+        (('training.freeze=["*"]',), BadValue, "nothing is left"),
     ],
-    ids=["no-module", "embedding", "tied", "moving-weight", "no-weights"],
+    ids=["no-module", "embedding", "tied", "moving-weight", "no-weights", "no-name", "all"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # peft's own
-def test_what_has_no_adapter_is_refused_before_a_rank_starts(place, tmp_path, words, error, says):
+def test_what_cannot_be_trained_is_refused_before_a_rank_starts(
+    place, tmp_path, words, error, says
+):
     with pytest.raises(error, match=says):
         train(place, tmp_path / "out", "--dry-run", *words)
     assert not (tmp_path / "out").exists()
@@ -130,3 +137,33 @@ def test_without_peft_the_extra_is_named(place, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingDependency, match=r"hyper-parallel\[lora\]"):
         train(place, tmp_path / "out", "lora.r=2")
+
+
+def test_frozen_parameters_stay_as_they_are_on_every_layout(place, tmp_path):
+    """The first of the stages trains nothing at all."""
+    words = ("training.freeze=[model.embed_tokens.*,model.layers.0.*]", "training.eval_tokens=100")
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(place, one, *words)
+    train(place, two, *words, "parallel.pp=2", "training.steps=2")
+    train(place, two, *words, "parallel.dp_shard=2", "parallel.tp=2", "checkpoint.resume=must")
+    assert_same_curve(curve(two), curve(one))
+    before, after = (
+        load_file(run / "export" / "model.safetensors") for run in (place / "base", two)
+    )
+    for name, tensor in before.items():
+        frozen = name.startswith(("model.embed_tokens.", "model.layers.0."))
+        assert torch.equal(after[name], tensor) == frozen, name
+    elements = sum(
+        t.numel() for n, t in before.items() if "layers.1." in n or n == "model.norm.weight"
+    )
+    assert _optimizer_bytes(one) == (16 * elements, 16 * elements + 4 * len(before) // 2)
+
+
+def _optimizer_bytes(run):
+    """Bytes of optimizer states, predicted and measured; of the latter 4 for the step of every trained tensor."""
+    (planned,) = (
+        t.bytes for t in Plan.load(run / "plan.json").memory if t.name == "optimizer states"
+    )
+    counters = json.loads((run / "timeline.json").read_text())["counters"]
+    (measured,) = (c["value"] for c in counters if c["lane"] == "rank 0/peak optimizer states")
+    return planned, measured

@@ -291,7 +291,8 @@ def _at_once(s: Setting, layer: LayerMemory, saved: Array, logits: Array) -> Par
         vocabulary = np.minimum(vocabulary, max(n.embedding_weights, n.head_weights) / c.tp)
     gathered_layers = np.where(c.zero > 2, np.minimum(2.0, s.layers), s.layers)
     reduced = np.where(s.sharded, s.reduce_width + width, width)
-    second_copy = stack.gradient_copy_bytes * np.where(c.zero < 2, elements[0], 0.0)
+    reduced, trained = reduced * s.workload.trained, s.workload.trained
+    second_copy = trained * stack.gradient_copy_bytes * np.where(c.zero < 2, elements[0], 0.0)
     return states | {
         "gradients": states["gradients"] + second_copy,
         "gathered parameters": np.where(

@@ -74,12 +74,14 @@ def state_bytes(s: Setting, elements: tuple[Array, Array]) -> Parts:
     """
     param, compute = s.param_width, s.machine.width
     whole, sharded = elements
-    fully = s.c.zero > 1
+    fully, trained = s.c.zero > 1, s.workload.trained
     master = np.where(fully | (param == compute), 0.0, param)
     return {
         "parameters": np.where(fully, sharded * param, whole * compute),
-        "gradients": np.where(fully, sharded, whole) * param,
-        "optimizer states": np.where(s.c.zero > 0, sharded, whole) * (2.0 * param + master),
+        "gradients": np.where(fully, sharded, whole) * param * trained,
+        "optimizer states": np.where(s.c.zero > 0, sharded, whole)
+        * (2.0 * param + master)
+        * trained,
     }
 
 
@@ -88,7 +90,7 @@ def moved_bytes(s: Setting, elements: tuple[Array, Array]) -> Array:
 
     It reads gradient, parameter and two moments and writes three of them; a copy in the compute format is written.
     """
-    mine = np.where(s.c.zero > 0, elements[1], elements[0])
+    mine = np.where(s.c.zero > 0, elements[1], elements[0]) * s.workload.trained
     return mine * (7.0 * s.param_width + np.where(s.c.zero > 1, 0.0, s.machine.width))
 
 
@@ -109,7 +111,8 @@ def phases(
 
     `outside` are elements of embedding and head before tensor parallelism, `logits` bytes, 0 without the head.
     """
-    n, c, width, wide = s.n, s.c, s.machine.width, s.reduce_width
+    n, c, width, trained = s.n, s.c, s.machine.width, s.workload.trained
+    wide = s.reduce_width * trained
     tokens, none = s.tokens, np.zeros(1)
     states = state_bytes(s, stage_elements(s, layers, outside))
     one, vocabulary = s.dense() + s.experts(), outside / c.tp
@@ -127,9 +130,10 @@ def phases(
     outer = vocabulary / np.where(s.sharded, s.shards, 1.0) * wide
     inner = np.maximum(mine - outer, 0.0)
     # Before reduction in the compute format, in reduction wide; a group of one rank makes a wide copy of it all.
-    reduced = np.where(s.copies, np.where(s.sharded, width + wide, 2.0 * wide), 0.0)
-    single = np.where(s.copies, np.where(s.sharded, width + wide, 3.0 * wide), 0.0)
-    head = np.where(piped, 0.0, copies * (n.head_params / c.tp))
+    both = width * trained + wide
+    reduced = np.where(s.copies, np.where(s.sharded, both, 2.0 * wide), 0.0)
+    single = np.where(s.copies, np.where(s.sharded, both, 3.0 * wide), 0.0)
+    head = np.where(piped, 0.0, copies * (n.head_params / c.tp) * trained)
     # The final norm keeps its input wide, and both formats of its output.
     final = np.where(logits > 0.0, tokens * n.hidden * (4.0 + 2.0 * width) / c.tp, 0.0)
     # Stages keep what they receive of every microbatch in flight, and hold a message in and one out.

@@ -23,6 +23,7 @@ class Workload:
         param_dtype: Format of the parameters the optimizer owns.
         reduce_dtype: Format of gradient reductions.
         optimizer: Name of the optimizer; memory and time are those of AdamW, which holds two states per parameter.
+        trained: Elements with gradient and optimizer states, adapters among them, over the model's parameters.
     """
 
     seq_len: int
@@ -33,6 +34,7 @@ class Workload:
     param_dtype: str = "float32"
     reduce_dtype: str = "float32"
     optimizer: str = "adamw"
+    trained: float = 1.0
 
     def resolve(self, dp: int) -> Workload:
         """The same workload with all three batch numbers, for a data-parallel degree.

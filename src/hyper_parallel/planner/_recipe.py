@@ -19,6 +19,7 @@ from hyper_parallel.planner._pins import PINNABLE, check_pins
 from hyper_parallel.planner._plan import evaluate, search
 from hyper_parallel.planner._refusals import check_degrees
 from hyper_parallel.planner._request import HostMemory, PlanRequest, resolve
+from hyper_parallel.planner._trained import trained_share
 
 _SHARED: Final = tuple(
     f.name for f in fields(Strategy) if f.name in Parallel.model_fields and f.name != "rules"
@@ -100,6 +101,10 @@ def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None) -
         optimizer=t.optimizer,
     )
     request = resolve(model or recipe.model.path, recipe.topology, workload, num_devices)
+    if (share := trained_share(request.model, recipe)) != 1.0:
+        workload = replace(request.workload, trained=share)
+        note = f"{share:.3%} of the parameters are trained; times are those of training all of them"
+        request = replace(request, workload=workload, notes=(*request.notes, note))
     if not given and recipe.parallel.auto:
         tokens = workload.seq_len * request.num_devices
         workload = replace(workload, tokens_per_step=tokens, microbatch=None)

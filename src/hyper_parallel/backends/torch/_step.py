@@ -210,8 +210,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     """
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    wide = torch.float32  # one number format on all ranks, also on a rank that holds no element
+    wide = torch.float32  # one number format on all ranks, also on a rank that trains nothing
     for name, param in model.named_parameters():
+        wide = torch.promote_types(wide, param.dtype)
         if param.grad is None:
             continue
         grad = local(param.grad)

@@ -72,7 +72,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    # A pipeline rank may hold nothing that is trained.
+    return [group for group in groups if group["params"]] or groups[:1]
 
 
 def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
@@ -175,7 +176,7 @@ def _hidden_apart(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[s
         for muon in (True, False):
             chosen = [p for p in group["params"] if (p.ndim == 2 and p not in ends) == muon]
             parted.append({**group, "params": chosen, "muon": muon})
-    return [group for group in parted if group["params"]]
+    return [group for group in parted if group["params"]] or parted[:1]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:

@@ -272,7 +272,8 @@ class _PipelinePass:
 
     def _backward(self, stage: int, i: int, message: _Message | None) -> None:
         given, roots, grads, slopes = self._roots(stage, i, message)
-        torch.autograd.backward(roots, grads)
+        if roots[0].requires_grad:
+            torch.autograd.backward(roots, grads)
         if given is not None:
             self._made["B", stage - 1, i] = (given.grad, *slopes)
 
@@ -281,6 +282,8 @@ class _PipelinePass:
             self._backward(stage, i, message)
             return
         given, roots, grads, slopes = self._roots(stage, i, message)
+        if not roots[0].requires_grad:  # the first stage, where none of its weights is trained
+            return
         if given is None:  # the first stage has no input: all of it is weight gradients
             self._later[stage, i] = partial(torch.autograd.backward, roots, grads)
             return
