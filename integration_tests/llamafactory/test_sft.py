@@ -125,10 +125,48 @@ def test_the_export_is_read_by_transformers(place):
     assert len(AutoTokenizer.from_pretrained(place / "hyper2tp_size")) <= model.config.vocab_size
 
 
+LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all", "learning_rate": 5e-2}
+
+
+def test_adapters_are_those_of_llamafactory_alone_and_are_read_by_peft(place):
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    alone = run(place, "plain_lora", 1, None, **LORA)
+    mine = run(place, "lora", 4, {"tp_size": 2}, per_device_train_batch_size=4, **LORA)
+    source = str(place / "lora" / "checkpoint-3")
+    on = run(
+        place,
+        "lora_on",
+        2,
+        {"cp_size": 2},
+        per_device_train_batch_size=8,
+        resume_from_checkpoint=source,
+        **LORA,
+    )
+    for curves in (mine, on):
+        for kind in ("loss", "grad_norm"):
+            assert [v for _, v in curves[kind]] == pytest.approx(
+                [v for _, v in alone[kind]], rel=1e-5
+            ), kind
+    losses = [v for _, v in alone["loss"]]
+    assert losses[-1] < losses[0]  # it learns
+    theirs, ours = (
+        load_file(place / d / "adapter_model.safetensors") for d in ("plain_lora", "lora")
+    )
+    assert theirs.keys() == ours.keys()
+    for name, tensor in theirs.items():
+        assert (tensor - ours[name]).abs().max() < 1e-4, name
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    assert PeftModel.from_pretrained(model, place / "lora").peft_config["default"].r == 4
+
+
 @pytest.mark.parametrize(
     ("hyper", "changes", "code"),
     [
-        ({"tp_sise": 2}, {}, "HP101"), ({"tp_size": 0}, {}, "HP102"), ({}, {"finetuning_type": "lora"}, "HP104"),
+        ({"tp_sise": 2}, {}, "HP101"), ({"tp_size": 0}, {}, "HP102"), ({}, {"finetuning_type": "oft"}, "HP104"),
+        ({}, {"finetuning_type": "lora", "use_dora": True}, "HP205"),
         ({}, {"disable_gradient_checkpointing": False}, "HP104"), ({"tp_size": 3}, {}, "HP301"),
     ],
 )  # fmt: skip

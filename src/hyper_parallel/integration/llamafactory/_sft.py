@@ -21,8 +21,10 @@ from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 from torch import Tensor, nn
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch._peft import absorb_adapters
 from hyper_parallel.errors import Contradiction, UnsupportedSharding
 from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
+from hyper_parallel.trainer.checkpoints._adapter import export_adapter
 
 _STATE: Final = "hyper_parallel"  # folder inside a checkpoint of transformers
 _SCHEDULER: Final = "scheduler"
@@ -41,6 +43,10 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     """
 
     def __init__(self, hp_args: HyperParallelArguments, **kwargs: Any) -> None:
+        self._adapter = getattr(model := kwargs["model"], "peft_config", {}).get("default")
+        if self._adapter is not None:
+            kwargs["model"] = model.get_base_model()
+            absorb_adapters(kwargs["model"])
         super().__init__(**kwargs)
         self._hp_args = hp_args
         self._strategy = hp_args.strategy(self.args.world_size)
@@ -57,7 +63,9 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         taken = {
             "deepspeed": self.is_deepspeed_enabled,
             "fsdp": self.is_fsdp_enabled,
-            "finetuning_type: lora": arguments.finetuning_type not in ("full", "freeze"),
+            f"finetuning_type: {arguments.finetuning_type}": arguments.finetuning_type
+            not in ("full", "freeze", "lora"),
+            "pissa_init": arguments.pissa_init,
             "use_badam": arguments.use_badam,
             "use_galore": arguments.use_galore,
             "use_asft_loss": arguments.use_asft_loss,
@@ -84,7 +92,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         if self._parallel:
             return
         model, strategy = self.model, self._strategy
-        given = next(model.parameters()).dtype
+        given = next(p for p in model.parameters() if p.requires_grad).dtype
         plain = str(given).removeprefix("torch.")
         mixed = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else plain
         plan = hp.plan_of(model, strategy)
@@ -230,10 +238,13 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return hp.clip_grad_norm_(model, self.args.max_grad_norm)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A directory of transformers with tokenizer and arguments; every rank calls this."""
+        """A directory of transformers, or of peft, with tokenizer and arguments; every rank calls this."""
         target = Path(output_dir or self.args.output_dir)
         scratch = target / ".export"
-        hp.save_pretrained(self.model, scratch)
+        if self._adapter is not None:
+            export_adapter(self.model, self._adapter, None, scratch)
+        else:
+            hp.save_pretrained(self.model, scratch)
         if self.args.should_save:
             for file in scratch.iterdir():
                 file.replace(target / file.name)
