@@ -54,10 +54,31 @@ OWN: dict[str, dict[str, Any]] = {
             "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
         }
     },
+    "apertus1p5": {
+        **{"image_token_offset": 64, "audio_token_offset": 192},
+        "vision_config": {
+            **{"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+            "codebook_size": 128,
+        },
+        "audio_config": {
+            **{
+                "codebook_size": 128,
+                "codebook_dim": HIDDEN,
+                "decoder_hidden_size": 32,
+                "decoder_num_layers": 2,
+            },
+            **{"decoder_intermediate_size": 48, "num_filters": 2},
+        },
+    },
     "bailing_hybrid": {"layer_group_size": 2},
     # It changes to this by itself in its first step on short sequences.
     "big_bird": {"attention_type": "original_full"},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 303},
+        "vq_config": {"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+    },
+    "cohere2_vision": {"alignment_intermediate_size": 48},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
     },
@@ -65,14 +86,60 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2},
     },
+    "deepseek_ocr2": {
+        "vision_config": {
+            "sam_config": {"output_channels": 8, "downsample_channels": [16, 32]},
+        },
+        "text_config": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    },
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"output_channels": 8}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
+    "dots3_note": {
+        "text_config": DOTS3,
+        "vision_config": {
+            **{"mlp_layer_types": ["dense", "sparse"] * 2, "adapter_in_dim": HIDDEN},
+            "adapter_out_dim": HIDDEN,
+        },
+        "audio_config": {"adapter_input_size": HIDDEN, "adapter_output_size": HIDDEN},
+    },
     "dots3_note_text": DOTS3,
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            **{"moe_num_experts": 4, "moe_k": 2},
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+            },
+        }
+    },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "hunyuan_vl": {"vision_config": {"max_image_size": 16}, **MROPE},
+    "inkling2": {"text_config": {"unpadded_vocab_size": VOCAB}},
+    "inkling2_text": {"unpadded_vocab_size": VOCAB},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "janus": {
+        "vision_config": {"projection_dim": HIDDEN},
+        "vq_config": {
+            **{"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+            **{"num_embeddings": 64, "projection_dim": HIDDEN, "image_token_embed_dim": HIDDEN},
+        },
+    },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8},
+    "molmo2": {
+        "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
+        "adapter_config": {"vision_feature_layer": [3, 1]},
+    },
+    "nemotron_h_omni": {
+        "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 16},
+        "text_config": {
+            **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
+            "moe_shared_expert_intermediate_size": 24,
+        },
+        **{"projector_hidden_size": HIDDEN, "vision_hidden_size": HIDDEN},
+    },
     "phi4_multimodal": {
         "vision_config": {"crop_size": 16},
         "audio_config": {
@@ -80,6 +147,9 @@ OWN: dict[str, dict[str, Any]] = {
             **{"depthwise_separable_out_channel": 32, "bias_max_distance": 16, "input_size": 16},
             "nemo_final_size": 2,
         },
+    },
+    "qwen3_omni_moe_thinker": {
+        "audio_config": {"downsample_hidden_size": 8, "output_dim": HIDDEN},
     },
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,

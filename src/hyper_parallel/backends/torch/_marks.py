@@ -168,7 +168,8 @@ class Marks(TorchDispatchMode):
         """Marks of a result, and a note when it shows a token something of another one."""
         if packet in _FILLS:
             return 0
-        before, after = max([_power(t) for t in given], default=0), _power(out)
+        before = max([_power(t) for t in given], default=0)
+        after = _power(out) if out.numel() else before  # an empty part leaves nothing out
         along = _along_tokens(packet, args)
         if marks & IDS:
             drops = before == 1 and after != 1 and out.numel() > 0

@@ -145,15 +145,18 @@ def _on_meta(
             if own_code
             else None,
         )
-    auto = AutoModelForCausalLM if trusted else _auto_class(family, file.where)
+    auto = AutoModelForCausalLM if trusted else _auto_class(file)
     try:
         if trusted:
             config = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
         else:
             config = AutoConfig.for_model(**file.values)
         with torch.device("meta"):
-            model: nn.Module = auto.from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trusted
+            given = {"dtype": dtype, "attn_implementation": attention}
+            model: nn.Module = (
+                auto.from_config(config, trust_remote_code=trusted, **given)
+                if hasattr(auto, "from_config")
+                else auto._from_config(config, **given)
             )
     except Exception as error:
         # transformers raises many classes here: for keys, for attention it does not have, for no such model.
@@ -167,19 +170,28 @@ def _on_meta(
     return model
 
 
-def _auto_class(family: str, where: str) -> Any:
-    """The class of transformers that makes a language model of this type: of text, else of images and text."""
+def _auto_class(file: ConfigFile) -> Any:
+    """The class of transformers that makes a language model of this type: of text, else of images and text.
+
+    Some types are parts of others: their class is the one that the config names, if another type's config makes it too.
+    """
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
+    family: str = file.values["model_type"]
     if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return transformers.AutoModelForCausalLM
     paired = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not paired:
         return transformers.AutoModelForImageTextToText
+    name = (file.values.get("architectures") or [""])[0]
+    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        named = getattr(transformers, name)
+        if named.config_class.model_type == family:
+            return named
     raise ModelUnreadable(
         f"`{family}` is {'an encoder-decoder' if paired else 'no language'} model",
-        where=f"{where}: model_type",
+        where=f"{file.where}: model_type",
         got=family,
         allowed="causal language models, and models of images and text",
     )
