@@ -88,8 +88,14 @@ def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """Name and members of the list of layers that most of a model lies in; None for a model without one.
 
-    Of the outermost lists, those of classes that the model says not to split (`_no_split_modules`) come first.
+    Of the outermost lists, those in a module of the language part's config come first, then those of classes that the
+    model says not to split (`_no_split_modules`).
     """
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    parts = [
+        n for n, m in model.named_modules() if text is not None and m.__dict__.get("config") is text
+    ]
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in lists)
@@ -100,6 +106,8 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
         ):
             lists[name] = module
     whole = set(getattr(model, "_no_split_modules", None) or ())
+    of_text = {n: m for n, m in lists.items() if any(n.startswith(f"{p}.") for p in parts if p)}
+    lists = of_text or lists
     named = {n: m for n, m in lists.items() if any(type(layer).__name__ in whole for layer in m)}
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in (named or lists).items()}
     if not sizes:
