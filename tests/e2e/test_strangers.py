@@ -94,7 +94,9 @@ def tool():
 @pytest.mark.parametrize(
     ("name", "axis"),
     [
-        pytest.param("bart", "dp_shard", id="loss of its own"),
+        pytest.param("bart", "cp", id="loss and places of its own"),
+        pytest.param("roberta", "cp", id="tokens that see all, positions from ids"),
+        pytest.param("mistral3", "pp", id="more of the images' layers than of the text's"),
         pytest.param("zamba2", "dp_shard", id="layers that share parameters"),
         pytest.param("qwen3_vl", "dp_shard", id="images and text"),
         pytest.param("gemma4", "tp", id="rows of the embedding read without a call"),
@@ -103,7 +105,7 @@ def tool():
 )
 def test_one_rank_takes_the_step_of_plain_transformers_and_two_the_same(tool, name, axis):
     rows = {}
-    tool.census([name], [axis], rows.__setitem__)
+    tool.census({name: [axis]}, rows.__setitem__)
     assert rows == {name: {"plain": "ok", "one rank": "ok", axis: "ok"}}
 
 
@@ -145,15 +147,26 @@ def test_an_encoder_decoder_model_is_refused_by_name(tmp_path, family):
         read_spec(str(tmp_path))
 
 
+def test_a_part_of_a_model_is_made_by_the_class_that_its_config_names(tool, tmp_path):
+    made = tool.auto_class("emu3").from_config(AutoConfig.for_model(**tool.tiny("emu3")))
+    made.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] not in tool.all_types()
+    assert read_spec(str(tmp_path)).num_params == sum(p.numel() for p in made.parameters())
+    config["architectures"] = ["LlamaForCausalLM"]  # of another type
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelUnreadable, match="no language model"):
+        read_spec(str(tmp_path))
+
+
 def test_rows_of_two_processes_stay_beside_each_other(tool, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "PAGE", tmp_path / "census.json")
     tool.record("llama", {"plain": "ok", "one rank": "ok", "dp_shard": "ok"})
     tool.record("gpt2", {"plain": "ok", "one rank": "HP999: no"})
     tool.record("llama", {"plain": "ok", "one rank": "ok", "tp": "ok"})
-    assert tool.has_row("llama", ["tp", "dp_shard"])
-    assert not tool.has_row("llama", ["pp"])
-    assert tool.has_row("gpt2", ["pp"]), "what fails on one rank has no more cells"
-    assert not tool.has_row("mamba", [])
+    assert tool.lacks("llama", ["tp", "dp_shard", "pp"]) == ["pp"]
+    assert not tool.lacks("gpt2", ["pp"]), "what fails on one rank has no more cells"
+    assert tool.lacks("mamba", ["one rank"]) == ["one rank"]
 
 
 # transformers hands out pictures' features as a view; nothing here writes to them.

@@ -1,5 +1,7 @@
 """Blocks of attention, joined as the ring joins them, against the whole softmax; all places in one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ from hyper_parallel.ir import SequenceCut
 pytestmark = pytest.mark.torch
 
 
-def dense(q, k, v, rules):
+def dense(q, k, v, rules, seq_len):
     """Attention as one formula, differentiable."""
     length, times = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
@@ -27,7 +29,7 @@ def dense(q, k, v, rules):
     if rules.softcap is not None:
         scores = rules.softcap * torch.tanh(scores / rules.softcap)
     row, col = torch.arange(length)[:, None], torch.arange(length)
-    seen = (col <= row)[None]
+    seen = (col <= row)[None] if rules.causal else (col < seq_len)[None]
     if rules.window is not None:
         seen = seen & (row - col < rules.window)
     if rules.documents is not None:
@@ -55,9 +57,9 @@ def ring(q, k, v, grad, rules, view):
     return out, dq, dk, dv
 
 
-def compare(places, chunk, rules, packed, shape, dtype, tolerance):
+def compare(places, chunk, rules, packed, shape, dtype, tolerance, missing=0):
     batch, heads, groups, width, v_width = shape
-    cut = SequenceCut(2 * places * chunk, places)
+    cut = SequenceCut(2 * places * chunk - missing, places)
     length = cut.padded
     generator = torch.Generator().manual_seed(places * 100 + chunk)
 
@@ -71,10 +73,10 @@ def compare(places, chunk, rules, packed, shape, dtype, tolerance):
         positions = torch.stack([torch.arange(length) % (5 + 3 * b) for b in range(batch)])
     view = view_of(cut, positions, positions.max())
     assert (view.documents is not None) == packed
-    rules = AttentionRules(rules.scale, rules.window, rules.softcap, view.documents)
+    rules = replace(rules, documents=view.documents)
     found = ring(q, k, v, grad, rules, view)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted = dense(*leaves, rules)
+    wanted = dense(*leaves, rules, cut.seq_len)
     wanted.backward(grad.double())
     for mine, theirs in zip(found, (wanted, *(x.grad for x in leaves)), strict=True):
         assert (mine - theirs).abs().max() <= tolerance * max(1.0, theirs.abs().max())
@@ -96,6 +98,14 @@ def test_joined_blocks_are_the_whole_softmax(
     packed = packed and places * chunk >= 5  # the documents are of 5 and 8 tokens
     rules = AttentionRules(0.4, window, softcap)
     compare(places, chunk, rules, packed, (2, *heads, 4, v_width), torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("missing", [0, 1, 5])
+def test_tokens_that_see_all_do_not_see_padding(dtype, missing):
+    rules, tolerance = AttentionRules(0.4, causal=False), 1e-12 if dtype == torch.float64 else 1e-5
+    for places in (1, 2, 3):
+        compare(places, 3, rules, False, (2, 4, 2, 8, 8), dtype, tolerance, missing)
 
 
 @pytest.mark.parametrize("packed", [False, True])

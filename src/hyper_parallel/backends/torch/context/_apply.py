@@ -25,7 +25,7 @@ from hyper_parallel.backends.torch._resolve import decoder_of
 from hyper_parallel.backends.torch._trial_flow import refused
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.context._state import TOKENS, ContextState
-from hyper_parallel.backends.torch.context._trial import attention_calls
+from hyper_parallel.backends.torch.context._trial import attention_calls, count_places
 from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
@@ -33,6 +33,8 @@ from hyper_parallel.ir import Strategy
 FORGETFUL = ("gpt_oss",)
 """Families whose masks ignore `position_ids`."""
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+_COUNTS = "create_position_ids_from_input_ids"
+"""Method of transformers' modules that count positions from ids."""
 
 
 def apply_context_parallel(
@@ -64,6 +66,7 @@ def apply_context_parallel(
     kinds = {t.get("rope_type") for t in (rope, *rope.values()) if isinstance(t, dict)}
     if kinds & {"dynamic", "longrope"}:
         _wrap_rotary(context, base.rotary_emb)
+    count_places(base, context.places)
     # Stages of a pipeline have no whole outputs to return.
     running = stage_layers or (lambda: every)
     _wrap_root(
@@ -71,6 +74,7 @@ def apply_context_parallel(
         model,
         lambda: sum(calls[i] for i in running()),
         joins=stage_layers is None,
+        tables=[m for m in base.modules() if hasattr(m, _COUNTS)],
     )
     return context
 
@@ -90,9 +94,16 @@ def follow_attention(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
 
 
 def _wrap_root(
-    context: ContextState, model: nn.Module, num_calls: Callable[[], int], joins: bool
+    context: ContextState,
+    model: nn.Module,
+    num_calls: Callable[[], int],
+    joins: bool,
+    tables: Sequence[Any],
 ) -> None:
-    """Cut the inputs of a model where its forward begins, and join its outputs where it ends."""
+    """Cut the inputs of a model where its forward begins, and join its outputs where it ends.
+
+    `tables` count the positions of whole sequences of ids by themselves, where none are given.
+    """
     names = list(inspect.signature(model.forward).parameters)
 
     def before(
@@ -100,7 +111,12 @@ def _wrap_root(
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
         _refuse_call(module, batch)
-        return (), {**context.shard_inputs(batch), "use_cache": False}
+        given = {**context.shard_inputs(batch), "use_cache": False}
+        if tables and batch.get("position_ids") is None:
+            # RoBERTa's positions begin behind that of padding.
+            fill, ids = tables[0].padding_idx, batch["input_ids"]
+            given["position_ids"] = context.own(getattr(tables[0], _COUNTS)(ids, fill), fill)
+        return (), given
 
     def after(module: nn.Module, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
         expected = num_calls()

@@ -79,16 +79,17 @@ def context_attention(
     besides and no attention function uses. Masks follow from the positions.
     """
     context = getattr(module, ATTRIBUTE)
-    given = {"attention_mask": attention_mask, "dropout": dropout, "is_causal": is_causal, **others}
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    given = {"attention_mask": attention_mask, "dropout": dropout, "is_causal": causal, **others}
     _refuse_attention(module, context, given)
     if not isinstance(context, ContextState):  # a trial
-        out = context.attend(module, query, key, value, attention_mask, sliding_window)
+        out = context.attend(module, query, key, value, attention_mask, sliding_window, causal)
         return out, None
     view = context.view
     assert view is not None, "attention outside of a forward pass of its model"
     context.calls += 1
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    rules = AttentionRules(scale, sliding_window, softcap, view.documents)
+    rules = AttentionRules(scale, sliding_window, softcap, view.documents, causal)
     group, ulysses = context.group, context.ulysses
     if ulysses > 1:  # this rank's heads of all the place's tokens, and back
         if query.shape[1] % ulysses:
@@ -111,16 +112,13 @@ def context_attention(
 
 
 def _refuse_attention(module: nn.Module, context: Any, given: dict[str, Any]) -> None:
-    """Refuse attention that is more than causal with windows and documents."""
-    causal = given["is_causal"]
-    causal = causal if causal is not None else getattr(module, "is_causal", True)
+    """Refuse attention that is more than causal with windows and documents, or of all tokens."""
+    running = isinstance(context, ContextState)
+    packed = running and context.view.documents is not None
     for name, wrong in (
-        (
-            "attention_mask",
-            given["attention_mask"] is not None and isinstance(context, ContextState),
-        ),
+        ("attention_mask", given["attention_mask"] is not None and running),
         ("dropout", given["dropout"] != 0.0),
-        ("is_causal=False", not causal),
+        ("is_causal=False", packed and not given["is_causal"]),
         ("position_bias", given.get("position_bias") is not None),
     ):
         if wrong:
@@ -147,12 +145,17 @@ class PlaceAttention:
         mine, theirs = (list(_slices(self.view.cut.spans[p])) for p in (self.place, other))
         for at, queries in mine:
             for there, keys in sorted(theirs, key=lambda pair: pair[1] != queries):
+                if not self.rules.causal:  # all tokens, padding left out
+                    keys = (keys[0], min(keys[1], self.view.cut.seq_len))
+                    there = slice(there.start, there.start + max(0, keys[1] - keys[0]))
                 some, every = self._seen(queries, keys)
                 if some:
                     yield at, there, AttentionBlock(queries, keys, self.rules, every)
 
     def _seen(self, queries: Interval, keys: Interval) -> tuple[bool, bool]:
         """Whether some query sees some key, and whether each sees all."""
+        if not self.rules.causal:
+            return keys[0] < keys[1], True
         window, bounds = self.rules.window, self.view.bounds
         some, every = sees_some(queries, keys, window), sees_all(queries, keys, window)
         if bounds:
@@ -163,8 +166,8 @@ class PlaceAttention:
 
     def forward(self, q: Tensor, width: int, arriving: Arriving) -> tuple[Tensor, Tensor]:
         """Output, of the values' width, and lse over all places that arrive, in `wide` format."""
-        lse = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
-        out = lse.new_empty(*lse.shape, width)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q.dtype))
+        out = lse.new_zeros(*lse.shape, width)
         for other, k, v in arriving:
             for at, there, block in self.blocks(other):
                 more = block.forward(q[:, :, at], k[:, :, there], v[:, :, there])

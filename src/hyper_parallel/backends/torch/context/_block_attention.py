@@ -44,6 +44,8 @@ class AttentionRules:
     """Scores are softcap * tanh(score / softcap); None: as they are."""
     documents: Tensor | None = None
     """[B, S] number of the document of every position of a sequence; None: one document."""
+    causal: bool = True
+    """False: every token sees all of its sequence, without a window."""
 
     def hidden(self, queries: Interval, keys: Interval, device: torch.device) -> Tensor:
         """[B or 1, Q, N]: True where a query does not see a key."""

@@ -74,6 +74,12 @@ class ContextState:
         cut = self.cut(whole.shape[1])
         return _cut(whole, self._positions[whole.shape[1], whole.device], cut, fill)
 
+    def places(self) -> Tensor:
+        """Places of this rank's tokens in the sequences of the running pass; those of padding are the last one's."""
+        assert self.view is not None
+        length, device = self.view.cut.seq_len, self.view.last.device
+        return self._positions[length, device].clamp(max=length - 1)
+
     def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's tokens of a microbatch, [B, padded length / cp], and the state of its forward pass.
 

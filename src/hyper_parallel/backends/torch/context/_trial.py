@@ -7,11 +7,15 @@ the interface is told of; and what differs from token to token comes from the id
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from hyper_parallel.backends.torch._loss import has_causal_loss, loss_of_logits
 from hyper_parallel.backends.torch._marks import OWN, POSITIONS, TOKENS, Marks
 from hyper_parallel.backends.torch._trial_flow import as_it_was, refused, run_hollow
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE, TRIAL, register
@@ -31,13 +35,30 @@ def attention_calls(model: nn.Module, base: nn.Module, layers: nn.ModuleList) ->
     return tuple(_Probe(model, base, layers, INTERFACE).run())
 
 
+def count_places(base: nn.Module, places: Callable[[], Tensor]) -> list[RemovableHandle]:
+    """Give position tables that are told places [S] counted in the local tokens, as BART's are, those of `places`."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("position_ids")
+        if given is None or given.dim() > 1:
+            return None
+        return args, {**kwargs, "position_ids": places()}
+
+    return [
+        m.register_forward_pre_hook(before, with_kwargs=True)
+        for m in base.modules()
+        if isinstance(m, nn.Embedding) and "position_ids" in signature(m.forward).parameters
+    ]
+
+
 class _Probe:
     """Stands for the state of context parallelism during the trial."""
 
     def __init__(
         self, model: nn.Module, base: nn.Module, layers: nn.ModuleList, interface: str
     ) -> None:
-        self.model, self.config, self.interface = model, base.config, interface
+        self.model, self.base, self.interface = model, base, interface
+        self.config: Any = base.config
         self.marks = Marks()
         self.calls = [0] * len(layers)
         self.losses: list[int] = []
@@ -57,9 +78,15 @@ class _Probe:
                 if module.__dict__.get("config") is self.config:
                     module.config = own
                 object.__setattr__(module, ATTRIBUTE, self)
-            if hasattr(type(model), "loss_function"):
+            if has_causal_loss(model):
                 model.loss_function = self._loss
-            run_hollow(model, marks, "cp", position_ids=positions)
+                loss_of_logits(model)
+            hooks = count_places(self.base, lambda: positions[0])
+            try:
+                run_hollow(model, marks, "cp", position_ids=positions)
+            finally:
+                for hook in hooks:
+                    hook.remove()
         if not self.losses:
             raise self._refusal("it computes its loss without `loss_function`")
         if marks.mixes:
@@ -78,6 +105,7 @@ class _Probe:
         value: Tensor,
         mask: Tensor | None,
         window: int | None,
+        causal: bool,
     ) -> Tensor:
         """Zeros of the shape of attention's output; refuses what ranks could not compute."""
         given = (query, key, value)
@@ -88,13 +116,15 @@ class _Probe:
         if id(module) not in self._layer:
             raise self._refusal("attention is called outside of the layers")
         self.calls[self._layer[id(module)]] += 1
-        if not self._is_known(mask, window):
+        if not self._is_known(mask, window, causal):
             raise self._refusal("attention has a mask that is not causal order with a window")
         shape = (1, TOKENS, query.shape[1], value.shape[3])
         return self.marks.hollow(shape, query.dtype, self.marks.of(given))
 
-    def _is_known(self, mask: Tensor | None, window: int | None) -> bool:
+    def _is_known(self, mask: Tensor | None, window: int | None, causal: bool) -> bool:
         """Whether a mask [1, 1, S, S], true where a query sees a key, is what the interface is told."""
+        if not causal:
+            return mask is None and window is None
         if mask is None:  # not built, or causal
             return self.interface == INTERFACE or window is None
         if self.interface == INTERFACE or mask.is_meta or mask.dtype != torch.bool:
