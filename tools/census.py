@@ -274,14 +274,14 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
-def census(names: list[str], axes: list[str], keep: Callable[[str, dict[str, str]], None]) -> None:
-    """Rows of model types, each in a process of its own, given to `keep` as they come."""
+def census(wanted: dict[str, list[str]], keep: Callable[[str, dict[str, str]], None]) -> None:
+    """Rows of model types, with axes of each, each in a process of its own, given to `keep` as they come."""
     with tempfile.TemporaryDirectory(prefix="census_") as scratch:
         text = Path(scratch, "text")
         text.mkdir()
         (text / "a.txt").write_text((ROOT / "LICENSE").read_text())
         write_tokenizer(Path(scratch, "tokenizer"))
-        for name in names:
+        for name, axes in wanted.items():
             result = Path(scratch, "row.json")
             result.write_text(json.dumps({"plain": "ok", "one rank": "fails: killed, or no end"}))
             pid = os.fork()
@@ -316,13 +316,13 @@ def record(name: str, cells: dict[str, str]) -> None:
         file.write(json.dumps(page, indent=1) + "\n")
 
 
-def has_row(name: str, axes: list[str]) -> bool:
-    """Whether the page's file has all that can be said of a type."""
+def lacks(name: str, axes: list[str]) -> list[str]:
+    """The axes of which the page's file says nothing, where there is something to say."""
     rows = json.loads(PAGE.read_text())["types"] if PAGE.exists() else {}
     cells = rows.get(name)
-    if cells is None:
-        return False
-    return cells.get("one rank") != "ok" or all(axis in cells for axis in axes)
+    if cells is None or cells.get("one rank") == "ok":
+        return [axis for axis in axes if axis not in (cells or ())]
+    return []
 
 
 def all_types(images: bool = False) -> set[str]:
@@ -355,11 +355,11 @@ def main() -> None:
     axes = given.axes.split(",")
     part, parts = map(int, given.shard.split("/"))
     names = (given.types or sorted(all_types()))[part::parts]
-    if given.missing:
-        names = [name for name in names if not has_row(name, axes)]
+    wanted = {name: lacks(name, axes) if given.missing else axes for name in names}
     keep = record if given.record or not given.types else (lambda name, cells: None)
     table: dict[str, dict[str, str]] = {}
-    census(names, axes, lambda name, cells: (table.__setitem__(name, cells), keep(name, cells))[1])
+    wanted = {name: some for name, some in wanted.items() if some}
+    census(wanted, lambda name, cells: (table.__setitem__(name, cells), keep(name, cells))[1])
     plain = [r for r in table.values() if r["plain"] == "ok"]
     print(
         f"{len(plain)} of {len(table)} types train in plain transformers {version('transformers')}"

@@ -114,9 +114,12 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "hy_v4_vl": {"vision_config": {"max_image_size": 16}},
     "hunyuan_vl": {"vision_config": {"max_image_size": 16}, **MROPE},
     "inkling2": {"text_config": {"unpadded_vocab_size": VOCAB}},
     "inkling2_text": {"unpadded_vocab_size": VOCAB},
+    "inkling2_loop": {"text_config": {"unpadded_vocab_size": VOCAB}},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCAB},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus": {
         "vision_config": {"projection_dim": HIDDEN},
@@ -128,6 +131,7 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8},
+    "mistral4": {"head_dim": 16},
     "molmo2": {
         "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
         "adapter_config": {"vision_feature_layer": [3, 1]},
@@ -151,6 +155,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {
         "audio_config": {"downsample_hidden_size": 8, "output_dim": HIDDEN},
     },
+    "qwen2_5_omni_thinker": MROPE,
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,
     "reformer": {
