@@ -54,7 +54,9 @@ def register() -> None:
     # No entry in AttentionMaskInterface: models then build no mask, which no kernel here would take.
     AttentionInterface.register(INTERFACE, context_attention)
     AttentionInterface.register(TRIAL, context_attention)
-    AttentionMaskInterface.register(TRIAL, sdpa_mask)
+    # A mask that is left out says less than one: kernels differ in what they do then.
+    never = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    AttentionMaskInterface.register(TRIAL, lambda *sizes, **more: sdpa_mask(*sizes, **more | never))
 
 
 @torch.compiler.disable

@@ -123,15 +123,15 @@ class _Probe:
 
     def _is_known(self, mask: Tensor | None, window: int | None, causal: bool) -> bool:
         """Whether a mask [1, 1, S, S], true where a query sees a key, is what the interface is told."""
-        if not causal:
-            return mask is None and window is None
-        if mask is None:  # not built, or causal
-            return self.interface == INTERFACE or window is None
+        if mask is None:
+            return window is None or (causal and self.interface == INTERFACE)
         if self.interface == INTERFACE or mask.is_meta or mask.dtype != torch.bool:
             return False
-        causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-        allowed = [causal] if window is None or window >= TOKENS else []
-        allowed += [] if window is None else [causal.triu(1 - _WINDOW), causal.triu(1 - window)]
+        if not causal:
+            return window is None and bool(mask.all())
+        before = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        allowed = [before] if window is None or window >= TOKENS else []
+        allowed += [] if window is None else [before.triu(1 - _WINDOW), before.triu(1 - window)]
         return any(bool((mask == one).all()) for one in allowed)
 
     def _loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
