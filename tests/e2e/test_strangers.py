@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import load_pretrained, read_model
 from hyper_parallel.backends.torch._forward import keep_float64
-from hyper_parallel.errors import ModelUnreadable, RuleError, UnsupportedSharding
+from hyper_parallel.errors import ModelUnreadable, NoLegalStrategy, RuleError, UnsupportedSharding
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import read_config
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
 from hyper_parallel.trainer.engine._model import read_spec
-from tests.e2e.runs import assert_same_curve, curve, train, write_functions
+from tests.e2e.runs import assert_same_curve, command, curve, train, write_functions
 
 pytestmark = pytest.mark.e2e
 
@@ -228,3 +228,13 @@ def test_a_model_called_with_images_steps_sharded_as_in_plain_transformers(tool)
         results = launch(rank, ranks)
         assert sum(share for share, _ in results) == pytest.approx(loss.item(), rel=1e-10)
         assert results[0][1] == pytest.approx(norm, rel=1e-10)
+
+
+def test_plans_know_what_the_forward_pass_of_a_stranger_refuses(tool, tmp_path):
+    (tmp_path / "gemma3.json").write_text(json.dumps(tool.tiny("gemma3")))
+    words = ["plan", str(tmp_path / "gemma3.json"), "-t", "dgx-h100", "--devices", "4", "--seq-len", "32"]  # fmt: skip
+    with pytest.raises(NoLegalStrategy, match="cannot cut its sequences over ranks") as caught:
+        command(*words, "--pin", "cp=2")
+    assert caught.value.hint == "--pin cp=1"
+    chosen = json.loads(command(*words, "--pin", "dp=1", "--json").stdout)["strategy"]
+    assert chosen["cp"] == 1

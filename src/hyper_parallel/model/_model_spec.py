@@ -193,6 +193,7 @@ class ModelSpec:
         max_position_embeddings: Longest sequence the model is made for; None when the config does not say.
         rules: Pattern and style of the modules that tensor and expert parallelism divide, for a model that was read
             from its module; None: those of the family.
+        unsplit: Axes that a trial of its forward pass refused, each with the reason: of `pp` and `cp`.
     """
 
     name: str
@@ -206,6 +207,7 @@ class ModelSpec:
     notes: tuple[str, ...] = ()
     max_position_embeddings: int | None = None
     rules: tuple[tuple[str, str], ...] | None = None
+    unsplit: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_params(self) -> int:

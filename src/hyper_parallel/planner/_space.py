@@ -139,8 +139,11 @@ class Space:
     def _meshes(self) -> Iterator[tuple[int, ...]]:
         r, refused = self.request, self.refused
         tokens, seq_len, pins = r.workload.tokens_per_step, r.workload.seq_len, r.pins
+        unsplit = dict(r.model.unsplit)
         for pp in self._divisors("pp", r.num_devices):
             if refused("more pipeline stages than layers", pp > r.model.num_layers):
+                continue
+            if pp > 1 and "pp" in unsplit and refused(unsplit["pp"], True):
                 continue
             for tp in self._divisors("tp", r.num_devices // pp):
                 if tp > MOST_TP and not {"tp", "tp_x"} & pins.keys():
@@ -155,6 +158,8 @@ class Space:
                         continue
                     for cp in self._divisors("cp", r.num_devices // pp // tp):
                         if cp > MOST_CP and "cp" not in pins:
+                            continue
+                        if cp > 1 and "cp" in unsplit and refused(unsplit["cp"], True):
                             continue
                         # Zigzag context parallelism cuts a sequence into 2 cp pieces, each is cut into tp. What does
                         # not divide is padded; the search leaves that to degrees that somebody asked for.

@@ -14,7 +14,7 @@ from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._collectives import purpose
 from hyper_parallel.backends.torch._handle import Handle, Ranks, handle
 from hyper_parallel.backends.torch._loss import cross_entropy_sum, shifted
-from hyper_parallel.backends.torch._parallelize import apply_plan, check_flow
+from hyper_parallel.backends.torch._parallelize import apply_plan, check_flow, unsplit_axes
 from hyper_parallel.backends.torch._rates import measure_rates
 from hyper_parallel.backends.torch._read_model import read_model
 from hyper_parallel.backends.torch._resolve import resolve_layouts
@@ -75,4 +75,5 @@ __all__ = [
     "routing_statistics",
     "shifted",
     "token_logprobs",
+    "unsplit_axes",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -12,6 +14,7 @@ from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, 
 from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch._placement import place_parameters
 from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
+from hyper_parallel.backends.torch._trial_flow import follow
 from hyper_parallel.backends.torch.context._apply import (
     apply_context_parallel,
     follow_attention,
@@ -30,7 +33,8 @@ from hyper_parallel.backends.torch.tensor._apply import (
     tensor_state,
     watch_gradients,
 )
-from hyper_parallel.ir import Plan
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Plan, Strategy
 
 
 def check_flow(model: nn.Module, plan: Plan) -> None:
@@ -46,6 +50,25 @@ def check_flow(model: nn.Module, plan: Plan) -> None:
     if plan.strategy.pp > 1:
         follow_stages(model, plan)
     follow_attention(model, plan.strategy)
+
+
+def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Axes that a model's forward pass does not fit, with the reason: of `pp` and `cp`.
+
+    Args:
+        model: Parameters are real or on the meta device; it stays as it is.
+    """
+    trials: dict[str, Callable[[], object]] = {
+        "pp": lambda: follow(model),
+        "cp": lambda: follow_attention(model, Strategy(cp=2)),
+    }
+    found = []
+    for axis, trial in trials.items():
+        try:
+            trial()
+        except UnsupportedSharding as error:
+            found.append((axis, error.what))
+    return tuple(found)
 
 
 def apply_plan(

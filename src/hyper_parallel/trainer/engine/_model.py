@@ -9,13 +9,14 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts
+from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts, unsplit_axes
 from hyper_parallel.backends.torch._peft import add_adapters, import_peft
 from hyper_parallel.backends.torch.context._apply import FORGETFUL
 from hyper_parallel.config import Recipe
@@ -215,7 +216,8 @@ def read_spec(path: str, where: str | None = None, *, trusted: bool = False) -> 
         is_read(file.values) and "text_config" not in file.values
     ):
         return load_model(path, where=where)
-    return read_model(_on_meta(file, torch.float32, trusted=trusted), file.name)
+    model = _on_meta(file, torch.float32, trusted=trusted)
+    return replace(read_model(model, file.name), unsplit=unsplit_axes(model))
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
