@@ -8,7 +8,7 @@ from hyper_parallel.config._load_recipe import (
     with_absolute_paths,
     with_steps,
 )
-from hyper_parallel.config._low_rank import Lora
+from hyper_parallel.config._low_rank import NAMES_OF_EXPERTS, Lora
 from hyper_parallel.config._problems import describe, leaves, of_file, validated
 from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config._sections import (
@@ -26,6 +26,7 @@ from hyper_parallel.config._whole_recipe import Recipe
 
 __all__ = [
     "DEGREES",
+    "NAMES_OF_EXPERTS",
     "Checkpoint",
     "Data",
     "Dpo",

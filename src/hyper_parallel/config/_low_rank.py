@@ -13,6 +13,10 @@ def _tag(value: object) -> str:
     return "[list]" if isinstance(value, (list, tuple)) else "[text]"
 
 
+NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
+"""Linear modules that all-linear leaves out of a model whose experts are one parameter: peft means experts by them."""
+
+
 class Lora(Section):
     """Low-rank adapters, made and written by peft: the keys are those of its `LoraConfig`."""
 

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Iterator
 
-from hyper_parallel.config import Lora, Recipe
+from hyper_parallel.config import NAMES_OF_EXPERTS, Lora, Recipe
 from hyper_parallel.model import ModelSpec, ParamSpec
 
 
@@ -21,12 +21,18 @@ def trained_share(model: ModelSpec, recipe: Recipe) -> float:
     if lora is None and not patterns:
         return 1.0
     whole = re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)")
-    trained = 0
+    trained, has_experts = 0, any(p.is_expert for b in model.blocks for p in b.params)
     for name, param, inside in _parameters(model):
         module = name.removesuffix(".weight")
         if lora is None or _is_one_of(module, lora.modules_to_save):
             trained += 0 if whole.fullmatch(name) else param.num_elements
         if lora is None or not param.is_matrix or param.is_expert:
+            continue
+        if (
+            has_experts
+            and module.endswith(NAMES_OF_EXPERTS)
+            and lora.target_modules == "all-linear"
+        ):
             continue
         if _has_adapter(module, inside, lora):
             sizes = zip("AB", param.shape[::-1], strict=True)

@@ -6,16 +6,20 @@ so that names and classes are those of the plain model. The same takes a model t
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
 from torch import nn
 
 from hyper_parallel.backends.torch.weights._lora import Adapter, adapt
+from hyper_parallel.config import NAMES_OF_EXPERTS
 from hyper_parallel.errors import BadValue, MissingDependency, UnsupportedSharding
 
 ADAPTER_CONFIG = "adapter_config.json"
 """What makes a directory one of an adapter, by peft's name."""
+CONFIGURATION = "adapter_config"
+"""Attribute of a model with adapters: the `peft.LoraConfig` that they were made by."""
 _KEYS = "lora.target_modules"
 
 
@@ -48,10 +52,15 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
     Raises:
         BadValue: HP102 when no module is chosen. UnsupportedSharding: HP205 for one that is no linear module.
     """
+    peft, linear = import_peft(), _linear_modules(model)
+    fused = any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters())
+    if config.target_modules == "all-linear" and fused:
+        # peft would take all experts of a layer, as one parameter, for linear modules of these names.
+        config.target_modules = sorted(linear - {*NAMES_OF_EXPERTS})
+    given = copy.copy(config)
     try:
-        import_peft().inject_adapter_in_model(config, model)
+        peft.inject_adapter_in_model(config, model)
     except ValueError as error:
-        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
         raise BadValue(
             "peft puts no adapter on this model",
             where=where,
@@ -59,14 +68,22 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
             allowed=sorted(linear),
             hint="lora.target_modules=all-linear",
         ) from error
-    absorb_adapters(model)
+    absorb_adapters(model, given)
 
 
-def absorb_adapters(model: nn.Module, name: str = "default") -> None:
+def _linear_modules(model: nn.Module) -> set[str]:
+    """Ends of the names of linear modules, but the head."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = (n for n, m in model.named_modules() if type(m) is nn.Linear and m is not head)
+    return {name.rpartition(".")[2] for name in modules}
+
+
+def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> None:
     """Take away what peft has put around the modules of a model, and give these its adapters; values are kept.
 
     Args:
         model: A model that passed through peft, not the `PeftModel` around it; changed in place.
+        config: The `peft.LoraConfig` that an export of the adapters is to have.
         name: Of the adapter.
 
     Raises:
@@ -105,10 +122,11 @@ def absorb_adapters(model: nn.Module, name: str = "default") -> None:
                     where=f"{_KEYS}: {path}",
                     got=f"{type(layer).__name__} around {type(base).__name__}",
                     allowed="nn.Linear, but not the head",
-                    hint="lora.target_modules=all-linear",
+                    hint="'lora.target_modules=[q_proj, v_proj]'",
                 )
             a, b = (part[name].weight for part in (layer.lora_A, layer.lora_B))
             drop = getattr(layer.lora_dropout[name], "p", 0.0)
             adapt(base, a, b, Adapter(float(layer.scaling[name]), drop))
             model.set_submodule(path, base)
     model.__dict__.pop("peft_config", None)
+    model.__dict__[CONFIGURATION] = config

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch._peft import absorb_adapters
+from hyper_parallel.backends.torch.weights._lora import has_adapters
 from hyper_parallel.errors import Contradiction, UnsupportedSharding
 from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
 from hyper_parallel.trainer.checkpoints._adapter import export_adapter
@@ -43,10 +44,10 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     """
 
     def __init__(self, hp_args: HyperParallelArguments, **kwargs: Any) -> None:
-        self._adapter = getattr(model := kwargs["model"], "peft_config", {}).get("default")
-        if self._adapter is not None:
-            kwargs["model"] = model.get_base_model()
-            absorb_adapters(kwargs["model"])
+        adapted = getattr(kwargs["model"], "peft_config", None)
+        if adapted and kwargs["finetuning_args"].finetuning_type == "lora":
+            kwargs["model"] = kwargs["model"].get_base_model()
+            absorb_adapters(kwargs["model"], adapted["default"])
         super().__init__(**kwargs)
         self._hp_args = hp_args
         self._strategy = hp_args.strategy(self.args.world_size)
@@ -241,8 +242,8 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         """A directory of transformers, or of peft, with tokenizer and arguments; every rank calls this."""
         target = Path(output_dir or self.args.output_dir)
         scratch = target / ".export"
-        if self._adapter is not None:
-            export_adapter(self.model, self._adapter, None, scratch)
+        if has_adapters(self.model):
+            export_adapter(self.model, None, scratch)
         else:
             hp.save_pretrained(self.model, scratch)
         if self.args.should_save:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import load_pretrained
-from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, add_adapters, import_peft
+from hyper_parallel.backends.torch._peft import (
+    ADAPTER_CONFIG,
+    CONFIGURATION,
+    add_adapters,
+    import_peft,
+)
 from hyper_parallel.backends.torch.weights._lora import merge_adapters
 from hyper_parallel.backends.torch.weights._lora_names import is_adapter
 from hyper_parallel.config import Recipe
@@ -22,20 +27,17 @@ from hyper_parallel.trainer.checkpoints._export import export_hf, stored_dtype, 
 from hyper_parallel.trainer.checkpoints._named_state import MODEL, model_tensors
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data import TOKENIZER_FILES
-from hyper_parallel.trainer.engine._model import GENERATION, build_model, lora_config
+from hyper_parallel.trainer.engine._model import GENERATION, build_model
 
 _WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
-def export_adapter(
-    model: nn.Module, config: Any, tokenizer_dir: str | Path | None, out_dir: str | Path
-) -> Path:
+def export_adapter(model: nn.Module, tokenizer_dir: str | Path | None, out_dir: str | Path) -> Path:
     """Write the adapters of a model, and what else of it was trained; collective over all ranks.
 
     Args:
         model: With adapters, of plain tensors or DTensors.
-        config: The `peft.LoraConfig` that they were made by.
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Created. An earlier adapter or export there is replaced; anything else is refused.
 
@@ -69,6 +71,7 @@ def export_adapter(
 
     def close() -> None:
         save_file(files, temporary / _WEIGHTS, metadata={"format": "pt"})
+        config = copy.copy(model.__dict__[CONFIGURATION])
         config.inference_mode = True
         config.save_pretrained(temporary)
         if tokenizer_dir is not None:
@@ -114,7 +117,7 @@ def export_adapter_checkpoint(
         model.to(stored)
     tokenizer_dir = tokenizer_dir or weights
     if not merge:
-        export_adapter(model, lora_config(recipe), tokenizer_dir, out_dir)
+        export_adapter(model, tokenizer_dir, out_dir)
         return found
     merge_adapters(model)
     generation = weights / GENERATION

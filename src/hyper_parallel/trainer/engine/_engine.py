@@ -35,7 +35,6 @@ from hyper_parallel.trainer.engine._model import (
     GENERATION,
     build_model,
     compile_layers,
-    lora_config,
     routing_of,
     take_tokens,
 )
@@ -252,8 +251,7 @@ class TorchEngine:
         """Write a Hugging Face directory; of a model with adapters these, in peft's format."""
         job = self._job
         if job.recipe.lora is not None:
-            config, tokenizer = lora_config(job.recipe), job.packed.tokenizer_dir
-            export_adapter(self._model, config, tokenizer, job.export_dir)
+            export_adapter(self._model, job.packed.tokenizer_dir, job.export_dir)
             return
         if job.weights is None:
             take_tokens(self._model, job.packed.tokenizer_dir)
