@@ -254,13 +254,13 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
                 got=str(weights),
                 hint="data.tokenizer=<the directory of the model's tokenizer>",
             )
-    elif recipe.lora is not None:
+    elif recipe.lora is not None and recipe.checkpoint.export:
         raise Contradiction(
-            "adapters are trained on weights that exist, and the model starts from random ones",
+            "an adapter is read beside the weights it was trained on, and the model starts from random ones",
             where=loaded.where("model.path"),
-            got=f"lora and model.init={recipe.model.init}",
+            got=f"lora, model.init={recipe.model.init}, checkpoint.export=true",
             allowed="a directory with config.json, weights and tokenizer, such as RUN_DIR/export",
-            hint="set `lora=null`, or `model.path=RUN_DIR/export`",
+            hint="set `lora=null` or `checkpoint.export=false`, or `model.path=RUN_DIR/export`",
         )
     plan = plan_recipe(recipe, started_ranks(), loaded.where, spec)
     model = build_model(recipe)
