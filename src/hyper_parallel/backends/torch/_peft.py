@@ -73,7 +73,7 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
 
 def _linear_modules(model: nn.Module) -> set[str]:
     """Ends of the names of linear modules, but the head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = model.get_output_embeddings()
     modules = (n for n, m in model.named_modules() if type(m) is nn.Linear and m is not head)
     return {name.rpartition(".")[2] for name in modules}
 
@@ -93,8 +93,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    ends = {id(get()) for key in ("get_output_embeddings", "get_input_embeddings")
-            if (get := getattr(model, key, None)) is not None}  # fmt: skip
+    head = model.get_output_embeddings()
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, ModulesToSaveWrapper):
@@ -114,7 +113,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
             model.set_submodule(path, whole)
         elif isinstance(layer, BaseTunerLayer):
             base = layer.get_base_layer()
-            plain = isinstance(layer, Linear) and type(base) is nn.Linear and id(layer) not in ends
+            plain = isinstance(layer, Linear) and type(base) is nn.Linear and layer is not head
             variant = plain and (name in layer.lora_variant or layer.lora_bias.get(name))
             if not plain or variant or layer.merged or list(layer.active_adapters) != [name]:
                 raise UnsupportedSharding(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 
 import torch
@@ -20,17 +19,16 @@ from hyper_parallel.backends.torch._peft import (
 from hyper_parallel.backends.torch.weights._lora import merge_adapters
 from hyper_parallel.backends.torch.weights._lora_names import is_adapter
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import OutputNotWritable, WeightsUnreadable
+from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.trainer._files import copy_files, replace_directory
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._export import export_hf, stored_dtype, whole_on_rank_0
+from hyper_parallel.trainer.checkpoints._export import Held, export_hf, open_hidden, stored_dtype
 from hyper_parallel.trainer.checkpoints._named_state import MODEL, model_tensors
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data import TOKENIZER_FILES
 from hyper_parallel.trainer.engine._model import GENERATION, build_model
 
 _WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 
 
 def export_adapter(model: nn.Module, tokenizer_dir: str | Path | None, out_dir: str | Path) -> Path:
@@ -50,24 +48,13 @@ def export_adapter(model: nn.Module, tokenizer_dir: str | Path | None, out_dir: 
     out = Path(out_dir)
     temporary = out.parent / f".{out.name}.tmp"
     ranks = RankGroup("export", out)
-
-    def begin() -> None:
-        known = any((out / name).is_file() for name in (ADAPTER_CONFIG, "config.json"))
-        if out.exists() and not (out.is_dir() and (known or not any(out.iterdir()))):
-            raise OutputNotWritable(
-                "the export directory holds something other than an export",
-                where=str(out),
-                hint="choose another directory, or empty this one",
-            )
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    ranks.on_rank_0(begin)
+    ranks.on_rank_0(lambda: open_hidden(out, temporary))
     state = {name.removeprefix(MODEL): t for name, t in model_tensors(model).items()}
-    files: dict[str, Tensor] = {}
-    for name, full in whole_on_rank_0(ranks, state):
-        key = f"{_PREFIX}{name}{'.weight' if is_adapter(name) else ''}"
-        files[key] = full.detach().cpu().clone().contiguous()
+    held, files = Held.of(ranks, model, state), dict[str, Tensor]()
+    for name in sorted(held.owners):
+        full = held.whole(name)
+        if ranks.rank == 0:
+            files[_key(name)] = full.cpu().clone(memory_format=torch.contiguous_format)
 
     def close() -> None:
         save_file(files, temporary / _WEIGHTS, metadata={"format": "pt"})
@@ -137,11 +124,7 @@ def take_adapter(model: nn.Module, directory: Path) -> None:
     add_adapters(model, config, str(directory / ADAPTER_CONFIG))
     _allocate_trained(model)
     stored = peft.load_peft_weights(str(directory), device="cpu")
-    mine = {
-        f"{_PREFIX}{name}{'.weight' if is_adapter(name) else ''}": p
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    mine = {_key(name): p for name, p in model.named_parameters() if p.requires_grad}
     different = sorted(mine.keys() ^ stored.keys())
     different += [k for k in mine if not different and mine[k].shape != stored[k].shape]
     if different:
@@ -153,6 +136,11 @@ def take_adapter(model: nn.Module, directory: Path) -> None:
     with torch.no_grad():
         for key, parameter in mine.items():
             parameter.copy_(stored[key])
+
+
+def _key(name: str) -> str:
+    """Name of a parameter in peft's files."""
+    return f"base_model.model.{name}{'.weight' if is_adapter(name) else ''}"
 
 
 def _allocate_trained(model: nn.Module) -> None:

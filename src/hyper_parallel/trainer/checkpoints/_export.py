@@ -10,7 +10,8 @@ import copy
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG
 from hyper_parallel.backends.torch.weights._huggingface import original_class, twin
 from hyper_parallel.backends.torch.weights._initialise import (
     allocate_and_fill_buffers,
@@ -77,13 +79,8 @@ def export_hf(
         )
     ranks = RankGroup("export", out)
     state = {canonical_name(k): v for k, v in model.state_dict().items()}
-    # The lowest rank that holds each tensor, in parts or whole: pipeline ranks hold different ones.
-    owners: dict[str, tuple[int, torch.dtype]] = {}
-    for rank, held in enumerate(ranks.everywhere(lambda: {n: v.dtype for n, v in state.items()})):
-        for name, kind in held.items():
-            owners.setdefault(name, (rank, kind))
-    device = next(iter(state.values())).device
-    shapes = {n: v.shape for n, v in reference.state_dict().items() if n in owners}
+    held = Held.of(ranks, model, state)
+    shapes = {n: v.shape for n, v in reference.state_dict().items() if n in held.owners}
     names = _stored_once(reference, shapes)
     if dtype is None:
         dtype = next(v.dtype for v in state.values() if v.is_floating_point())
@@ -91,7 +88,7 @@ def export_hf(
     ranks.on_rank_0(writer.open)
     failure: Exception | None = None
     for name in names:
-        full = _whole(ranks.rank, state.get(name), shapes[name], owners[name], device)
+        full = held.whole(name)
         if ranks.rank == 0 and failure is None:
             try:
                 writer.add(name, full)
@@ -106,6 +103,23 @@ def export_hf(
 
     ranks.on_rank_0(close)
     return out
+
+
+def open_hidden(out: Path, temporary: Path) -> None:
+    """Make the hidden directory of an export.
+
+    Raises:
+        OutputNotWritable: HP105 when it would replace anything but an export.
+    """
+    known = any((out / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    if out.exists() and not (out.is_dir() and (known or not any(out.iterdir()))):
+        raise OutputNotWritable(
+            "the export directory holds something other than an export",
+            where=str(out),
+            hint="choose another directory, or empty this one",
+        )
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
 
 
 class _Writer:
@@ -143,16 +157,7 @@ class _Writer:
 
     def open(self) -> None:
         """Make the hidden directory; refuses to replace anything but an export."""
-        out = self._out
-        replaceable = out.is_dir() and ((out / "config.json").is_file() or not any(out.iterdir()))
-        if out.exists() and not replaceable:
-            raise OutputNotWritable(
-                "the export directory holds something other than an export",
-                where=str(out),
-                hint="choose another directory, or empty this one",
-            )
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir(parents=True)
+        open_hidden(self._out, self._temporary)
 
     def add(self, name: str, full: Tensor) -> None:
         """Take one whole parameter; write the files it completes."""
@@ -223,41 +228,46 @@ def _plan(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
     }
 
 
-def whole_on_rank_0(ranks: RankGroup, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that some rank holds, in the order of names, whole on rank 0; collective over all ranks."""
-    owners: dict[str, tuple[int, torch.dtype]] = {}
-    shapes: dict[str, torch.Size] = {}
-    everywhere = ranks.everywhere(lambda: {n: (v.dtype, v.shape) for n, v in state.items()})
-    for rank, held in enumerate(everywhere):
-        for name, (kind, shape) in held.items():
-            owners.setdefault(name, (rank, kind))
-            shapes[name] = shape
-    device = next(iter(state.values())).device if state else torch.device("cpu")
-    for name in sorted(owners):
-        full = _whole(ranks.rank, state.get(name), shapes[name], owners[name], device)
-        if ranks.rank == 0:
-            yield name, full
+@dataclass(frozen=True)
+class Held:
+    """Tensors that ranks hold in parts or whole, different ones on pipeline ranks.
 
+    Attributes:
+        rank: This rank.
+        state: What it holds.
+        device: Where this rank holds it.
+        owners: Of every tensor the lowest rank that holds it, its dtype and its logical shape.
+    """
 
-@torch.no_grad()
-def _whole(
-    this: int,
-    tensor: Tensor | None,
-    shape: torch.Size,
-    owner: tuple[int, torch.dtype],
-    device: torch.device,
-) -> Tensor:
-    """The whole tensor on rank 0; elsewhere it may be anything. All ranks call this for every name."""
-    rank, dtype = owner
-    if tensor is None:
-        full = torch.empty(shape if this == 0 else (), dtype=dtype, device=device)
-    else:
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    if rank and this == rank:
-        dist.send(full.contiguous(), 0)
-    elif rank and this == 0:
-        dist.recv(full, rank)
-    return full
+    rank: int
+    state: Mapping[str, Tensor]
+    device: torch.device
+    owners: Mapping[str, tuple[int, torch.dtype, torch.Size]]
+
+    @classmethod
+    def of(cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor]) -> Held:
+        """What all ranks hold together of a model; collective."""
+        owners: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
+        everywhere = ranks.everywhere(lambda: {n: (v.dtype, v.shape) for n, v in state.items()})
+        for rank, held in enumerate(everywhere):
+            for name, kind in held.items():
+                owners.setdefault(name, (rank, *kind))
+        return cls(ranks.rank, state, next(model.parameters()).device, owners)
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """The whole tensor on rank 0; elsewhere it may be anything. All ranks call this for every name."""
+        (rank, dtype, shape), tensor = self.owners[name], self.state.get(name)
+        if tensor is None:
+            shape = shape if self.rank == 0 else torch.Size()
+            full = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        if rank and self.rank == rank:
+            dist.send(full.contiguous(), 0)
+        elif rank and self.rank == 0:
+            dist.recv(full, rank)
+        return full
 
 
 def stored_dtype(name: str | None) -> torch.dtype | None:
