@@ -236,5 +236,7 @@ def test_plans_know_what_the_forward_pass_of_a_stranger_refuses(tool, tmp_path):
     with pytest.raises(NoLegalStrategy, match="cannot cut its sequences over ranks") as caught:
         command(*words, "--pin", "cp=2")
     assert caught.value.hint == "--pin cp=1"
-    chosen = json.loads(command(*words, "--pin", "dp=1", "--json").stdout)["strategy"]
+    chosen = json.loads(
+        command(*words, "--pin", "dp_shard=1", "--pin", "dp_replicate=1", "--json").stdout
+    )["strategy"]
     assert chosen["cp"] == 1
