@@ -46,8 +46,6 @@ def _trace(case, plan, rank=0):
         (Strategy(dp_shard=2, zero=1, recompute="full", recompute_layers=1), {"accumulation": 2}),
         (Strategy(dp_replicate=2, dp_shard=2), {"accumulation": 2}),
         (Strategy(dp_shard=2, tp_x=2, recompute="full"), {"compute_dtype": "bfloat16"}),
-        (Strategy(tp_x=2), {}),
-        (Strategy(cp=2), {}),
         (Strategy(cp=2, cp_kind="all_gather", tp_x=2), {}),
         (Strategy(tp_x=2, tp_y=2), {}),
         (Strategy(pp=2, dp_shard=2), {"accumulation": 2}),

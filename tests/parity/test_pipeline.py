@@ -81,17 +81,10 @@ GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
             _one("zb-h1", pp=2, tp_x=2, ep=2),
         ],
     ),
-    "grid-8": (
-        "qwen3-tied", 8,
-        [
-            _one("zb-h1", pp=2, tp_x=2, tp_y=2),
-            _one("zb-h1", pp=2, tp_x=2, tp_y=2, attention_shape="weight", mlp_shape="weight"),
-        ],
-    ),
+    "grid-8": ("qwen3-tied", 8, [_one("zb-h1", pp=2, tp_x=2, tp_y=2, attention_shape="weight")]),
     "odd-8": (
         "qwen3-tied-odd", 8,
         [
-            _one("zb-h1", pp=2, dp_shard=2, tp_x=2),
             _one("dualpipev", pp=2, dp_replicate=2, dp_shard=2),
             _one("1f1b", pp=4, tp_x=2, stage_layers=(1, 2, 1, 1)),
         ],

@@ -81,11 +81,9 @@ CASES: dict[str, tuple[int, list[tuple[Setup, Strategy]]]] = {
         (SINKS, two(2, 2, "2d", "1d", **TOKEN)),
     ]),
     "eight ranks": (8, [
-        (UNEVEN, two(4, 2)),
         (UNEVEN, two(2, 4)),
         (LLAMA, two(4, 2, **TOKEN, **AGAIN)),
         (LLAMA, two(2, 2, "weight", "weight", dp_shard=2, zero=1, recompute_layers=1, **FULL)),
-        (LLAMA, two(2, 2, cp=2)),
         (LLAMA, two(2, 2, "weight", "2d", pp=2)),
     ]),
     "sixteen ranks": (16, [

@@ -70,8 +70,10 @@ def assert_same_state(model, optimizer, other, other_optimizer):
             assert torch.equal(value, other_optimizer.state[b][key]), (name, key)
 
 
-@pytest.mark.parametrize("reorder", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "reorder"),
+    [*((family, True) for family in FAMILIES), ("llama", False), ("mixtral", False)],
+)
 def test_training(family, reorder):
     steps = 20 if family in ("llama", "qwen3_moe") else STEPS
     reference, reference_optimizer, losses = plain_losses(family, steps=steps)
