@@ -248,7 +248,10 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     linear = [n for n in linear if not _joins_to_input(model.get_submodule(n.rpartition(".")[0]))]
     linear = [n for n in linear if f"{n}.weight" in shapes and f"{n}.bias" not in shared]
     experts = (rule for rule in rules if rule.style == "experts")
-    return (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))
+    found = (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))
+    if covers(shapes.items(), found, heads, kv_heads, head_dim) and not _has_decoder(model):
+        return tuple(rule for rule in found if rule.style != "vocab")  # so that the stream is whole
+    return found
 
 
 def _joins_to_input(module: nn.Module) -> bool:
@@ -296,11 +299,17 @@ def _splits_rows(module: nn.Module) -> bool:
 
 
 def _has_decoder(model: nn.Module) -> bool:
-    """Whether a model is embedding, decoder layers and a final norm, so that its stream can be cut between them."""
+    """Whether a model is embedding, decoder layers and a final norm, so that its stream can be cut between them.
+
+    It cannot where the norm comes before the layers too, as NanoChat's does.
+    """
     if (decoder := decoder_of(model)) is None:
         return False
-    with suppress(UnsupportedSharding):
-        return final_norm(decoder[0]) is not None
+    with suppress(OSError, TypeError, UnsupportedSharding):  # no source, or no norm
+        base, norm = decoder[0], final_norm(decoder[0])
+        source = inspect.getsource(type(base).forward)
+        calls = [source.count(f"self.{n}(") for n, m in base.named_children() if m is norm]
+        return calls in ([], [0], [1])
     return False
 
 

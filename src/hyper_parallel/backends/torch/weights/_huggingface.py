@@ -9,6 +9,7 @@ more than that run as transformers wrote them, on whole stored tensors.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,14 +52,17 @@ class Conversion:
 def twin(model: nn.Module) -> nn.Module | None:
     """The same Hugging Face model on the meta device, of its original class and unsharded; None for other modules.
 
-    `fully_shard` replaces the class of a module, which hides from transformers which model it is.
+    `fully_shard` replaces the class of a module, which hides from transformers which model it is. All parameters have
+    the widest format of the model's, to which some conversions of weights cast.
     """
     cls = original_class(model)
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, "get_expanded_tied_weights_keys", None)):
         return None
+    formats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     with torch.device("meta"):
-        return cls(copy.deepcopy(config))
+        made = cls(copy.deepcopy(config))
+        return made.to(functools.reduce(torch.promote_types, formats)) if formats else made
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
