@@ -100,6 +100,7 @@ def tool():
         pytest.param("zamba2", "dp_shard", id="layers that share parameters"),
         pytest.param("qwen3_vl", "dp_shard", id="images and text"),
         pytest.param("gemma4", "tp", id="rows of the embedding read without a call"),
+        pytest.param("nanochat", "tp", id="a norm before the layers and behind them"),
         pytest.param("gemma3n_text", "tp", id="methods of modules that layers call"),
     ],
 )
@@ -109,14 +110,15 @@ def test_one_rank_takes_the_step_of_plain_transformers_and_two_the_same(tool, na
     assert rows == {name: {"plain": "ok", "one rank": "ok", axis: "ok"}}
 
 
-@pytest.mark.parametrize("family", ["hrm_text", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["hrm_text", "deepseek_v4", "inkling2_text"])
 def test_weights_that_transformers_converts_in_its_own_way_are_loaded(tool, tmp_path, family):
-    # One stores several projections in one tensor; renamings of the other match names that are right already.
+    # One stores several projections in one tensor; renamings of another match names that are right already; the last
+    # casts to the format of the parameters.
     config = AutoConfig.for_model(**tool.tiny(family))
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     model.save_pretrained(tmp_path)
     with torch.device("meta"):
-        loaded = AutoModelForCausalLM.from_config(config)
+        loaded = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     load_pretrained(loaded, tmp_path)
     state = loaded.state_dict()
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
