@@ -14,7 +14,7 @@ import typer
 from hyper_parallel.errors import BadValue, CheckpointCorrupt, CheckpointFormat, RunUnreadable
 
 if TYPE_CHECKING:
-    from hyper_parallel.config import Recipe
+    from hyper_parallel.config import Lora
 
 app = typer.Typer(
     name="checkpoint",
@@ -145,23 +145,18 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face directory, of a run with adapters as peft's, in one process."""
     directory = _checkpoints(run_dir)
-    recipe = _recipe_with_lora(directory.parent, model)
+    adapters = _adapters_of(directory.parent)
     target = out if out is not None else directory.parent / ("merged" if merge else "export")
-    if recipe is None and merge:
+    if adapters is None and merge:
         raise BadValue("the run has no adapters to merge", where="--merge", got=str(run_dir))
-    if recipe is None:
-        source = model if model is not None else _recipe_model(directory.parent)
-        from hyper_parallel.trainer.checkpoints._export import export_checkpoint
+    lora, weights = adapters or (None, None)
+    source = model or weights or _recipe_model(directory.parent)
+    from hyper_parallel.trainer.checkpoints._export_checkpoint import export_checkpoint
 
-        found = export_checkpoint(
-            directory, source, target, step, tokenizer, dtype, trusted=trust_remote_code
-        )
-    else:
-        from hyper_parallel.trainer.checkpoints._adapter import export_adapter_checkpoint
-
-        found = export_adapter_checkpoint(
-            directory, recipe, target, step, tokenizer, dtype, merge=merge
-        )
+    found = export_checkpoint(
+        directory, source, target, step, tokenizer, dtype,
+        lora=lora, merge=merge, trusted=trust_remote_code,
+    )  # fmt: skip
     typer.echo(f"step {found}: {target}")
 
 
@@ -209,14 +204,18 @@ def _checkpoints(run_dir: Path) -> Path:
     )
 
 
-def _recipe_with_lora(run_dir: Path, model: Path | None) -> Recipe | None:
-    """The recipe of a run with adapters, its weights from `model` where that is given; None for any other run."""
-    from hyper_parallel.config import load_recipe
+def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
+    """The adapters that a run trains, and the directory of the weights beside them; None for any other run."""
+    import yaml
 
-    if not (path := run_dir / "config.yaml").is_file():
+    from hyper_parallel.config import Lora
+
+    try:
+        values = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        given, path = values.get("lora"), values["model"]["path"]
+    except (OSError, KeyError, TypeError, AttributeError, yaml.YAMLError):
         return None
-    recipe = load_recipe(path, [] if model is None else [f"model.path={model}"]).recipe
-    return None if recipe.lora is None else recipe
+    return None if given is None else (Lora.model_validate(given), Path(path))
 
 
 def _recipe_model(run_dir: Path) -> Path:

@@ -9,24 +9,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import load_pretrained
 from hyper_parallel.backends.torch._peft import (
     ADAPTER_CONFIG,
     CONFIGURATION,
     add_adapters,
     import_peft,
 )
-from hyper_parallel.backends.torch.weights._lora import merge_adapters
 from hyper_parallel.backends.torch.weights._lora_names import is_adapter
-from hyper_parallel.config import Recipe
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.trainer._files import copy_files, replace_directory
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._export import Held, export_hf, open_hidden, stored_dtype
+from hyper_parallel.trainer.checkpoints._export import Held, open_hidden
 from hyper_parallel.trainer.checkpoints._named_state import MODEL, model_tensors
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data import TOKENIZER_FILES
-from hyper_parallel.trainer.engine._model import GENERATION, build_model
 
 _WEIGHTS = "adapter_model.safetensors"
 
@@ -69,49 +64,6 @@ def export_adapter(model: nn.Module, tokenizer_dir: str | Path | None, out_dir: 
     return out
 
 
-def export_adapter_checkpoint(
-    directory: Path,
-    recipe: Recipe,
-    out_dir: Path,
-    step: int | None = None,
-    tokenizer_dir: Path | None = None,
-    dtype: str | None = None,
-    *,
-    merge: bool = False,
-) -> int:
-    """Write the adapters of a checkpoint, or the model with them added to its weights.
-
-    Args:
-        directory: Directory of the checkpoints.
-        recipe: Of the run, with `lora`; its `model.path` has the weights.
-        out_dir: Directory to write.
-        step: Step; None: the newest intact one.
-        tokenizer_dir: Directory of the tokenizer; None: that of the model.
-        dtype: Name of the stored dtype; None: as in the checkpoint.
-        merge: Write the whole model, which knows of no adapter.
-
-    Returns:
-        The step exported.
-    """
-    stored, model, weights = stored_dtype(dtype), build_model(recipe), Path(recipe.model.path)
-    loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
-    found, _, _ = loader.newest_intact(step)
-    _allocate_trained(model)
-    if merge:
-        load_pretrained(model, weights)
-    loader.load(model, None, found)
-    if stored is not None:
-        model.to(stored)
-    tokenizer_dir = tokenizer_dir or weights
-    if not merge:
-        export_adapter(model, tokenizer_dir, out_dir)
-        return found
-    merge_adapters(model)
-    generation = weights / GENERATION
-    export_hf(model, model.config, tokenizer_dir, out_dir, stored, generation=generation)
-    return found
-
-
 def take_adapter(model: nn.Module, directory: Path) -> None:
     """Give a model, on the meta device or not, the adapters of a directory that peft wrote.
 
@@ -122,7 +74,7 @@ def take_adapter(model: nn.Module, directory: Path) -> None:
     config = peft.LoraConfig.from_pretrained(directory)
     config.inference_mode = False
     add_adapters(model, config, str(directory / ADAPTER_CONFIG))
-    _allocate_trained(model)
+    allocate_trained(model)
     stored = peft.load_peft_weights(str(directory), device="cpu")
     mine = {_key(name): p for name, p in model.named_parameters() if p.requires_grad}
     different = sorted(mine.keys() ^ stored.keys())
@@ -143,9 +95,9 @@ def _key(name: str) -> str:
     return f"base_model.model.{name}{'.weight' if is_adapter(name) else ''}"
 
 
-def _allocate_trained(model: nn.Module) -> None:
+def allocate_trained(model: nn.Module) -> None:
     """Storage for what is trained alone."""
     for module in model.modules():
         for name, p in module._parameters.items():
-            if p is not None and p.requires_grad and p.is_meta:
+            if p is not None and p.is_meta and (p.requires_grad or is_adapter(name)):
                 module._parameters[name] = nn.Parameter(torch.empty_like(p, device="cpu"))

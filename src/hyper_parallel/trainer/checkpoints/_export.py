@@ -24,18 +24,13 @@ from torch.distributed.tensor import DTensor
 from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG
 from hyper_parallel.backends.torch.weights._huggingface import original_class, twin
 from hyper_parallel.backends.torch.weights._initialise import (
-    allocate_and_fill_buffers,
     canonical_name,
 )
-from hyper_parallel.config import Model, Recipe
-from hyper_parallel.errors import BadValue, ModelUnreadable, OutputNotWritable, UnknownModel
+from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
 from hyper_parallel.trainer._files import copy_files, replace_directory
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES
-from hyper_parallel.trainer.engine._model import GENERATION, build_model
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from hyper_parallel.trainer.engine._model import GENERATION
 
 MAX_FILE_BYTES = 5 * 1024**3
 """Size at which a file is closed. 5 GiB: loads on small hosts, and few files for large models."""
@@ -268,65 +263,3 @@ class Held:
         elif rank and self.rank == 0:
             dist.recv(full, rank)
         return full
-
-
-def stored_dtype(name: str | None) -> torch.dtype | None:
-    """The dtype of a name; None: that of the parameters.
-
-    Raises:
-        BadValue: HP102 for an unknown one.
-    """
-    if name is not None and name not in _DTYPES:
-        raise BadValue("unknown dtype", where="--dtype", got=name, allowed=list(_DTYPES))
-    return _DTYPES[name] if name else None
-
-
-def export_checkpoint(
-    directory: Path,
-    model_dir: Path,
-    out_dir: Path,
-    step: int | None = None,
-    tokenizer_dir: Path | None = None,
-    dtype: str | None = None,
-    *,
-    trusted: bool = False,
-) -> int:
-    """Load the weights of a checkpoint and export them; holds the whole model in host memory.
-
-    Args:
-        directory: Directory of the checkpoints.
-        model_dir: Directory of `config.json`, a file like it, or the name of a preset.
-        out_dir: Directory to write.
-        step: Step; None: the newest intact one.
-        tokenizer_dir: Directory of the tokenizer; None: that of the model.
-        dtype: Name of the stored dtype; None: as in the checkpoint.
-        trusted: Run code that lies in `model_dir`, for a model that transformers has not.
-
-    Returns:
-        The step exported.
-
-    Raises:
-        BadValue: HP102 for an unknown dtype.
-        ModelUnreadable: HP305 when the config is missing or no causal language model of transformers.
-        CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: As in `Checkpointer.load` and `export_hf`.
-    """
-    stored = stored_dtype(dtype)
-    model_dir = model_dir.expanduser()
-    try:
-        # Every model has eager attention, and an export does not say which one was trained with.
-        chosen = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
-        model = build_model(Recipe(model=chosen))
-    except UnknownModel as error:
-        raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
-    loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
-    found, _, index = loader.newest_intact(step)
-    dtypes = stored_dtypes(index)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
-    allocate_and_fill_buffers(model)
-    loader.load(model, None, found)
-    if tokenizer_dir is None and model_dir.exists():
-        tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
-    generation = model_dir / GENERATION
-    export_hf(model, model.config, tokenizer_dir, out_dir, stored, generation=generation)
-    return found

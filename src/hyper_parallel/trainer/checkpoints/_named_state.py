@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.weights._initialise import canonical_name
 from hyper_parallel.backends.torch.weights._lora import has_adapters
+from hyper_parallel.backends.torch.weights._lora_names import is_adapter
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.checkpoints._index import StoredGroup
 from hyper_parallel.trainer.checkpoints._pieces import dtype_name
@@ -42,7 +43,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     trained = None
     if has_adapters(model):
-        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        trained = {n for n, p in model.named_parameters() if p.requires_grad or is_adapter(n)}
     for name, value in model.state_dict().items():
         if trained is not None and name not in trained:
             continue

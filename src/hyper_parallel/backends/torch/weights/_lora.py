@@ -52,7 +52,7 @@ def adapt(module: nn.Linear, a: Tensor, b: Tensor, adapter: Adapter) -> None:
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether some module of a model has an adapter."""
-    return any(A in module._parameters for module in model.modules())
+    return next(adapted(model), None) is not None
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -1,0 +1,86 @@
+"""Write a checkpoint as a Hugging Face directory, or its adapters as one of peft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hyper_parallel.backends.torch import load_pretrained
+from hyper_parallel.backends.torch.weights._initialise import allocate_and_fill_buffers
+from hyper_parallel.backends.torch.weights._lora import merge_adapters
+from hyper_parallel.config import Lora, Model, Recipe
+from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
+from hyper_parallel.trainer.checkpoints._adapter import allocate_trained, export_adapter
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
+from hyper_parallel.trainer.checkpoints._export import export_hf
+from hyper_parallel.trainer.engine._model import GENERATION, build_model
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_checkpoint(
+    directory: Path,
+    model_dir: Path,
+    out_dir: Path,
+    step: int | None = None,
+    tokenizer_dir: Path | None = None,
+    dtype: str | None = None,
+    *,
+    lora: Lora | None = None,
+    merge: bool = False,
+    trusted: bool = False,
+) -> int:
+    """Load the weights of a checkpoint, or its adapters, and export them; holds what it writes in host memory.
+
+    Args:
+        directory: Directory of the checkpoints.
+        model_dir: Directory of `config.json`, a file like it, or the name of a preset; with `merge` of weights.
+        out_dir: Directory to write.
+        step: Step; None: the newest intact one.
+        tokenizer_dir: Directory of the tokenizer; None: that of the model.
+        dtype: Name of the stored dtype; None: as in the checkpoint.
+        lora: The adapters of the run.
+        merge: Write the whole model with the adapters added to its weights, in place of the adapters.
+        trusted: Run code that lies in `model_dir`, for a model that transformers has not.
+
+    Returns:
+        The step exported.
+
+    Raises:
+        BadValue: HP102 for an unknown dtype.
+        ModelUnreadable: HP305 when the config is missing or no causal language model of transformers.
+        CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: As in `Checkpointer.load` and `export_hf`.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
+    model_dir = model_dir.expanduser()
+    try:
+        # Every model has eager attention, and an export does not say which one was trained with.
+        chosen = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
+        model = build_model(Recipe(model=chosen, lora=lora))
+    except UnknownModel as error:
+        raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
+    loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
+    found, _, index = loader.newest_intact(step)
+    dtypes = stored_dtypes(index)
+    for name, parameter in model.named_parameters():
+        kept = next(iter(dtypes.values())) if lora is not None else parameter.dtype
+        parameter.data = parameter.data.to(dtypes.get(name, kept))
+    if merge:
+        load_pretrained(model, model_dir)
+    elif lora is not None:
+        allocate_trained(model)
+    else:
+        allocate_and_fill_buffers(model)
+    loader.load(model, None, found)
+    if tokenizer_dir is None and model_dir.exists():
+        tokenizer_dir = model_dir if model_dir.is_dir() else model_dir.parent
+    stored = _DTYPES[dtype] if dtype else None
+    if lora is not None and not merge:
+        export_adapter(model.to(dtype=stored), tokenizer_dir, out_dir)
+        return found
+    merge_adapters(model)
+    generation = model_dir / GENERATION
+    export_hf(model, model.config, tokenizer_dir, out_dir, stored, generation=generation)
+    return found
