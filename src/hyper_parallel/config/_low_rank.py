@@ -6,12 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hyper_parallel.config._sections import Section
-
-
-def _tag(value: object) -> str:
-    return "[list]" if isinstance(value, (list, tuple)) else "[text]"
-
+from hyper_parallel.config._sections import Section, source_tag
 
 NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 """Linear modules that all-linear leaves out of a model whose experts are one parameter: peft means experts by them."""
@@ -29,7 +24,7 @@ class Lora(Section):
     target_modules: Annotated[
         Annotated[str, Tag("[text]")]
         | Annotated[tuple[str, ...], Field(min_length=1), Tag("[list]")],
-        Discriminator(_tag),
+        Discriminator(source_tag),
     ] = "all-linear"
     """Linear modules that get one: ends of their names (`[q_proj, v_proj]`), a regular expression, or all-linear."""
     use_rslora: bool = False

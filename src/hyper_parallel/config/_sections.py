@@ -77,7 +77,8 @@ class MixedSource(Section):
     """As `data.text_key`."""
 
 
-def _source_tag(value: object) -> str:
+def source_tag(value: object) -> str:
+    """Whether a value that may be one text or several is a list."""
     return "[list]" if isinstance(value, (list, tuple)) else "[text]"
 
 
@@ -87,7 +88,7 @@ class Data(Section):
     source: Annotated[
         Annotated[str, Tag("[text]")]
         | Annotated[tuple[MixedSource, ...], Field(min_length=1), Tag("[list]")],
-        Discriminator(_source_tag),
+        Discriminator(source_tag),
     ] = "python-stdlib"
     """`python-stdlib` (the source text of the standard library on this machine), a file, a directory, a folder that
     `datasets` wrote, or a name on the Hugging Face hub. A list of such, with weights, is mixed."""

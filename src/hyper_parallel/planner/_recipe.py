@@ -103,7 +103,7 @@ def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None) -
     request = resolve(model or recipe.model.path, recipe.topology, workload, num_devices)
     if (share := trained_share(request.model, recipe)) != 1.0:
         workload = replace(request.workload, trained=share)
-        note = f"{share:.3%} of the parameters are trained; times are those of training all of them"
+        note = f"{share:.3%} of the parameters are trained; passes are timed as if all were"
         request = replace(request, workload=workload, notes=(*request.notes, note))
     if not given and recipe.parallel.auto:
         tokens = workload.seq_len * request.num_devices

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch._resolve import block_list, module_rules, text_config
-from hyper_parallel.backends.torch.weights._lora_names import base_parameters
+from hyper_parallel.backends.torch.weights._initialise import base_parameters
 from hyper_parallel.model import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")

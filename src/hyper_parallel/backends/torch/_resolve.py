@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch.weights._initialise import base_parameters
 from hyper_parallel.backends.torch.weights._lora import adapter_layouts
-from hyper_parallel.backends.torch.weights._lora_names import base_parameters
 from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
 from hyper_parallel.ir import Layout, Plan, Rule
 from hyper_parallel.shard import (

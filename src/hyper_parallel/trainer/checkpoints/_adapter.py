@@ -15,7 +15,7 @@ from hyper_parallel.backends.torch._peft import (
     add_adapters,
     import_peft,
 )
-from hyper_parallel.backends.torch.weights._lora_names import is_adapter
+from hyper_parallel.backends.torch.weights._initialise import is_adapter
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.trainer._files import copy_files, replace_directory
 from hyper_parallel.trainer.checkpoints._export import Held, open_hidden

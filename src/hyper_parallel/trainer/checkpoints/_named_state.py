@@ -14,9 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.weights._initialise import canonical_name
+from hyper_parallel.backends.torch.weights._initialise import canonical_name, is_adapter
 from hyper_parallel.backends.torch.weights._lora import has_adapters
-from hyper_parallel.backends.torch.weights._lora_names import is_adapter
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer.checkpoints._index import StoredGroup
 from hyper_parallel.trainer.checkpoints._pieces import dtype_name

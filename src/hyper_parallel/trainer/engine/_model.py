@@ -79,30 +79,21 @@ def build_model(recipe: Recipe) -> nn.Module:
 def lora_config(recipe: Recipe) -> Any:
     """The recipe's `lora` section as a `peft.LoraConfig`."""
     assert recipe.lora is not None
-    values = recipe.lora.model_dump()
-    for key in ("target_modules", "modules_to_save"):
-        values[key] = values[key] if isinstance(values[key], str) else [*values[key]]
-    path = Path(recipe.model.path).expanduser()
-    base = str(path.resolve()) if path.exists() else recipe.model.path
-    made = import_peft().LoraConfig(
+    values, path = recipe.lora.model_dump(mode="json"), Path(recipe.model.path).expanduser()
+    return import_peft().LoraConfig(
         **values | {"modules_to_save": values["modules_to_save"] or None},
-        base_model_name_or_path=base,
+        base_model_name_or_path=str(path.resolve()) if path.exists() else recipe.model.path,
         task_type="CAUSAL_LM",
     )
-    return made
 
 
-def freeze(model: nn.Module, patterns: Sequence[str], where: str = "training.freeze") -> None:
-    """Let the parameters of these names stay as they are.
-
-    Args:
-        model: Changed in place.
-        patterns: Globs over names of parameters.
-        where: Origin of the patterns, for errors.
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let the parameters that globs over their names fit stay as they are.
 
     Raises:
         BadValue: HP102 for a pattern that fits no parameter, and when nothing is left to train.
     """
+    where = "training.freeze"
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)

@@ -43,7 +43,7 @@ from hyper_parallel.backends.torch.tensor._whole_stream import (
     tied_heads,
     whole_input,
 )
-from hyper_parallel.backends.torch.weights._lora_names import is_adapter
+from hyper_parallel.backends.torch.weights._initialise import is_adapter
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy

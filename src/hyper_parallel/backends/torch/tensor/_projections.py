@@ -27,8 +27,8 @@ from hyper_parallel.backends.torch._regather import RegatherScope
 from hyper_parallel.backends.torch.tensor._collectives import gather, padded, reshard, scatter
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor._state import TpState, Y
+from hyper_parallel.backends.torch.weights._initialise import LORA_A
 from hyper_parallel.backends.torch.weights._lora import delta
-from hyper_parallel.backends.torch.weights._lora_names import A as LORA_A
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose
 from hyper_parallel.shard import Boundary

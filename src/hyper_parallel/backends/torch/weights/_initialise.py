@@ -15,6 +15,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +23,32 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hyper_parallel.backends.torch.weights._huggingface import original_class
-from hyper_parallel.backends.torch.weights._lora_names import is_adapter
 from hyper_parallel.backends.torch.weights._ranges import copy_full
 from hyper_parallel.errors import WeightsUninitialised
 
+LORA_A: Final = "lora_A"
+LORA_B: Final = "lora_B"
+"""Parameters of an adapter, beside those of its linear module."""
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def canonical_name(name: str) -> str:
     """A module or parameter name without the segments that compile and recompute wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of an adapter, by its name."""
+    return name.rpartition(".")[2] in (LORA_A, LORA_B)
+
+
+def base_parameters(
+    model: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """`named_parameters` without those of adapters."""
+    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
+        if not is_adapter(name):
+            yield name, param
 
 
 def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> None:

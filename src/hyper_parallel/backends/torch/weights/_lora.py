@@ -22,11 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.weights._initialise import (
+    LORA_A,
+    LORA_B,
     canonical_name,
+    is_adapter,
     module_seed,
     named_tensors,
 )
-from hyper_parallel.backends.torch.weights._lora_names import A, B, is_adapter
 from hyper_parallel.backends.torch.weights._ranges import copy_full
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
@@ -44,8 +46,8 @@ class Adapter:
 
 def adapt(module: nn.Linear, a: Tensor, b: Tensor, adapter: Adapter) -> None:
     """Give a linear module an adapter of A [r, in] and B [out, r]; its own parameters stay as they are."""
-    module.register_parameter(A, nn.Parameter(a.detach()))
-    module.register_parameter(B, nn.Parameter(b.detach()))
+    module.register_parameter(LORA_A, nn.Parameter(a.detach()))
+    module.register_parameter(LORA_B, nn.Parameter(b.detach()))
     module.__dict__["adapter"] = adapter
     module.forward = partial(_forward, module)
 
@@ -58,7 +60,7 @@ def has_adapters(model: nn.Module) -> bool:
 def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Name and module of everything that has an adapter."""
     for name, module in model.named_modules():
-        if A in module._parameters:
+        if LORA_A in module._parameters:
             yield canonical_name(name), module
 
 
@@ -115,10 +117,10 @@ def adapter_layouts(
                 changes={"lora.r": -(-rank // shards) * shards},
             )
         whole = Layout.replicated(2)
-        found[f"{name}.{A}"] = whole.split(1, *columns).split(0, *strategy.fsdp_axes)
+        found[f"{name}.{LORA_A}"] = whole.split(1, *columns).split(0, *strategy.fsdp_axes)
         b = whole.stack(0, parts) if parts > 1 else whole
         b = b.split(0, *rows).split(1 if parts > 1 else 0, *strategy.fsdp_axes)
-        found[f"{name}.{B}"] = b
+        found[f"{name}.{LORA_B}"] = b
     return found
 
 
@@ -134,13 +136,13 @@ def initialise_adapters(model: nn.Module, seed: int, *, gaussian: bool = False) 
     tensors = {canonical_name(n): t for n, t in named_tensors(model).items() if is_adapter(n)}
     for name, module in adapted(model):
         full = torch.empty(module.lora_A.shape, dtype=torch.float32)
-        generator = torch.Generator().manual_seed(module_seed(seed, f"{name}.{A}"))
-        if gaussian:
-            full.normal_(std=1 / len(full), generator=generator)
-        else:
-            nn.init.kaiming_uniform_(full, a=5**0.5, generator=generator)
-        copy_full(tensors[f"{name}.{A}"], full, name)
-        copy_full(tensors[f"{name}.{B}"], torch.zeros(module.lora_B.shape), name)
+        own = torch.Generator().manual_seed(module_seed(seed, f"{name}.{LORA_A}"))
+        uniform = nn.init.kaiming_uniform_
+        full.normal_(std=1 / len(full), generator=own) if gaussian else uniform(
+            full, 5**0.5, generator=own
+        )
+        copy_full(tensors[f"{name}.{LORA_A}"], full, name)
+        copy_full(tensors[f"{name}.{LORA_B}"], torch.zeros(module.lora_B.shape), name)
 
 
 @torch.no_grad()
@@ -149,6 +151,6 @@ def merge_adapters(model: nn.Module) -> None:
     for _, module in [*adapted(model)]:
         product = module.lora_B @ module.lora_A * module.__dict__.pop("adapter").scaling
         module.weight += product.to(module.weight.dtype)
-        for name in (A, B):
+        for name in (LORA_A, LORA_B):
             del module._parameters[name]
         del module.forward

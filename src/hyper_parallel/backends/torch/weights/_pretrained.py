@@ -23,9 +23,9 @@ from hyper_parallel.backends.torch.weights._huggingface import (
 from hyper_parallel.backends.torch.weights._initialise import (
     allocate_and_fill_buffers,
     canonical_name,
+    is_adapter,
     named_tensors,
 )
-from hyper_parallel.backends.torch.weights._lora_names import is_adapter
 from hyper_parallel.backends.torch.weights._ranges import Run, copy_full, local, local_ranges
 from hyper_parallel.backends.torch.weights._tensor_files import Ranges, WeightFiles, copy_overlap
 from hyper_parallel.errors import WeightsUnreadable
