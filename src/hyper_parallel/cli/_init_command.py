@@ -11,7 +11,9 @@ import typer
 
 from hyper_parallel.errors import BadValue, OutputNotWritable
 
-_NAMED = re.compile(r"^extends: *(\S+)|path: *(models/\S+\.json)", re.MULTILINE)
+_NAMED = re.compile(
+    r"^extends: *(\S+)|(?:path: *|source: *)((?:models|data)/\S+\.jsonl?)", re.MULTILINE
+)
 """Other files of the folder that a recipe names."""
 
 
@@ -53,7 +55,8 @@ def _copy(folder: Path, name: str) -> None:
     """
     target, text = Path("recipes") / name, (folder / name).read_text(encoding="utf-8")
     for found in _NAMED.findall(text):
-        _copy(folder, found[0] or found[1])
+        if (folder / (named := found[0] or found[1])).is_file():  # else it is a user's own
+            _copy(folder, named)
     try:
         if target.exists() and target.read_text(encoding="utf-8") != text:
             raise OutputNotWritable(

@@ -1,5 +1,6 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
+from hyper_parallel.config._comparisons import Dpo, Grpo
 from hyper_parallel.config._load_recipe import (
     DEGREES,
     LoadedRecipe,
@@ -14,8 +15,6 @@ from hyper_parallel.config._read import read_mapping
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
-    Dpo,
-    Grpo,
     Model,
     Offload,
     Parallel,

@@ -6,12 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from hyper_parallel.config._comparisons import Dpo, Grpo
 from hyper_parallel.config._low_rank import Lora
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
-    Dpo,
-    Grpo,
     Model,
     Moe,
     Offload,

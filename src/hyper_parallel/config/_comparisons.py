@@ -1,0 +1,40 @@
+"""Sections of stages that compare answers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hyper_parallel.config._sections import Section
+
+
+class Grpo(Section):
+    """Reinforcement learning with `stage: grpo`: completions of one prompt are compared with each other."""
+
+    reward_funcs: tuple[str, ...] = Field(default=("exact_match",), min_length=1)
+    """What is rewarded: `exact_match` (1 for the answer), `prefix_match` (share of its characters that are right before
+    the first wrong one), or dotted paths of functions of `prompts`, `completions` and `answer`, as TRL's."""
+    reward_weights: tuple[float, ...] | None = None
+    """Weight of each reward. None: 1."""
+    num_generations: int = Field(default=8, ge=2)
+    """Completions of every prompt, which are compared with each other."""
+    max_completion_length: int = Field(default=256, ge=1)
+    """Most tokens of a completion; prompt and completion together have at most `data.seq_len` + 1."""
+    scale_rewards: bool = True
+    """Divide what a reward is above the mean of its group by the standard deviation of the group."""
+    loss_type: Literal["grpo", "dapo"] = "dapo"
+    """dapo: every token of the step counts alike; grpo: every completion does."""
+
+
+class Dpo(Section):
+    """Learning from pairs of answers with `stage: dpo`."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"] = "sigmoid"
+    """sigmoid is DPO's own; orpo and simpo need no reference."""
+    beta: float = Field(default=0.1, gt=0)
+    """How much a pair's margin counts; the weight of the odds ratio for orpo."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of the pairs that may be labelled the wrong way round (sigmoid)."""
+    simpo_gamma: float = Field(default=0.5, ge=0)
+    """Margin that simpo wants."""
