@@ -136,6 +136,11 @@ OWN: dict[str, dict[str, Any]] = {
         "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
         "adapter_config": {"vision_feature_layer": [3, 1]},
     },
+    "muse_glimmer": {"projector_hidden_size": HIDDEN},
+    "muse_spark": {
+        "projector_hidden_size": HIDDEN,
+        "audio_config": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    },
     "nemotron_h_omni": {
         "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 16},
         "text_config": {
@@ -170,6 +175,9 @@ OWN: dict[str, dict[str, Any]] = {
     "roc_bert": {
         **{"pronunciation_embed_dim": 16, "pronunciation_vocab_size": 32},
         **{"shape_embed_dim": 16, "shape_vocab_size": 32},
+    },
+    "unlimited_ocr": {
+        "vision_config": {"sam_config": {"output_channels": 8, "downsample_channels": [16, 32]}},
     },
     "xlstm": {"num_blocks": LAYERS},
     "xmod": {"default_language": "en_XX"},

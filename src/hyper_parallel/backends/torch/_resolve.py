@@ -189,6 +189,15 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             got=f"recompute={plan.strategy.recompute}",
             hint="parallel.recompute=none",
         )
+    ranks = plan.strategy.world_size
+    if ranks > 1 and any(hasattr(m, "backward_pass") for m in model.modules()):
+        raise UnsupportedSharding(
+            "layers run again in a backward of their own, where parameters that are cut are not whole",
+            where=type(model).__name__,
+            got=f"{ranks} ranks",
+            allowed="one rank",
+            hint="parallel.dp_shard=1",
+        )
     _compare(shard_plan.layouts, plan, model)
     adapters = adapter_layouts(model, shard_plan.layouts, plan.strategy)
     return replace(shard_plan, layouts=shard_plan.layouts | adapters)
