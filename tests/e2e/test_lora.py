@@ -10,7 +10,13 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hyper_parallel.errors import BadValue, Contradiction, MissingDependency, UnsupportedSharding
+from hyper_parallel.errors import (
+    BadValue,
+    Contradiction,
+    MissingDependency,
+    UnsupportedSharding,
+    WeightsUnreadable,
+)
 from hyper_parallel.ir import Plan
 from tests.e2e.runs import CURVE, assert_same_curve, command, curve, make_place, train
 
@@ -106,6 +112,11 @@ def test_a_run_begins_with_the_adapter_that_another_has_written(place, one_rank,
     command(
         "checkpoint", "import", str(one_rank / "export"), str(tmp_path / "at"), "--dtype=float64"
     )
+    nowhere = tmp_path / "nowhere"
+    nowhere.mkdir()
+    (nowhere / "adapter_config.json").write_text("{}")
+    with pytest.raises(WeightsUnreadable, match="does not name the model"):
+        command("checkpoint", "import", str(nowhere), str(tmp_path / "no"))
     words = (*LORA, f"checkpoint.from_dir={tmp_path / 'at'}", "training.steps=2", *CURVE)
     train(place, tmp_path / "on", *words)
     assert curve(tmp_path / "on")[0][0] < curve(one_rank)[0][0] - 0.01
@@ -115,6 +126,7 @@ def test_a_run_begins_with_the_adapter_that_another_has_written(place, one_rank,
     ("words", "error", "says"),
     [
         (("lora.target_modules=[q_prj]",), BadValue, "q_proj"),
+        (("lora.target_modules=(q",), BadValue, "no regular expression"),
         (("lora.target_modules=[embed_tokens]",), UnsupportedSharding, "embed_tokens"),
         (("lora.r=2", "lora.modules_to_save=[embed_tokens]"), UnsupportedSharding, "share"),
         (("lora.r=2", "parallel.tp_x=2", "parallel.tp_y=2", "parallel.mlp_shape=weight"), UnsupportedSharding, "tp_y"),
@@ -122,7 +134,7 @@ def test_a_run_begins_with_the_adapter_that_another_has_written(place, one_rank,
         (("training.freeze=[model.layer.0.*]",), BadValue, "model.layers.0"),
         (('training.freeze=["*"]',), BadValue, "nothing is left"),
     ],
-    ids=["no-module", "embedding", "tied", "moving-weight", "no-weights", "no-name", "all"],
+    ids=["no-module", "no-regex", "embedding", "tied", "moving-weight", "no-weights", "no-name", "all"],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # peft's own
 def test_what_cannot_be_trained_is_refused_before_a_rank_starts(

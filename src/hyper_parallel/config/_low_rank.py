@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from hyper_parallel.config._sections import Section, source_tag
 
@@ -33,3 +34,13 @@ class Lora(Section):
     """Ends of the names of modules that are trained whole and written with the adapter, such as norms."""
     init_lora_weights: Literal[True, "gaussian"] = True
     """First values of A, as peft draws them; B is 0."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _compiles(cls, value: object) -> object:
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"`{value}` is no regular expression: {error}") from None
+        return value

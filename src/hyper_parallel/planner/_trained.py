@@ -28,12 +28,7 @@ def trained_share(model: ModelSpec, recipe: Recipe) -> float:
             trained += 0 if whole.fullmatch(name) else param.num_elements
         if lora is None or not param.is_matrix or param.is_expert:
             continue
-        if (
-            has_experts
-            and module.endswith(NAMES_OF_EXPERTS)
-            and lora.target_modules == "all-linear"
-        ):
-            continue
+        inside = inside and not (has_experts and module.endswith(NAMES_OF_EXPERTS))
         if _has_adapter(module, inside, lora):
             sizes = zip("AB", param.shape[::-1], strict=True)
             trained += sum(

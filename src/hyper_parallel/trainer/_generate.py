@@ -6,7 +6,6 @@ token. Greedy decoding gives the tokens of full recomputation. One device; with 
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from hyper_parallel.backends.torch._forward import loop_over_experts
-from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG
+from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, base_of
 from hyper_parallel.backends.torch._static_cache import (
     GrowingSteps,
     StaticSteps,
@@ -140,7 +139,7 @@ def load(
     logging.disable_progress_bar()  # it would run through the generated text
     adapter, base = export / ADAPTER_CONFIG, str(export)
     if adapter.is_file():
-        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = base_of(export)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             base,

@@ -7,14 +7,22 @@ so that names and classes are those of the plain model. The same takes a model t
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hyper_parallel.backends.torch.weights._lora import Adapter, adapt
 from hyper_parallel.config import NAMES_OF_EXPERTS
-from hyper_parallel.errors import BadValue, MissingDependency, UnsupportedSharding
+from hyper_parallel.errors import (
+    BadValue,
+    MissingDependency,
+    UnsupportedSharding,
+    WeightsUnreadable,
+)
 
 ADAPTER_CONFIG = "adapter_config.json"
 """What makes a directory one of an adapter, by peft's name."""
@@ -39,6 +47,25 @@ def import_peft() -> Any:
             hint='pip install "hyper-parallel[lora]"',
         ) from error
     return peft
+
+
+def base_of(directory: Path) -> str:
+    """Directory or hub id of the weights that an adapter was trained on, by the directory of the adapter.
+
+    Raises:
+        WeightsUnreadable: HP703 when it does not say.
+    """
+    file, base = directory / ADAPTER_CONFIG, None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if not isinstance(base, str):
+        raise WeightsUnreadable(
+            "the adapter does not name the model it belongs to",
+            where=str(file),
+            got=base,
+            hint="write `base_model_name_or_path` into the file",
+        )
+    return base
 
 
 def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:

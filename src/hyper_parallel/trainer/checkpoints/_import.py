@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from hyper_parallel.backends.torch import load_pretrained
-from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG
+from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, base_of
 from hyper_parallel.config import Model, Recipe, Training
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.trainer.checkpoints import _manifest as files
@@ -47,7 +46,7 @@ def import_checkpoint(
     model_dir = model_dir.expanduser()
     path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()
     if is_adapter:
-        path = json.loads((model_dir / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+        path = base_of(model_dir)
     recipe = Recipe.model_validate(
         {
             "model": Model(path=path, attn_implementation="eager", trust_remote_code=trusted),
