@@ -80,6 +80,7 @@ def training(
     loss_chunks: int | None = 8,
     shards: int = 1,
     front_end: Literal["eager", "graph"] = "eager",
+    clip_norm: float | None = None,
 ) -> MemoryProgram:
     """One training step.
 
@@ -90,6 +91,7 @@ def training(
         shards: 1: AdamW on the bf16 weights, state in bf16. More: ZeRO-1 as one of so many ranks sees it, with master
             weights and state in float32 for its part of every weight; collectives are not in the program.
         front_end: See `capture_training`.
+        clip_norm: Largest global norm of the gradients; None: they are not clipped, so updates may come early.
     """
     with FakeTensorMode():
         model = llama(layers)
@@ -99,13 +101,23 @@ def training(
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             training_step(model, optimizer, batch, loss_chunks=loss_chunks)
             return capture_training(
-                model, optimizer, batch, loss_chunks=loss_chunks, front_end=front_end
+                model,
+                optimizer,
+                batch,
+                clip_norm=clip_norm,
+                loss_chunks=loss_chunks,
+                front_end=front_end,
             ).program
-        return _sharded(model, batch, loss_chunks, shards, front_end)
+        return _sharded(model, batch, loss_chunks, shards, front_end, clip_norm)
 
 
 def _sharded(
-    model: Any, batch: Any, loss_chunks: int | None, shards: int, front_end: str
+    model: Any,
+    batch: Any,
+    loss_chunks: int | None,
+    shards: int,
+    front_end: str,
+    clip_norm: float | None,
 ) -> MemoryProgram:
     named = model_state(model)
     slots = {}
@@ -123,6 +135,8 @@ def _sharded(
         else:
             loss = chunked_loss(model, inputs, loss_chunks)
         loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 master, first, second, count = slots[name]

@@ -241,6 +241,9 @@ def main() -> None:
     parser.add_argument("--slowdown", type=float, default=SLOWDOWN)
     parser.add_argument("--front-end", choices=("eager", "graph"), default="eager")
     parser.add_argument(
+        "--clip", action="store_true", help="gradients are clipped to a global norm"
+    )
+    parser.add_argument(
         "--pointwise-bytes",
         type=float,
         default=1.0,
@@ -260,7 +263,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.step == "training":
         chunks = None if args.model_loss else 8
-        program = training(args.tokens, args.layers, chunks, args.shards, args.front_end)
+        clip_norm = 1.0 if args.clip else None
+        program = training(args.tokens, args.layers, chunks, args.shards, args.front_end, clip_norm)
     else:
         tokens = args.tokens if args.step == "prefill" else 1
         program = inference(tokens, args.tokens + 128, args.layers)
