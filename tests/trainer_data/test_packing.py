@@ -80,6 +80,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(corpus, make):
         make(corpus, vocab_limit=300)
     assert caught.value.hint == "data.vocab_size=300"
     assert make(corpus, vocab_limit=300, vocab_size=300).vocab_size == 300
+    assert make(corpus, vocab_limit=300, vocab_size=None).vocab_size == 300
 
 
 def test_the_models_own_tokenizer_is_used_and_named(corpus, make):

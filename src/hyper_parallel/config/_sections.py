@@ -109,8 +109,8 @@ class Data(Section):
     conversations yes (`stage: sft`), between texts no (`stage: pt`), where a sequence is a piece of one long stream."""
     tokenizer: str | None = None
     """Tokenizer directory. None: the one of `model.path`, else a byte-level BPE trained on the source."""
-    vocab_size: int = Field(default=4096, ge=260)
-    """Entries of a tokenizer that is trained here."""
+    vocab_size: int | None = Field(default=None, ge=260)
+    """Entries of a tokenizer that is trained here. None: 4096, or as many as the model has where these are fewer."""
     holdout: float = Field(default=0.02, ge=0.0, lt=0.5)
     """Share of the documents kept for evaluation. With `validation` or `streaming` none are."""
     validation: str | None = None

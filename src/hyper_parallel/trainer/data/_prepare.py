@@ -81,7 +81,7 @@ def prepare(
     """
     sources = [(one, resolve(one, stage)) for one, _ in data.parts()]
     cache = cache_root(data.cache_dir)
-    tokenizer = obtain(data, [s for _, s in sources], model_path, cache, progress)
+    tokenizer = obtain(data, [s for _, s in sources], model_path, cache, progress, vocab_limit)
     if vocab_limit is not None and tokenizer.vocab_size > vocab_limit:
         trained = not data.tokenizer and not has_tokenizer(model_path)
         own = (

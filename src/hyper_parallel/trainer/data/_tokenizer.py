@@ -27,6 +27,8 @@ TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabulary
 _VERSION = 1
+_ENTRIES: Final = 4096
+"""Entries of a tokenizer that is trained here, where the recipe names no number and the model has as many."""
 _VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 TOKENIZER_FILES: Final = (
     *_VOCABULARIES,
@@ -90,7 +92,12 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
 
 
 def obtain(
-    data: Data, sources: Sequence[Source], model_path: str | None, cache: Path, show: bool
+    data: Data,
+    sources: Sequence[Source],
+    model_path: str | None,
+    cache: Path,
+    show: bool,
+    vocab_limit: int | None = None,
 ) -> Tokenizer:
     """The tokenizer of a recipe: `data.tokenizer`, else the model directory's, else trained on the source."""
     given = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
@@ -98,8 +105,9 @@ def obtain(
         directory = Path(given).expanduser().absolute()
     else:
         texts = [s.identity() for s in sources]
-        matters = [_VERSION, texts if len(texts) > 1 else texts[0], data.vocab_size, _TRAIN_BYTES]
-        directory = _saved(cache, matters, lambda: _train(data.vocab_size, sources, show))
+        size = data.vocab_size or min(_ENTRIES, vocab_limit or _ENTRIES)
+        matters = [_VERSION, texts if len(texts) > 1 else texts[0], size, _TRAIN_BYTES]
+        directory = _saved(cache, matters, lambda: _train(size, sources, show))
     tokenizer = Tokenizer(load_tokenizer(directory), directory)
     if tokenizer.hf.eos_token_id is None:
         raise BadValue(
