@@ -47,6 +47,7 @@ class ModelNumbers:
     normed_width: float  # width of the query and key heads that a layer norms; 0 for most models
     head_norms: float  # norms of query and key heads of a mean layer
     norm_bytes: float  # what norms keep per token unfused, in units of h, beyond `saved_elements`
+    head_norm_bytes: float  # the same of norms over heads, in units of their width
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
@@ -100,6 +101,8 @@ class ModelNumbers:
         outside = [b for b in model.blocks if not b.layers]
         head_params = sum(b.num_params for b in outside if b.name == "head")
         mlp = routed[0].mlp if routed else None
+        # Gemma's norms multiply by their weight before they round, so what they normalised stays in float32.
+        kept = 8.0 if "gemma" in model.family else 6.0
         return cls(
             hidden=model.hidden_size,
             layers=layers,
@@ -113,7 +116,8 @@ class ModelNumbers:
             matmuls=_matmuls(decoders, layers),
             normed_width=mean(b.count * sum(_head_norms(b)) for b in decoders),
             head_norms=mean(b.count * len(_head_norms(b)) for b in decoders),
-            norm_bytes=mean(b.count * _norm_bytes(b, model.hidden_size) for b in decoders),
+            norm_bytes=mean(b.count * _norm_bytes(b, model.hidden_size, kept) for b in decoders),
+            head_norm_bytes=kept,
             sinks=mean(b.count for b in decoders if any("sinks" in p.name for p in b.params)),
             mlp_width=mean(b.count * _dense_width(b) for b in decoders),
             mlp_saved_width=mean(saved),
@@ -153,7 +157,7 @@ class ModelNumbers:
         """
         experts = self.experts_per_token * (self.expert_width + self.hidden)
         gate = max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
-        norms = self.norm_bytes * self.hidden + 6.0 * self.normed_width
+        norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
         return norms + width * (self.v_width + gate + experts)
 
     def repeated_elements(self, seq_len: int) -> float:
@@ -189,15 +193,17 @@ def _head_norms(block: Block) -> list[int]:
     return [w for norm, w in widths.items() if any(f".{norm}." in name for name in names)]
 
 
-def _norm_bytes(block: Block, hidden: int) -> float:
+def _norm_bytes(block: Block, hidden: int, kept: float) -> float:
     """What the norms of a layer keep, in units of h, beyond the inputs of two norms and two matmuls at two bytes.
 
-    A norm written in operators keeps its float32 input and the normalised one, 4h. One with a bias is torch's own
-    LayerNorm, which keeps its input alone; a layer that has one of them reads it twice, so it keeps 4h less.
+    A norm written in operators keeps its float32 input and the normalised one: `kept` bytes. One with a bias is torch's
+    own LayerNorm, which keeps its input alone; a layer that has one of them reads it twice, so it keeps 4h less.
     """
     norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
     fused = sum(p.name.endswith("bias") for p in norms)
-    return 4.0 * fused - 8.0 if fused and 2 * fused == len(norms) else 8.0
+    if fused and 2 * fused == len(norms):
+        return 4.0 * fused - 8.0
+    return kept * max(2, len(norms)) - 4.0
 
 
 def _bias_width(block: Block) -> int:
