@@ -98,6 +98,7 @@ def tool():
         pytest.param("roberta", "cp", id="tokens that see all, positions from ids"),
         pytest.param("mistral3", "pp", id="more of the images' layers than of the text's"),
         pytest.param("zamba2", "dp_shard", id="layers that share parameters"),
+        pytest.param("zamba", "tp", id="split layers that share parameters"),
         pytest.param("qwen3_vl", "dp_shard", id="images and text"),
         pytest.param("gemma4", "tp", id="rows of the embedding read without a call"),
         pytest.param("nanochat", "tp", id="a norm before the layers and behind them"),

@@ -255,7 +255,16 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     choosers -= {n.rpartition(".")[0] for n in choosers}
     linear = [n for n in linear if ".".join(n.split(".")[:-2]) not in choosers]
     linear = [n for n in linear if not _joins_to_input(model.get_submodule(n.rpartition(".")[0]))]
-    linear = [n for n in linear if f"{n}.weight" in shapes and f"{n}.bias" not in shared]
+    # Of modules that share a parameter only one has its name; the others would not be split.
+    names = {id(p): name for name, p in model.named_parameters()}
+    shared |= {
+        names[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if n in shared
+    }
+    linear = [
+        n
+        for n in linear
+        if f"{n}.weight" in shapes and shared.isdisjoint((f"{n}.weight", f"{n}.bias"))
+    ]
     experts = (rule for rule in rules if rule.style == "experts")
     found = (*ends, *experts, *derived_rules(shapes, frozenset(linear), heads, kv_heads))
     if covers(shapes.items(), found, heads, kv_heads, head_dim) and not _has_decoder(model):
