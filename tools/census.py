@@ -310,6 +310,8 @@ def record(name: str, cells: dict[str, str]) -> None:
         page.update({package: version(package) for package in ("torch", "transformers")})
         page["image_text"] = sorted(all_types(images=True))
         old = page["types"].get(name, {})
+        if not old.keys() - cells.keys():  # all of the row is new
+            page.setdefault("older", {}).pop(name, None)
         page["types"][name] = {**old, **cells} if cells.get("one rank") == "ok" else cells
         page["types"] = dict(sorted(page["types"].items()))
         file.truncate(0)

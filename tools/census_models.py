@@ -139,6 +139,7 @@ OWN: dict[str, dict[str, Any]] = {
     "muse_glimmer": {"projector_hidden_size": HIDDEN},
     "muse_spark": {
         "projector_hidden_size": HIDDEN,
+        "text_config": {"moe_hidden_size": HIDDEN},
         "audio_config": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
     },
     "nemotron_h_omni": {

@@ -57,7 +57,7 @@ is a run of two steps in float64. `ok` on one rank: loss
 and gradient norm of the first step are those of plain transformers on the same tokens, to 1e-10. `ok` on an axis:
 those of both steps are the ones of one rank, to 1e-10. The axes have two ranks (`ep`: dp_shard 2, ep 2; `recompute`:
 one rank, full). Numbers in parentheses are what was refused or went wrong, with its sentence below; an empty cell was
-not run.
+not run.{older}
 
 ## Causal language models
 
@@ -189,7 +189,9 @@ def page(data: dict[str, Any]) -> str:
     causal = counted({n: c for n, c in types.items() if n not in images}, notes)
     image_text = counted({n: c for n, c in types.items() if n in images}, notes)
     families = table(data["families"], tuple(COLUMNS), notes)
+    older = [f"{name} ({made})" for name, made in data.get("older", {}).items()]
     return PAGE_TEXT.format(
+        older=f"\n\nRows with cells of an older version: {', '.join(older)}." if older else "",
         transformers=data["transformers"],
         torch=data["torch"].split("+")[0],
         causal=causal,
