@@ -55,10 +55,7 @@ def emissions(draw):
     at_home = recomputes.host.at_home
     gaps = assign_tiers(program, machine, chosen, draw(st.sampled_from([0.0, 0.5])), at_home)
     budget = draw(st.sampled_from([None, target, whole]))
-    eager = draw(st.booleans())
-    emitter = Emitter(
-        program, machine, order, gaps, recomputes, budget, planned.copy(), eager=eager
-    )
+    emitter = Emitter(program, machine, order, gaps, recomputes, budget, planned.copy())
     actions = emitter.emit()
     seconds = emitter.ledger.clock.now_s
     return MemoryPlan(program, tuple(emitter.copies.homes), actions, seconds), machine

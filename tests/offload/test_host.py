@@ -11,8 +11,6 @@ from hyper_parallel.offload import (
     Channel,
     MemoryMachine,
     Roofline,
-    least_peak_bound,
-    least_time_bound,
     order_peak,
     plan_memory,
     plan_memory_cached,
@@ -173,17 +171,14 @@ def test_the_host_is_one_serial_lane_beside_compute():
 
 
 @pytest.mark.parametrize(("bytes_s", "host"), [(400.0, 50_000.0), (4000.0, 500.0)])
-def test_no_plan_beats_the_bounds(bytes_s, host):
+def test_no_plan_beats_the_bound(bytes_s, host):
     program = chain(layers=2, weight=1000)
     m = machine(bytes_s, host)
     order = refine_order(program)[0]
     limit_s = program.seconds * 1.02
     plan = plan_memory(program, m, max_slowdown=0.02, bandwidth_margin=0.0)
     peak = plan.peak_bytes["device"]
-    assert least_peak_bound(program, m, order, limit_s) <= peak
     assert reload_bound(program, m, order, limit_s, recompute=True).num_bytes <= peak
-    fast = plan_memory(program, m, budget_bytes=8000)
-    assert least_time_bound(program, m, order, 8000, fast.seconds) <= fast.seconds * (1 + 1e-9)
 
 
 def test_state_that_does_not_fit_into_dram_is_updated_on_the_device():

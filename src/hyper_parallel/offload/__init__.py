@@ -7,11 +7,9 @@ how a back end runs the result is in `backends`.
 
 from hyper_parallel.offload._address import (
     assign_addresses,
-    can_fit,
     find_overlap,
     wrong_address,
 )
-from hyper_parallel.offload._bound import least_peak_bound, least_time_bound
 from hyper_parallel.offload._capacity_hint import with_capacity_hint
 from hyper_parallel.offload._clock import Copied, ProgramClock, clocked
 from hyper_parallel.offload._cut import Cut, cut_program
@@ -42,14 +40,11 @@ __all__ = [
     "Roofline",
     "UseDef",
     "assign_addresses",
-    "can_fit",
     "clocked",
     "cut_program",
     "dependencies",
     "find_overlap",
     "identity_actions",
-    "least_peak_bound",
-    "least_time_bound",
     "order_peak",
     "order_seconds",
     "overlapped",

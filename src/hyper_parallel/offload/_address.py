@@ -1,7 +1,7 @@
 """Static addresses: one arena for every stay on the device, no allocator at run time.
 
-Interval colouring with sizes is NP-hard. First fit comes within a few percent of the live peak (the lower bound); what
-ended above it is then placed earlier and the fit repeated. What is there all the time lies at the bottom, in an order
+Interval colouring with sizes is NP-hard. First fit of the largest stays first comes within a few percent of the live
+peak (the lower bound). What is there all the time lies at the bottom, in an order
 that depends on nothing else. A storage that is there at both ends of the step but not in between has one address at
 both: the next step finds it where this one leaves it.
 """
@@ -14,22 +14,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from hyper_parallel.ir import Extent, MemoryPlan
-from hyper_parallel.offload._exact import Packing, search
-from hyper_parallel.offload._first_fit import SEARCHED, Fitting, Item
 
-_NODES = 400
+_ROUNDS = 12  # of first fit
+_TIGHT = 1.002  # of the live peak: an arena this close to it is not worth another fit
+_CROWDED = 0.9  # stays that see this share of the live peak are placed before the others
+_FORWARD = 0.65  # of its rank is left to a stay that ended too high
+
+Item = tuple[Extent, ...]
+"""Stays that share an address: one, or the last and the first of a storage that goes around."""
 
 
 def assign_addresses(
-    stays: Sequence[Extent], sizes: Sequence[int], wanted_bytes: int = 0
+    stays: Sequence[Extent], sizes: Sequence[int]
 ) -> tuple[tuple[Extent, ...], int]:
     """Offsets such that two stays that overlap in time never overlap in space.
 
     Args:
         stays: Intervals of actions, one per stay.
         sizes: Bytes in the arena by storage index.
-        wanted_bytes: An arena of this size need not become smaller, and what is far from it is given up; 0: the
-            smallest is wanted.
 
     Returns:
         The stays with offsets, in the given order, and the arena's bytes.
@@ -42,30 +44,11 @@ def assign_addresses(
         offset[stay] = bottom
         bottom += sizes[stay.storage]
     items = _items([stay for stay in stays if stay not in offset], end)
-    arena = 0
-    if items:
-        offsets, arena = _placed(items, sizes, bottom, wanted_bytes)
-        for item, at in zip(items, offsets, strict=True):
-            offset.update(dict.fromkeys(item, bottom + int(at)))
+    offsets, arena = _fitted(items, sizes)
+    for item, at in zip(items, offsets, strict=True):
+        offset.update(dict.fromkeys(item, bottom + int(at)))
     placed = tuple(Extent(e.storage, e.start, e.stop, offset[e]) for e in stays)
     return placed, bottom + arena
-
-
-def can_fit(stays: Sequence[Extent], sizes: Sequence[int], limit_bytes: int) -> bool | None:
-    """Whether there are addresses for these stays below a limit; None when the search was given up.
-
-    Args: as those of `assign_addresses`.
-    """
-    end = max((stay.stop for stay in stays), default=0)
-    moving = [stay for stay in stays if stay.start > 0 or stay.stop < end]
-    bottom = sum(sizes[stay.storage] for stay in stays) - sum(sizes[s.storage] for s in moving)
-    items = _items(moving, end)
-    if not items:
-        return bottom <= limit_bytes
-    result = _searched(items, sizes, limit_bytes - bottom)
-    if result.offsets is not None:
-        return True
-    return False if result.ended else None
 
 
 def wrong_address(plan: MemoryPlan) -> str | None:
@@ -119,27 +102,65 @@ def _items(stays: Sequence[Extent], end: int) -> list[Item]:
     return [around.get(stay, (stay,)) for stay in stays if stay not in ends]
 
 
-def _placed(
-    items: Sequence[Item], sizes: Sequence[int], bottom: int, wanted_bytes: int
-) -> tuple[np.ndarray, int]:
-    """An offset above the bottom for every item, and the end of the highest one."""
-    fitting = Fitting(items, sizes, bottom, wanted_bytes)
-    best = fitting.best
-    if best[1] > fitting.good and len(items) <= SEARCHED:
-        result = _searched(items, sizes, int(fitting.good))
-        if result.offsets is not None:
-            size = np.array([sizes[item[0].storage] for item in items])
-            return result.offsets, int((result.offsets + size).max())
+def _fitted(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]:
+    """An offset for every item, and the end of the highest one.
+
+    First fit, the largest first; then from the peak outwards, and again with all that ended above the live peak moved
+    towards the front.
+    Source: squeaky wheel optimization, Joslin and Clements 1999.
+    """
+    size = np.array([sizes[item[0].storage] for item in items], np.int64)
+    times = np.array([sum(stay.stop - stay.start for stay in item) for item in items])
+    stays = [(at, stay) for at, item in enumerate(items) for stay in item]
+    owner = np.array([at for at, _ in stays], np.int64)
+    start, stop = (
+        np.array([getattr(stay, end) for _, stay in stays], np.int64) for end in ("start", "stop")
+    )
+    clashes = []
+    for item in items:
+        clash = np.zeros(len(stays), bool)
+        for stay in item:
+            clash |= (start < stay.stop) & (stop > stay.start)
+        clashes.append(owner[clash])
+    change = np.zeros(int(stop.max(initial=0)) + 1, np.int64)
+    np.add.at(change, start, size[owner])
+    np.add.at(change, stop, -size[owner])
+    live = change.cumsum()
+    floor, peak = int(live.max()), int(live.argmax())
+
+    def away(i: int) -> tuple[int, ...]:
+        first, last = items[i][0].start, items[i][-1].stop
+        if len(items[i]) > 1:  # around the end of the step
+            last = len(live)
+        distance = max(0, first - peak, peak + 1 - last)
+        crowded = int(live[first : max(last, first + 1)].max()) >= _CROWDED * floor
+        return int(not crowded), distance, -int(size[i] if distance else times[i])
+
+    order: list[int] = np.lexsort((-times, -size)).tolist()
+    best = np.zeros(len(items), np.int64), int(size.sum()) + 1
+    for count in range(_ROUNDS):
+        if count == 1:
+            order = sorted(range(len(items)), key=away)
+        low = _first_fit(clashes, size, order)
+        top = int((low + size).max(initial=0))
+        best = min(best, (low, top), key=lambda fit: fit[1])
+        if best[1] <= _TIGHT * floor:
+            break
+        over = low + size > floor
+        rank = {i: at * _FORWARD if over[i] else float(at) for at, i in enumerate(order)}
+        order = sorted(order, key=rank.__getitem__)
     return best
 
 
-def _searched(items: Sequence[Item], sizes: Sequence[int], limit: int) -> Packing:
-    """Search for offsets below a limit."""
-    real = [i for i, item in enumerate(items) if sizes[item[0].storage]]
-    times = [[(stay.start, stay.stop) for stay in items[i]] for i in real]
-    result = search(times, [sizes[items[i][0].storage] for i in real], limit, _NODES)
-    if result.offsets is None:
-        return result
-    offsets = np.zeros(len(items), np.int64)
-    offsets[real] = result.offsets
-    return Packing(offsets, result.ended)
+def _first_fit(clashes: Sequence[np.ndarray], size: np.ndarray, order: Sequence[int]) -> np.ndarray:
+    """Every item, in an order, at the lowest address that is free during all of its stays."""
+    low, high = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
+    for i in order:
+        there = clashes[i][high[clashes[i]] > 0]
+        there = there[np.argsort(low[there], kind="stable")]
+        # Gaps between neighbours: from the highest end so far to the next start.
+        tops = np.maximum.accumulate(np.concatenate(([0], high[there])))
+        fits = np.flatnonzero(low[there] - tops[:-1] >= size[i])
+        low[i] = tops[fits[0]] if len(fits) else tops[-1]
+        high[i] = low[i] + size[i]
+    return low

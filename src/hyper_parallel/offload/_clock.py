@@ -96,9 +96,9 @@ class ProgramClock:
         self.now_s = max(self.now_s, time_s)
         return seconds
 
-    def idle(self, kind: str, within_s: float = 0.0) -> bool:
-        """Whether the lane of a kind of copy has nothing to do, now or so many seconds from now."""
-        return self._lane_free_s[kind] <= self.now_s + within_s
+    def idle(self, kind: str) -> bool:
+        """Whether the lane of a kind of copy has nothing to do now."""
+        return self._lane_free_s[kind] <= self.now_s
 
     def _update(self, index: int) -> None:
         assert self._machine is not None, "an update needs a host"

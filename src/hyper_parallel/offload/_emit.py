@@ -41,7 +41,6 @@ class Emitter:
         planned: np.ndarray | None = None,
         back: dict[tuple[int, int], int] | None = None,
         window: float | None = None,
-        eager: bool = False,
         on_demand: bool = False,
     ) -> None:
         self.program, self.recomputes, self.order = program, recomputes, order
@@ -76,8 +75,6 @@ class Emitter:
         written = recomputes.host.device_writes(program, order)
         self.writes = [written.get(s, []) for s in range(len(program.storages))]
         self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
-        # A store lane takes what leaves next when it is idle, or would be during the next operator.
-        self.eager_s = [*seconds[1:], 0.0] if eager else [0.0] * len(seconds)
 
     def _ends(self) -> list[set[int]]:
         """Per position, what leaves or is over once the operator there is done."""
@@ -229,7 +226,7 @@ class Emitter:
         """Use a store lane that stands idle for what leaves next; the rest of the list."""
         left: list[Gap] = []
         for at, gap in enumerate(ready):
-            if not self.ledger.clock.idle("store", self.eager_s[position]):
+            if not self.ledger.clock.idle("store"):
                 return [*left, *ready[at:]] if at else ready
             s = gap.storage
             held = self.ledger.current[s]

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.offload._capacity_hint import sufficient_capacity, tier_full
-from hyper_parallel.offload._first_fit import GOOD
 from hyper_parallel.offload._host import device_part
-from hyper_parallel.offload._local_search import LARGEST, polish
 from hyper_parallel.offload._portfolio import Emitted, Search
 from hyper_parallel.offload._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
 
+_GOOD = 1.02  # of the live peak: an arena that is no larger needs no other program
 _TRIED = 3  # programs whose addresses are looked for at each target; of small programs four times as many
 _LARGE_PROGRAM = 300  # operators
-_OTHERS = 6  # programs whose addresses are tried when those of the best do not fit together
-_LARGE_ACTIONS = 6000  # beyond, two
 _TARGETS = 12  # by bisection, until they are so close
 _TARGET_PARTS = 100
-_SQUEEZED = 3  # rules whose choice is emitted again in less room; one that needs so much more than the best is not
-_SQUEEZED_PEAK = 1.25
-_SQUEEZES = 5  # tried for each, by bisection
-_LEAST_SQUEEZE = 0.7  # of the peak before
 _AIMS = 5  # targets; from the third on lower by half of what addresses took too much
 # Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
 _GAPS = (256, 50)
@@ -37,7 +29,7 @@ _WORTH_MORE_GAPS, _WORTH_MORE_GAPS_AT_FIRST = 0.97, 0.998
 def least_time(
     searches: Sequence[Search],
     budget: int,
-    finish: Callable[[Emitted, int], MemoryPlan],
+    finish: Callable[[Emitted], MemoryPlan],
     limit_s: float = float("inf"),
 ) -> tuple[Emitted, MemoryPlan]:
     """The fastest program whose arena, with what is made beside it, is within the budget; and its plan.
@@ -48,7 +40,7 @@ def least_time(
     Args:
         searches: Tried in turn.
         budget: Device bytes.
-        finish: Makes the plan of a program; its arena need not be smaller than the bytes given.
+        finish: Makes the plan of a program.
         limit_s: A slower plan is of no use.
     """
     result, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible]()
@@ -69,7 +61,7 @@ def least_time(
 def _least_time(
     search: Search,
     budget: int,
-    finish: Callable[[Emitted, int], MemoryPlan],
+    finish: Callable[[Emitted], MemoryPlan],
     limit_s: float = float("inf"),
 ) -> tuple[Emitted, MemoryPlan]:
     arena_budget = budget - search.program.staging_bytes
@@ -90,12 +82,12 @@ def _least_time(
             if best and e.seconds > best[0].seconds:
                 break
             seen_s = min(seen_s, e.seconds)
-            plan = finish(e, arena_budget)
+            plan = finish(e)
             if plan.device_bytes > budget:
                 arenas.append(plan.arena_bytes)
                 continue
             best = min(best or (e, plan), (e, plan), key=_quality)
-            if plan.arena_bytes <= GOOD * e.peak:
+            if plan.arena_bytes <= _GOOD * e.peak:
                 break  # else one that takes as long may have better addresses
         # Where only its addresses spoil a faster program, a little more room for gaps may save it.
         if (
@@ -122,12 +114,12 @@ def _least_time(
     fresh = replace(search, best_seen=search.best_seen)
     lowest = fresh.portfolio(floor)
     candidates = sorted(lowest, key=lambda e: (e.peak, e.seconds))[:3] or [search.best_seen]
-    plans = {id(e): finish(e, 0) for e in candidates}
+    plans = {id(e): finish(e) for e in candidates}
     others = fresh.portfolio((floor + arena_budget) // 2, budget=arena_budget)
     for e in sorted((*lowest, *others), key=lambda e: (e.seconds, e.peak)):
         if e.peak > arena_budget:
             continue
-        plan = plans.get(id(e)) or finish(e, arena_budget)
+        plan = plans.get(id(e)) or finish(e)
         if plan.device_bytes <= budget:
             return e, plan
     least = min(plans[id(e)].device_bytes for e in candidates)
@@ -149,7 +141,7 @@ def _quality(result: tuple[Emitted, MemoryPlan]) -> tuple[float, float]:
 def _more_elsewhere(
     searches: Sequence[Search],
     budget: int,
-    finish: Callable[[Emitted, int], MemoryPlan],
+    finish: Callable[[Emitted], MemoryPlan],
     error: BudgetImpossible,
 ) -> TierFull | None:
     """What stands in the way, when it is DRAM or flash."""
@@ -159,7 +151,7 @@ def _more_elsewhere(
         return None
 
     def fits(e: Emitted) -> bool:
-        return e.peak <= arena_budget and finish(e, arena_budget).device_bytes <= budget
+        return e.peak <= arena_budget and finish(e).device_bytes <= budget
 
     def planned(others: Sequence[Search]) -> Emitted | None:
         for search in others:
@@ -183,41 +175,20 @@ def least_peak(
     limit_s: float,
     finish: Callable[[Emitted], MemoryPlan],
 ) -> tuple[Emitted, MemoryPlan]:
-    """The program of least peak within a time, and its plan; the identity when nothing lowers it.
-
-    Where its addresses leave gaps, programs that leave more room for them are tried, and the smallest arena is taken.
-    """
-    result = _in_turn([e for search in searches for e in _least_peak(search, identity, limit_s)])
-    best, plan = result[0], finish(result[0])
-    large = len(best.actions) > _LARGE_ACTIONS
-    for e in result[1 : 4 if large else _OTHERS]:
-        if plan.arena_bytes <= GOOD * best.peak or e.peak >= plan.arena_bytes:
-            break
-        other = finish(e)
-        if other.arena_bytes < plan.arena_bytes:
-            best, plan = e, other
-    return best, plan
+    """The program of least peak within a time, and its plan; the identity when nothing lowers it."""
+    programs = (_least_peak(search, identity, limit_s) for search in searches)
+    best = min(programs, key=lambda e: (e.peak, e.seconds))
+    return best, finish(best)
 
 
-def _in_turn(result: Sequence[Emitted]) -> list[Emitted]:
-    """By peak; of equal peaks the fastest program, then the one that waits most: it leaves most gaps elsewhere."""
-    turn = []
-    ranked = sorted(result, key=lambda e: (e.peak, e.seconds))
-    for _, equal in groupby(ranked, key=lambda e: e.peak):
-        first, *others = equal
-        turn += [first, *(e for e in others[-1:] if e.seconds > first.seconds)]
-    return turn
-
-
-def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitted]:
-    """Programs within the time, and the identity.
+def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
+    """The program of least peak within the time; the identity when nothing lowers it.
 
     Bisects the target; every success is judged by its real peak, so the answer never depends on monotony. One rule that
     meets a target is enough to go on; the lowest one met is asked of all.
     """
     low, high = working_set_bytes(device_part(search.program, search.machine)), identity.peak
     best = identity
-    result = [identity]
     met: int | None = None
     for _ in range(_TARGETS):
         target = (low + high) // 2
@@ -231,40 +202,12 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitt
         if fine:
             met = target
             best = min(fine, key=lambda e: (e.peak, e.seconds))
-            result += fine
             high = min(best.peak, high)
             if best.peak > target:
                 low = target
         else:
             low = target
     if met is not None:
-        result += [e for e in search.portfolio(met, limit_s) if e.seconds <= limit_s]
-        best = min(result, key=lambda e: (e.peak, e.seconds))
-    if len(search.program.operators) <= LARGEST and best.recomputes is not None:
-        result.append(polish(search, best, limit_s))
-    return result + _squeezed(search, result, limit_s)
-
-
-def _squeezed(search: Search, result: Sequence[Emitted], limit_s: float) -> list[Emitted]:
-    """What the rules of lowest peak chose, emitted in less room.
-
-    A selection ends where its target is reached or cannot be, but waiting may still lower the peak. Where it cannot, it
-    lowers the rest of the step, so that the addresses of the peak fit together.
-    """
-    lowest: dict[int, Emitted] = {}  # of every rule
-    most = _SQUEEZED_PEAK * min(e.peak for e in result)
-    for e in sorted(result, key=lambda e: (e.peak, e.seconds)):
-        if e.asked is not None and e.peak <= most:
-            lowest.setdefault(id(e.asked.rule), e)
-    squeezed = []
-    for e in list(lowest.values())[:_SQUEEZED]:
-        low, high = _LEAST_SQUEEZE, 1.0
-        for _ in range(_SQUEEZES):
-            share = (low + high) / 2
-            less = search.within_fewer_bytes(e, int(e.peak * share), limit_s)
-            if less is None:
-                low = share
-            else:
-                high = share
-                squeezed.append(less)
-    return squeezed
+        fine = [e for e in search.portfolio(met, limit_s) if e.seconds <= limit_s]
+        best = min((best, *fine), key=lambda e: (e.peak, e.seconds))
+    return best

@@ -5,7 +5,7 @@ Source: Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import highspy
@@ -18,17 +18,12 @@ class SolverFailed(RuntimeError):
 
 @dataclass
 class LinearProgram:
-    """Minimize cost . x over rows `low <= coefficients . x <= high` and bounds of the variables.
-
-    Attributes:
-        whole: Variables that are whole numbers in the problem this one relaxes.
-    """
+    """Minimize cost . x over rows `low <= coefficients . x <= high` and bounds of the variables."""
 
     costs: list[float] = field(default_factory=list)
     lowers: list[float] = field(default_factory=list)
     uppers: list[float] = field(default_factory=list)
     rows: list[tuple[Mapping[int, float], float, float]] = field(default_factory=list)
-    whole: set[int] = field(default_factory=set)
 
     def variable(self, upper: float = np.inf, cost: float = 0.0, lower: float = 0.0) -> int:
         """A new variable."""
@@ -80,25 +75,13 @@ class LinearProgram:
         bounds = np.array([low for _, low, _ in self.rows])
         return float(y @ bounds + np.minimum(reduced, 0.0) @ np.array(self.uppers))
 
-    def whole_optimum(self, limit_s: float) -> tuple[float | None, float]:
-        """With `whole` at whole numbers: the least cost found (None: nothing in time), and what nothing is below."""
-        solver = self._run({"time_limit": limit_s, "mip_rel_gap": 1e-4}, self.whole)
-        info = solver.getInfo()
-        feasible = info.primal_solution_status == int(highspy.kSolutionStatusFeasible)
-        return info.objective_function_value if feasible else None, float(info.mip_dual_bound)
-
-    def _run(
-        self, options: Mapping[str, str | float], whole: Collection[int] = ()
-    ) -> highspy.Highs:
+    def _run(self, options: Mapping[str, str | float]) -> highspy.Highs:
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.costs), len(self.rows)
         lp.col_cost_ = np.array(self.costs)
         lp.col_lower_, lp.col_upper_ = np.array(self.lowers), np.array(self.uppers)
         lp.row_lower_ = np.array([low for _, low, _ in self.rows])
         lp.row_upper_ = np.array([high for _, _, high in self.rows])
-        if whole:
-            kinds = [highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger]
-            lp.integrality_ = [kinds[v in whole] for v in range(len(self.costs))]
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         lp.a_matrix_.start_ = np.cumsum([0, *(len(row) for row, _, _ in self.rows)])
         lp.a_matrix_.index_ = np.array([v for row, _, _ in self.rows for v in row])

@@ -37,7 +37,7 @@ from hyper_parallel.offload._memory_machine import MemoryMachine
 from hyper_parallel.offload._plan_memory import plan_memory, unmoved_seconds
 from hyper_parallel.topology import cache_dir
 
-PLANNER = 13
+PLANNER = 14
 """Number of the planner's rules and of the file's form: raised with every change, so that old files are not met."""
 
 _KINDS: tuple[MemoryActionKind, ...] = get_args(MemoryActionKind)

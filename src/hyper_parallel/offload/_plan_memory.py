@@ -220,7 +220,7 @@ def _in_order(
         best, plan = least_time(
             searches,
             budget_bytes,
-            lambda e, wanted_bytes: _finish(program, true_machine, e, statement, wanted_bytes),
+            lambda e: _finish(program, true_machine, e, statement),
             best_s if machine == true_machine else float("inf"),
         )
     else:
@@ -259,14 +259,13 @@ def _finish(
     machine: MemoryMachine,
     emitted: Emitted,
     statement: tuple[str, ...],
-    wanted_bytes: int = 0,
 ) -> MemoryPlan:
     judged = replay(program, emitted.homes, emitted.actions)
     counted = judged.peak_bytes, slab_bytes(judged.host_buffers)
     assert counted == (emitted.peaks, emitted.dram_bytes), (
         "the emitter and the replay count differently"
     )
-    addresses, arena = assign_addresses(judged.residency, program.spans, wanted_bytes)
+    addresses, arena = assign_addresses(judged.residency, program.spans)
     choices = [
         Choice(
             g.storage,

@@ -19,14 +19,6 @@ _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a rule was asked for."""
-
-    rule: SelectionRule
-    aim: int
-
-
-@dataclass(frozen=True)
 class Emitted:
     """One emitted program with the emitter's own account of it; the chosen one is replayed.
 
@@ -41,7 +33,6 @@ class Emitted:
     gaps: tuple[Gap, ...]
     recomputes: Recomputes | None
     rule: str
-    asked: Asked | None = None
 
     @classmethod
     def by(
@@ -51,7 +42,6 @@ class Emitted:
         gaps: Sequence[Gap],
         recomputes: Recomputes,
         rule: str,
-        asked: Asked | None = None,
     ) -> Emitted:
         """What an emitter gave, with its account."""
         ledger = emitter.ledger
@@ -64,7 +54,6 @@ class Emitted:
             tuple(gaps),
             recomputes,
             rule,
-            asked,
         )
 
     @property
@@ -151,30 +140,11 @@ class Search:
         self, rule: SelectionRule, aim: int, target: int, limit_s: float = float("inf")
     ) -> Emitted | None:
         """One rule's program for an aim; None when it takes longer than the limit."""
-        _, planned = rule.selector.select(aim, rule.rank)
+        chosen, planned = rule.selector.select(aim, rule.rank)
         # What the selection cannot reach, waiting for room cannot reach either.
         missed = rule.selector.stretch is not None and planned.max(initial=0) > target
-        return self._emit(Asked(rule, aim), None if missed else target, limit_s)
-
-    def within_fewer_bytes(
-        self, emitted: Emitted, limit_bytes: int, limit_s: float
-    ) -> Emitted | None:
-        """The same choice, where copies wait for room as if there were less; None when that takes too long.
-
-        What operators need at once is the peak then; at all other times bytes are left over for gaps between addresses.
-        """
-        if emitted.asked is None:
-            return None
-        result = self._emit(emitted.asked, limit_bytes, limit_s)
-        if result is None or result.seconds > limit_s or overfull(self.machine, result):
-            return None
-        return result
-
-    def _emit(self, asked: Asked, limit_bytes: int | None, limit_s: float) -> Emitted | None:
-        """The program of what a rule chooses; with room, copies wait for it."""
-        rule = asked.rule
+        limit_bytes = None if missed else target
         selector = rule.selector
-        chosen, planned = selector.select(asked.aim, rule.rank)
         key = (id(selector), rule.rank, rule.window, tuple(map(id, chosen)), limit_bytes)
         if key in self.made:
             limited_s, known = self.made[key]
@@ -208,7 +178,7 @@ class Search:
                 emitted = None
                 break
             emitted = Emitted.by(
-                emitter, actions, gaps, selector.recomputes, f"{rule.name}, {rule.rank}", asked
+                emitter, actions, gaps, selector.recomputes, f"{rule.name}, {rule.rank}"
             )
             if self.machine.copy_out is None or not overfull(self.machine, emitted):
                 break
