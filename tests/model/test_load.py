@@ -130,6 +130,7 @@ def test_missing_keys_are_all_named():
         ({"hidden_size": "16"}, ["`hidden_size`", "'16'"]),
         ({"hidden_size": 0}, ["`hidden_size`", "whole number >= 1"]),
         ({"num_hidden_layers": True}, ["`num_hidden_layers`"]),
+        ({"num_hidden_layers": 10**12}, ["`num_hidden_layers`", "from 1 to 100000"]),
         ({"tie_word_embeddings": "yes"}, ["`tie_word_embeddings`", "true or false"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads=4, num_key_value_heads=3"]),
         ({"num_attention_heads": 6}, ["hidden_size=16, num_attention_heads=6", "head_dim"]),

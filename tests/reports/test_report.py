@@ -212,13 +212,16 @@ def test_broken_run_directories_are_refused_by_name(run_dir: Path, tmp_path: Pat
         load_run(tmp_path / "nothing")
     for name in ("run.json", "plan.json"):
         whole = (run_dir / name).read_bytes() if (run_dir / name).exists() else b"{}"
-        for damaged in (b'{"cut', b"\xff"):
+        for damaged in (b'{"cut', b"\xff", b"[" * 100_000):
             (run_dir / name).write_bytes(damaged)
             with pytest.raises((RunUnreadable, PlanUnreadable), match=name):
                 load_run(run_dir)
         (run_dir / name).write_bytes(whole)
     path = run_dir / "metrics.jsonl"
     path.write_text("not json\n" + path.read_text())
+    with pytest.raises(RunUnreadable, match=re.escape("metrics.jsonl:1")):
+        load_run(run_dir)
+    path.write_text('{"step": Infinity}\n' + path.read_text())
     with pytest.raises(RunUnreadable, match=re.escape("metrics.jsonl:1")):
         load_run(run_dir)
     (run_dir / "plan.json").unlink()

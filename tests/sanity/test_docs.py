@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,11 @@ def test_every_public_name_exists() -> None:
 )
 def test_every_benchmark_takes_json(script: Path) -> None:
     assert 'add_argument("--json"' in script.read_text(encoding="utf-8"), "`make bench` passes it"
+
+
+def test_the_pages_make_a_site_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "offload" / "index.html").is_file()

@@ -308,9 +308,13 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # nested too deep, or numbers of thousands of digits
+            at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
             raise PlanUnreadable(
-                "the plan is not JSON", where=f"{where}:{error.lineno}", got=error.msg
+                "the plan is not JSON", where=f"{where}{at}", got=str(error)[:120]
             ) from error
         if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
             raise PlanUnreadable(
@@ -337,8 +341,8 @@ class Plan:
         """Read a plan from a file; see `from_json` for the errors."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise PlanUnreadable(
-                "the plan cannot be read", where=str(path), got=error.strerror
+                "the plan cannot be read", where=str(path), got=str(error)[:120]
             ) from error
         return cls.from_json(text, where=str(path))

@@ -54,12 +54,14 @@ class ConfigView:
                 hint="add the missing keys, or give the config.json that the model was published with",
             )
 
-    def integer(self, key: str, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`."""
+    def integer(self, key: str, minimum: int = 1, maximum: int | None = None) -> int:
+        """A whole number of at least `minimum` and at most `maximum`."""
         self.require((key,))
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             self._refuse(key, value, f"a whole number >= {minimum}")
+        if maximum is not None and value > maximum:
+            self._refuse(key, value, f"a whole number from {minimum} to {maximum}")
         return value
 
     def optional_integer(self, key: str, minimum: int = 1) -> int | None:

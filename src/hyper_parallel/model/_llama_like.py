@@ -6,7 +6,7 @@ Letters: D embed, F mlp width, E experts, V vocab.
 from __future__ import annotations
 
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model._config_json import ConfigView
@@ -28,6 +28,10 @@ class _Kind(NamedTuple):
     window: int | None
 
 
+_MOST_LAYERS: Final = 100_000
+"""Layers are listed one by one; a damaged config can name more than there is memory for."""
+
+
 def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
     """Embedding, decoder blocks by kind of layer, final norm and head.
 
@@ -37,7 +41,7 @@ def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
     config.require(family.required)
     _refuse_unread(config)
     hidden, vocab = config.integer("hidden_size"), config.integer("vocab_size")
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", maximum=_MOST_LAYERS)
     windows = _windows(config, family, num_layers)
     kinds = [
         _Kind(has_experts, window)

@@ -133,7 +133,7 @@ def _text(path: Path) -> str:
 def _mapping(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(_text(path) or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunUnreadable("a file is not JSON", where=str(path), got=str(error)) from error
     return value if isinstance(value, dict) else {}
 
@@ -146,7 +146,7 @@ def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
         try:
             row = json.loads(line)
             rows[int(row["step"])] = row
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines):
                 break  # a killed run may leave its last line unfinished
             raise RunUnreadable(

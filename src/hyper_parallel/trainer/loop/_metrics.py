@@ -141,7 +141,7 @@ def _keep_until(path: Path, step: int) -> str | None:
     for line in path.read_bytes().splitlines():
         try:
             number = int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             damaged += 1
             continue
         if step and number <= step:
