@@ -27,6 +27,7 @@ from pathlib import Path
 import psutil
 
 STEPS, EVERY, TIMEOUT_S, FAULTS_PER_RUN = 36, 3, 3, 3
+OUTSIDE_S = 60  # the same outside of steps: a start on a busy machine takes some of it
 MOST_LOSSES = 5  # enough to know that something is wrong
 MOST_BYTES = (
     1 << 16
@@ -43,7 +44,7 @@ RECIPE = """
 model: {{path: {root}/model.json}}
 data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384}}
 training: {{steps: {steps}, dtype: float64, tokens_per_step: 128, lr: 1.0e-2, warmup_steps: 2, eval_tokens: 64,
-           timeout_s: {timeout_s}, max_restarts: {restarts}}}
+           timeout_s: {timeout_s}, first_step_timeout_s: {outside_s}, max_restarts: {restarts}}}
 checkpoint: {{every: {every}, keep: 3, export: false}}
 parallel: {{dp_shard: 2}}
 """
@@ -65,6 +66,7 @@ class Run:
         self.place, self.out = place, out or place / name
         self.log = place / f"{name}.log"
         self.poison = place / f"{name}.poison"
+        self.damaged: dict[Path, int] = {}
         self.cache, prepared = place / f"{name}.cache", place / "undisturbed.cache"
         if prepared.exists() and not self.cache.exists():
             shutil.copytree(prepared, self.cache)
@@ -124,8 +126,9 @@ class Run:
         return 0
 
     def saved(self) -> list[Path]:
-        """Published checkpoints, the newest last."""
-        return sorted((self.out / "checkpoints").glob("step_*"))
+        """Published checkpoints, the newest last, without those that were damaged and not saved again since."""
+        found = sorted((self.out / "checkpoints").glob("step_*"))
+        return [path for path in found if self.damaged.get(path) != path.stat().st_ino]
 
     def curve(self) -> list[tuple[int, float, float]]:
         """Step, loss and gradient norm of every line."""
@@ -196,7 +199,10 @@ def second(run: Run, draw: random.Random) -> str:
 
 
 def pipe(run: Run, draw: random.Random) -> str:
-    """The output goes to a reader that leaves when the run goes on again; the run does not notice."""
+    """The output goes to a reader that leaves when the run goes on again; the run does not notice.
+
+    Then it is started with its log again, where later faults look for words.
+    """
 
     def reader(out: int, log: int) -> None:
         text = b""
@@ -208,7 +214,10 @@ def pipe(run: Run, draw: random.Random) -> str:
 
     run.end()
     run.again(reader)
-    return ""
+    reached = run.step() + 2
+    if not run.until(lambda: run.step() >= reached, "two steps without a reader"):
+        raise Lost("runs_ended", f"a closed pipe ended the run, status {run.status}")
+    return crash(run, draw)
 
 
 def _ends(run: Run, says: str) -> None:
@@ -276,6 +285,7 @@ def _damaged(run: Run, draw: random.Random, damage: Callable[[Path], None]) -> s
     run.end()
     newest = run.saved()[-1]
     damage(max(newest.iterdir(), key=lambda path: path.stat().st_size))  # weights, not words
+    run.damaged[newest] = newest.stat().st_ino
     run.again()
     return rf"checkpoint of step {_step(newest)} is damaged"
 
@@ -364,7 +374,12 @@ def main() -> int:
     )
     (place / "recipe.yaml").write_text(
         RECIPE.format(
-            root=place, steps=STEPS, every=EVERY, timeout_s=TIMEOUT_S, restarts=FAULTS_PER_RUN + 1
+            root=place,
+            steps=STEPS,
+            every=EVERY,
+            timeout_s=TIMEOUT_S,
+            outside_s=OUTSIDE_S,
+            restarts=FAULTS_PER_RUN + 1,
         )
     )
     import tensorboard.compat.proto.event_pb2  # noqa: F401  what every run would import on its own
