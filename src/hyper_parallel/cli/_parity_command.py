@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-_ROWS = 8
+_ROWS = 8  # of a table that fits a small terminal
 
 
 def parity(

@@ -205,7 +205,7 @@ def _read(model: str, where: str | None = None) -> ModelSpec:
         return load_model(model, where=where)
     from hyper_parallel.trainer.engine._model import read_spec
 
-    return read_spec(model, where)
+    return read_spec(model, where, tried=True)
 
 
 def _plan_model(

@@ -243,7 +243,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         )
     _check_checkpoint(loaded)
     trusted = recipe.model.trust_remote_code
-    spec = read_spec(recipe.model.path, loaded.where("model.path"), trusted=trusted)
+    where, searched = loaded.where("model.path"), recipe.parallel.auto
+    spec = read_spec(recipe.model.path, where, trusted=trusted, tried=searched)
     weights = weights_directory(recipe, loaded.where("model.path"))
     if weights is not None:
         WeightFiles(weights)

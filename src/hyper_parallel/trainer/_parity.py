@@ -34,14 +34,14 @@ LIMIT: Final = 1e-10
 
 _FLOOR: Final = 1e-6
 """Share of the whole gradient below which the gradient of one parameter is compared with this share instead."""
-_MOST_RANKS: Final = 8
+_MOST_RANKS: Final = 8  # three axes of two: every pair of axes meets, and a laptop bears it
 _AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
 _LEFT_OUT: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
 """Axes that are left out where there are too many, the ones that most layouts have in common first."""
 _MOST_WHOLE: Final = 50_000_000
 """Parameters of a model that is made shorter only, where the narrow one does not work."""
 _SEQ_LEN: Final = {"pt": 64, "sft": 512, "dpo": 512, "grpo": 512}
-_MICROBATCHES: Final = 4
+_MICROBATCHES: Final = 4  # as many as stages of two virtual ones on two ranks need
 
 Steps = list[dict[str, float]]
 """Loss, gradient norm, and the norm of every parameter's gradient, of each step."""
@@ -150,7 +150,10 @@ def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
     """The recipe's layout on at most `_MOST_RANKS` ranks, and how it was changed."""
     recipe = loaded.recipe
     spec = read_spec(
-        recipe.model.path, loaded.where("model.path"), trusted=recipe.model.trust_remote_code
+        recipe.model.path,
+        loaded.where("model.path"),
+        trusted=recipe.model.trust_remote_code,
+        tried=recipe.parallel.auto,
     )
     whole = plan_recipe(recipe, None, loaded.where, spec).strategy
     hybrid = whole.cp_kind == "hybrid" and whole.cp > 2

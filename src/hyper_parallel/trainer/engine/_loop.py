@@ -190,6 +190,7 @@ class Loop:
                 rows = batches.step_batch(step - 1).reshape(self.plan.strategy.dp, -1)[self._share]
                 with self.recorder.span("rollout", "compute"):
                     parts, count = self.stage.inputs(inputs.microbatches, rows, step)
+                count = inputs.valid_tokens if count is None else count
                 inputs = replace(inputs, microbatches=parts, valid_tokens=count)
             loss_sum, grad_norm = self.gradients(inputs)
             with self.recorder.span("loss", "communication"):

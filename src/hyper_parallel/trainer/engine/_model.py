@@ -189,13 +189,16 @@ def _auto_class(file: ConfigFile) -> Any:
     )
 
 
-def read_spec(path: str, where: str | None = None, *, trusted: bool = False) -> ModelSpec:
+def read_spec(
+    path: str, where: str | None = None, *, trusted: bool = False, tried: bool = False
+) -> ModelSpec:
     """A model for planning: read from its files where its family is known, else from the module transformers makes.
 
     Args:
         path: As for `load_model`.
         where: Where the value came from, for errors.
         trusted: The recipe's `model.trust_remote_code`.
+        tried: Also try which axes the forward pass of a module fits, for a search to leave out the others.
 
     Raises:
         ModelUnreadable: HP305 when transformers makes no language model of the config either.
@@ -208,7 +211,8 @@ def read_spec(path: str, where: str | None = None, *, trusted: bool = False) -> 
     ):
         return load_model(path, where=where)
     model = _on_meta(file, torch.float32, trusted=trusted)
-    return replace(read_model(model, file.name), unsplit=unsplit_axes(model))
+    spec = read_model(model, file.name)
+    return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:

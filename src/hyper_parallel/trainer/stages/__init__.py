@@ -18,8 +18,8 @@ class LearningStage(Protocol):
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
-    ) -> tuple[list[dict[str, Tensor]], int]:
-        """Microbatches as the objective wants them, and the tokens of the whole step that it counts.
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
+        """Microbatches as the objective wants them, and the tokens of the whole step that it counts; None: the data's.
 
         Args:
             microbatches: `input_ids` and `shift_labels` [B, S] of this rank's rows.

@@ -26,10 +26,10 @@ from hyper_parallel.config import Dpo
 from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer._files import written
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._sampling import added
 
 REFERENCE: Final = "reference.npy"
-_IGNORED: Final = -100
 _FREE: Final = ("orpo", "simpo")
 """Losses without a reference."""
 
@@ -109,22 +109,20 @@ class DpoStage:
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
-    ) -> tuple[list[dict[str, Tensor]], int]:
-        """Add the reference of every answer, and count the tokens of answers."""
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
+        """Add the reference of every answer."""
         self._seen.clear()
         size, parts = len(microbatches[0]["input_ids"]), []
         for number, part in enumerate(microbatches):
             at = torch.from_numpy(rows[number * size : (number + 1) * size]).to(self.device)
             given = {} if self._reference is None else {"reference": self._reference[at]}
             parts.append({**part, **given})
-        count = sum((part["shift_labels"] != _IGNORED).sum() for part in parts)
-        shares = self.plan.strategy.world_size // self.plan.strategy.dp
-        return parts, round(added(torch.stack([torch.as_tensor(count)]).double())[0] / shares)
+        return parts, None
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss of the pairs of a microbatch, divided by the pairs of the step."""
         settings, beta = self.settings, self.settings.beta
-        lengths = (batch["shift_labels"] != _IGNORED).sum(-1)
+        lengths = (batch["shift_labels"] != IGNORE_INDEX).sum(-1)
         sums, mean = logprobs.sum(-1), logprobs.sum(-1) / lengths
         work = self.plan.workload
         pairs = (work.tokens_per_step or 0) // work.seq_len / 2

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data import stop_ids
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._rewards import reward_functions, score
 from hyper_parallel.trainer.stages._sampling import Completions, added, largest, sample, uniform
 
-_IGNORED: Final = -100
 _SMALL: Final = 1e-4
 """Added to the standard deviation of a group, as TRL does."""
 
@@ -65,7 +65,7 @@ class GrpoStage:
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
-    ) -> tuple[list[dict[str, Tensor]], int]:
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
         """Complete the prompts of this rank's rows, reward the completions, and count their tokens.
 
         Rows repeat every prompt `num_generations` times in a row, and their labels are the answer. The microbatches
@@ -75,7 +75,7 @@ class GrpoStage:
         ids = torch.cat([part["input_ids"] for part in microbatches])
         labels = torch.cat([part["shift_labels"] for part in microbatches])
         count, device = len(ids), ids.device
-        answered = labels != _IGNORED
+        answered = labels != IGNORE_INDEX
         starts = (
             answered.int().argmax(1) + 1
         )  # the first label belongs to the token before the answer
@@ -132,7 +132,7 @@ class GrpoStage:
             per_token = 1 / (total * lengths)
         batch = {
             "input_ids": made.tokens[:, :-1],
-            "shift_labels": torch.where(mine, made.tokens, _IGNORED)[:, 1:],
+            "shift_labels": torch.where(mine, made.tokens, IGNORE_INDEX)[:, 1:],
             "advantages": advantages.view(-1),
             "weights": torch.where(mine[:, 1:], per_token[:, None], 0.0),
             "rollout_logprobs": made.logprobs[:, 1:],
