@@ -74,6 +74,7 @@ class Run:
 
     def _start(self, reader: Callable[[int, int], None] | None = None) -> int:
         """The command in a process of its own; `reader` reads its output and passes on what it wants to."""
+        self.status: int | None = None
         sys.stdout.flush()
         pid = os.fork()
         if pid:
@@ -138,15 +139,15 @@ class Run:
     def until(self, reached: Callable[[], bool], what: str) -> bool:
         """Wait; False when the command has ended before."""
         deadline = time.monotonic() + LONGEST_S
-        while not reached():
+        while self.status is None and not reached():
             if time.monotonic() > deadline:
                 self.end()
                 raise Lost("hangs", f"{what} not reached in {LONGEST_S} s")
-            ended, self.status = os.waitpid(self.pid, os.WNOHANG)
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
-                return False
+                self.status = status
             time.sleep(0.01)
-        return True
+        return self.status is None
 
     def end(self) -> None:
         """Kill the command and its ranks."""

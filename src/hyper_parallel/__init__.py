@@ -34,6 +34,7 @@ _EXPORTS = {
             "launch",
             "load_pretrained",
             "materialize",
+            "offload",
             "parallelize",
             "plan_of",
             "token_logprobs",

@@ -18,7 +18,9 @@ from hyper_parallel.backends.torch import (
     token_logprobs,
 )
 from hyper_parallel.runtime._heartbeat import Pulse
+from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.runtime._launch import launch
+from hyper_parallel.runtime._offload import OffloadedStep, offload
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
 from hyper_parallel.runtime._supervise import Deadlines, with_restarts
@@ -28,6 +30,7 @@ __all__ = [
     "CommCounter",
     "Deadlines",
     "Handle",
+    "OffloadedStep",
     "Pulse",
     "Routing",
     "RoutingStatistics",
@@ -40,10 +43,12 @@ __all__ = [
     "forward_backward",
     "forward_loss",
     "handle",
+    "host_machine",
     "launch",
     "launched_rank",
     "load_pretrained",
     "materialize",
+    "offload",
     "parallelize",
     "plan_of",
     "token_logprobs",

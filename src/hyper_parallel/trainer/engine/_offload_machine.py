@@ -16,11 +16,10 @@ from hyper_parallel.config import Offload, Recipe
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Plan
 from hyper_parallel.offload import Channel, MemoryMachine, Roofline
-from hyper_parallel.topology import Supernode, detect_local, load_topology
+from hyper_parallel.runtime import host_machine
+from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.units import format_bytes
 
-FLASH_BYTES_S: Final = 1e9
-"""One NVMe drive, a general figure, where the topology names no flash."""
 MARGIN: Final = 0.04
 """Share of a device's memory that `budget: auto` leaves to kernels and to the allocator."""
 NOTICED: Final = 0.02
@@ -80,21 +79,6 @@ class Assumed:
             for op in timed.operators
         )
         return replace(timed, operators=tuple(operators))
-
-
-def host_machine(node: Supernode, dram_bytes: int | None, flash: bool) -> MemoryMachine:
-    """Device, DRAM and, where wanted, files, with the copies between them at the topology's rates.
-
-    Args:
-        node: The topology.
-        dram_bytes: Bytes of DRAM; None: unlimited.
-        flash: Whether there is a tier of files.
-    """
-    # Where the topology names no host memory, a copy reads and writes the only one that it names.
-    host = Channel(node.host_bytes_s or node.device.memory_bytes_s.value / 2)
-    drives = [pool.bytes_s.value for pool in node.pools if pool.kind == "flash"]
-    drive = Channel(drives[0] if drives else FLASH_BYTES_S) if flash else None
-    return MemoryMachine(host, host, drive, drive, dram_bytes=dram_bytes)
 
 
 def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:

@@ -1,0 +1,238 @@
+"""Offload in one call: a training step that a user wrote, run by a memory plan.
+
+The first call is the step as it is (it makes the optimizer's state), the second is recorded and planned, and from the
+third on the plan runs. The first planned step is compared with the plain one, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any, Final, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from hyper_parallel.backends.torch.memory import (
+    Captured,
+    Measured,
+    PlannedDevice,
+    model_state,
+    optimizer_state,
+    record,
+    within_device,
+)
+from hyper_parallel.backends.torch.memory._source import CaptureSource
+from hyper_parallel.errors import BadValue, CaptureUnsupported, StepChanged
+from hyper_parallel.ir import MemoryPlan
+from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory
+from hyper_parallel.runtime._host_machine import host_machine
+from hyper_parallel.topology import detect_local, load_topology
+from hyper_parallel.units import parse_bytes
+
+MOST_SHAPES: Final = 8
+"""Most shapes of inputs that are planned: a plan of a large model takes seconds and megabytes."""
+_Key = tuple[TreeSpec, tuple[Any, ...]]
+"""How the arguments are nested; shape and type of every tensor, and every other value."""
+
+
+def offload(
+    step: Callable[..., Any],
+    *,
+    budget: str | int | None = None,
+    max_slowdown: float | None = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    topology: str = "local",
+) -> OffloadedStep:
+    """Run a training step in less device memory.
+
+    Args:
+        step: Forward, backward, `optimizer.step()` and `optimizer.zero_grad()` of one batch, in any order and with
+            anything between them. Its arguments are nests of tensors; what differs from call to call has to be one. It
+            returns tensors (`loss.detach()`, not `loss.item()`).
+        budget: Device bytes (`"24GiB"`); the plan is the fastest that keeps them.
+        max_slowdown: Instead: the least bytes at so much more time (0.02 is 2 %).
+        model: The module that the step trains; None: the one that the function names.
+        optimizer: Its optimizer; None: the same. Its state has to be in tensors (`AdamW(..., fused=True)`). Learning
+            rates become tensors, which torch's schedulers change in place.
+        topology: Name or file; `local`: this machine, on a CPU the device is simulated.
+
+    Returns:
+        What is called as `step` was.
+
+    Raises:
+        BadValue: HP102 when not exactly one goal is given, or a model or optimizer cannot be found.
+        CaptureUnsupported: HP511 on several ranks; in the calls, for a step that cannot be repeated faithfully.
+        BudgetImpossible: HP402 in the second call, with the least budget that can be kept.
+    """
+    if (budget is None) == (max_slowdown is None):
+        raise BadValue(
+            "one goal is needed", got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
+            allowed="budget or max_slowdown", hint='hp.offload(step, budget="24GiB")',
+        )  # fmt: skip
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise CaptureUnsupported(
+            "hp.offload runs the step of one rank",
+            got=f"{dist.get_world_size()} ranks",
+            hint="`offload.budget` in a recipe plans steps of many ranks",
+        )
+    model = model if model is not None else _found(step, torch.nn.Module, "model")
+    found = optimizer if optimizer is not None else _found(step, torch.optim.Optimizer, "optimizer")
+    node = detect_local(1) if topology == "local" else load_topology(topology)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    flops = node.peak_flops(str(dtype).removeprefix("torch."))
+    return OffloadedStep(
+        step,
+        model,
+        found,
+        host_machine(node, None if node.host_bytes is None else int(node.host_bytes), flash=False),
+        Roofline(flops, node.device.memory_bytes_s.value),
+        None if budget is None else parse_bytes(budget),
+        max_slowdown,
+    )
+
+
+@dataclass(slots=True)
+class _Planned:
+    """The step for one shape of inputs: as it was recorded, and its plan."""
+
+    captured: Captured
+    plan: MemoryPlan
+
+
+class OffloadedStep:
+    """A training step under a memory plan, see `offload`; call it as the step.
+
+    Between steps model and optimizer are empty: what reads or changes them (evaluation, a checkpoint) does so inside
+    `with step.lent():`. Inputs of another shape are recorded and planned anew, at most `MOST_SHAPES` of them.
+
+    Attributes:
+        plan: The memory plan that runs now; None before the third call.
+        measured: What the newest planned step took; None before.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        machine: MemoryMachine,
+        roofline: Roofline,
+        budget_bytes: int | None,
+        max_slowdown: float | None,
+    ) -> None:
+        self._step, self._model, self._optimizer = step, model, optimizer
+        self._machine, self._roofline = machine, roofline
+        self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
+        self._planned: dict[_Key, _Planned] = {}
+        self._device: tuple[_Key, PlannedDevice] | None = None
+        self.plan: MemoryPlan | None = None
+        self.measured: Measured | None = None
+        where = next(model.parameters()).device
+        # Kernels of an accelerator take a single-precision rate, those of a CPU the number that Python has.
+        dtype = torch.float64 if where.type == "cpu" else torch.float32
+        for group in optimizer.param_groups:
+            if not isinstance(group["lr"], torch.Tensor):
+                group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=where)
+        update_wrapper(self, step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step; what `step` returns, its tensors on bytes of their own.
+
+        Raises:
+            StepChanged: HP512 when model, optimizer or a value that Python saw are not what they were.
+            CaptureUnsupported: HP511, BudgetImpossible: HP402, see `offload`.
+        """
+        leaves, nest = tree_flatten((args, kwargs))
+        tensors = {f"input {i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
+        facts = ((v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in leaves)
+        key = nest, tuple(facts)
+        if not self._optimizer.state:
+            with within_device(next(self._model.parameters()).device):
+                return self._step(*args, **kwargs)
+        if key not in self._planned:
+            return self._recorded(key, leaves, tensors)
+        if self._device is None or self._device[0] != key:
+            self.close()
+            known = self._planned[key]
+            device = PlannedDevice(known.captured, known.plan, self._machine, copies="threads")
+            self._device, self.plan = (key, device), known.plan
+        outputs, self.measured = self._device[1].step(tensors)
+        return outputs
+
+    def _recorded(self, key: _Key, leaves: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
+        """A real step, recorded and planned for the next of its shape."""
+        if len(self._planned) == MOST_SHAPES:
+            raise StepChanged(
+                f"the step was called with more than {MOST_SHAPES} shapes of inputs, or values that are no tensors",
+                got=str(key[1])[:200],
+                hint="pad the inputs to a few lengths, and pass values that differ as tensors",
+            )
+        self.close()
+        returned: list[Any] = []
+
+        def run(**inputs: torch.Tensor) -> Any:
+            args, kwargs = tree_unflatten(
+                [inputs.get(f"input {i}", value) for i, value in enumerate(leaves)], key[0]
+            )
+            returned[:] = [self._step(*args, **kwargs)]
+            return returned[0]
+
+        named = {**model_state(self._model), **optimizer_state(self._model, self._optimizer)}
+        with within_device(next(self._model.parameters()).device):
+            captured = record(run, tensors, named, name=self._step.__name__, training=True)
+        captured.source = CaptureSource(self._model, self._optimizer)
+        plan = plan_memory(
+            self._roofline.annotate(captured.program),
+            self._machine,
+            budget_bytes=self._budget_bytes,
+            max_slowdown=self._max_slowdown,
+        )
+        self._planned[key] = _Planned(captured, plan)
+        return returned.pop()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Between steps: model and optimizer hold their values for the time of this context."""
+        if self._device is None:
+            yield
+        else:
+            with self._device[1].lent():
+                yield
+
+    def close(self) -> None:
+        """Give model and optimizer their values back; a further call takes them again."""
+        if self._device is not None:
+            self._device[1].close()
+            self._device = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+
+def _found(step: Callable[..., Any], kind: type, name: str) -> Any:
+    """The one value of a kind among what a function, or the object that it is a method of, refers to."""
+    values: list[Any] = []
+    if inspect.ismethod(step):
+        values += [step.__self__, *vars(step.__self__).values()]
+    try:
+        scope = inspect.getclosurevars(step)
+        values += [*scope.nonlocals.values(), *scope.globals.values()]
+    except TypeError:  # a callable that is no Python function
+        values += vars(step).values() if hasattr(step, "__dict__") else []
+    found = list({id(value): value for value in values if isinstance(value, kind)}.values())
+    if len(found) != 1:
+        raise BadValue(
+            f"the step refers to {len(found) or 'no'} {name}{'s' * (len(found) > 1)}",
+            got=[type(value).__name__ for value in found] or None,
+            hint=f"hp.offload(step, budget=..., {name}={name})",
+        )
+    return found[0]
