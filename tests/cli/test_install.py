@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -17,11 +18,22 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory):
-    """Variables of an environment that holds the wheel, and the packages of this one, but not the source."""
+    """Variables of an environment that holds the wheel, and the packages of this one, but not the source.
+
+    The wheel is made of what the Dockerfile copies.
+    """
     pytest.importorskip("hatchling")
     place = tmp_path_factory.mktemp("install")
+    source = place / "source"
+    for copied in re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):
+        for name in copied.split():
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, source / name)
+            else:
+                source.mkdir(exist_ok=True)
+                shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    wheel = ["wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", place, ROOT]
+    wheel = ["wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", place, source]
     subprocess.run([*pip, *wheel], check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "env"], check=True)
     python = place / "env/bin/python"
@@ -80,6 +92,22 @@ main()
     assert done.stderr.startswith("error[HP501]: this command needs `torch`")
     assert "pip install 'hyper-parallel[torch]'" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.sanity
+def test_the_package_is_typed_and_the_shell_completes_its_commands(environ):
+    def run(code, **more):
+        return subprocess.check_output(["sh", "-c", code], env={**environ, **more}, text=True)
+
+    assert "_HYPER_PARALLEL_COMPLETE=complete_bash" in run(
+        "hyper-parallel --show-completion bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"
+    )
+    words = {"COMP_WORDS": "hyper-parallel ch", "COMP_CWORD": "1"}
+    found = run("hyper-parallel", _HYPER_PARALLEL_COMPLETE="complete_bash", **words)
+    assert found.split() == ["checkpoint"]
+    where = run("cd / && python -c 'import hyper_parallel; print(hyper_parallel.__path__[0])'")
+    assert (Path(where.strip()) / "py.typed").is_file()
+    assert str(ROOT) not in where
 
 
 @pytest.mark.sanity

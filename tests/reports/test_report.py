@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -255,3 +256,27 @@ def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
     drawn = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["name"] == "0F0"]
     measured = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "data"]
     assert [e["ts"] for e in drawn] == pytest.approx(sorted({e["ts"] for e in measured}))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
+def test_a_phone_shows_the_whole_width(run_dir: Path) -> None:
+    write_report(run_dir)
+    frame = run_dir / "phone.html"
+    frame.write_text(
+        '<iframe src="report.html" width="390" height="844" style="border:0"></iframe><p></p>'
+        "<script>addEventListener('load', () => setTimeout(() => {"
+        "const page = document.querySelector('iframe').contentDocument;"
+        "document.querySelector('p').textContent = [page.documentElement.scrollWidth,"
+        "page.querySelectorAll('.bk-Figure').length].join(' ')}, 2000))</script>"
+    )
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    shown = subprocess.run(
+        ["chromium", *words, "--virtual-time-budget=8000", "--dump-dom", frame.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    width, charts = map(int, re.search(r"<p>(\d+) (\d+)</p>", shown).groups())
+    assert charts >= 4
+    assert width <= 390

@@ -172,3 +172,40 @@ def test_a_head_that_classifies_keeps_its_own_loss() -> None:
     assert hp.launch(lambda _: fit("dp_shard=2"), 2, timeout_s=120)[1] == pytest.approx(
         one, rel=1e-10
     )
+
+
+@pytest.mark.dist
+def test_a_loop_of_accelerate_repeats_one_rank() -> None:
+    """As docs/your_loop.md says; a scheduler that is prepared takes one step per process."""
+    torch.manual_seed(0)
+    state = Blocks().double().state_dict()
+    points, wanted = torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    workload = hp.Workload(
+        1, microbatch=8, compute_dtype="float64", param_dtype="float64", reduce_dtype="float64"
+    )
+
+    def fit(words: str) -> list[float]:
+        from accelerate import Accelerator
+
+        model = Blocks().double()
+        model.load_state_dict(state)
+        hp.parallelize(model, hp.plan_of(model, words, workload), average=True)
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer = accelerator.prepare(optimizer)
+        rank, size = hp.data_share(model)
+        norms = []
+        for _ in range(3):
+            given, goal = (x.chunk(size)[rank] for x in (points, wanted))
+            accelerator.backward((model(given) - goal).square().mean())
+            norms.append(float(hp.clip_grad_norm_(model, 1.0)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return norms
+
+    one = hp.launch(lambda _: fit(""), 1, timeout_s=120)[0]
+    assert hp.launch(lambda _: fit("dp_shard=2"), 2, timeout_s=120)[1] == pytest.approx(
+        one, rel=1e-10
+    )
