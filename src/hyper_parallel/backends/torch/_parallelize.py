@@ -13,7 +13,12 @@ from hyper_parallel.backends.torch._handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch._loss import has_causal_loss, loss_function, loss_of_logits
 from hyper_parallel.backends.torch._loss_tap import LossTap
 from hyper_parallel.backends.torch._placement import place_parameters
-from hyper_parallel.backends.torch._resolve import decoder_of, layers_of, resolve_layouts
+from hyper_parallel.backends.torch._resolve import (
+    decoder_of,
+    is_reversible,
+    layers_of,
+    resolve_layouts,
+)
 from hyper_parallel.backends.torch._trial_flow import follow
 from hyper_parallel.backends.torch.context._apply import (
     apply_context_parallel,
@@ -155,7 +160,8 @@ def apply_plan(
 
     # Around all of it: data parallelism, the schedule, and the sums at the end of backward.
     modules = () if experts is None else experts.modules
-    layers = [layer for stage in by_stage for layer in stage]
+    # A backward that runs layers again calls none of FSDP's hooks: the root gathers all of it.
+    layers = [] if is_reversible(model) else [layer for stage in by_stage for layer in stage]
     fsdp = shard_data_parallel(
         model, layers, modules, layouts, plan, mesh, ranks.expert_mesh, average
     )

@@ -189,18 +189,23 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             got=f"recompute={plan.strategy.recompute}",
             hint="parallel.recompute=none",
         )
-    ranks = plan.strategy.world_size
-    if ranks > 1 and any(hasattr(m, "backward_pass") for m in model.modules()):
+    strategy = plan.strategy
+    if strategy.tp * strategy.cp * strategy.pp > 1 and is_reversible(model):
         raise UnsupportedSharding(
-            "layers run again in a backward of their own, where parameters that are cut are not whole",
+            "layers run again in a backward of their own, which knows no collectives",
             where=type(model).__name__,
-            got=f"{ranks} ranks",
-            allowed="one rank",
-            hint="parallel.dp_shard=1",
+            got=f"tp={strategy.tp} cp={strategy.cp} pp={strategy.pp}",
+            allowed="dp_replicate, dp_shard",
+            hint="parallel.tp=1 parallel.cp=1 parallel.pp=1",
         )
     _compare(shard_plan.layouts, plan, model)
     adapters = adapter_layouts(model, shard_plan.layouts, plan.strategy)
     return replace(shard_plan, layouts=shard_plan.layouts | adapters)
+
+
+def is_reversible(model: nn.Module) -> bool:
+    """Whether layers compute their inputs from their outputs in backward, as Reformer's do."""
+    return any(hasattr(module, "backward_pass") for module in model.modules())
 
 
 def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
