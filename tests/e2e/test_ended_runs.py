@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -69,6 +70,39 @@ def test_killed_and_frozen_ranks_and_damaged_checkpoints_change_nothing(tmp_path
     assert result["faults"] == {"kill": 1, "stop": 1, "flip": 1}
     losses = ("steps_lost", "wrong_results", "hangs", "uncoded", "wrong_blame", "runs_ended")
     assert not any(result[kind] for kind in losses)
+
+
+FREEZES = """
+import os, signal
+from pathlib import Path
+from hyper_parallel.trainer import Callback
+
+class Freezes(Callback):
+    def freeze(self, where):
+        if self.rank == 1 and not (mark := Path({marks!r}) / where).exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def on_train_begin(self, job):
+        self.freeze("begin")
+
+    def on_save(self, step):
+        self.freeze("save")
+"""
+
+
+def test_a_rank_that_freezes_outside_of_steps_is_found_as_soon(
+    place, tmp_path, monkeypatch, caplog
+):
+    """At the start and in a checkpoint, where a busy rank has half an hour."""
+    (tmp_path / "mine_freezes.py").write_text(FREEZES.format(marks=str(tmp_path)))
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("training.timeout_s=2", "training.max_restarts=2", "checkpoint.every=2", *CURVE)
+    mine = ("parallel.dp_shard=2", "training.callbacks=[mine_freezes.Freezes]")
+    train(place, tmp_path / "frozen", *words, *mine)
+    said = re.findall(r"(rank . is stopped by a signal) since \d s, in (.*?)[;\n]", caplog.text)
+    assert said == [("rank 1 is stopped by a signal", where) for where in ("start", "checkpoint")]
+    assert [r["step"] for r in rows(tmp_path / "frozen" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])

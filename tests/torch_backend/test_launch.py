@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -120,6 +121,38 @@ def test_a_pause_of_the_whole_machine_is_no_hang(tmp_path: Path, monkeypatch) ->
     while watch.look([0]) is None:
         now, looks = now + 1, looks + 1
     assert looks == 9  # two seconds of the pause count, and more than ten are needed
+
+
+def test_a_stopped_process_is_found_in_any_phase_and_a_pause_is_forgiven(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Outside of steps, where a busy rank may take a hundred times longer; seconds of two pauses do not add up."""
+    board = Board(tmp_path / "board", 1)
+    watch = Watch(board, Deadlines(step_s=10, first_step_s=1000))
+    with subprocess.Popen(["sleep", "60"]) as other:
+        pulse = Pulse(board, 0)
+        pulse._numbers[0] = other.pid
+        pulse.beat("export")
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+
+        def looks(most: int, number: signal.Signals) -> int:
+            nonlocal now
+            other.send_signal(number)
+            time.sleep(0.1)
+            for look in range(most):
+                now += 1
+                if (found := watch.look([0])) is not None:
+                    assert found.what == "rank 0 is stopped by a signal since 11 s, in export"
+                    assert found.stopped == (0,)
+                    return look + 1
+            return 0
+
+        assert looks(100, signal.SIGCONT) == 0
+        assert looks(9, signal.SIGSTOP) == 0
+        assert looks(1, signal.SIGCONT) == 0
+        assert looks(20, signal.SIGSTOP) == 11
+        other.kill()
 
 
 def test_lost_ranks_are_started_again_so_often_and_not_more() -> None:

@@ -218,7 +218,7 @@ class Training(Section):
     profile: Profile | None = None
     """Steps to profile. None: none."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that a rank may stay in a phase of a step before the run is ended with the culprit's name."""
+    """Seconds that a rank may stay in a phase of a step, or stopped by a signal in any; then its name ends the run."""
     first_step_timeout_s: float = Field(default=1800.0, gt=0)
     """The same in the first step of a process and outside of steps: start, evaluation, checkpoint, export."""
     max_restarts: int = Field(default=0, ge=0)

@@ -146,7 +146,8 @@ class RankHung(HyperParallelError, code="HP620"):
     all wait, their collectives do not fit one another.
 
     Fix: read where the culprit stands. Where a phase may take this long, raise `training.timeout_s` (in a step) or
-    `training.first_step_timeout_s` (first step, evaluation, checkpoint, export).
+    `training.first_step_timeout_s` (first step, evaluation, checkpoint, export). A process that a signal has stopped,
+    or that is gone, is found after `training.timeout_s` in each of these.
     """
 
 

@@ -45,7 +45,7 @@ class Beat:
     """What a rank has said of itself.
 
     Attributes:
-        pid: Its process; 0 before it has said anything.
+        pid: Its process; 0 before it has said anything, and when it has ended well.
         beats: Phases begun so far; a rank of which this does not change does not move.
         begun: Steps begun so far by this process.
         step: Step it is in; 0 outside of steps.
@@ -158,6 +158,8 @@ class Pulse:
         finally:
             ended.set()
             thread.join()
+            self._numbers[0] = 0  # its end is no longer a loss
+            self.beat("end")
 
 
 def where_it_stands() -> str:

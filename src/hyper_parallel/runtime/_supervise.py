@@ -1,7 +1,8 @@
 """Who holds a run up, and what follows: ranks are ended with the culprit's name, and started again if the recipe says.
 
 A rank does not move while it begins no phase. When one has not moved for longer than its deadline, the culprit is the
-rank that is stopped or gone, else the one that is anywhere but in a collective: those that wait in one wait for it.
+rank that is stopped or gone, else the one that is anywhere but in a collective: those that wait in one wait for it. A
+process that a signal has stopped cannot be busy, whatever its phase: it gets the shorter deadline everywhere.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Deadlines:
     """How long a rank may stay in one phase.
 
     Attributes:
-        step_s: In a step.
+        step_s: In a step; and in any phase that a process is stopped, or gone, without a break.
         first_step_s: In the first step of a process, and outside of steps: start, evaluation, checkpoint, export.
     """
 
@@ -99,6 +100,7 @@ class Watch:
         self._board, self._deadlines, self._first = board, deadlines, first
         self._beats = [0] * board.ranks
         self._still_s = [0.0] * board.ranks
+        self._frozen_s = [0.0] * board.ranks
         self._looked = time.monotonic()
 
     def look(self, ranks: Collection[int]) -> Hang | None:
@@ -106,14 +108,21 @@ class Watch:
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         beats = self._board.read()
+        states = {rank: _state(beats[rank].pid) for rank in ranks}
         for rank, beat in enumerate(beats):
             still = beat.beats == self._beats[rank]
+            frozen = _is(states.get(rank, ""), _STOPPED + _GONE)
             self._still_s[rank] = self._still_s[rank] + passed if still else 0.0
+            self._frozen_s[rank] = self._frozen_s[rank] + passed if frozen else 0.0
             self._beats[rank] = beat.beats
-        if all(self._still_s[rank] <= self._deadlines.of(beats[rank]) for rank in ranks):
+        if all(
+            self._still_s[rank] <= self._deadlines.of(beats[rank])
+            and self._frozen_s[rank] <= self._deadlines.step_s
+            for rank in ranks
+        ):
             return None
-        states = {rank: _state(beats[rank].pid) for rank in ranks}
-        return hang(beats, self._still_s, states, self._first)
+        seconds = [f or s for f, s in zip(self._frozen_s, self._still_s, strict=True)]
+        return hang(beats, seconds, states, self._first)
 
 
 def hang(
@@ -123,13 +132,13 @@ def hang(
 
     Args:
         beats: What every rank has said.
-        still_s: Since when none of them has moved.
+        still_s: Since when none of them has moved, or was stopped.
         states: States of the processes that have not ended, by slot, see proc(5); empty: unknown.
         first: Rank of slot 0.
     """
     waiting = [rank for rank in states if beats[rank].note.startswith("waits for")]
-    stopped = tuple(rank for rank, state in states.items() if state and state in _STOPPED)
-    gone = tuple(rank for rank, state in states.items() if state and state in _GONE)
+    stopped = tuple(rank for rank, state in states.items() if _is(state, _STOPPED))
+    gone = tuple(rank for rank, state in states.items() if _is(state, _GONE))
     culprits = stopped + gone or tuple(rank for rank in states if rank not in waiting)
     said = {
         slot: f"rank {first + slot} {_doing(beats[slot], state)} since {still_s[slot]:.0f} s, in {beats[slot]}"
@@ -143,15 +152,19 @@ def hang(
 
 
 def _doing(beat: Beat, state: str) -> str:
-    if state and state in _STOPPED:
+    if _is(state, _STOPPED):
         return "is stopped by a signal"
-    if state and state in _GONE:
+    if _is(state, _GONE):
         return "has ended without a word"
     return beat.note or "does not move"
 
 
+def _is(state: str, states: str) -> bool:
+    return state != "" and state in states
+
+
 def _state(pid: int) -> str:
-    """State of a process, a letter of proc(5); empty on a system that tells none, or before it has begun."""
+    """State of a process, a letter of proc(5); empty on a system that tells none, before it has begun, after it has ended well."""
     if not pid or not Path("/proc/self/stat").exists():
         return ""
     try:
