@@ -27,11 +27,8 @@ from pathlib import Path
 import psutil
 
 STEPS, EVERY, TIMEOUT_S, FAULTS_PER_RUN = 36, 3, 3, 3
-OUTSIDE_S = 60  # the same outside of steps: a start on a busy machine takes some of it
 MOST_LOSSES = 5  # enough to know that something is wrong
-MOST_BYTES = (
-    1 << 16
-)  # of a file on a full disk: less than a checkpoint, more than the words of an error
+MOST_BYTES = 1 << 16  # of a file on a full disk: less than a checkpoint, more than an error
 LONGEST_S = 240
 """A run that takes longer hangs: some ten times of what one takes on two busy cores."""
 MODEL = {
@@ -44,7 +41,7 @@ RECIPE = """
 model: {{path: {root}/model.json}}
 data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384}}
 training: {{steps: {steps}, dtype: float64, tokens_per_step: 128, lr: 1.0e-2, warmup_steps: 2, eval_tokens: 64,
-           timeout_s: {timeout_s}, first_step_timeout_s: {outside_s}, max_restarts: {restarts}}}
+           timeout_s: {timeout_s}, max_restarts: {restarts}}}
 checkpoint: {{every: {every}, keep: 3, export: false}}
 parallel: {{dp_shard: 2}}
 """
@@ -55,12 +52,7 @@ class Lost(Exception):
 
 
 class Run:
-    """One training run in a directory, started again where a fault ends it.
-
-    Args:
-        place: Directory with the recipe.
-        name: Name of the run.
-    """
+    """One training run by the recipe of a directory, started again where a fault ends it."""
 
     def __init__(self, place: Path, name: str, out: Path | None = None) -> None:
         self.place, self.out = place, out or place / name
@@ -70,15 +62,15 @@ class Run:
         self.cache, prepared = place / f"{name}.cache", place / "undisturbed.cache"
         if prepared.exists() and not self.cache.exists():
             shutil.copytree(prepared, self.cache)
-        self.pid = self._start()
+        self.again()
 
-    def _start(self, reader: Callable[[int, int], None] | None = None) -> int:
+    def again(self, reader: Callable[[int, int], None] | None = None) -> None:
         """The command in a process of its own; `reader` reads its output and passes on what it wants to."""
         self.status: int | None = None
         sys.stdout.flush()
-        pid = os.fork()
-        if pid:
-            return pid
+        self.pid = os.fork()
+        if self.pid:
+            return
         os.setsid()
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         if reader is not None:
@@ -107,23 +99,15 @@ class Run:
             sys.stderr.flush()
             os._exit(status)
 
-    def again(self, reader: Callable[[int, int], None] | None = None) -> None:
-        """The same command once more."""
-        self.pid = self._start(reader)
-
     def ranks(self) -> list[int]:
         """Processes of the ranks, in their order."""
-        with suppress(psutil.NoSuchProcess):
-            children = psutil.Process(self.pid).children()
-            return sorted(child.pid for child in children)[-2:]  # before them, who reads the output
-        return []
+        children = psutil.Process(self.pid).children() if psutil.pid_exists(self.pid) else []
+        return sorted(child.pid for child in children)[-2:]  # before them, who reads the output
 
     def step(self) -> int:
         """Last step in metrics.jsonl."""
         with suppress(OSError, IndexError, json.JSONDecodeError):
-            return int(
-                json.loads((self.out / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-            )
+            return self.curve()[-1][0]
         return 0
 
     def saved(self) -> list[Path]:
@@ -224,8 +208,7 @@ def pipe(run: Run, draw: random.Random) -> str:
 def _ends(run: Run, says: str) -> None:
     """Wait until the command has ended with a coded error."""
     begin = len(run.log.read_text())
-    if run.until(lambda: False, "the end of a run that cannot go on"):
-        raise AssertionError("until False")
+    run.until(lambda: False, "the end of a run that cannot go on")
     if run.status != 256 or not re.search(says, run.log.read_text()[max(0, begin - 4000) :]):
         raise Lost("wrong_blame", f"status {run.status}, the log has no `{says}`")
 
@@ -282,34 +265,25 @@ def _flip(path: Path, draw: random.Random) -> None:
     path.write_bytes(content)
 
 
-def _damaged(run: Run, draw: random.Random, damage: Callable[[Path], None]) -> str:
+def torn(run: Run, draw: random.Random) -> str:
+    """A file of the newest checkpoint is cut short; the run goes on from the one before."""
+    return flip(run, draw, lambda path, _: os.truncate(path, path.stat().st_size // 2))
+
+
+def flip(
+    run: Run, draw: random.Random, damage: Callable[[Path, random.Random], None] = _flip
+) -> str:
+    """One bit of the newest checkpoint changes; the run goes on from the one before."""
     run.end()
     newest = run.saved()[-1]
-    damage(max(newest.iterdir(), key=lambda path: path.stat().st_size))  # weights, not words
+    damage(max(newest.iterdir(), key=lambda path: path.stat().st_size), draw)  # weights, not words
     run.damaged[newest] = newest.stat().st_ino
     run.again()
     return rf"checkpoint of step {_step(newest)} is damaged"
 
 
-def torn(run: Run, draw: random.Random) -> str:
-    """A file of the newest checkpoint is cut short; the run goes on from the one before."""
-    return _damaged(run, draw, lambda path: os.truncate(path, path.stat().st_size // 2))
-
-
-def flip(run: Run, draw: random.Random) -> str:
-    """One bit of the newest checkpoint changes; the run goes on from the one before."""
-    return _damaged(run, draw, lambda path: _flip(path, draw))
-
-
-FAULTS = {
-    f.__name__: f
-    for f in (kill, stop, slow, crash, torn, flip, second, pipe, full, nan, batch)
-}  # fmt: skip
-OFF = {
-    "port": "local ranks meet in a file, not on a port",
-    "fork": "no limit of processes holds for root",
-}
-"""Faults that are not injected, and why."""
+_ALL = (kill, stop, slow, crash, torn, flip, second, pipe, full, nan, batch)
+FAULTS: dict[str, Callable[..., str]] = {fault.__name__: fault for fault in _ALL}
 
 
 def _step(checkpoint: Path) -> int:
@@ -319,8 +293,11 @@ def _step(checkpoint: Path) -> int:
 def inject(run: Run, name: str, at: int, draw: random.Random) -> bool:
     """Inject a fault after a step; False when the run has ended before."""
     needed = 2 if name in ("torn", "flip") else 1
-    if not run.until(lambda: run.step() >= at and len(run.saved()) >= needed and len(run.ranks()) == 2,
-                     f"step {at}"):  # fmt: skip
+
+    def reached() -> bool:
+        return run.step() >= at and len(run.saved()) >= needed and len(run.ranks()) == 2
+
+    if not run.until(reached, f"step {at}"):
         return False
     before, newest = run.log.read_text(), _step(run.saved()[-1])
     says = FAULTS[name](run, draw)
@@ -365,24 +342,16 @@ def main() -> int:
     wanted = parser.parse_args()
     kinds = wanted.only.split(",")
     if unknown := [kind for kind in kinds if kind not in FAULTS]:
-        parser.error(f"no such faults: {unknown}; there are {', '.join(FAULTS)}, off: {OFF}")
+        parser.error(f"no such faults: {unknown}; there are {', '.join(FAULTS)}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     place = wanted.dir or Path(tempfile.mkdtemp(prefix="hyper_parallel_chaos_"))
     place.mkdir(parents=True, exist_ok=True)
     (place / "model.json").write_text(json.dumps(MODEL))
-    (place / "text.txt").write_text(
-        "\n\n".join(f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(2000))
-    )
-    (place / "recipe.yaml").write_text(
-        RECIPE.format(
-            root=place,
-            steps=STEPS,
-            every=EVERY,
-            timeout_s=TIMEOUT_S,
-            outside_s=OUTSIDE_S,
-            restarts=FAULTS_PER_RUN + 1,
-        )
-    )
+    functions = (f"def f{i}(x):\n    return x * {i} + {i % 7}" for i in range(2000))
+    (place / "text.txt").write_text("\n\n".join(functions))
+    numbers = {"steps": STEPS, "every": EVERY, "timeout_s": TIMEOUT_S}
+    recipe = RECIPE.format(root=place, restarts=FAULTS_PER_RUN + 1, **numbers)
+    (place / "recipe.yaml").write_text(recipe)
     import tensorboard.compat.proto.event_pb2  # noqa: F401  what every run would import on its own
     import torch.distributed.checkpoint
     import torch.distributed.fsdp  # noqa: F401
@@ -395,9 +364,7 @@ def main() -> int:
     undisturbed = Run(place, "undisturbed")
     undisturbed.until(lambda: False, "the end of the undisturbed run")
     reference = undisturbed.curve()
-    assert [step for step, _, _ in reference] == list(range(1, STEPS + 1)), (
-        undisturbed.log.read_text()
-    )
+    assert [step for step, _, _ in reference] == [*range(1, STEPS + 1)], undisturbed.log.read_text()
     draw, faults, losses, runs = random.Random(wanted.seed), Counter(), [], 0
     while sum(faults.values()) < wanted.faults:
         runs += 1
@@ -405,27 +372,23 @@ def main() -> int:
         many = min(FAULTS_PER_RUN, wanted.faults - sum(faults.values()))
         names = draw.sample(kinds, many) if len(kinds) == many else draw.choices(kinds, k=many)
         try:
-            for name, at in zip(
-                names, sorted(draw.sample(range(EVERY + 1, STEPS - 4), many)), strict=True
-            ):
+            places = sorted(draw.sample(range(EVERY + 1, STEPS - 4), many))
+            for name, at in zip(names, places, strict=True):
                 faults[name] += inject(run, name, at, draw)
             check(run, reference)
             shutil.rmtree(run.out)
             shutil.rmtree(run.cache)
         except Lost as lost:
             run.end()
-            kind, what = lost.args
-            losses.append((kind, what))
-            print(
-                f"run {runs} ({', '.join(names)}): {kind}: {what}; see {run.log}", file=sys.stderr
-            )
+            losses.append(lost.args[0])
+            words = ": ".join([f"run {runs} ({', '.join(names)})", *lost.args])
+            print(f"{words}; see {run.log}", file=sys.stderr)
             if len(losses) == MOST_LOSSES:
                 break
-    counts = Counter(kind for kind, _ in losses)
     kept = ("steps_lost", "wrong_results", "hangs", "uncoded", "wrong_blame", "runs_ended")
     result = {
-        "seed": wanted.seed, "runs": runs, "faults": dict(faults), "off": OFF,
-        **{kind: counts[kind] for kind in kept}, "seconds": round(time.monotonic() - start),
+        "seed": wanted.seed, "runs": runs, "faults": dict(faults),
+        **{kind: losses.count(kind) for kind in kept}, "seconds": round(time.monotonic() - start),
     }  # fmt: skip
     print(json.dumps(result))
     if not wanted.dir and not losses:

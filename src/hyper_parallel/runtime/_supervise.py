@@ -164,7 +164,7 @@ def _is(state: str, states: str) -> bool:
 
 
 def _state(pid: int) -> str:
-    """State of a process, a letter of proc(5); empty on a system that tells none, before it has begun, after it has ended well."""
+    """State of a process, a letter of proc(5); empty where it is not known, before it has begun, or has ended well."""
     if not pid or not Path("/proc/self/stat").exists():
         return ""
     try:
