@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -28,6 +29,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.serde import decode
+from hyper_parallel.trainer.checkpoints import _checkpointer
 from hyper_parallel.trainer.engine import _loop
 from tests.e2e.runs import (
     CURVE,
@@ -124,16 +126,21 @@ def test_parity_proves_a_layout_and_names_the_parameter_that_a_fault_changes(pla
     lone = [{"instruction": "a", "output": text} for text in said]
     (place / "uneven.json").write_text(json.dumps(lone))
     uneven = ("stage=sft", f"data.source={place}/uneven.json", "data.packing=false")
-    command(*words, *uneven, "parallel.dp_replicate=2")
+    command(*words, *uneven, "parallel.dp_replicate=2", "parallel.cp=2")
     honest = _loop.forward_backward
 
     def local_mean(model, parts, tokens, *rest, **more):
-        own = sum(int((part["shift_labels"] != -100).sum()) for part in parts)
-        return honest(model, parts, own * int(os.environ["WORLD_SIZE"]), *rest, **more)
+        size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        labels = [part["shift_labels"] for part in parts]
+        if axis == "cp" and size > 1:  # its own part of every sequence
+            labels = [whole.chunk(size, 1)[rank] for whole in labels]
+        own = sum(int((part != -100).sum()) for part in labels)
+        return honest(model, parts, max(own, 1) * size, *rest, **more)
 
     monkeypatch.setattr(_loop, "forward_backward", local_mean)
-    with pytest.raises(LayoutDiffers, match=r"`model.embed_tokens.weight` differs"):
-        command(*words, *uneven, "parallel.dp_replicate=2")
+    for axis in ("dp_replicate", "cp"):
+        with pytest.raises(LayoutDiffers, match=r"`model.embed_tokens.weight` differs"):
+            command(*words, *uneven, f"parallel.{axis}=2")
 
 
 @pytest.mark.parametrize(
@@ -150,6 +157,26 @@ def test_a_run_resumes_on_another_layout(place, one_rank, tmp_path, before, afte
     train(place, tmp_path, *after, "checkpoint.resume=must", *CURVE)
     assert_same_curve(curve(tmp_path), curve(one_rank))
     assert [r["step"] for r in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_run_resumes_with_other_stages_and_layers_that_are_mixed_up_show(
+    place, one_rank, tmp_path, monkeypatch
+):
+    """Stages number their layers from 0 of their own in other frameworks; here a fault does."""
+    train(place, tmp_path / "run", "training.steps=2", *CURVE)
+    faulty = shutil.copytree(tmp_path / "run", tmp_path / "faulty")
+    train(place, tmp_path / "run", "parallel.pp=2", *CURVE)
+    assert_same_curve(curve(tmp_path / "run"), curve(one_rank))
+
+    honest = _checkpointer.read_tensors
+
+    def of_stage(targets, index, path):
+        honest({n.replace("layers.1.", "layers.0."): t for n, t in targets.items()}, index, path)
+
+    monkeypatch.setattr(_checkpointer, "read_tensors", of_stage)
+    train(place, faulty, "parallel.pp=2", *CURVE)
+    (loss, _), (loss_0, _) = curve(faulty)[2], curve(one_rank)[2]
+    assert loss != pytest.approx(loss_0, rel=1e-4)
 
 
 @pytest.mark.parametrize("degrees", ["parallel.dp_shard=1", "parallel.dp_shard=2"])
