@@ -40,6 +40,8 @@ def decode(cls: type[T], data: Any) -> T:
     adapter: TypeAdapter[T] = _adapter(cls)  # type: ignore[arg-type]  # classes are hashable
     try:
         return adapter.validate_json(json.dumps(data), strict=True, extra="forbid")
+    except RecursionError:
+        raise DecodeError("$: nested too deep") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = "$" + "".join(

@@ -62,9 +62,9 @@ def inspect(
     path = directory / files.step_name(files.steps(directory)[-1] if step is None else step)
     try:
         manifest, index = files.check(path, contents=False)
+        extra = files.read_extra(path)
     except Damaged as error:
         raise CheckpointCorrupt("the checkpoint is damaged", where=str(error)) from None
-    extra = json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
     tensors = [
         {
             "name": name,

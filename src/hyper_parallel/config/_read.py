@@ -68,7 +68,9 @@ def read_mapping(path: Path, error: type[HyperParallelError], what: str) -> dict
         mark = cause.problem_mark
         place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
         raise refusal(f"is not YAML: {cause.problem}", place) from cause
-    except (yaml.YAMLError, ValueError) as cause:
+    except RecursionError as cause:
+        raise refusal("is nested too deep") from cause
+    except (yaml.YAMLError, ValueError, OverflowError) as cause:
         raise refusal(f"cannot be read: {cause}") from cause
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise error(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -56,7 +57,7 @@ def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...
         return (read_header(single) if single.is_file() else {}), ()
     weight_map = _read_index(index)
     files = sorted(set(weight_map.values()))
-    missing = [f for f in files if not (directory / f).is_file()]
+    missing = [f for f in files if not os.path.isfile(directory / f)]  # noqa: PTH113  too long a name
     if len(missing) == len(files):
         return {}, ("the weight files are not here: names and shapes are unchecked",)
     if missing:
@@ -104,7 +105,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             for name, t in header.items()
         }
         end = max((int(t["data_offsets"][1]) for t in header.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise _corrupt(path, f"header: {error!r}") from error
     if 8 + length + end > size:
         raise _corrupt(path, f"{size} bytes, {8 + length + end} expected")
@@ -174,7 +182,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(k): str(v) for k, v in weight_map.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _corrupt(path, repr(error)) from error
     return files
 

@@ -16,13 +16,48 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, NotRequired
+
+from pydantic import Field, Json, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from hyper_parallel.errors import DumpUnreadable
 
 _RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
 _SHAPES_DIFFER: Final = ("all_to_all", "gather", "scatter", "all_gather_v", "reduce_scatter_v")
 """Collectives whose ranks may send different shapes; the plain `gather` and `scatter`, not all_gather."""
+
+
+class _Frame(TypedDict):
+    filename: str
+    line: int
+
+
+class _Entry(TypedDict):
+    """What is read of a collective; torch writes more."""
+
+    profiling_name: str
+    collective_seq_id: int
+    process_group: tuple[str, str] | Annotated[list[str], Field(min_length=2, max_length=2)]
+    input_sizes: list[Any] | tuple[Any, ...]
+    output_sizes: NotRequired[list[Any] | tuple[Any, ...] | None]
+    input_dtypes: NotRequired[list[str] | None]
+    output_dtypes: NotRequired[list[str] | None]
+    state: NotRequired[str | None]
+    time_created_ns: NotRequired[int | None]
+    frames: NotRequired[list[_Frame] | None]
+
+
+_WANTED: Final = ", ".join(sorted(_Entry.__required_keys__))
+
+
+class _Group(TypedDict):
+    ranks: NotRequired[Json[list[int]] | Literal[""] | None]
+
+
+class _Dump(TypedDict):
+    entries: list[_Entry]
+    pg_config: NotRequired[dict[str, _Group] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +133,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise _unreadable(path, error.strerror or str(error)) from error
     except Exception as error:  # a damaged pickle raises almost anything
         raise _unreadable(path, str(error) or type(error).__name__) from error
-    wanted = ("profiling_name", "collective_seq_id", "process_group", "input_sizes")
-    entries = dump.get("entries") if isinstance(dump, dict) else None
-    if not isinstance(entries, list) or not all(
-        isinstance(e, dict) and all(key in e for key in wanted) for e in entries
-    ):
-        raise _unreadable(path, f"no `entries` with {', '.join(wanted)}")
+    try:
+        TypeAdapter(_Dump).validate_python(dump, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join(map(str, first["loc"])) or "dump"
+        raise _unreadable(path, f"no `entries` with {_WANTED}: {at}, {first['msg']}") from error
     return dict(dump)
 
 

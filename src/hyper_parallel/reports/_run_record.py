@@ -6,16 +6,53 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Final, NotRequired
 
-import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
+from typing_extensions import TypedDict
 
+from hyper_parallel.config import read_mapping
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.serde import DecodeError, decode
 
 _WARM_UP_STEPS = 3
 """First steps left out of medians: they pay for allocation, lazy imports and compilation."""
+
+
+_STRICT: Final = ConfigDict(strict=True, extra="allow")
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@with_config(_STRICT)
+class _Offloaded(TypedDict):
+    """What is read of a step with offload."""
+
+    difference_bytes: int
+    dram_bytes: int
+    flash_bytes: int
+    replanned: bool
+
+
+@with_config(_STRICT)
+class _Row(TypedDict):
+    """What is read of a line of metrics.jsonl or eval.jsonl."""
+
+    step: Annotated[int, Field(ge=0, lt=1 << 53)]
+    loss: NotRequired[_Number | None]
+    grad_norm: NotRequired[_Number | None]
+    lr: NotRequired[_Number | None]
+    tps: NotRequired[_Number | None]
+    mfu: NotRequired[_Number | None]
+    step_s: NotRequired[_Number | None]
+    memory_bytes: NotRequired[int | None]
+    tokens: NotRequired[int]
+    skipped: NotRequired[int | None]
+    rollout: NotRequired[dict[str, _Number | None] | None]
+    offload: NotRequired[_Offloaded]
+
+
+_ROW: Final[TypeAdapter[_Row]] = TypeAdapter(_Row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +63,11 @@ class RunRecord:
         directory: The run directory.
         plan: What was predicted.
         metrics: One mapping per training step, in step order.
-        evals: One mapping per evaluation, in step order; empty when there was none.
+        evals: One mapping per evaluation with a finite loss, in step order; empty when there was none.
         timeline: Measured spans of a window of steps, or None.
         simulated: One step of the plan, event by event, with the lanes of its pipeline ranks; or None.
         config: Text of the resolved recipe.
+        settings: The same by dotted keys.
         sample: Text the model wrote after training, or "".
         run_info: Facts the trainer wrote about machine and versions.
         offload: Predicted and measured timeline of one planned step; None without offload.
@@ -42,6 +80,7 @@ class RunRecord:
     timeline: Timeline | None
     simulated: Timeline | None
     config: str
+    settings: dict[str, Any]
     sample: str
     run_info: dict[str, Any]
     offload: tuple[Timeline, Timeline] | None = None
@@ -55,9 +94,10 @@ class RunRecord:
     @property
     def rewards(self) -> list[str]:
         """Keys of the rewards in the records of rollouts, the weighted sum first; none where nothing is rewarded."""
-        first = self.metrics[0].get("rollout") if self.metrics else None
-        named = [k for k in first or () if k.startswith("reward_") and k != "reward_std"]
-        return ["reward", *named] if first else []
+        shared = [{**(row.get("rollout") or {})} for row in self.metrics] or [{}]
+        keys = [key for key in shared[0] if all(row.get(key) is not None for row in shared)]
+        named = [k for k in keys if k.startswith("reward_") and k != "reward_std"]
+        return ["reward", *named] if "reward" in keys else []
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -74,20 +114,6 @@ class RunRecord:
             else []
         )
         return max(samples, key=lambda c: c.value).lane.partition("/")[0] if samples else None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The resolved recipe by dotted keys."""
-        flat: dict[str, Any] = {}
-        pending = [("", yaml.safe_load(self.config) or {})]
-        while pending:
-            prefix, section = pending.pop(0)
-            for key, value in section.items():
-                if isinstance(value, dict) and value:
-                    pending.append((f"{prefix}{key}.", value))
-                else:
-                    flat[f"{prefix}{key}"] = value
-        return flat
 
 
 def load_run(directory: str | Path) -> RunRecord:
@@ -111,10 +137,11 @@ def load_run(directory: str | Path) -> RunRecord:
         directory=root,
         plan=Plan.from_json(_text(root / "plan.json"), str(root / "plan.json")),
         metrics=_json_lines(root / "metrics.jsonl"),
-        evals=_json_lines(root / "eval.jsonl"),
+        evals=tuple(e for e in _json_lines(root / "eval.jsonl") if e.get("loss") is not None),
         timeline=_timeline(root / "timeline.json"),
         simulated=_timeline(root / "predicted_timeline.json"),
         config=_text(root / "config.yaml"),
+        settings=_settings(root / "config.yaml"),
         sample=_text(root / "sample.txt"),
         run_info=_mapping(root / "run.json"),
         offload=(predicted, measured) if predicted and measured else None,
@@ -128,6 +155,22 @@ def _text(path: Path) -> str:
         raise RunUnreadable(
             "a file of the run cannot be read", where=str(path), got=str(error)
         ) from error
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """A recipe by dotted keys; nothing of a run that has none."""
+    if not path.is_file():
+        return {}
+    flat: dict[str, Any] = {}
+    pending = [("", read_mapping(path, RunUnreadable, "recipe of the run"))]
+    while pending:
+        prefix, section = pending.pop(0)
+        for key, value in section.items():
+            if isinstance(value, dict) and value:
+                pending.append((f"{prefix}{key}.", value))
+            else:
+                flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -145,8 +188,9 @@ def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            rows[int(row["step"])] = row
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            _ROW.validate_python(row)
+            rows[row["step"]] = row
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break  # a killed run may leave its last line unfinished
             raise RunUnreadable(
@@ -160,5 +204,5 @@ def _timeline(path: Path) -> Timeline | None:
         return None
     try:
         return decode(Timeline, json.loads(path.read_text(encoding="utf-8")))
-    except (DecodeError, ValueError) as error:
+    except (DecodeError, ValueError, RecursionError) as error:
         raise RunUnreadable("a timeline cannot be read", where=str(path), got=str(error)) from error

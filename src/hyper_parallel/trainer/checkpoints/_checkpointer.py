@@ -192,7 +192,7 @@ class Checkpointer:
             read_tensors(targets, index, path)
 
         self._ranks.everywhere(fill)
-        return found, json.loads((path / files.EXTRA).read_text(encoding="utf-8"))
+        return found, files.read_extra(path)
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
         """The newest checkpoint whose bytes agree with their checksums, or exactly `step`; ranks share the reading.

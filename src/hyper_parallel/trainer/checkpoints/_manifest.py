@@ -116,6 +116,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
+def read_extra(checkpoint: Path) -> dict[str, Any]:
+    """What the trainer has saved beside the tensors.
+
+    Raises:
+        Damaged: It is missing, or no JSON object.
+    """
+    path = checkpoint / EXTRA
+    try:
+        extra = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(path, f"not readable as JSON ({error})") from None
+    if not isinstance(extra, dict):
+        raise Damaged(path, "no JSON object")
+    return extra
+
+
 def check(
     checkpoint: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)
 ) -> tuple[Manifest, Index]:
@@ -137,6 +153,7 @@ def check(
             checkpoint / MANIFEST, f"lists {sorted(manifest.files)}, not {sorted(needed)}"
         )
     check_files(checkpoint, manifest.files, sorted(needed))
+    read_extra(checkpoint)
     index = read_index(checkpoint)
     if contents:
         check_pieces(checkpoint, index, share)

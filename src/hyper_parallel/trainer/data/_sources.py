@@ -110,29 +110,30 @@ class Source:
         """Documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut."""
         self.counts.clear()
         left = self.max_bytes
-        for document in self._all_documents():
-            size = document.num_bytes
-            if size == 0:
+        for documents in self._all_documents():
+            sizes = [document.num_bytes for document in documents]
+            if 0 in sizes:  # of a pair both are left out
                 self.counts["empty records left out"] += self.shape != "text"
                 continue
-            if left is not None and size > left:
-                if document.text and left:
-                    cut = document.text.encode("utf-8", "surrogatepass")[:left]
-                    yield Document(document.where, cut.decode("utf-8", "ignore"))
+            if left is not None and sum(sizes) > left:
+                if documents[0].text and left:
+                    cut = documents[0].text.encode("utf-8", "surrogatepass")[:left]
+                    yield Document(documents[0].where, cut.decode("utf-8", "ignore"))
                 return
-            yield document
-            left = None if left is None else left - size
+            yield from documents
+            left = None if left is None else left - sum(sizes)
 
-    def _all_documents(self) -> Iterator[Document]:
+    def _all_documents(self) -> Iterator[list[Document]]:
+        """What belongs together: one document, or the two answers to one prompt."""
         if self.shape == "text":
-            yield from filter(None, map(self._text_document, self.files))
+            yield from ([d] for d in map(self._text_document, self.files) if d is not None)
             return
         for where, record in _records(self.files, self.table):
             if self.shape == "records":
-                yield Document(where, text_of(record, self.text_key, where))
+                yield [Document(where, text_of(record, self.text_key, where))]
             else:
-                for messages in conversations_of(record, self.shape, where):
-                    yield Document(where, messages=messages)
+                found = conversations_of(record, self.shape, where)
+                yield [Document(where, messages=messages) for messages in found]
 
     def _text_document(self, path: Path) -> Document | None:
         try:
