@@ -1,6 +1,7 @@
 # Everything a newcomer needs; each target sets up .venv first when needed.
 #   make train   plan, train on local ranks, sample text, write a report (runs/quickstart/)
 #   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
+#   make fuzz-inputs N=1000  damaged files of every format: each is read, or refused with a code
 #   make chaos N=20 SEED=1   faults in small runs (killed, frozen, damaged checkpoints): nothing may be lost
 #   make test    formatting, types, import layers, and the whole test suite in two processes
 #   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
@@ -14,7 +15,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-accelerator test-llamafactory check fuzz chaos docs bench clean
+.PHONY: help setup train test test-accelerator test-llamafactory check fuzz fuzz-inputs chaos docs bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -45,6 +46,9 @@ test-llamafactory:
 
 fuzz: setup
 	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -s -q
+
+fuzz-inputs: setup
+	$(bin)/python tools/fuzz_inputs.py --inputs $(or $(N),1000) --seed $(or $(SEED),1)
 
 chaos: setup
 	$(bin)/python tools/chaos.py --faults $(or $(N),20) --seed $(or $(SEED),1)

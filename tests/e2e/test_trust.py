@@ -164,3 +164,16 @@ def test_a_gradient_that_is_not_finite_is_named_or_left_out(place, tmp_path, mon
     for key in ("training.on_nonfinite=skip", "training.skip_grad_norm=1.0"):
         with pytest.raises(Contradiction, match="planned step"):
             train(place, tmp_path / "off", key, "offload.budget=1GiB", "--dry-run")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_files_of_every_format_are_read_or_refused_by_code(tmp_path, monkeypatch):
+    """A short `make fuzz-inputs`."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    import fuzz_inputs
+
+    found = fuzz_inputs.fuzz(list(fuzz_inputs.FORMATS), 1, range(200), tmp_path)
+    assert not found["found"]
+    assert found["inputs"] == 200
+    assert set(found["formats"]) == set(fuzz_inputs.FORMATS)
+    assert 0.2 < found["outcomes"]["read"] / 200 < 0.5  # some are harmless, most are not
