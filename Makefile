@@ -5,6 +5,7 @@
 #   make chaos N=20 SEED=1   faults in small runs (killed, frozen, damaged checkpoints): nothing may be lost
 #   make test    formatting, types, import layers, and the whole test suite in two processes
 #   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
+#   make test-cluster   ranks started by Slurm, Ray and on two hosts, as far as one machine can be them (minutes)
 #   make test-llamafactory   unmodified LlamaFactory with and without us, in an environment of its own (minutes)
 #   make docs    the pages of docs/ as a site in build/site
 #   make bench   every benchmark, one after the other, as JSON (hours on 2 cores; each is a script of its own)
@@ -15,7 +16,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-accelerator test-llamafactory check fuzz fuzz-inputs chaos docs bench clean
+.PHONY: help setup train test test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos docs bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,6 +40,10 @@ test: check
 
 test-accelerator: setup
 	$(bin)/pytest tests/accelerator -m accelerator -q
+
+test-cluster: setup
+	$(bin)/python -m pip install --quiet -e '.[ray]'
+	$(bin)/pytest tests -m cluster -q --timeout 300
 
 test-llamafactory:
 	@./tools/llamafactory_env.sh

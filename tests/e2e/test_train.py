@@ -357,14 +357,14 @@ def test_torchrun_starts_the_same_run_and_again_when_a_rank_freezes(place, one_r
         "            os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     out = place / "torchrun"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    overrides = ("parallel.dp_shard=2", "training.timeout_s=5", *CURVE)
+    overrides = ("--launcher=torchrun", "training.max_restarts=1")
+    overrides += ("parallel.dp_shard=2", "training.timeout_s=5", *CURVE)
     overrides += ("checkpoint.every=2", "checkpoint.asynchronous=false")
     overrides += ("training.callbacks=[freezing.Freeze]", "checkpoint.resume=never")
-    launcher = (*torchrun, "--max-restarts=1", "-m", "hyper_parallel")
-    with start(place, out, *overrides, launcher=launcher, path=place) as process:
+    with start(place, out, *overrides, path=place) as process:
         _, errors = process.communicate(timeout=110)
     assert process.returncode == 0, errors
+    assert "torchrun --standalone --nproc-per-node=2 --max-restarts=1 -m hyper_parallel" in errors
     assert errors.count("error[HP620]: rank 1 is stopped by a signal") == 1
     assert errors.count("resumed from") == 1
     assert_same_curve(curve(out), curve(one_rank))

@@ -55,8 +55,12 @@ def train(
     as_json: Annotated[
         bool, typer.Option("--json", help="With --trace: print the result as JSON.")
     ] = False,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="Who starts the ranks: local, torchrun, slurm or ray; launch.launcher."),
+    ] = None,
 ) -> None:
-    """Train a model from a recipe; starts its own local ranks unless torchrun has."""
+    """Train a model from a recipe; starts its own local ranks unless another launcher has."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from hyper_parallel.config import load_recipe
 
@@ -82,9 +86,15 @@ def train(
         return
     from hyper_parallel.trainer._signals import Interrupted, handled, interrupt
 
+    given = [*(overrides or []), *([f"launch.launcher={launcher}"] if launcher else [])]
     try:
         with lasting_output(), handled(interrupt):
-            _train(load_recipe(recipe, overrides or []), overrides or [], dry_run, no_calibrate)
+            loaded = load_recipe(recipe, given)
+            if loaded.recipe.launch.launcher in ("local", "slurm"):
+                from hyper_parallel.runtime import join_srun
+
+                join_srun()
+            _train(loaded, given, dry_run, no_calibrate)
     except Interrupted as error:
         sys.stderr.write("interrupted\n")
         raise typer.Exit(error.status) from None
@@ -95,15 +105,18 @@ def _train(
 ) -> None:
     from rich.console import Console
 
+    from hyper_parallel.cli._launchers import start_elsewhere, would_start
     from hyper_parallel.trainer import (
         calibrate_first_run,
         prepare_job,
-        rank_command,
         run_job,
+        run_on_ray,
         startup_panel,
         under_torchrun,
     )
     from hyper_parallel.trainer._signals import Interrupted
+
+    launcher = "local" if under_torchrun() else loaded.recipe.launch.launcher
 
     main = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=True, highlight=False, quiet=is_quiet())
@@ -113,7 +126,7 @@ def _train(
         return prepare_job(loaded, progress=progress)
 
     job = prepared()
-    if not (dry_run or no_calibrate) and (line := calibrate_first_run(job)):
+    if not (dry_run or no_calibrate) and launcher == "local" and (line := calibrate_first_run(job)):
         console.print(line, soft_wrap=True)
         job = prepared()
     if main:
@@ -123,14 +136,17 @@ def _train(
         console.print(
             startup_panel(job.plan, job.data_line(), str(job.output_dir), weights, job.on_topology)
         )
+    words = ["train", str(loaded.path), *overrides]
     if dry_run:
         if main:
-            words = [shlex.quote(word) for word in (str(loaded.path), *overrides)]
-            typer.echo(_dry_run_text(job, rank_command(job, words)))
+            typer.echo(f"{job.plan.explain()}\n\n{would_start(launcher, job, words)}")
+        return
+    if launcher in ("torchrun", "slurm"):
+        start_elsewhere(launcher, job, words)
         return
     status = 0
     try:
-        summary = run_job(job)
+        summary = run_on_ray(job, loaded) if launcher == "ray" else run_job(job)
     except Interrupted as error:
         status, summary = error.status, None
         if main:
@@ -161,20 +177,8 @@ def _interrupted(job: Job, error: Interrupted) -> str:
         words.append("checkpoint.from_dir=null")
     command = "hyper-parallel train " + shlex.join(words)
     if under_torchrun():
-        command = rank_command(job, [shlex.quote(word) for word in words])
+        command = rank_command(job, words)
     return f"interrupted: {what}\nhint: {command}\n"
-
-
-def _dry_run_text(job: Job, command: str) -> str:
-    ranks = job.plan.strategy.world_size
-    return "\n".join(
-        [
-            job.plan.explain(),
-            "",
-            f"would write {job.output_dir}/ and fork {ranks} ranks; the same by hand:",
-            f"  {command}",
-        ]
-    )
 
 
 def _conclude(job: Job, summary: Summary, console: Console) -> None:

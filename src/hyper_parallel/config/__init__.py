@@ -1,6 +1,7 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
 from hyper_parallel.config._comparisons import Dpo, Grpo
+from hyper_parallel.config._launch_section import Launch
 from hyper_parallel.config._load_recipe import (
     DEGREES,
     LoadedRecipe,
@@ -30,6 +31,7 @@ __all__ = [
     "Data",
     "Dpo",
     "Grpo",
+    "Launch",
     "LoadedRecipe",
     "Lora",
     "Model",

@@ -261,7 +261,35 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"from_dir={checkpoint.from_dir}, resume=never",
             "set `checkpoint.resume=must`, or `checkpoint.from_dir=null`",
         )
+    _of_launch(recipe, clash)
     return found
+
+
+def _of_launch(recipe: Recipe, clash: Callable[..., None]) -> None:
+    """What several machines need."""
+    launch, p = recipe.launch, recipe.parallel
+    if launch.nnodes > 1 and launch.launcher == "local":
+        clash(
+            "launch.nnodes",
+            "this process starts ranks on its own machine only",
+            f"nnodes={launch.nnodes}, launcher=local",
+            "set `launch.launcher=torchrun`, or `launch.nnodes=1`",
+            "torchrun, slurm, ray",
+        )
+    if launch.nnodes > 1 and launch.launcher == "torchrun" and launch.rdzv_endpoint is None:
+        clash(
+            "launch.rdzv_endpoint",
+            "the agents of torchrun on several machines have to know where they meet",
+            f"nnodes={launch.nnodes}, rdzv_endpoint=null",
+            "set `launch.rdzv_endpoint=HOST:29500`, with the first machine as HOST",
+        )
+    if launch.nnodes > 1 and p.auto and launch.nproc_per_node is None and p.world_size is None:
+        clash(
+            "launch.nproc_per_node",
+            "the planner has to know how many ranks the machines hold",
+            f"nnodes={launch.nnodes}, nproc_per_node=null, parallel=auto",
+            "set `launch.nproc_per_node=8`",
+        )
 
 
 def _of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:

@@ -123,7 +123,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
     recipe = validated(Recipe, _nest(path, merged), where, pasteable)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
-    recipe = _derive_holdout(_derive_warmup(recipe, resolved), resolved)
+    recipe = _derive_ranks(_derive_holdout(_derive_warmup(recipe, resolved), resolved), resolved)
     loaded = LoadedRecipe(recipe, resolved, path)
     raise_all(cross_section(recipe, loaded.where))
     return loaded
@@ -333,6 +333,16 @@ def _derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
         return recipe
     origins["data.holdout"] = "derived: data.validation or data.streaming"
     return recipe.model_copy(update={"data": data.model_copy(update={"holdout": 0.0})})
+
+
+def _derive_ranks(recipe: Recipe, origins: dict[str, str]) -> Recipe:
+    """Plan for all ranks of the machines, where the planner chooses the degrees."""
+    parallel, launch = recipe.parallel, recipe.launch
+    if not parallel.auto or parallel.world_size or launch.nproc_per_node is None:
+        return recipe
+    origins["parallel.world_size"] = "derived: launch.nnodes x launch.nproc_per_node"
+    update = {"world_size": launch.nnodes * launch.nproc_per_node}
+    return recipe.model_copy(update={"parallel": parallel.model_copy(update=update)})
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:

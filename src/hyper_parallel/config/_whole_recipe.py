@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from hyper_parallel.config._comparisons import Dpo, Grpo
+from hyper_parallel.config._launch_section import Launch
 from hyper_parallel.config._low_rank import Lora
 from hyper_parallel.config._sections import (
     Checkpoint,
@@ -48,6 +49,8 @@ class Recipe(Section):
     """What leaves the device memory while nothing needs it."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """When it is saved."""
+    launch: Launch = Field(default_factory=Launch)
+    """Who starts the ranks."""
     topology: str = "local"
     """The machine: `local`, a preset, or a YAML file."""
     output_dir: str = "runs/run"

@@ -193,6 +193,14 @@ class RanksDisagree(HyperParallelError, code="HP625"):
     """
 
 
+class LauncherMissing(HyperParallelError, code="HP630"):
+    """The program that submits a job to the scheduler of the cluster is not on this machine, or refuses the job.
+
+    Why: what is asked for cannot be started from here. The script is written all the same. Fix: submit it from a
+    machine that has `sbatch`, or mend the option that the message names.
+    """
+
+
 class CheckpointCorrupt(HyperParallelError, code="HP701"):
     """A file of a checkpoint is missing, truncated or altered, and no older intact one exists.
 

@@ -20,9 +20,16 @@ from hyper_parallel.backends.torch import (
 from hyper_parallel.runtime._heartbeat import Pulse
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.runtime._launch import launch
+from hyper_parallel.runtime._launchers import (
+    join_srun,
+    ranks_per_node,
+    sbatch_script,
+    torchrun_words,
+)
 from hyper_parallel.runtime._offload import OffloadedStep, offload
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
+from hyper_parallel.runtime._ray import launch_on_ray
 from hyper_parallel.runtime._supervise import Deadlines, with_restarts
 from hyper_parallel.runtime._world import World, launched_rank
 
@@ -44,13 +51,18 @@ __all__ = [
     "forward_loss",
     "handle",
     "host_machine",
+    "join_srun",
     "launch",
+    "launch_on_ray",
     "launched_rank",
     "load_pretrained",
     "materialize",
     "offload",
     "parallelize",
     "plan_of",
+    "ranks_per_node",
+    "sbatch_script",
     "token_logprobs",
+    "torchrun_words",
     "with_restarts",
 ]

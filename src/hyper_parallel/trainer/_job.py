@@ -6,6 +6,7 @@ import fnmatch
 import json
 import math
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -387,12 +388,13 @@ def _check_resume(job: Job, loaded: LoadedRecipe) -> None:
 
 
 def rank_command(job: Job, words: list[str]) -> str:
-    """The command that starts the same ranks by hand.
+    """The command that starts the ranks of one machine by hand.
 
     Args:
         job: The run.
-        words: Recipe and overrides, quoted for a shell.
+        words: Recipe and overrides.
     """
+    from hyper_parallel.runtime import torchrun_words
+
     ranks = job.plan.strategy.world_size
-    prefix = f"torchrun --standalone --nproc-per-node={ranks} -m hyper_parallel train"
-    return " ".join([prefix, *words])
+    return shlex.join(["torchrun", *torchrun_words(job.recipe, ranks, ["train", *words])])

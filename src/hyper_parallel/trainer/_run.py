@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Final
 
 from hyper_parallel.backends.torch.memory import run_folder
-from hyper_parallel.config import LoadedRecipe
-from hyper_parallel.runtime import Deadlines, launch, with_restarts
+from hyper_parallel.config import LoadedRecipe, with_absolute_paths
+from hyper_parallel.runtime import (
+    Deadlines,
+    launch,
+    launch_on_ray,
+    ranks_per_node,
+    with_restarts,
+)
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._elastic import on_at_most
 from hyper_parallel.trainer._files import run_lock, write_text, written
@@ -69,6 +75,36 @@ def run_job(job: Job) -> Summary | None:
             return _train(replace(now, restarted=again), stop, logs)
 
         return _finished(with_restarts(attempt, job.recipe.training.max_restarts), stop)
+
+
+def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
+    """Train with actors of Ray as ranks; returns rank 0's summary.
+
+    Lost actors are started again as often as the recipe says. Model and data are read on every machine, from the same
+    paths. An interrupt ends the actors at once.
+
+    Args:
+        job: The run.
+        loaded: Its recipe, from which every rank prepares it.
+
+    Raises:
+        RankFailed: HP601 with the machine of the actor that died first. As `run_job` and `launch_on_ray`.
+    """
+    given = replace(loaded, recipe=with_absolute_paths(loaded.recipe))
+    launch, ranks = job.recipe.launch, job.plan.strategy.world_size
+    ranks_per_node(job.recipe, ranks)
+
+    def rank() -> Summary | None:
+        return run_job(prepare_job(given, progress=False))
+
+    def attempt(number: int) -> Summary | None:
+        found = launch_on_ray(
+            rank, ranks, launch.nnodes, address=launch.ray_address, restart=number
+        )
+        summary: Summary | None = found[0]
+        return summary
+
+    return with_restarts(attempt, job.recipe.training.max_restarts)
 
 
 def _on_fewer(job: Job) -> Job:

@@ -1,0 +1,95 @@
+"""`hyper-parallel train --launcher`: show or run what starts the ranks of torchrun and Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from hyper_parallel.cli._frame import is_quiet
+from hyper_parallel.errors import LauncherMissing
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer import Job
+
+
+def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
+    """What a run would start and write, for a dry run.
+
+    Args:
+        launcher: local, torchrun, slurm or ray.
+        job: The run.
+        words: Arguments of `hyper-parallel` in every rank.
+    """
+    ranks, launch = job.plan.strategy.world_size, job.recipe.launch
+    by_hand = shlex.join(["torchrun", *_torchrun(job, words)])
+    if launcher == "slurm":
+        return f"would write {_script(job)} and submit it with sbatch:\n\n{_sbatch(job, words)}"
+    if launcher == "torchrun":
+        return f"would write {job.output_dir}/ and run on each of {launch.nnodes} machines:\n  {by_hand}"
+    how = f"fork {ranks} ranks"
+    if launcher == "ray":
+        how = f"start {ranks} actors of Ray on {launch.nnodes} machines"
+    return f"would write {job.output_dir}/ and {how}; the same by hand:\n  {by_hand}"
+
+
+def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
+    """Become torchrun, or submit a job to Slurm; what is started is shown on standard error.
+
+    Raises:
+        LauncherMissing: HP630 when there is no `sbatch`, or it refuses the job.
+    """
+    if launcher == "torchrun":
+        torchrun = _torchrun(job, words)
+        sys.stderr.write(shlex.join(["torchrun", *torchrun]) + "\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *torchrun])
+    from hyper_parallel.trainer._files import write_text, written
+
+    script, text = _script(job), _sbatch(job, words)
+    with written(job.output_dir):
+        (job.output_dir / "logs").mkdir(parents=True, exist_ok=True)
+        write_text(script, text)
+    sys.stderr.write(text)
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise LauncherMissing(
+            "this machine has no `sbatch` to submit the job with",
+            where=str(script),
+            hint=f"sbatch {shlex.quote(str(script))}",
+        )
+    done = subprocess.run([sbatch, str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LauncherMissing(
+            "sbatch refuses the job", where=str(script), got=done.stderr.strip()[-500:]
+        )
+    typer.echo(done.stdout.strip())
+
+
+def _torchrun(job: Job, words: Sequence[str]) -> list[str]:
+    from hyper_parallel.runtime import torchrun_words
+
+    return torchrun_words(job.recipe, job.plan.strategy.world_size, _shown(words))
+
+
+def _sbatch(job: Job, words: Sequence[str]) -> str:
+    from hyper_parallel.runtime import sbatch_script
+
+    ranks = job.plan.strategy.world_size
+    return sbatch_script(job.recipe, ranks, _shown(words), job.output_dir)
+
+
+def _shown(words: Sequence[str]) -> list[str]:
+    return ["--quiet", *words] if is_quiet() else list(words)
+
+
+def _script(job: Job) -> Path:
+    return job.output_dir.absolute() / "job.sbatch"

@@ -1,0 +1,31 @@
+"""The section of a recipe for machines: who starts the ranks, and where."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hyper_parallel.config._sections import Section
+
+
+class Launch(Section):
+    """Who starts the ranks, and on how many machines. Processes that are ranks already do not read it."""
+
+    launcher: Literal["local", "torchrun", "slurm", "ray"] = "local"
+    """This process (local), torchrun on every machine, a job of Slurm, or actors of Ray. `--launcher` says it too."""
+    nnodes: int = Field(default=1, ge=1)
+    """Machines."""
+    nproc_per_node: int | None = Field(default=None, ge=1)
+    """Ranks on each. None: all ranks over `nnodes`."""
+    rdzv_endpoint: Annotated[str, Field(pattern=r"^[^\s:]+:\d+$")] | None = None
+    """HOST:PORT of the machine where the agents of torchrun meet. None: one machine alone; with Slurm the first one of
+    the job."""
+    partition: str | None = None
+    """Slurm's partition. None: its default."""
+    time: str | None = None
+    """Slurm's limit of time, as `sbatch` takes it (`12:00:00`). None: that of the partition."""
+    sbatch: tuple[str, ...] = ()
+    """More options of sbatch (`[--gpus-per-node=8, --exclusive]`)."""
+    ray_address: str | None = None
+    """Address of the Ray cluster (`auto`, `HOST:6379`). None: that of RAY_ADDRESS, else one that is started here."""

@@ -1,0 +1,131 @@
+"""Launchers of ranks on several machines: the command of torchrun, the script of Slurm, and the ranks of `srun`.
+
+All of them start the same command, `hyper-parallel train`, which finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT in its environment and then is a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from hyper_parallel.config import Recipe
+from hyper_parallel.errors import DegreesMismatch, LauncherIncomplete
+
+_STORE_PORTS: Final = 20000  # below the ports that Linux gives to clients, ip_local_port_range
+
+
+def ranks_per_node(recipe: Recipe, ranks: int) -> int:
+    """Ranks on each machine.
+
+    Raises:
+        DegreesMismatch: HP301 when the machines that the recipe names do not hold exactly these ranks.
+    """
+    given = recipe.launch
+    each = given.nproc_per_node or max(1, ranks // given.nnodes)
+    if each * given.nnodes != ranks:
+        nodes = max(n for n in range(1, given.nnodes + 1) if ranks % n == 0)
+        raise DegreesMismatch(
+            f"the plan has {ranks} ranks, and {given.nnodes} machines of {each} do not hold as many",
+            where="launch.nnodes, launch.nproc_per_node",
+            changes={"launch.nnodes": nodes, "launch.nproc_per_node": ranks // nodes},
+        )
+    return each
+
+
+def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str]:
+    """Words behind `torchrun` that start this machine's ranks.
+
+    Args:
+        recipe: The run.
+        ranks: Ranks on all machines.
+        words: Arguments of `hyper-parallel` in every rank.
+    """
+    given, each = recipe.launch, ranks_per_node(recipe, ranks)
+    options = ["--standalone"]
+    if (endpoint := given.rdzv_endpoint) is not None:
+        options = [f"--nnodes={given.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    options.append(f"--nproc-per-node={each}")
+    if restarts := recipe.training.max_restarts:
+        options.append(f"--max-restarts={restarts}")
+    return [*options, "-m", "hyper_parallel", *words]
+
+
+def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: Path) -> str:
+    """A job of Slurm: torchrun on every machine, which meet on the first one; arguments as of `torchrun_words`."""
+    given = recipe.launch
+    options = {
+        "--job-name": output_dir.name,
+        "--nodes": given.nnodes,
+        "--ntasks-per-node": 1,
+        "--partition": given.partition,
+        "--time": given.time,
+        "--output": output_dir.absolute() / "logs" / "slurm-%j.log",
+    }
+    meet = f"$first:$(({_STORE_PORTS} + SLURM_JOB_ID % 10000))"
+    launch = given.model_copy(update={"rdzv_endpoint": given.rdzv_endpoint or "ENDPOINT"})
+    torchrun = torchrun_words(recipe.model_copy(update={"launch": launch}), ranks, words)
+    command = shlex.join([sys.executable, "-m", "torch.distributed.run", *torchrun])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {k}={shlex.quote(str(v))}" for k, v in options.items() if v is not None),
+            *(f"#SBATCH {option}" for option in given.sbatch),
+            "set -euo pipefail",
+            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "srun " + command.replace("=ENDPOINT", f'="{meet}" --rdzv-id="$SLURM_JOB_ID"', 1),
+            "",
+        ]
+    )
+
+
+def join_srun() -> None:
+    """Where `srun` has started this process as one of several, give it the variables of a rank.
+
+    Raises:
+        LauncherIncomplete: HP315 when a variable of Slurm is missing or cannot be read.
+    """
+    env = os.environ
+    if "RANK" in env or "SLURM_STEP_ID" not in env or env.get("SLURM_NTASKS", "1") == "1":
+        return
+    try:
+        per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"]
+        port = _STORE_PORTS + 10000 + (int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 2000
+        found = {
+            "RANK": env["SLURM_PROCID"],
+            "WORLD_SIZE": env["SLURM_NTASKS"],
+            "LOCAL_RANK": env["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": str(_tasks(per_node)[int(env["SLURM_NODEID"])]),
+            "MASTER_ADDR": first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]),
+            "MASTER_PORT": str(port),
+        }
+    except (KeyError, ValueError, IndexError) as error:
+        raise LauncherIncomplete(
+            "`srun` has started several processes, and one cannot tell which of them it is",
+            where="environment of this process",
+            got=f"{type(error).__name__}: {error}",
+            allowed="SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_JOB_ID, SLURM_JOB_NODELIST and "
+            "SLURM_TASKS_PER_NODE, as srun sets them",
+            hint="unset SLURM_STEP_ID",
+        ) from error
+    env.update({name: value for name, value in found.items() if name not in env})
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list in Slurm's short form: `gpu[03-05,9],login` is gpu03."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def _tasks(text: str) -> list[int]:
+    """Processes on every machine, in Slurm's short form: `4(x2),3` is 4, 4, 3."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return counts

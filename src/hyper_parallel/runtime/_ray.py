@@ -1,0 +1,165 @@
+"""Ranks as actors of a Ray cluster, one for each; an actor that dies ends the run with the name of its machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import Any, Final
+
+from hyper_parallel.errors import (
+    DeviceUnavailable,
+    HyperParallelError,
+    MissingDependency,
+    RankFailed,
+)
+
+_PLACED_S: Final = 60.0
+"""Seconds in which a cluster has to find machines for the ranks."""
+_GRACE_S: Final = 2.0
+"""Seconds in which others may say that they failed as well."""
+_STORE_BYTES: Final = 100 * 2**20
+"""Object store of a cluster that is started here: ranks exchange nothing through it."""
+
+
+class _Rank:
+    """One rank; made into an actor."""
+
+    def place(self) -> tuple[str, str, int, list[str]]:
+        """Name and address of this machine, a port that is free, and the accelerators that Ray gives to this actor."""
+        import ray
+
+        with closing(socket.socket()) as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        return (
+            socket.gethostname(),
+            ray.util.get_node_ip_address(),
+            port,
+            [str(i) for i in ray.get_gpu_ids()],
+        )
+
+    def run(self, fn: Callable[[], Any], environment: dict[str, str]) -> Any:
+        """What `fn` returns with these variables."""
+        os.environ.update(environment)
+        return fn()
+
+
+def launch_on_ray(
+    fn: Callable[[], Any],
+    ranks: int,
+    nnodes: int = 1,
+    *,
+    address: str | None = None,
+    restart: int = 0,
+) -> list[Any]:
+    """Run `fn()` in `ranks` actors that have the variables of ranks; the results in rank order.
+
+    Machines have equally many ranks, those with neighbouring numbers on one. Where the cluster has GPUs, each rank
+    takes one.
+
+    Args:
+        fn: Called in every actor; must pickle, and its result, too.
+        ranks: Number of actors.
+        nnodes: Machines; a multiple of it are the ranks.
+        address: The cluster. None: that of RAY_ADDRESS, else one is started here and ended afterwards.
+        restart: Number of the attempt, which ranks find as TORCHELASTIC_RESTART_COUNT.
+
+    Raises:
+        MissingDependency: HP501 without Ray.
+        DeviceUnavailable: HP502 when the cluster has no such machines.
+        RankFailed: HP601 with the machine of the first actor that died, or what a rank has raised.
+        HyperParallelError: A coded error of a rank, as it is.
+    """
+    ray = _ray()
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    each, actors = ranks // nnodes, []
+    with ExitStack() as stack:
+        here = address is None and "RAY_ADDRESS" not in os.environ
+        own: dict[str, Any] = {
+            "num_cpus": max(ranks, os.cpu_count() or 1),
+            "object_store_memory": _STORE_BYTES,
+        }
+        ray.init(
+            "local" if here else address,
+            include_dashboard=False if here else None,
+            **(own if here else {}),
+        )
+        stack.callback(ray.shutdown)
+        one = {"CPU": 1.0} | ({"GPU": 1.0} if ray.cluster_resources().get("GPU") else {})
+        bundles = [{kind: each * share for kind, share in one.items()}] * nnodes
+        group = placement_group(bundles, strategy="STRICT_SPREAD" if nnodes > 1 else "STRICT_PACK")
+        stack.callback(remove_placement_group, group)
+        if not group.wait(_PLACED_S):
+            raise DeviceUnavailable(
+                f"the Ray cluster has not {nnodes} machines with {each} of {' and '.join(one)} free on each",
+                where="launch.ray_address",
+                got=ray.available_resources(),
+                hint=f"launch.nnodes={nnodes} on a cluster that `ray status` shows with as many",
+            )
+        for rank in range(ranks):
+            where = PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=rank // each
+            )
+            wanted = {"num_cpus": 1, "num_gpus": one.get("GPU", 0), "max_restarts": 0}
+            actors.append(ray.remote(_Rank).options(scheduling_strategy=where, **wanted).remote())
+            stack.callback(ray.kill, actors[-1])
+        places = ray.get([actor.place.remote() for actor in actors])
+        running = {}
+        for rank, actor in enumerate(actors):
+            first = rank // each * each
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank - first),
+                "LOCAL_WORLD_SIZE": str(each),
+                "MASTER_ADDR": places[0][1],
+                "MASTER_PORT": str(places[0][2]),
+                "TORCHELASTIC_RESTART_COUNT": str(restart),
+            }
+            # A rank finds its device by its local number, so it must see those of its neighbours.
+            if devices := [d for *_, own_ones in places[first : first + each] for d in own_ones]:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            running[actor.run.remote(fn, environment)] = rank
+        return _results(running, [place[0] for place in places])
+
+
+def _results(running: dict[Any, int], hosts: list[str]) -> list[Any]:
+    """Results of all ranks, or what was the first to fail: an actor that died makes the others fail."""
+    import ray
+
+    results, failures = [None] * len(hosts), []
+    left, patience_s = list(running), None
+    while left:
+        done, left = ray.wait(left, timeout=patience_s)
+        if not done:
+            break
+        rank = running[done[0]]
+        try:
+            results[rank] = ray.get(done[0])
+        except ray.exceptions.RayError as error:
+            died = isinstance(error, ray.exceptions.RayActorError)
+            cause = getattr(error, "cause", None)
+            if not isinstance(cause, HyperParallelError):
+                what = f"rank {rank} on {hosts[rank]} {'died' if died else 'failed'}"
+                cause = RankFailed(f"{what}\n{error}", where=f"machine {hosts[rank]}")
+            failures.append((not died, len(failures), cause))
+            patience_s = _GRACE_S
+    if failures:
+        raise min(failures)[-1]
+    return results
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependency(
+            "launching on Ray needs the package `ray`",
+            where="launch.launcher",
+            hint="pip install 'hyper-parallel[ray]'",
+        ) from error
+    return ray
