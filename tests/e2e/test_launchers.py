@@ -16,7 +16,16 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.runtime._launchers import _tasks, first_host, join_srun
 from tests.e2e import slurm
-from tests.e2e.runs import CURVE, assert_same_curve, curve, make_place, start, train
+from tests.e2e.runs import (
+    CURVE,
+    assert_same_curve,
+    curve,
+    make_place,
+    start,
+    train,
+    wait_for_steps,
+)
+from tests.e2e.two_hosts import HOSTS, on_host, power_off, running, two_hosts
 
 pytestmark = pytest.mark.e2e
 TWO = ("parallel.dp_shard=2", "training.steps=3", *CURVE)
@@ -138,6 +147,49 @@ def test_actors_of_ray_are_the_same_run(place, local, tmp_path):
         _, errors = process.communicate(timeout=110)
     assert process.returncode == 0, errors
     assert_same_curve(curve(tmp_path), local)
+
+
+FOUR = ("parallel.dp_shard=4", "training.microbatch=2", *CURVE)
+
+
+def on_both(place, hosts, out, *overrides):
+    """The same command on two hosts."""
+    meet = ("launch.nnodes=2", "launch.rdzv_endpoint=hp-left:29500")
+    words = [sys.executable, "-m", "hyper_parallel", "train", str(place / "recipe.yaml")]
+    words += ["--launcher=torchrun", *meet, *FOUR, f"output_dir={out}", *overrides]
+    return [on_host(host, hosts, *words) for host in HOSTS]
+
+
+@pytest.mark.cluster
+def test_torchrun_on_two_hosts_is_the_same_run(place, tmp_path):
+    with two_hosts(tmp_path) as hosts:
+        for process in on_both(place, hosts, tmp_path / "two", "training.steps=3"):
+            said, _ = process.communicate(timeout=200)
+            assert process.returncode == 0, said
+    train(place, tmp_path / "one", *FOUR, "training.steps=3")
+    assert_same_curve(curve(tmp_path / "two"), curve(tmp_path / "one"))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("gone", HOSTS)
+def test_a_host_that_is_lost_ends_the_run_on_the_other_with_its_name(place, tmp_path, gone):
+    (left,) = {*HOSTS} - {gone}
+    with two_hosts(tmp_path) as hosts:
+        runs = dict(
+            zip(
+                HOSTS,
+                on_both(place, hosts, tmp_path / "run", "training.steps=9999999"),
+                strict=True,
+            )
+        )
+        wait_for_steps(runs[left], tmp_path / "run", 4)
+        power_off(gone)
+        said, _ = runs[left].communicate(timeout=90)
+        assert not running(left)
+        runs[gone].communicate(timeout=10)
+    assert runs[left].returncode == 1
+    ranks = {"hp-left": "hp-left, where the ranks have met,", "hp-right": "hp-right (ranks 2 to 3)"}
+    assert f"error[HP631]: the connection to {ranks[gone]} is lost" in said
 
 
 CLUSTER = """

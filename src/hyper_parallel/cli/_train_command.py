@@ -105,7 +105,7 @@ def _train(
 ) -> None:
     from rich.console import Console
 
-    from hyper_parallel.cli._launchers import start_elsewhere, would_start
+    from hyper_parallel.cli._start_elsewhere import start_elsewhere, would_start
     from hyper_parallel.trainer import (
         calibrate_first_run,
         prepare_job,
@@ -164,7 +164,8 @@ def _train(
 
 def _interrupted(job: Job, error: Interrupted) -> str:
     """What became of an interrupted run, and the command that goes on with it."""
-    from hyper_parallel.trainer import rank_command, under_torchrun
+    from hyper_parallel.cli._start_elsewhere import torchrun_command
+    from hyper_parallel.trainer import under_torchrun
     from hyper_parallel.trainer.checkpoints._manifest import steps
 
     if error.step is None and not steps(job.checkpoint_dir):
@@ -177,7 +178,7 @@ def _interrupted(job: Job, error: Interrupted) -> str:
         words.append("checkpoint.from_dir=null")
     command = "hyper-parallel train " + shlex.join(words)
     if under_torchrun():
-        command = rank_command(job, words)
+        command = torchrun_command(job, ["train", *words])
     return f"interrupted: {what}\nhint: {command}\n"
 
 

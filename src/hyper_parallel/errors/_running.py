@@ -201,6 +201,22 @@ class LauncherMissing(HyperParallelError, code="HP630"):
     """
 
 
+class HostLost(HyperParallelError, code="HP631"):
+    """A machine of the run has ended or cannot be reached: its connections are closed, and its ranks say nothing more.
+
+    Why: the ranks of the other machines cannot go on without it. Fix: see what has become of the machine that is named;
+    then train again, on as many machines or with another layout on fewer, from the newest checkpoint.
+    """
+
+
+class TrackerFailed(HyperParallelError, code="HP632"):
+    """A tracker of `training.report_to` cannot begin a run: its server does not answer, or refuses.
+
+    Why: curves would be missing where they are looked for. Fix: what the tracker says; `WANDB_MODE=offline` and
+    `MLFLOW_TRACKING_URI` choose where its data goes. A tracker that fails later is left out, with a warning.
+    """
+
+
 class CheckpointCorrupt(HyperParallelError, code="HP701"):
     """A file of a checkpoint is missing, truncated or altered, and no older intact one exists.
 

@@ -19,10 +19,12 @@ from hyper_parallel.errors import (
     CollectiveMismatch,
     DegreesMismatch,
     DeviceUnavailable,
+    HyperParallelError,
     LauncherIncomplete,
 )
 from hyper_parallel.ir import AXES, Strategy
 from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime._hosts import Hosts
 from hyper_parallel.runtime._launch import INIT_METHOD, stamp
 from hyper_parallel.runtime._supervise import Deadlines, Sentry, board_of_machine
 
@@ -52,6 +54,7 @@ class World:
         self.backend = backend
         self.pulse: Pulse | None = None
         self._owns_group = False
+        self._hosts: Hosts | None = None
         self._watched = ExitStack()
         self._timeout: timedelta | None = None
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
@@ -125,6 +128,10 @@ class World:
             }
         dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
         self._owns_group = True
+        each = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if init_method == "env://" and each < self.world_size:
+            store = dist.distributed_c10d._get_default_store()
+            self._hosts = Hosts(store, self.rank, self.local_rank, self.world_size, each)
 
     def _watch(self, deadlines: Deadlines | None) -> None:
         """Say from now on what this rank does, and without our launcher look after the ranks of this machine."""
@@ -235,7 +242,15 @@ class World:
             self.close()
         else:  # the others may be waiting elsewhere, and fail as soon as this rank has left
             stamp(error)
+            lost = None
+            if self._hosts is not None:
+                # An error of its own is none of the connections.
+                coded = isinstance(error, HyperParallelError) or not isinstance(error, RuntimeError)
+                lost = self._hosts.alive() if coded else self._hosts.lost()
             self.leave()
+            if lost is not None:
+                stamp(lost)
+                raise lost from error
             if _MISMATCH in str(error):
                 mismatch = CollectiveMismatch(
                     " ".join(str(error).split())[:2000], where=f"rank {self.rank}"

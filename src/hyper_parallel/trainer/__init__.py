@@ -11,7 +11,7 @@ from typing import Any
 _MODULES = {
     "_calibrate": ("calibrate_first_run", "calibrate_local"),
     "_dryrun": ("DryRun", "dry_run"),
-    "_job": ("Job", "prepare_job", "rank_command", "under_torchrun"),
+    "_job": ("Job", "prepare_job", "under_torchrun"),
     "_parity": ("Parity", "parity"),
     "_probe": ("short_step",),
     "_run": ("run_job", "run_on_ray", "write_sample"),

@@ -6,7 +6,6 @@ import fnmatch
 import json
 import math
 import os
-import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -44,6 +43,7 @@ from hyper_parallel.trainer.data import (
 )
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._resume import check_resume
+from hyper_parallel.trainer.loop._trackers import check_trackers
 
 MOST_SIMULATED: Final = 4096
 """Microbatches of a step, over all stages, whose simulated timeline is still written."""
@@ -51,7 +51,7 @@ MOST_SIMULATED: Final = 4096
 _OF_A_RUN: Final = (
     "checkpoints", "export", "model", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
     "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html", "trace.json",
-    "profile",
+    "profile", "trackers.json",
 )  # fmt: skip
 """Files and directories of a run that one which starts over removes."""
 
@@ -268,6 +268,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     model = build_model(recipe)
     check_offload(recipe, plan, model, loaded.where)
     check_optimizer(recipe, plan, loaded.where)
+    check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
     for path in recipe.training.callbacks:
         load_class(path, Callback, loaded.where("training.callbacks"))
     check_parameters(model, plan, loaded.where("model.path"))
@@ -385,16 +386,3 @@ def _check_resume(job: Job, loaded: LoadedRecipe) -> None:
         text = (directory / step_name(found[-1]) / EXTRA).read_text(encoding="utf-8")
         saved = json.loads(text)["run"]
     check_resume(saved, job, directory.parent)
-
-
-def rank_command(job: Job, words: list[str]) -> str:
-    """The command that starts the ranks of one machine by hand.
-
-    Args:
-        job: The run.
-        words: Recipe and overrides.
-    """
-    from hyper_parallel.runtime import torchrun_words
-
-    ranks = job.plan.strategy.world_size
-    return shlex.join(["torchrun", *torchrun_words(job.recipe, ranks, ["train", *words])])

@@ -29,7 +29,7 @@ def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
         words: Arguments of `hyper-parallel` in every rank.
     """
     ranks, launch = job.plan.strategy.world_size, job.recipe.launch
-    by_hand = shlex.join(["torchrun", *_torchrun(job, words)])
+    by_hand = torchrun_command(job, words)
     if launcher == "slurm":
         return f"would write {_script(job)} and submit it with sbatch:\n\n{_sbatch(job, words)}"
     if launcher == "torchrun":
@@ -47,11 +47,12 @@ def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
         LauncherMissing: HP630 when there is no `sbatch`, or it refuses the job.
     """
     if launcher == "torchrun":
-        torchrun = _torchrun(job, words)
-        sys.stderr.write(shlex.join(["torchrun", *torchrun]) + "\n")
+        command = torchrun_command(job, words)
+        sys.stderr.write(command + "\n")
         sys.stderr.flush()
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *torchrun])
+        torchrun = [sys.executable, "-m", "torch.distributed.run"]
+        os.execv(sys.executable, [*torchrun, *shlex.split(command)[1:]])
     from hyper_parallel.trainer._files import write_text, written
 
     script, text = _script(job), _sbatch(job, words)
@@ -74,10 +75,12 @@ def start_elsewhere(launcher: str, job: Job, words: Sequence[str]) -> None:
     typer.echo(done.stdout.strip())
 
 
-def _torchrun(job: Job, words: Sequence[str]) -> list[str]:
+def torchrun_command(job: Job, words: Sequence[str]) -> str:
+    """The command that starts the ranks of this machine by hand; arguments as of `would_start`."""
     from hyper_parallel.runtime import torchrun_words
 
-    return torchrun_words(job.recipe, job.plan.strategy.world_size, _shown(words))
+    ranks = job.plan.strategy.world_size
+    return shlex.join(["torchrun", *torchrun_words(job.recipe, ranks, _shown(words))])
 
 
 def _sbatch(job: Job, words: Sequence[str]) -> str:

@@ -1,0 +1,70 @@
+"""Machines of a world: which of them is gone, when a collective fails because its connections end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+from hyper_parallel.errors import HostLost
+
+_ANSWER_S: Final = 5.0
+_LOOK_S: Final = 0.1
+
+
+class Hosts:
+    """What the machines say to each other in the store where their ranks have met.
+
+    Args:
+        store: The store.
+        rank: This process.
+        local_rank: This process among those of its machine.
+        world_size: Ranks of all machines.
+        each: Ranks of one machine.
+    """
+
+    def __init__(self, store: Any, rank: int, local_rank: int, world_size: int, each: int) -> None:
+        self._store, self._rank, self._each = store, rank, each
+        self._alive = [f"hyper_parallel/alive/{r}" for r in range(0, world_size, each)]
+        self._names = [f"hyper_parallel/name/{r}" for r in range(0, world_size, each)]
+        if local_rank == 0:
+            store.set(self._names[rank // each], socket.gethostname())
+
+    def alive(self) -> None:
+        """Say that this machine is there, whatever has failed."""
+        self._store.set(self._alive[self._rank // self._each], "")
+
+    def lost(self) -> HostLost | None:
+        """What to raise when machines do not say within some seconds that they are there; None: all do."""
+        missing, names = list(range(len(self._alive))), list[str]()
+        answered = threading.Event()
+
+        def look() -> None:
+            with suppress(Exception):  # a store that is gone raises what its library likes
+                self.alive()
+                deadline = time.monotonic() + _ANSWER_S
+                while missing and time.monotonic() < deadline:
+                    missing[:] = [m for m in missing if not self._store.check([self._alive[m]])]
+                    time.sleep(_LOOK_S)
+                names.extend(self._store.get(self._names[m]).decode() for m in missing)
+                answered.set()
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(2 * _ANSWER_S)
+        if answered.is_set() and not names:
+            return None
+        each = self._each
+        lost = [
+            f"{n} (ranks {m * each} to {m * each + each - 1})"
+            for n, m in zip(names, missing, strict=False)
+        ]
+        where = f"{os.environ.get('MASTER_ADDR')}, where the ranks have met,"
+        return HostLost(
+            f"the connection to {', '.join(lost) or where} is lost",
+            where=f"rank {self._rank} on {socket.gethostname()}",
+            hint="checkpoint.resume=must goes on from the newest checkpoint",
+        )
