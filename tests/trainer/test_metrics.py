@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from hyper_parallel.trainer.loop import EvalRecord, MetricsLog, StepRecord, log_line
+from hyper_parallel.errors import MissingDependency, TrackerFailed
+from hyper_parallel.trainer.loop import EvalRecord, MetricsLog, StepRecord, _trackers, log_line
 
 pytestmark = pytest.mark.torch
 
@@ -56,3 +57,53 @@ def test_the_line_has_the_usual_order():
     assert [line.index(word) for word in words] == sorted(line.index(word) for word in words)
     assert "(50.0%)" in line
     assert line.endswith("pred +25.0%")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trackers_get_the_same_numbers_and_go_on_in_their_runs(tmp_path, monkeypatch):
+    for name in ("wandb", "mlflow"):
+        pytest.importorskip(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    with pytest.raises(TrackerFailed, match="MLFLOW_ALLOW_FILE_STORE"):
+        MetricsLog(tmp_path / "run", 0, ["mlflow"])
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    recipe = {"training": {"lr": 0.25}, "stage": "pt"}
+    for done in (0, 1):
+        log = MetricsLog(tmp_path / "run", done, ["mlflow", "wandb"], recipe)
+        log.step(_record(done + 1, 1 / 3 + done))
+        log.evaluation(EvalRecord(done + 1, 1 / 7 + done, 100, 0.1))
+        log.close()
+    (run,) = (tmp_path / "mlruns").glob("*/*/meta.yaml")
+    points = (run.parent / "metrics" / "train" / "loss").read_text().splitlines()
+    assert [line.split()[1:] for line in points] == [[repr(1 / 3), "1"], [repr(1 / 3 + 1), "2"]]
+    assert (run.parent / "params" / "training.lr").read_text() == "0.25"
+    first, second = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert first.name == second.name  # one run, for `wandb sync`
+    for done, file in enumerate((first, second)):
+        held = file.read_bytes()
+        assert b"train/loss" in held
+        assert all(repr(value + done).encode() in held for value in (1 / 3, 1 / 7))
+
+
+def test_a_tracker_without_its_package_is_refused_with_the_line_for_pip(monkeypatch):
+    monkeypatch.setattr(_trackers, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency) as caught:
+        _trackers.check_trackers(["mlflow"], "training.report_to")
+    assert caught.value.hint == "pip install mlflow-skinny"
+
+
+class _Broken:
+    def log(self, step, values):
+        raise OSError("no route to host")
+
+
+def test_a_service_that_is_down_does_not_end_the_run(tmp_path, caplog):
+    log = MetricsLog(tmp_path, 0, ())
+    log._trackers.append(_Broken())
+    log.step(_record(1))
+    log.step(_record(2))
+    log.close()
+    assert caplog.text.count("Broken gets no more curves: no route to host") == 1
+    assert _steps(tmp_path / "metrics.jsonl") == [1, 2]

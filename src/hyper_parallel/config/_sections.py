@@ -213,6 +213,8 @@ class Training(Section):
     """Steps between printed lines; metrics.jsonl has every step."""
     eval_tokens: int = Field(default=65536, ge=1)
     """Held-out tokens per evaluation."""
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Trackers that draw the curves of metrics.jsonl too; packages and services are theirs."""
     callbacks: tuple[str, ...] = ()
     """Dotted paths of subclasses of `hyper_parallel.trainer.Callback`."""
     profile: Profile | None = None

@@ -1,4 +1,4 @@
-"""What a run writes per step: metrics.jsonl and eval.jsonl (full precision), TensorBoard, one line for people.
+"""What a run writes per step: metrics.jsonl and eval.jsonl (full precision), trackers, one line for people.
 
 The two JSONL files are the contract with the reports. A record is one line, written at once, so a reader never sees
 half of one; a resumed run first drops the records after the checkpoint it continues from.
@@ -7,15 +7,19 @@ half of one; a resumed run first drops the records after the checkpoint it conti
 from __future__ import annotations
 
 import json
+import logging
 import math
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer.loop._trackers import make_trackers
 from hyper_parallel.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +62,25 @@ class EvalRecord:
 
 
 class MetricsLog:
-    """The metric files of a run directory; rank 0 holds one.
+    """The metric files of a run directory, and its trackers; rank 0 holds one.
 
     Args:
         directory: Run directory.
         resumed_step: Last step the run already has, 0 for a new run.
+        report_to: Names of trackers.
+        recipe: What trackers show as the configuration of the run.
 
     Attributes:
         notes: What was dropped of the files of the run before, one line each.
     """
 
-    def __init__(self, directory: Path, resumed_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
+    def __init__(
+        self,
+        directory: Path,
+        resumed_step: int,
+        report_to: Sequence[str] = ("tensorboard",),
+        recipe: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.notes: list[str] = []
         self._files: dict[str, TextIO] = {}
@@ -80,16 +89,7 @@ class MetricsLog:
             if line := _keep_until(path, resumed_step):
                 self.notes.append(line)
             self._files[name] = path.open("a", encoding="utf-8")
-        board = directory / "tensorboard"
-        if resumed_step == 0:
-            for old in board.glob("events.out.tfevents.*"):
-                old.unlink()
-        self._event, self._board = Event, EventFileWriter(str(board))
-        # TensorBoard drops what an earlier run wrote from this step on.
-        start = SessionLog(status=SessionLog.START)
-        self._board.add_event(
-            Event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
-        )
+        self._trackers = make_trackers(report_to, directory, resumed_step, recipe)
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""
@@ -110,19 +110,22 @@ class MetricsLog:
         """Flush and close all files."""
         for file in self._files.values():
             file.close()
-        self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _append(self, name: str, record: Any) -> None:
         self._files[name].write(json.dumps(as_line(record)) + "\n")
         self._files[name].flush()
 
     def _draw(self, step: int, group: str, values: Mapping[str, float | None]) -> None:
-        """Give TensorBoard the values that are not None."""
-        event = self._event(wall_time=time.time(), step=step)
-        for name, value in values.items():
-            if value is not None:
-                event.summary.value.add(tag=f"{group}/{name}", simple_value=float(value))
-        self._board.add_event(event)
+        """Give trackers the values that are not None."""
+        given = {f"{group}/{k}": float(v) for k, v in values.items() if v is not None}
+        for tracker in tuple(self._trackers) if given else ():
+            try:
+                tracker.log(step, given)
+            except Exception as error:  # a service that is down does not end the run: its curve is in metrics.jsonl
+                _log.warning("%s gets no more curves: %s", type(tracker).__name__.strip("_"), error)
+                self._trackers.remove(tracker)
 
 
 def as_line(record: Any) -> dict[str, Any]:

@@ -175,7 +175,8 @@ class Trainer:
                             f"checkpoint.resume=never: removed {', '.join(removed)} of {job.output_dir}"
                         )
                     job.write(engine.plan)
-                    self._log = MetricsLog(job.output_dir, done)
+                    shown = recipe.model_dump(mode="json")
+                    self._log = MetricsLog(job.output_dir, done, training.report_to, shown)
                 stack.callback(self._log.close)
                 for line in self._log.notes:
                     self._display.line(line)
