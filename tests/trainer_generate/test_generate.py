@@ -16,16 +16,17 @@ from hyper_parallel.config import Data
 from hyper_parallel.errors import (
     BadValue,
     BudgetImpossible,
+    Contradiction,
     DeviceUnavailable,
     OutputNotWritable,
     RunUnreadable,
     UnknownPeak,
     WeightsUnreadable,
 )
+from hyper_parallel.trainer._decode import choose
 from hyper_parallel.trainer._generate import (
     Generator,
     Sampling,
-    choose,
     decode_tokens,
     generate,
     stream_text,
@@ -101,12 +102,15 @@ def test_a_seed_decides_the_text(generator):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_sample_follows_the_distribution_cut_at_top_p():
-    logits = torch.tensor([0.1, 0.5, 0.3, 0.1]).log()
-    source = torch.Generator().manual_seed(0)
-    draws = [choose(logits, Sampling(temperature=1.0, top_p=0.7), source) for _ in range(4000)]
-    share = torch.bincount(torch.tensor(draws), minlength=4) / 4000
+@pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_p": 1.0, "top_k": 2}])
+def test_a_sample_follows_the_distribution_cut_at_top_p_or_top_k(cut):
+    logits = torch.tensor([0.1, 0.5, 0.3, 0.1]).log().expand(4000, 4)
+    drawn = torch.rand(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs = choose(logits, drawn, Sampling(temperature=1.0, **cut))
+    share = torch.bincount(tokens.long(), minlength=4) / 4000
     torch.testing.assert_close(share, torch.tensor([0.0, 0.625, 0.375, 0.0]), atol=0.03, rtol=0)
+    expected = logits.double().log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
+    assert torch.equal(logprobs, expected)
 
 
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it(generator):
@@ -283,3 +287,69 @@ def test_the_command_module_imports_no_framework():
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+def test_a_batch_gives_the_text_of_every_prompt_and_goes_on_after_an_interrupt(generator):
+    prompts, sampling = ["def f1", "", "def f22(", "return 7", "x"], Sampling(20, seed=5)
+    whole = generator.generate_batch(prompts, sampling, slots=2)
+    assert whole[0].text == generator.generate("def f1", sampling).text
+    assert [g.number for g in whole] == [0, 1, 2, 3, 4]
+    assert all(len(g.logprobs) == len(g.token_ids) for g in whole)
+    passes = iter(range(100))
+    part = generator.generate_batch(prompts, sampling, slots=2, interrupt=lambda: next(passes) > 30)
+    assert {g.finish for g in part} == {"length", None}
+    for cut, expected in zip(part, whole, strict=True):
+        assert cut.token_ids == expected.token_ids[: len(cut.token_ids)]
+    # In another order: each goes on under its own number.
+    again = generator.generate_batch(part[::-1], sampling)[::-1]
+    assert [(g.text, g.finish) for g in again] == [(g.text, g.finish) for g in whole]
+
+
+def test_a_stop_text_ends_the_text_before_it(generator):
+    free = generator.generate("def f", Sampling(40, temperature=0))
+    stop = free.text[6:9]
+    sampling = Sampling(40, temperature=0, stop=("\u00fc\u00fc", stop))
+    (batched,) = generator.generate_batch(["def f"], sampling)
+    alone = generator.generate("def f", sampling)
+    for found in (batched, alone):
+        assert found.text == free.text[: free.text.index(stop)]
+        assert found.stopped
+        assert len(found.token_ids) < 40
+    assert "".join(generator.stream("def f", sampling)) == alone.text
+
+
+@pytest.mark.e2e
+def test_the_command_continues_a_file_of_prompts_and_its_own_output(run_dir, tmp_path):
+    app = typer.Typer()
+    app.command()(command)
+    asked = [{"prompt": "def f1", "id": 7}, {"prompt": "return \u00fc"}, {"prompt": ""}]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "out.jsonl"
+    prompts.write_text("\n\n".join(map(json.dumps, asked)))
+    values = [str(run_dir), "--device", "cpu", "--max-new-tokens", "9", "--seed", "2"]
+
+    def run(*more):
+        return CliRunner().invoke(app, [*values, *more], catch_exceptions=False)
+
+    run("--prompts", str(prompts), "-o", str(out), "--slots", "2")
+    made = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [{k: m[k] for k in a} for m, a in zip(made, asked, strict=True)] == asked
+    assert [len(m["token_ids"]) for m in made] == [len(m["logprobs"]) for m in made] == [9, 9, 9]
+    assert run("--prompt", "def f1").stdout == f"def f1{made[0]['text']}\n"
+    # As an interrupt leaves it: the line goes on, the others stay.
+    for key in ("token_ids", "logprobs"):
+        made[1][key] = made[1][key][:4]
+    made[1]["finish"] = None
+    prompts.write_text("\n".join(map(json.dumps, made)))
+    again = [json.loads(x) for x in run("--prompts", str(prompts)).stdout.splitlines()]
+    whole = [json.loads(line) for line in out.read_text().splitlines()]
+    for mine, expected in zip(again, whole, strict=True):
+        assert (mine["text"], mine["finish"]) == (expected["text"], expected["finish"])
+    prompts.write_text('{"prompt": "x"}\n{"text": "y"}')
+    with pytest.raises(BadValue, match=r"prompts\.jsonl:2"):
+        run("--prompts", str(prompts))
+    for wrong in (["--prompt", "x"], ["--device-memory", "1GiB"], ["--json"]):
+        with pytest.raises(Contradiction, match="for one prompt"):
+            run("--prompts", str(prompts), *wrong)
+    for wrong in ([], ["--prompt", "x", "--parallel", "tp=2"]):
+        with pytest.raises(BadValue, match="HP102"):
+            run(*wrong)

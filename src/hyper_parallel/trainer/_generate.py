@@ -6,17 +6,18 @@ token. Greedy decoding gives the tokens of full recomputation. One device; with 
 
 from __future__ import annotations
 
-import math
+import logging
 import time
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hyper_parallel.backends.torch._forward import loop_over_experts
 from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, base_of
+from hyper_parallel.backends.torch._slots import why_no_slots
 from hyper_parallel.backends.torch._static_cache import (
     GrowingSteps,
     StaticSteps,
@@ -24,63 +25,28 @@ from hyper_parallel.backends.torch._static_cache import (
 )
 from hyper_parallel.backends.torch.memory.generation import MemoryUse, PlannedGeneration
 from hyper_parallel.backends.torch.weights._lora import merge_adapters
-from hyper_parallel.errors import BadValue, HyperParallelError, RunUnreadable, WeightsUnreadable
+from hyper_parallel.errors import (
+    BadValue,
+    Contradiction,
+    HyperParallelError,
+    RunUnreadable,
+    WeightsUnreadable,
+)
+from hyper_parallel.trainer._decode import (
+    SLOTS,
+    Decoder,
+    OneSlot,
+    Running,
+    Sampling,
+    decoder_of,
+)
 from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer._pick_device import pick_device
+from hyper_parallel.trainer._texts import Batch, Generation, Texts, draws_of, stream_text, until
 from hyper_parallel.trainer.checkpoints._adapter import take_adapter
-from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer, render, stop_ids
+from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 
-_REPLACEMENT = "\ufffd"
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen.
-
-    Attributes:
-        max_new_tokens: Limit of the continuation.
-        temperature: 0: the most likely token; else logits are divided by it and a token is drawn.
-        top_p: Draw from the smallest set of tokens whose probability reaches this (Holtzman et al. 2020).
-        seed: Of the draws; the same seed gives the same text.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.8
-    top_p: float = 0.95
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, good, allowed in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-        ):
-            if not good:
-                got = getattr(self, name)
-                raise BadValue(f"{name} is out of range", got=got, allowed=allowed)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished continuation.
-
-    Attributes:
-        prompt: The prompt as given.
-        text: The continuation.
-        token_ids: Its tokens, without the one that stopped it.
-        num_prompt_tokens: Tokens of the prompt.
-        stopped: Whether a stop token ended it, not the limit.
-        seconds: Wall time of prefill and decoding.
-        memory: What was predicted and measured under a device budget; None without one.
-    """
-
-    prompt: str
-    text: str
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    stopped: bool
-    seconds: float
-    memory: MemoryUse | None = None
+_log = logging.getLogger(__name__)
 
 
 def find_export(directory: str | Path) -> Path:
@@ -131,9 +97,7 @@ def load(
     from transformers.utils import logging
 
     export = find_export(directory)
-    kinds = ("float64", "float32", "bfloat16", "float16")
-    if dtype is not None and dtype not in kinds:
-        raise BadValue("not a format of weights", got=dtype, allowed=kinds)
+    check_dtype(dtype)
     where = pick_device(device)
     tokenizer = load_tokenizer(export, trusted=trusted)
     logging.disable_progress_bar()  # it would run through the generated text
@@ -171,24 +135,11 @@ def load(
     return model.to(where).eval(), tokenizer
 
 
-class Steps(Protocol):
-    """The two steps of generation, however they run."""
-
-    def prompt(self, ids: list[int]) -> torch.Tensor:
-        """Logits [V] after the prompt."""
-
-    def next(self, token: int) -> torch.Tensor:
-        """Logits [V] after one more token."""
-
-
-def steps_of(model: Any, length: int) -> Steps:
-    """Steps of fixed shape, the same that run under a device budget, where the model allows them.
-
-    Args:
-        model: A Hugging Face causal language model.
-        length: Tokens of prompt and continuation.
-    """
-    return GrowingSteps(model) if why_no_static_cache(model) else StaticSteps(model, length)
+def check_dtype(dtype: str | None) -> None:
+    """Raise when a name is not a format of weights; None is as they are stored."""
+    kinds = ("float64", "float32", "bfloat16", "float16")
+    if dtype is not None and dtype not in kinds:
+        raise BadValue("not a format of weights", got=dtype, allowed=kinds)
 
 
 def decode_tokens(
@@ -196,7 +147,7 @@ def decode_tokens(
     prompt_ids: list[int],
     sampling: Sampling,
     stops: Collection[int] = (),
-    steps: Steps | None = None,
+    steps: Any = None,
 ) -> Iterator[int]:
     """Yield new tokens one by one, up to the limit or to one of `stops`, which is not yielded.
 
@@ -207,45 +158,46 @@ def decode_tokens(
         stops: Tokens that end the text.
         steps: What computes the logits; None: the model as it is.
     """
-    generator = torch.Generator().manual_seed(sampling.seed)
-    # The last token is not fed back, so the cache needs no slot for it.
-    steps = steps or steps_of(model, len(prompt_ids) + sampling.max_new_tokens - 1)
-    logits = steps.prompt(prompt_ids)
-    for count in range(1, sampling.max_new_tokens + 1):
-        token = choose(logits, sampling, generator)
-        if token in stops:
-            return
-        yield token
-        if count < sampling.max_new_tokens:
-            logits = steps.next(token)
+    draws = draws_of(sampling, 0)
+    sequence = Running(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
+    return _decoded(model, sequence, sampling, stops, steps=steps)
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token of logits [V]; drawn on the CPU in float64, so that a seed means the same on every device."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(logits.double().cpu() / sampling.temperature, dim=-1)
-    ranked, order = probabilities.sort(descending=True, stable=True)
-    # A token stays when the more likely ones have not reached top_p yet; the first always stays.
-    ranked[ranked.cumsum(0) - ranked >= sampling.top_p] = 0
-    drawn = torch.multinomial(ranked, 1, generator=generator)
-    return int(order[drawn])
+def _decoded(
+    model: Any,
+    sequence: Running,
+    sampling: Sampling,
+    stops: Collection[int],
+    ended: Callable[[Running], bool] | None = None,
+    steps: Any = None,
+) -> Iterator[int]:
+    """Continue one sequence by steps of fixed shape, the same as under a device budget, where the model allows them."""
+    if steps is None:
+        # The last token is not fed back, so the cache needs no slot for it.
+        length = sequence.start + sequence.limit - 1
+        grows = why_no_static_cache(model) is not None
+        steps = GrowingSteps(model) if grows else StaticSteps(model, length)
+    decoder = Decoder(OneSlot(steps), sampling, stops, ended=ended)
+    decoder.add([sequence])
+    for running in decoder.run():
+        if (token := running.text[-1]) not in stops:
+            yield token
 
 
-def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """Text of tokens as it becomes certain: the bytes of one character may span several tokens."""
-    pending: list[int] = []
-    context: list[int] = []
-    for token in tokens:
-        pending.append(token)
-        # Decoding with the tokens before keeps the spaces that a tokenizer drops at the beginning of a text.
-        before = tokenizer.decode(context)
-        text = tokenizer.decode(context + pending)[len(before) :]
-        if text and not text.endswith(_REPLACEMENT):
-            yield text
-            context, pending = pending, []
-    if pending:
-        yield tokenizer.decode(context + pending)[len(tokenizer.decode(context)) :]
+def decode(
+    model: Any,
+    sequences: Sequence[Running],
+    batch: Batch,
+    slots: int,
+    interrupt: Callable[[], bool] | None,
+) -> None:
+    """Continue sequences of a batch in place, to their ends or to an interrupt."""
+    if why := why_no_slots(model):
+        _log.warning("every token reads its whole text again: no cache in slots, %s", why)
+    chosen = (batch.sampling, batch.stops, slots)
+    decoder = decoder_of(model, sequences, *chosen, ended=batch.ended, interrupt=interrupt)
+    for _ in decoder.run():
+        pass
 
 
 class Generator:
@@ -276,23 +228,13 @@ class Generator:
         self.memory_use: MemoryUse | None = None
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
-        """Tokens of a prompt; with `chat`, wrapped as a user's turn. An empty prompt is a document's beginning.
+        """As `Texts.encode`."""
+        return self._texts.encode(prompt, chat=chat)
 
-        Raises:
-            BadValue: HP102 when the tokenizer has no chat template.
-        """
-        if chat:
-            if not self.tokenizer.chat_template:
-                raise BadValue(
-                    "the tokenizer has no chat template",
-                    where=self.tokenizer.name_or_path,
-                    got="--chat",
-                    hint="leave out --chat",
-                )
-            text = render(self.tokenizer, [{"role": "user", "content": prompt}], prompt=True)
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        ids = list(self.tokenizer(prompt)["input_ids"])
-        return ids or [self.tokenizer.eos_token_id]
+    @property
+    def _texts(self) -> Texts:
+        stops = self.model.generation_config.eos_token_id
+        return Texts(self.tokenizer, self.model.config, stops)
 
     def stream(
         self, prompt: str, sampling: Sampling | None = None, *, chat: bool = False
@@ -302,8 +244,9 @@ class Generator:
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
         """
-        _, tokens = self._start(prompt, sampling or Sampling(), chat)
-        return stream_text(self.tokenizer, tokens)
+        sampling = sampling or Sampling()
+        _, tokens = self._start(prompt, sampling, chat)
+        return until(stream_text(self.tokenizer, tokens), sampling.stop)
 
     def generate(
         self, prompt: str, sampling: Sampling | None = None, *, chat: bool = False
@@ -313,54 +256,69 @@ class Generator:
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
         """
-        sampling = sampling or Sampling()
+        sampling, texts = sampling or Sampling(), self._texts
         start = time.perf_counter()
-        prompt_ids, stream = self._start(prompt, sampling, chat)
-        tokens = tuple(stream)
-        return Generation(
-            prompt=prompt,
-            text="".join(stream_text(self.tokenizer, tokens)),
-            token_ids=tokens,
-            num_prompt_tokens=len(prompt_ids),
-            stopped=len(tokens) < sampling.max_new_tokens,
-            seconds=time.perf_counter() - start,
-            memory=self.memory_use,
-        )
+        sequence, stream = self._start(prompt, sampling, chat)
+        for _ in stream:
+            pass
+        sequence.seconds = time.perf_counter() - start
+        made = texts.made(sequence, prompt, sampling, texts.stops(chat=chat))
+        return replace(made, memory=self.memory_use)
 
-    def _start(
-        self, prompt: str, sampling: Sampling, chat: bool
-    ) -> tuple[list[int], Iterator[int]]:
-        prompt_ids = self.encode(prompt, chat=chat)
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        room = math.inf if context is None else context - len(prompt_ids)
-        if sampling.max_new_tokens > room:
-            raise BadValue(
-                "prompt and continuation are longer than the context of the model",
-                got=f"{len(prompt_ids)} + {sampling.max_new_tokens} tokens",
-                allowed=f"{context} tokens in all",
-                hint=f"--max-new-tokens {room}" if room > 0 else "a shorter prompt",
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Generation],
+        sampling: Sampling | None = None,
+        *,
+        chat: bool = False,
+        slots: int = SLOTS,
+        interrupt: Callable[[], bool] | None = None,
+    ) -> list[Generation]:
+        """Continue many prompts at once, in a cache of keys and values for `slots` sequences.
+
+        What a sequence draws is a function of the seed and its number alone. A `Generation` among the prompts goes on
+        from its tokens, under its own number, as it would have; a finished one is returned as it is.
+
+        Args:
+            prompts: Texts, numbered from 0, or generations that were interrupted.
+            sampling: How tokens are chosen.
+            chat: Prompts are users' turns.
+            slots: Sequences at a time.
+            interrupt: Asked before each pass whether to return what there is.
+
+        Raises:
+            BadValue: HP102 when a prompt and its continuation exceed the context of the model.
+            Contradiction: HP104 with a budget of device memory, whose plans are for one sequence.
+        """
+        if self.memory is not None:
+            raise Contradiction(
+                "plans of device memory are for one prompt at a time",
+                where="--device-memory",
+                got="several prompts",
+                hint="leave out --device-memory",
             )
-        stops = self._stops(chat)
+        batch = Batch(self._texts, prompts, sampling or Sampling(), chat=chat)
+        decode(self.model, [*batch.sequences.values()], batch, slots, interrupt)
+        return batch.generations()
+
+    def _start(self, prompt: str, sampling: Sampling, chat: bool) -> tuple[Running, Iterator[int]]:
+        texts, model = self._texts, self.model
+        sequence = texts.begin(prompt, 0, sampling, chat=chat)
+        stops, ended = texts.stops(chat=chat), texts.ended(sampling)
         if self.memory is None:
-            return prompt_ids, decode_tokens(self.model, prompt_ids, sampling, stops)
-        length = len(prompt_ids) + sampling.max_new_tokens - 1
-        limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
-        steps = PlannedGeneration(self.model, len(prompt_ids), length, limits, self.device)
+            return sequence, _decoded(model, sequence, sampling, stops, ended)
+        length = sequence.start + sequence.limit - 1
+        limits = self.memory.limits(str(model.dtype).removeprefix("torch."))
+        steps = PlannedGeneration(model, sequence.start, length, limits, self.device)
         self.memory_use = steps.use
 
         def planned() -> Iterator[int]:
             try:
-                yield from decode_tokens(self.model, prompt_ids, sampling, stops, steps)
+                yield from _decoded(model, sequence, sampling, stops, ended, steps)
             finally:
                 steps.close()
 
-        return prompt_ids, planned()
-
-    def _stops(self, chat: bool) -> set[int]:
-        """Tokens that end a text: the tokenizer's, the model's own list, in a chat the template's."""
-        own = self.model.generation_config.eos_token_id
-        stops = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])}
-        return (stops | stop_ids(self.tokenizer) if chat else stops) - {None}
+        return sequence, planned()
 
 
 def generate(

@@ -89,13 +89,19 @@ def attach(model: nn.Module, handle: Handle) -> None:
     object.__setattr__(model, _ATTRIBUTE, handle)
 
 
+def attached(model: nn.Module) -> Handle | None:
+    """What `parallelize` attached to this model; None: it did not pass through it."""
+    found: Handle | None = model.__dict__.get(_ATTRIBUTE)
+    return found
+
+
 def handle(model: nn.Module) -> Handle:
     """What `parallelize` attached to this model.
 
     Raises:
         TypeError: The model did not pass through `parallelize`.
     """
-    attached = model.__dict__.get(_ATTRIBUTE)
-    if attached is None:
+    found = attached(model)
+    if found is None:
         raise TypeError(f"{type(model).__name__} did not pass through parallelize")
-    return attached
+    return found

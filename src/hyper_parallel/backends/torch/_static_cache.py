@@ -20,7 +20,7 @@ from hyper_parallel.backends.torch._forward import cache_argument, ungrouped_exp
 _PLAIN = {"full_attention", "sliding_attention"}
 
 
-class _Layer(StaticLayer):
+class FixedLayer(StaticLayer):
     """Keys and values of one layer, [B, H, N, K] each.
 
     While `position` is None a prompt is written from slot 0 on; else one token is written to slot `position` [1].
@@ -64,8 +64,8 @@ class _Layer(StaticLayer):
         return 0
 
 
-def why_no_static_cache(model: Any) -> str | None:
-    """Why a model's generation steps cannot have fixed shapes; None: they can."""
+def why_no_own_cache(model: Any) -> str | None:
+    """Why keys and values of a model cannot be kept in tensors of ours, under masks of ours; None: they can."""
     config = model.config.get_text_config(decoder=True)
     other = set(getattr(config, "layer_types", None) or ()) - _PLAIN
     if other:
@@ -78,6 +78,13 @@ def why_no_static_cache(model: Any) -> str | None:
         return "its forward takes no position_ids"
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return f"attention implementation {model.config._attn_implementation}"
+    return None
+
+
+def why_no_static_cache(model: Any) -> str | None:
+    """Why a model's generation steps cannot have fixed shapes; None: they can."""
+    if why := why_no_own_cache(model):
+        return why
     if why := ungrouped_experts(model, model.dtype):
         return f"experts run one by one, on as many rows as they get: {why}"
     return None
@@ -86,7 +93,7 @@ def why_no_static_cache(model: Any) -> str | None:
 def new_cache(model: Any, length: int) -> Any:
     """A cache of `length` slots; its tensors appear with the first step."""
     layers = StaticCache(config=model.config, max_cache_len=length).layers
-    return Cache(layers=[_Layer(length) for _ in layers])
+    return Cache(layers=[FixedLayer(length) for _ in layers])
 
 
 def cache_tensors(cache: Any) -> dict[str, Tensor]:
@@ -116,38 +123,48 @@ def prompt_inputs(model: Any, ids: list[int]) -> dict[str, Tensor]:
 
 def decode_inputs(model: Any, token: int, position: int, length: int) -> dict[str, Tensor]:
     """Inputs of the decode step: one token, its position, and per kind of layer the mask [1, 1, 1, N]."""
-    device = model.device
-    config = model.config.get_text_config(decoder=True)
-    window = getattr(config, "sliding_window", None)
-    slots = torch.arange(length, device=device)
-    seen = slots <= position
-    near = seen if window is None else seen & (slots > position - window)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds:  # one mask for all layers
-        kinds = {"sliding_attention" if window is not None else "full_attention"}
-    masks = {"full_attention": seen, "sliding_attention": near}
+    positions = torch.tensor([[position]], device=model.device)
     return {
-        "input_ids": torch.tensor([[token]], device=device),
-        "position_ids": torch.tensor([[position]], device=device),
-        **{f"mask.{kind}": _as_mask(masks[kind], model) for kind in sorted(kinds)},
+        "input_ids": torch.tensor([[token]], device=model.device),
+        "position_ids": positions,
+        **masks(model, positions, length, model.dtype),
     }
 
 
-def _as_mask(seen: Tensor, model: Any) -> Tensor:
-    """Boolean for torch's attention, added numbers for the model's own."""
-    mask = seen.view(1, 1, 1, -1)
-    if model.config._attn_implementation == "sdpa":
+def masks(model: Any, positions: Tensor, length: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Per kind of layer which of `length` slots, one a position, queries at positions [B, S] see: [B, 1, S, N].
+
+    Boolean for torch's attention, added numbers of a format for the model's own.
+    """
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+    slots, at = torch.arange(length, device=positions.device), positions[:, None, :, None]
+    seen = slots <= at
+    near = seen if window is None else seen & (slots > at - window)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:  # one mask for all layers
+        kinds = {"sliding_attention" if window is not None else "full_attention"}
+    chosen = {"full_attention": seen, "sliding_attention": near}
+    if model.config._attn_implementation != "sdpa":
+        zero = torch.zeros((), dtype=dtype, device=positions.device)
+        lowest = torch.finfo(dtype).min
+        chosen = {kind: torch.where(mask, zero, lowest) for kind, mask in chosen.items()}
+    return {f"mask.{kind}": chosen[kind] for kind in sorted(kinds)}
+
+
+def mask_argument(model: Any, inputs: dict[str, Tensor]) -> Any:
+    """What a model takes as `attention_mask`: masks by kind of layer, or one for all; None without."""
+    given = {k.removeprefix("mask."): v for k, v in inputs.items() if k.startswith("mask.")}
+    if given and not getattr(model.config.get_text_config(decoder=True), "layer_types", None):
+        (mask,) = given.values()
         return mask
-    zero = torch.zeros((), dtype=model.dtype, device=seen.device)
-    return torch.where(mask, zero, torch.finfo(model.dtype).min)
+    return given or None
 
 
 def run_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Logits [V] after a prompt, which fills the cache, or after one token more, if inputs have masks."""
-    mask: Any = {k.removeprefix("mask."): v for k, v in inputs.items() if k.startswith("mask.")}
-    position = inputs["position_ids"][0] if mask else None
-    if mask and not getattr(model.config.get_text_config(decoder=True), "layer_types", None):
-        (mask,) = mask.values()
+    mask = mask_argument(model, inputs)
+    position = None if mask is None else inputs["position_ids"][0]
     for layer in cache.layers:
         layer.position = position
     with torch.no_grad():
@@ -155,7 +172,7 @@ def run_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
         out = model(
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
-            attention_mask=None if position is None else mask,
+            attention_mask=mask,
             use_cache=True,
             logits_to_keep=1,
             **{cache_argument(model.forward): cache},

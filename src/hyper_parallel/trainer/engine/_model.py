@@ -64,7 +64,7 @@ def build_model(recipe: Recipe) -> nn.Module:
         ModelUnreadable: HP305 when transformers makes no such model of the config.
         HyperParallelError: As `add_adapters` and `freeze`.
     """
-    model = _on_meta(
+    model = on_meta(
         read_config(recipe.model.path),
         _DTYPES[recipe.training.dtype],
         recipe.model.attn_implementation,
@@ -117,7 +117,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def _on_meta(
+def on_meta(
     file: ConfigFile, dtype: torch.dtype, attention: str | None = None, *, trusted: bool = False
 ) -> nn.Module:
     """The model of a config; `trusted`: code that lies beside the config may run, where transformers has none."""
@@ -210,7 +210,7 @@ def read_spec(
         is_read(file.values) and "text_config" not in file.values
     ):
         return load_model(path, where=where)
-    model = _on_meta(file, torch.float32, trusted=trusted)
+    model = on_meta(file, torch.float32, trusted=trusted)
     spec = read_model(model, file.name)
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
 
