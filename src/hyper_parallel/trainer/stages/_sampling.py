@@ -1,7 +1,7 @@
 """Completions of many prompts at once, from the model as it is laid out for training.
 
 Every rank of a data-parallel group samples its own rows, all take as many forward passes, and nothing is copied: the
-weights are those of the next step. There is no cache of keys and values; a completion of T tokens takes T passes.
+weights are those of the next step. Keys and values are kept while a step samples, for one microbatch at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from hyper_parallel.trainer._decode import Running, Sampling, decoder_of, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,6 @@ class Completions:
     stopped: Tensor
 
 
-@torch.no_grad()
 def sample(
     model: nn.Module,
     tokens: Tensor,
@@ -52,35 +53,30 @@ def sample(
         stops: Tokens that end a completion.
         max_completion_length: Most tokens of one.
         draws: [N, max_completion_length] numbers in [0, 1), one for every token: a sequence depends on no other.
-        microbatch: Rows of a forward pass; all ranks have as many rows and the same number here.
+        microbatch: Rows of a forward pass.
     """
     tokens, ends = tokens.clone(), starts.clone()
     logprobs = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
-    stopping = torch.tensor(sorted(stops), device=tokens.device)
-    limit = (starts + max_completion_length).clamp_(max=tokens.shape[1])
     stopped = torch.zeros_like(starts, dtype=torch.bool)
+    limits = (tokens.shape[1] - starts).clamp_(max=max_completion_length).tolist()
+    drawn = draws.double().cpu().numpy()
+    sequences = [
+        Running(row, tokens[row, :start].tolist(), start, limit, drawn[row])
+        for row, (start, limit) in enumerate(zip(starts.tolist(), limits, strict=True))
+        if limit
+    ]
+    whole = Sampling(max_completion_length, temperature=1.0, top_p=1.0)
     training = model.training
     model.eval()
-    for drawn in draws.unbind(1):
-        # All ranks take part in the collectives of a pass, so they end together.
-        width = int(largest(torch.where(stopped | (ends >= limit), 0, ends).max()))
-        if width == 0:
-            break
-        for rows in torch.arange(len(tokens), device=tokens.device).split(microbatch):
-            logits = model(input_ids=tokens[rows, :width], use_cache=False).logits
-            last = (ends[rows] - 1).clamp_(max=width - 1)
-            logp = logits[torch.arange(len(rows)), last].double().log_softmax(-1)  # [B, V]
-            total = logp.exp().cumsum(-1)
-            # The inverse of the distribution function; rounding may leave its last value a little below 1.
-            token = torch.searchsorted(total, drawn[rows, None] * total[:, -1:], right=True)
-            token = token.clamp_(max=logp.shape[-1] - 1)
-            going = ~stopped[rows] & (ends[rows] < limit[rows])
-            at, where = rows[going], ends[rows[going]]
-            tokens[at, where] = token[going, 0]
-            logprobs[at, where] = logp.gather(1, token)[going, 0]
-            ends[at] += 1
-            stopped[at] = torch.isin(token[going, 0], stopping)
+    decoder = decoder_of(model, sequences, whole, stops, microbatch)
+    for _ in decoder.run():
+        pass
     model.train(training)
+    for sequence in sequences:
+        row, end = sequence.number, len(sequence.text)
+        tokens[row, :end] = torch.tensor(sequence.text)
+        logprobs[row, sequence.start : end] = torch.tensor(sequence.logprobs, dtype=torch.float64)
+        ends[row], stopped[row] = end, sequence.finish == "stop"
     return Completions(tokens, ends, logprobs, stopped)
 
 
@@ -105,5 +101,4 @@ def uniform(seed: int, step: int, first: int, rows: int, length: int) -> Iterato
     A function of seed, step and number alone, so that a sequence is drawn alike on every layout.
     """
     for row in range(first, first + rows):
-        raw = np.random.PCG64([seed % 2**64, 5, step, row]).random_raw(length)
-        yield (raw >> 11) / 2.0**53
+        yield numbers(seed, 5, step, row, length=length)
