@@ -101,8 +101,10 @@ class Run:
 
     def ranks(self) -> list[int]:
         """Processes of the ranks, in their order."""
-        children = psutil.Process(self.pid).children() if psutil.pid_exists(self.pid) else []
-        return sorted(child.pid for child in children)[-2:]  # before them, who reads the output
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.pid).children()
+            return sorted(child.pid for child in children)[-2:]  # before them, who reads the output
+        return []
 
     def step(self) -> int:
         """Last step in metrics.jsonl."""
