@@ -23,6 +23,12 @@ class Grpo(Section):
     """Most tokens of a completion; prompt and completion together have at most `data.seq_len` + 1."""
     scale_rewards: bool = True
     """Divide what a reward is above the mean of its group by the standard deviation of the group."""
+    rollout_ranks: int = Field(default=0, ge=0)
+    """Ranks beside those that train which only sample, each with a copy of the model. 0: the ranks that train sample."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Most optimizer steps that the weights which sampled may be behind; rollouts run ahead of training by so many."""
+    importance_sampling_cap: float = Field(default=2.0, gt=0)
+    """Most that the probability of a token may have grown since it was sampled and still weigh in full."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
     """dapo: every token of the step counts alike; grpo: every completion does."""
 

@@ -329,6 +329,13 @@ def _of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
             "set `parallel.auto=false parallel.pp=1 parallel.cp=1`",
             "dp_replicate, dp_shard, tp, ep",
         )
+    if grpo.max_staleness and not grpo.rollout_ranks:
+        clash(
+            "grpo.max_staleness",
+            "ranks that train and sample in turn have the newest weights",
+            f"max_staleness={grpo.max_staleness}, rollout_ranks=0",
+            "set `grpo.rollout_ranks=1`, or `grpo.max_staleness=0`",
+        )
     weights = grpo.reward_weights
     if weights is not None and len(weights) != len(grpo.reward_funcs):
         clash(

@@ -74,6 +74,7 @@ def launch(
     threads: int = 1,
     echo_rank: int | None = None,
     deadlines: Deadlines | None = None,
+    alone: int = 0,
 ) -> list[Any]:
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
@@ -85,6 +86,7 @@ def launch(
         threads: CPU threads of each rank.
         echo_rank: Rank that keeps the parent's standard output and error instead of a log file.
         deadlines: How long a rank may stay in one phase; None: ranks are not watched.
+        alone: So many of the last ranks each have a world of their own, the others one together.
 
     Raises:
         ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
@@ -113,7 +115,9 @@ def launch(
         try:
             with _serial_tokenizers():
                 for rank in range(world_size):
-                    given = (fn, rank, world_size, scratch, logs, threads, rank == echo_rank, board)
+                    together = world_size - alone
+                    world = (0, together) if rank < together else (rank, 1)
+                    given = (fn, rank, world, scratch, logs, threads, rank == echo_rank, board)
                     process = ForkProcess(target=_child, args=given)
                     _start(process, rank, world_size)
                     ranks.append(process)
@@ -226,14 +230,15 @@ def _serial_tokenizers() -> Iterator[None]:
 def _child(
     fn: Callable[[int], Any],
     rank: int,
-    world_size: int,
+    world: tuple[int, int],
     scratch: Path,
     logs: Path,
     threads: int,
     echo: bool,
     board: Board | None,
 ) -> None:
-    """Body of a rank; never returns."""
+    """Body of a rank, whose world begins at one rank and has so many; never returns."""
+    first, size = world
     status = 1
     try:
         gc.freeze()  # what the parent left behind is not ours to destroy
@@ -249,14 +254,14 @@ def _child(
 
         torch.set_num_threads(threads)
         os.environ |= {
-            "RANK": str(rank),
+            "RANK": str(rank - first),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            INIT_METHOD: f"file://{scratch / 'store'}",
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            INIT_METHOD: f"file://{scratch / f'store_{first}'}",
         }
         if board is not None:
-            os.environ[BOARD] = str(board.path)
+            os.environ[BOARD] = f"{board.ranks} {board.path}"
             Pulse(board, rank)
         torch.manual_seed(rank)
         result = fn(rank)

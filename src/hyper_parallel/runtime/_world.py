@@ -136,10 +136,10 @@ class World:
     def _watch(self, deadlines: Deadlines | None) -> None:
         """Say from now on what this rank does, and without our launcher look after the ranks of this machine."""
         if BOARD in os.environ:
-            board, look = Board(Path(os.environ[BOARD]), self.world_size), _ignore
+            ranks, path = os.environ[BOARD].split(" ", 1)
+            board, look = Board(Path(path), int(ranks)), _ignore
         elif deadlines is not None:
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            board = Board(board_of_machine(), ranks)
+            board = Board(board_of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             if self.local_rank == 0:
                 self._watched.callback(board.path.unlink, missing_ok=True)
             look = Sentry(board, deadlines, self.local_rank, self.rank - self.local_rank).look

@@ -51,7 +51,7 @@ MOST_SIMULATED: Final = 4096
 _OF_A_RUN: Final = (
     "checkpoints", "export", "model", "tensorboard", "metrics.jsonl", "eval.jsonl", "timeline.json",
     "offload_predicted.json", "offload_measured.json", "sample.txt", "run.json", "report.html", "trace.json",
-    "profile", "trackers.json",
+    "profile", "trackers.json", "rollouts",
 )  # fmt: skip
 """Files and directories of a run that one which starts over removes."""
 
@@ -307,6 +307,7 @@ def _check_groups(loaded: LoadedRecipe, plan: Plan) -> None:
     rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of answers"
     if recipe.stage == "grpo":
         size, what = recipe.grpo.num_generations, "groups of completions"
+        _check_rollout_ranks(loaded, rows)
         reward_functions(recipe.grpo.reward_funcs, loaded.where("grpo.reward_funcs"))
     if rows % (size * dp):
         better = max(1, round(rows / (size * dp))) * size * dp * work.seq_len
@@ -324,6 +325,21 @@ def _check_groups(loaded: LoadedRecipe, plan: Plan) -> None:
             got=f"microbatch={work.microbatch}",
             allowed="an even number",
             hint="training.microbatch=2",
+        )
+
+
+def _check_rollout_ranks(loaded: LoadedRecipe, rows: int) -> None:
+    """Raise when ranks that only sample cannot be started, or would not have as many sequences each."""
+    ranks = loaded.recipe.grpo.rollout_ranks
+    launcher = "torchrun" if under_torchrun() else loaded.recipe.launch.launcher
+    if ranks and (rows % ranks or launcher != "local"):
+        raise Contradiction(
+            "ranks that only sample share the sequences of a step evenly"
+            if rows % ranks
+            else "ranks that only sample are started by this process, not by another launcher yet",
+            where=loaded.where("grpo.rollout_ranks"),
+            got=f"rollout_ranks={ranks}, {rows} sequences in a step, launcher={launcher}",
+            hint="grpo.rollout_ranks=1" if rows % ranks else "grpo.rollout_ranks=0",
         )
 
 

@@ -29,6 +29,7 @@ from hyper_parallel.trainer._signals import Interrupted, StopRequest
 from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
+from hyper_parallel.trainer.stages._rollouts import RolloutFolder, sample_rank
 
 _log = logging.getLogger(__name__)
 _NEW_TOKENS: Final = 160
@@ -132,12 +133,22 @@ def _train(job: Job, stop: StopRequest, logs: Path | None = None) -> Summary | N
         import transformers.models.auto.modeling_auto  # noqa: F401
 
         ranks, training = job.plan.strategy.world_size, job.recipe.training
+        sampling = job.recipe.grpo.rollout_ranks
+        RolloutFolder(job.output_dir / "rollouts").reset()
+
+        def rank_of(rank: int) -> Summary | None:
+            if rank < ranks:
+                return train_rank(job, flash, stop)
+            sample_rank(job, rank - ranks)
+            return None
+
         results = launch(
-            lambda rank: train_rank(job, flash, stop),
-            ranks,
+            rank_of,
+            ranks + sampling,
             log_dir=logs,
-            threads=rank_threads(ranks),
+            threads=rank_threads(ranks + sampling),
             echo_rank=0,
+            alone=sampling,
             deadlines=Deadlines(training.timeout_s, training.first_step_timeout_s),
         )
     summary: Summary | None = results[0]

@@ -46,6 +46,7 @@ from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary
 from hyper_parallel.trainer.stages import LearningStage
 from hyper_parallel.trainer.stages._dpo import DpoStage
 from hyper_parallel.trainer.stages._grpo import GrpoStage
+from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.data import Batches, StreamBatches
@@ -155,8 +156,10 @@ class TorchEngine:
             SkipPolicy(training.on_nonfinite == "skip", training.skip_grad_norm),
             self._stage(done),
         )
-        if self._loop.stage is not None and done < training.steps:
-            self._loop.stage.begin(batches)
+        if self._loop.stage is not None:
+            self._stack.callback(self._loop.stage.end)
+            if done < training.steps:
+                self._loop.stage.begin(batches)
         self._seed(done + 1)
         if training.profile is not None and training.profile.start <= done:
             self._display.line("nothing is profiled: the window begins before the checkpoint")
@@ -309,7 +312,11 @@ class TorchEngine:
         if recipe.stage == "grpo":
             tokenizer = load_tokenizer(job.packed.tokenizer_dir)
             seed = recipe.training.seed
-            return GrpoStage(self._model, tokenizer, recipe.grpo, job.plan, seed, share)
+            sampler = Sampler(self._model, tokenizer, recipe.grpo, seed)
+            others = None
+            if recipe.grpo.rollout_ranks:
+                others = Publisher(job, self._world, self._model, done)
+            return GrpoStage(sampler, job.plan, share, others)
         if recipe.stage == "dpo":
             before = job.resume_dir.parent if done else None
             out, writes = job.output_dir, self.rank == 0

@@ -30,5 +30,8 @@ class LearningStage(Protocol):
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a microbatch, from [B, S] log-probabilities of its targets."""
 
+    def end(self) -> None:
+        """The last step of the process is over."""
+
     def record(self) -> dict[str, Any]:
         """What the step was, by fields of its `StepResult`; equal on all ranks."""

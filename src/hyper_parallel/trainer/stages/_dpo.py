@@ -150,6 +150,9 @@ class DpoStage:
         self._seen.append(torch.stack([f.detach().double().to(logprobs.device) for f in facts]))
         return losses.sum() / pairs
 
+    def end(self) -> None:
+        """Nothing is left to do."""
+
     def record(self) -> dict[str, Any]:
         """Mean scores of chosen and rejected answers, and the share of pairs in the right order."""
         none = torch.zeros(4, dtype=torch.float64, device=self.device)

@@ -3,11 +3,15 @@
 Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; the sum over tokens of the whole step divided once is that of
 DAPO, arXiv:2503.14476; without division by the standard deviation, Dr. GRPO, arXiv:2503.20783.
 
-One optimizer step per batch of completions, on the ranks that train, by the weights that sampled them (on-policy):
+One optimizer step per batch of completions:
 
-    rollout   sample G completions of every prompt of the step, from the live model
+    rollout   sample G completions of every prompt of the step, from the live model or on ranks of their own
     reward    functions of the texts; advantage = (reward - mean of its group) / standard deviation of its group
-    learn     -sum over completion tokens of advantage x exp(logp - stopgrad(logp)), divided by the tokens of the step
+    learn     -sum over completion tokens of w x advantage x exp(logp - stopgrad(logp)), over the tokens of the step
+
+With one step per batch the proximal policy of decoupled PPO is the policy itself, so what its clip would see is 1. What
+weights of an earlier version have sampled is corrected by w = min(p / mu, cap) alone (truncated importance sampling; mu
+is the probability that the token was sampled by). For the newest weights w is 1.
 """
 
 from __future__ import annotations
@@ -19,14 +23,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer.data import stop_ids
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._rewards import reward_functions, score
-from hyper_parallel.trainer.stages._sampling import Completions, added, largest, sample, uniform
+from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
+from hyper_parallel.trainer.stages._sampling import Completions, added, largest
 
 _SMALL: Final = 1e-4
 """Added to the standard deviation of a group, as TRL does."""
@@ -37,31 +40,32 @@ class GrpoStage:
     """Turns rows of prompts with answers into microbatches of completions with advantages.
 
     Attributes:
-        model: The model that samples and learns.
-        tokenizer: Of the run.
-        settings: Section `grpo` of the recipe.
+        sampler: Samples from the live model; of settings and tokenizer also what the stage needs.
         plan: The plan of the run.
-        seed: `training.seed`.
         rank: Data-parallel rank.
+        others: Where completions come from that ranks of their own sample; None: this one samples.
     """
 
-    model: nn.Module
-    tokenizer: Any
-    settings: Grpo
+    sampler: Sampler
     plan: Plan
-    seed: int
     rank: int
+    others: Publisher | None = None
     _record: dict[str, Any] = field(default_factory=dict)
     _off: list[Tensor] = field(default_factory=list)
+    _ratios: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.settings = self.sampler.settings
         self._rewards = reward_functions(self.settings.reward_funcs, "grpo.reward_funcs")
-        self._stops = stop_ids(self.tokenizer)
-        pad = self.tokenizer.pad_token_id
-        self._pad = self.tokenizer.eos_token_id if pad is None else pad
 
     def begin(self, batches: Any) -> None:
-        """Nothing is prepared."""
+        """Keep where the data is read."""
+        self._batches = batches
+
+    def end(self) -> None:
+        """Let the ranks that sample end."""
+        if self.others is not None:
+            self.others.end()
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
@@ -72,27 +76,18 @@ class GrpoStage:
         returned have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S] beside the completions.
         """
         size = len(microbatches[0]["input_ids"])
-        ids = torch.cat([part["input_ids"] for part in microbatches])
         labels = torch.cat([part["shift_labels"] for part in microbatches])
-        count, device = len(ids), ids.device
+        count, device = len(labels), labels.device
         answered = labels != IGNORE_INDEX
-        starts = (
-            answered.int().argmax(1) + 1
-        )  # the first label belongs to the token before the answer
-        at = torch.arange(ids.shape[1] + 1, device=device)
-        prompts = torch.nn.functional.pad(ids, (0, 1), value=self._pad)
-        prompts = torch.where(at < starts[:, None], prompts, self._pad)
-        length = self.settings.max_completion_length
-        draws = uniform(self.seed, step, self.rank * count, count, length)
-        made = sample(
-            self.model,
-            prompts,
-            starts,
-            stops=self._stops,
-            max_completion_length=length,
-            draws=torch.from_numpy(np.stack(list(draws))).to(device),
-            microbatch=size,
-        )
+        prompts, starts = self.sampler.prompts(microbatches)
+        at = torch.arange(prompts.shape[1], device=device)
+        first, self._age, waited_s = self.rank * count, 0, 0.0
+        if self.others is None:
+            made = self.sampler.complete(prompts, starts, step, first, size)
+        else:
+            self.others.publish(step - 1, self._batches.state_dict(step - 1))
+            made, version = self.others.take(step, first, count, device)
+            self._age, waited_s = step - 1 - version, self.others.waited_s
         answers = [self._text(row[known]) for row, known in zip(labels, answered, strict=True)]
         rewards, each = self._reward(made, starts, answers)
         groups = torch.tensor(rewards, dtype=torch.float64, device=device).view(
@@ -122,6 +117,11 @@ class GrpoStage:
             "groups_without_spread": flat / (total / self.settings.num_generations),
             "completion_tokens": tokens / total,
             "stopped": stopped / total,
+            **(
+                {}
+                if self.others is None
+                else {"age": largest(torch.tensor(float(self._age))), "wait_s": waited_s}
+            ),
             **{
                 f"reward_{name.rpartition('.')[2]}": value / total
                 for name, value in zip(self.settings.reward_funcs, named, strict=True)
@@ -138,26 +138,37 @@ class GrpoStage:
             "rollout_logprobs": made.logprobs[:, 1:],
         }
         self._off.clear()
+        self._ratios.clear()
         cut = zip(*(tensor.split(size) for tensor in batch.values()), strict=True)
         parts = [dict(zip(batch, part, strict=True)) for part in cut]
         return parts, int(tokens)
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a microbatch, from [B, S] log-probabilities; its value is minus the mean advantage."""
-        # Of weights that sampled the batch the ratio is 1: its gradient is that of the log-probability.
+        # Of one step the ratio is 1: its gradient is that of the log-probability.
         ratio = (logprobs - logprobs.detach()).exp()
         weights = batch["weights"] * batch["advantages"][:, None]
-        off = (logprobs.detach() - batch["rollout_logprobs"]) * (batch["weights"] > 0)
+        counts = batch["weights"] > 0
+        off = (logprobs.detach() - batch["rollout_logprobs"]) * counts
         self._off.append(off.abs().max())
+        if self.settings.max_staleness:
+            grown = off.exp()
+            found = grown[counts].double()
+            self._ratios.append(torch.stack([found.sum(), found.square().sum(), counts.sum()]))
+            weights = weights * grown.clamp(max=self.settings.importance_sampling_cap)
         return -(ratio * weights.to(ratio.dtype)).sum()
 
     def record(self) -> dict[str, Any]:
         """The rollout, with the largest distance of a log-probability from the one it was sampled by."""
         error = largest(torch.stack(self._off).max())
-        return {"rollout": {**self._record, "logprob_error": error}}
+        found = {**self._record, "logprob_error": error}
+        if self._ratios:
+            total, squares, count = self._sum(list(torch.stack(self._ratios).sum(0)))
+            found["effective_samples"] = total**2 / (count * squares)
+        return {"rollout": found}
 
     def _text(self, ids: Tensor) -> str:
-        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+        return str(self.sampler.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def _reward(
         self, made: Completions, starts: Tensor, answers: list[str]

@@ -1,0 +1,324 @@
+"""Completions from ranks of their own: who samples, by which weights, and what passes between the roles.
+
+All of it lies in one folder of the run, which every rank sees; nothing is sent. So a role that is started again finds
+what was there, and a run that is killed goes on:
+
+    rollouts/policy/step_00000012          weights after 12 steps, as in a checkpoint: any layout loads them
+    rollouts/step_00000013.0.safetensors   completions of step 13, first share, and the version that sampled them
+    rollouts/begin.json                    where the ranks that train go on from
+    rollouts/end                           they have ended
+
+Version v is the weights after v optimizer steps. Completions of step t are sampled by a version v >= t - 1 -
+`max_staleness`: who samples waits for it, so the bound cannot be broken, and nothing that was sampled is thrown away.
+With `training.deterministic` it is exactly that version, else the newest there is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hyper_parallel.backends.torch import materialize
+from hyper_parallel.config import Grpo
+from hyper_parallel.ir import Workload
+from hyper_parallel.runtime import Deadlines, World, parallelize, plan_of
+from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints._manifest import remove, steps
+from hyper_parallel.trainer.data import load_tokenizer, stop_ids
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.engine._model import build_model, routing_of
+from hyper_parallel.trainer.stages._sampling import Completions, sample, uniform
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer._job import Job
+
+_LOOK_S: Final = 0.005
+_FOUND = TypeVar("_FOUND")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Samples completions of prompts; the same on ranks that train and on those that only sample.
+
+    Attributes:
+        model: A causal language model that passed through `parallelize`.
+        tokenizer: Of the run.
+        settings: Section `grpo` of the recipe.
+        seed: `training.seed`.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    settings: Grpo
+    seed: int
+
+    def prompts(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        """[N, S + 1] prompts of rows whose labels are the answers, padded behind, and [N] their lengths."""
+        ids = torch.cat([part["input_ids"] for part in microbatches])
+        labels = torch.cat([part["shift_labels"] for part in microbatches])
+        # The first label belongs to the token before the answer.
+        starts = (labels != IGNORE_INDEX).int().argmax(1) + 1
+        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.eos_token_id if pad is None else pad
+        ids = torch.nn.functional.pad(ids, (0, 1), value=pad)
+        at = torch.arange(ids.shape[1], device=ids.device)
+        return torch.where(at < starts[:, None], ids, pad), starts
+
+    def complete(
+        self, prompts: Tensor, starts: Tensor, step: int, first: int, microbatch: int
+    ) -> Completions:
+        """Completions of prompts that are the sequences of a step from number `first` on."""
+        length = self.settings.max_completion_length
+        draws = np.stack(list(uniform(self.seed, step, first, len(prompts), length)))
+        return sample(
+            self.model,
+            prompts,
+            starts,
+            stops=stop_ids(self.tokenizer),
+            max_completion_length=length,
+            draws=torch.from_numpy(draws).to(prompts.device),
+            microbatch=microbatch,
+        )
+
+
+class RolloutFolder:
+    """What passes between the roles of a run.
+
+    Args:
+        path: The folder.
+        beat: Called while this rank waits, so that nobody takes it for one that hangs.
+    """
+
+    def __init__(self, path: Path, beat: Callable[[str], None] = lambda phase: None) -> None:
+        self.path, self.policy, self._beat = path, path / "policy", beat
+
+    @property
+    def ended(self) -> bool:
+        """Whether the ranks that train have ended."""
+        return (self.path / "end").exists()
+
+    def reset(self) -> None:
+        """Before any role is started: nobody has begun, nobody has ended."""
+        for name in ("begin.json", "end"):
+            (self.path / name).unlink(missing_ok=True)
+
+    def begin(self, done: int, data: dict[str, Any], *, exact: bool) -> None:
+        """The ranks that train go on after step `done`; what later weights have left is not of this run.
+
+        With `exact` it is: the same steps give the same weights again.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in self.path.glob("step_*.safetensors"):
+            if not exact and _version(path) > done:
+                path.unlink()
+        for version in steps(self.policy):
+            if not exact and version > done:
+                remove(self.policy, version)
+        write_text(self.path / "begin.json", json.dumps({"done": done, "data": data}))
+
+    def end(self) -> None:
+        """The ranks that train have ended."""
+        if self.path.is_dir():
+            (self.path / "end").touch()
+
+    def begun(self) -> dict[str, Any] | None:
+        """Where the ranks that train go on from, as soon as they say so; None when they have ended."""
+        path = self.path / "begin.json"
+        return self.wait(lambda: json.loads(path.read_text()) if path.exists() else None)
+
+    def version(self, least: int, *, exact: bool) -> int | None:
+        """The newest weights of version `least` or later, or exactly these; None when nobody trains any more."""
+
+        def there() -> int | None:
+            found = steps(self.policy)
+            if exact:
+                return least if least in found else None
+            return found[-1] if found and found[-1] >= least else None
+
+        return self.wait(there)
+
+    def wait(self, there: Callable[[], _FOUND | None]) -> _FOUND | None:
+        """What the other role is to give, as soon as it is there; None when nobody trains any more."""
+        while (found := there()) is None:
+            if self.ended:
+                return None
+            self._beat("rollout")
+            time.sleep(_LOOK_S)
+        return found
+
+    def file(self, step: int, part: int) -> Path:
+        """Where completions are: share `part` of a step."""
+        return self.path / f"step_{step:08d}.{part}.safetensors"
+
+    def write(self, step: int, part: int, made: Completions, version: int) -> None:
+        """Publish completions, whole or not at all."""
+        path = self.file(step, part)
+        partial = path.with_suffix(".part")
+        tensors = {f.name: getattr(made, f.name).cpu().contiguous() for f in fields(made)}
+        save_file(tensors, partial, {"version": str(version)})
+        partial.rename(path)
+
+    def read(self, step: int, part: int) -> tuple[Completions, int]:
+        """Completions as soon as they are there, and the version that sampled them."""
+        path = self.file(step, part)
+        self.wait(lambda: path if path.exists() else None)
+        with safe_open(path, "pt") as opened:
+            made = Completions(**{f.name: opened.get_tensor(f.name) for f in fields(Completions)})
+        return made, _version(path)
+
+    def trim(self, before: int) -> None:
+        """Remove completions of steps up to `before`, which no run goes back to."""
+        for path in self.path.glob("step_*.safetensors"):
+            if int(path.name[5:13]) <= before:
+                path.unlink()
+
+
+def _version(path: Path) -> int:
+    with safe_open(path, "pt") as opened:
+        return int(opened.metadata()["version"])
+
+
+class Publisher:
+    """The side of the ranks that train: gives weights away and gets completions.
+
+    Args:
+        job: The run.
+        world: The ranks that train.
+        model: Their model.
+        done: Steps before the first one of this process.
+    """
+
+    def __init__(self, job: Job, world: World, model: nn.Module, done: int) -> None:
+        beat = (lambda phase: None) if world.pulse is None else world.pulse.beat
+        self._folder = RolloutFolder(job.output_dir / "rollouts", beat)
+        self._job, self._world, self._model, self._done = job, world, model, done
+        self._settings, self._exact = job.recipe.grpo, job.recipe.training.deterministic
+        self._checkpoints: Checkpointer | None = None
+        self.waited_s = 0.0
+
+    def publish(self, version: int, data: dict[str, Any]) -> None:
+        """Weights after `version` steps; the first time, where the run goes on from."""
+        first = self._world.rank == 0
+        if self._checkpoints is None:
+            if first:
+                self._folder.begin(self._done, data, exact=self._exact)
+            keep = self._settings.max_staleness + 2
+            self._checkpoints = Checkpointer(
+                self._folder.policy, keep=keep, asynchronous=False, fingerprint={}
+            )
+            if self._world.world_size > 1:
+                dist.barrier()
+        there = self._exact and version in steps(self._folder.policy)
+        if self._world.world_size > 1:
+            dist.barrier()  # nobody has published it before all have looked
+        if not there:
+            self._checkpoints.save(version, self._model, None, {})
+        if first:
+            saved = steps(self._job.checkpoint_dir)
+            self._folder.trim(saved[-1] if saved else version)
+
+    def take(
+        self, step: int, first: int, count: int, device: torch.device
+    ) -> tuple[Completions, int]:
+        """Completions of `count` sequences of a step from number `first` on, and the oldest version among them."""
+        begin = time.perf_counter()
+        parts = self._settings.rollout_ranks
+        work = self._job.plan.workload
+        each = (work.tokens_per_step or 0) // work.seq_len // parts
+        read = [
+            self._folder.read(step, part)
+            for part in range(first // each, -(-(first + count) // each))
+        ]
+        self.waited_s = time.perf_counter() - begin
+        at = first - first // each * each
+        made = Completions(
+            **{
+                f.name: torch.cat([getattr(one, f.name) for one, _ in read])[at : at + count].to(
+                    device
+                )
+                for f in fields(Completions)
+            }
+        )
+        return made, min(version for _, version in read)
+
+    def end(self) -> None:
+        """The last step is over."""
+        if self._world.rank == 0:
+            self._folder.end()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+
+
+def sample_rank(job: Job, part: int) -> None:
+    """Sample share `part` of every step with weights as they are published, until the ranks that train have ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the ranks that train end the run
+    recipe, work = job.recipe, job.plan.workload
+    training, grpo = recipe.training, recipe.grpo
+    with World.join(
+        deadlines=Deadlines(training.timeout_s, training.first_step_timeout_s)
+    ) as world:
+        if training.deterministic:
+            torch.use_deterministic_algorithms(True)
+        model = build_model(recipe)
+        rows = (work.tokens_per_step or 0) // work.seq_len // grpo.rollout_ranks
+        microbatch = math.gcd(rows, work.microbatch or 1)
+        alone = Workload(
+            work.seq_len,
+            microbatch=microbatch,
+            compute_dtype=work.compute_dtype,
+            param_dtype=work.param_dtype,
+            reduce_dtype=work.reduce_dtype,
+        )
+        parallelize(model, plan_of(model, "", alone), world, routing=routing_of(recipe))
+        materialize(
+            model, seed=training.seed, device=world.device
+        )  # its values come with a version
+        beat = (lambda phase: None) if world.pulse is None else world.pulse.beat
+        folder = RolloutFolder(job.output_dir / "rollouts", beat)
+        sampler = Sampler(model, load_tokenizer(job.packed.tokenizer_dir), grpo, training.seed)
+        published = Checkpointer(folder.policy, keep=1, asynchronous=False, fingerprint=None)
+        if (begin := folder.begun()) is None:
+            return
+        batches = job.train_batches()
+        batches.load_state_dict(begin["data"])
+        loaded = -1
+        for step in range(begin["done"] + 1, training.steps + 1):
+            if folder.file(step, part).exists():
+                continue
+            if world.pulse is not None:
+                world.pulse.begin_step(step)
+            least = max(0, step - 1 - grpo.max_staleness)
+            version = folder.version(least, exact=training.deterministic)
+            if version is None:
+                return
+            if version != loaded:
+                published.load(model, None, version)
+                loaded = version
+            parts = batches.microbatches(
+                step - 1, part, grpo.rollout_ranks, microbatch, rows // microbatch
+            )
+            given = [
+                {
+                    name: torch.from_numpy(getattr(one, name)).to(world.device)
+                    for name in ("input_ids", "shift_labels")
+                }
+                for one in parts
+            ]
+            made = sampler.complete(*sampler.prompts(given), step, part * rows, microbatch)
+            folder.write(step, part, made, version)
