@@ -24,7 +24,7 @@ class Grpo(Section):
     scale_rewards: bool = True
     """Divide what a reward is above the mean of its group by the standard deviation of the group."""
     rollout_ranks: int = Field(default=0, ge=0)
-    """Ranks beside those that train which only sample, each with a copy of the model. 0: the ranks that train sample."""
+    """Ranks beside those that train that only sample, each with a copy of the model. 0: those that train sample."""
     max_staleness: int = Field(default=0, ge=0)
     """Most optimizer steps that the weights which sampled may be behind; rollouts run ahead of training by so many."""
     importance_sampling_cap: float = Field(default=2.0, gt=0)

@@ -1,0 +1,153 @@
+"""Reinforcement learning whose completions come from ranks of their own, by weights a bounded number of steps old."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+
+from hyper_parallel.config import Grpo
+from hyper_parallel.errors import Contradiction
+from hyper_parallel.trainer.stages._grpo import GrpoStage
+from hyper_parallel.trainer.stages._rollouts import Sampler
+from tests.e2e.runs import CONFIG, rows, start, train, wait_for_steps
+
+pytestmark = pytest.mark.e2e
+
+REWARD = '''
+import random, time
+
+def digits(prompts, completions, answer, **_):
+    """Share of the first three characters that are digits."""
+    return [sum(c.isdigit() for c in text[:3]) / 3 for text in completions]
+
+def late(prompts, completions, answer, **_):
+    time.sleep(random.random() / 20)
+    return digits(prompts, completions, answer)
+'''
+EXPORT = "checkpoint.export=true"
+ASYNC = ("grpo.rollout_ranks=1", "grpo.max_staleness=2", "training.deterministic=true")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("rollouts")
+    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
+    sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for b in range(4)]
+    (place / "sums.jsonl").write_text("".join(json.dumps(s) + "\n" for s in sums))
+    (place / "late_rewards.py").write_text(REWARD)
+    recipe = {
+        "model": {"path": "model.json"},
+        "stage": "grpo",
+        "data": {"source": "sums.jsonl", "seq_len": 56, "packing": False, "holdout": 0, "vocab_size": 264},
+        "grpo": {"num_generations": 4, "max_completion_length": 3, "reward_funcs": ["late_rewards.digits"]},
+        "training": {"steps": 6, "dtype": "float64", "tokens_per_step": 896, "lr": 1e-2, "microbatch": 4},
+        "parallel": {"dp_shard": 1},
+        "checkpoint": {"export": False},
+    }  # fmt: skip
+    (place / "recipe.yaml").write_text(json.dumps(recipe))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _here(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def curve(out):
+    return [
+        (r["loss"], r["grad_norm"], r["rollout"]["reward"]) for r in rows(out / "metrics.jsonl")
+    ]
+
+
+def ages(out):
+    return [r["rollout"]["age"] for r in rows(out / "metrics.jsonl")]
+
+
+def weights(out):
+    return (out / "export" / "model.safetensors").read_bytes()
+
+
+def test_without_staleness_the_run_is_that_of_one_program(place):
+    train(place, place / "serial", EXPORT)
+    train(place, place / "apart", EXPORT, "grpo.rollout_ranks=2")
+    assert curve(place / "apart") == curve(place / "serial")
+    assert weights(place / "apart") == weights(place / "serial")
+    assert ages(place / "apart") == [0] * 6
+
+
+def test_who_trains_and_who_samples_may_be_cut_otherwise(place):
+    train(place, place / "one", *ASYNC)
+    assert ages(place / "one") == [0, 1, 2, 2, 2, 2]
+    last = rows(place / "one" / "metrics.jsonl")[-1]["rollout"]
+    assert 0 < last["effective_samples"] < 1
+    words = ("grpo.rollout_ranks=2", "parallel.dp_shard=2")
+    train(place, place / "two", *ASYNC, *words)
+    assert [x for row in curve(place / "two") for x in row] == pytest.approx(
+        [x for row in curve(place / "one") for x in row], rel=1e-10, abs=1e-12
+    )
+    # Whoever is late, weights are never older than said, and no completion is left out.
+    words = (
+        "grpo.rollout_ranks=1",
+        "grpo.max_staleness=1",
+        "grpo.reward_funcs=[late_rewards.late]",
+    )
+    train(place, place / "late", *words, "training.steps=12")
+    assert set(ages(place / "late")) <= {0, 1}
+    assert [r["step"] for r in rows(place / "late" / "metrics.jsonl")] == list(range(1, 13))
+
+
+def test_roles_that_are_killed_change_nothing(place):
+    """First who samples, then, in the run that goes on, who trains."""
+    words = (
+        *ASYNC,
+        "training.steps=12",
+        "training.lr_schedule=constant",
+        EXPORT,
+        "checkpoint.every=4",
+    )
+    train(place, place / "whole", *words)
+    out = place / "killed"
+    with start(place, out, *words, "training.max_restarts=2", path=place) as process:
+        for steps, role in ((5, 1), (9, 0)):
+            wait_for_steps(process, out, steps)
+            ranks = sorted(child.pid for child in psutil.Process(process.pid).children())
+            os.kill(ranks[role], signal.SIGKILL)
+        _, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert len(json.loads((out / "run.json").read_text())["resumes"]) == 2
+    assert curve(out) == curve(place / "whole")
+    assert weights(out) == weights(place / "whole")
+
+
+def test_the_gradient_of_old_completions_is_weighted_by_what_they_have_become():
+    torch.manual_seed(0)
+    logprobs = torch.randn(3, 5, dtype=torch.float64).requires_grad_()
+    old = logprobs.detach() + torch.randn(3, 5, dtype=torch.float64)
+    advantages, counted = torch.randn(3, dtype=torch.float64), torch.rand(3, 5).double() > 0.3
+    batch = {"advantages": advantages, "weights": counted.double() / 7, "rollout_logprobs": old}
+    settings = Grpo(rollout_ranks=1, max_staleness=1, importance_sampling_cap=1.5)
+    stage = GrpoStage(Sampler(None, None, settings, 0), None, 0)
+    stage.objective(logprobs, batch).backward()
+    grown = (logprobs.detach() - old).exp()
+    wanted = -grown.clamp(max=1.5) * advantages[:, None] * counted / 7
+    torch.testing.assert_close(logprobs.grad, wanted, rtol=1e-12, atol=0)
+    assert (grown > 1.5).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (["grpo.max_staleness=1"], "have the newest weights"),
+        (["grpo.rollout_ranks=3"], "share the sequences of a step evenly"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused_before_any_starts(place, change, match):
+    with pytest.raises(Contradiction, match=match) as caught:
+        train(place, place / "refused", *change)
+    assert caught.value.hint
+    assert not (place / "refused").exists()
