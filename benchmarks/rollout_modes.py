@@ -1,5 +1,4 @@
-"""Reinforcement learning on two processes in three ways: both train and sample in turn, one samples for the other in
-step with it, one samples ahead.
+"""Reinforcement learning on two processes: both train and sample in turn, or one samples, in step or ahead.
 
     python benchmarks/rollout_modes.py --json                    120 steps of each, twice, in turn
     python benchmarks/rollout_modes.py --steps 800 --rounds 1    to the end of the recipe
