@@ -159,8 +159,10 @@ class Decoder:
             self.passes.idle()
             return []
         unread = {row: len(s.text) - s.read for row, s in self._slots.items()}
-        prompts = [row for row, left in unread.items() if left > 1]
-        rows = sorted(prompts or unread)
+        prompts = {row: min(left, self.passes.chunk) for row, left in unread.items() if left > 1}
+        longest = max(prompts.values(), default=0)
+        # Much shorter ones, which would be mostly padding, follow by themselves.
+        rows = sorted([row for row, size in prompts.items() if 2 * size > longest] or unread)
         fed = [self._slots[row] for row in rows]
         parts = [s.text[s.read : s.read + self.passes.chunk] for s in fed]
         logits = self.passes.feed(rows, parts, [s.read for s in fed])
@@ -170,7 +172,9 @@ class Decoder:
         if not done:
             return []
         going = [fed[i] for i in done]
-        chosen = None if logits is None else self._choose(logits[done], going)
+        if logits is not None and len(done) < len(rows):
+            logits = logits[done]
+        chosen = None if logits is None else self._choose(logits, going)
         tokens, logprobs = self.passes.share(chosen, len(done)).tolist()
         for sequence, token, logprob in zip(going, tokens, logprobs, strict=True):
             self._take(sequence, int(token), logprob)
