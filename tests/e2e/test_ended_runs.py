@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -13,9 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hyper_parallel.errors import SnapshotsTooLarge
 from tests.e2e.runs import (
     CURVE,
     command,
+    curve,
     make_place,
     published,
     rows,
@@ -103,6 +106,44 @@ def test_a_rank_that_freezes_outside_of_steps_is_found_as_soon(
     said = re.findall(r"(rank . is stopped by a signal) since \d s, in (.*?)[;\n]", caplog.text)
     assert said == [("rank 1 is stopped by a signal", where) for where in ("start", "checkpoint")]
     assert [r["step"] for r in rows(tmp_path / "frozen" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+LOST = """
+import os, signal
+from pathlib import Path
+from hyper_parallel.trainer import Callback
+
+class Lost(Callback):
+    def on_step_end(self, step, metrics):
+        if self.rank == 1 and step in {steps} and not (mark := Path({marks!r}) / f"lost{{step}}").exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_lost_rank_costs_one_step_where_every_step_has_a_snapshot(
+    place, tmp_path, monkeypatch, caplog
+):
+    words = ("parallel.dp_shard=2", "training.steps=8", "checkpoint.every=3", *CURVE)
+    train(place, tmp_path / "whole", *words)
+    first, second = sorted(random.Random(26).sample(range(2, 8), 2))
+    (tmp_path / "mine_lost.py").write_text(LOST.format(steps={first, second}, marks=str(tmp_path)))
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = ("checkpoint.snapshot_every=1", "training.callbacks=[mine_lost.Lost]")
+    folders = set(Path("/dev/shm").glob("hyper_parallel-lost-*"))
+    train(place, tmp_path / "lost", *words, *mine, "training.max_restarts=2")
+    assert caplog.text.count("rank 1 failed (killed by SIGKILL)") == 2
+    resumes = json.loads((tmp_path / "lost" / "run.json").read_text())["resumes"]
+    assert [resume["step"] for resume in resumes] == [first - 1, second - 1]
+    assert curve(tmp_path / "lost") == curve(tmp_path / "whole")  # bitwise
+    assert [r["step"] for r in rows(tmp_path / "lost" / "metrics.jsonl")] == list(range(1, 9))
+    assert set(Path("/dev/shm").glob("hyper_parallel-lost-*")) == folders
+
+    monkeypatch.setattr("hyper_parallel.trainer._snapshots.MEMORY", tmp_path / "none")
+    with pytest.raises(SnapshotsTooLarge) as caught:
+        train(place, tmp_path / "large", *words, "checkpoint.snapshot_every=1")
+    assert "needed" in caught.value.got
+    assert not (tmp_path / "large" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])

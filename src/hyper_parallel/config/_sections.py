@@ -319,6 +319,8 @@ class Checkpoint(Section):
     """Steps between checkpoints; 0: after the last step, and as `every_minutes` says."""
     every_minutes: float = Field(default=30.0, ge=0)
     """Minutes since the last checkpoint after which one is saved, whatever `every` is. 0: never."""
+    snapshot_every: int = Field(default=0, ge=0)
+    """Steps between snapshots in memory (/dev/shm), which lost ranks go on from (`training.max_restarts`); 0: none."""
     keep: int = Field(default=2, ge=1)
     """Newest intact checkpoints kept."""
     keep_best: bool | Literal["loss"] = False

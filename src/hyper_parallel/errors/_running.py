@@ -193,6 +193,15 @@ class RanksDisagree(HyperParallelError, code="HP625"):
     """
 
 
+class SnapshotsTooLarge(HyperParallelError, code="HP626"):
+    """`checkpoint.snapshot_every` is given, and the file system in memory, /dev/shm, has no space for the snapshots.
+
+    Three of them are there for a moment: two that are kept, and the one being written. Each has the parameters and two
+    optimizer states of each that is trained. Fix: make /dev/shm larger (`mount -o remount,size=`, or `--shm-size` of
+    the container), or do without snapshots.
+    """
+
+
 class LauncherMissing(HyperParallelError, code="HP630"):
     """The program that submits a job to the scheduler of the cluster is not on this machine, or refuses the job.
 

@@ -26,7 +26,7 @@ from hyper_parallel.trainer._files import run_lock, write_text, written
 from hyper_parallel.trainer._generate import Generator, Sampling
 from hyper_parallel.trainer._job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer._signals import Interrupted, StopRequest
-from hyper_parallel.trainer.checkpoints._manifest import steps
+from hyper_parallel.trainer._snapshots import newest_saved, snapshot_folder
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
 from hyper_parallel.trainer.stages._rollouts import RolloutFolder, sample_rank
@@ -40,11 +40,12 @@ _TEMPERATURE: Final = 0.5
 def run_job(job: Job) -> Summary | None:
     """Train; returns rank 0's summary, None on the other ranks of torchrun.
 
-    Lost ranks are started again as often as the recipe says, and go on from the newest intact checkpoint; on fewer
-    ranks where the recipe is elastic and a restart saved nothing before ranks were lost again.
+    Lost ranks are started again as often as the recipe says, and go on from the newest intact checkpoint or snapshot;
+    on fewer ranks where the recipe is elastic and a restart saved nothing before ranks were lost again.
     SIGINT, SIGTERM and SIGHUP end the run after its present step with a checkpoint, a second one at once.
 
     Raises:
+        SnapshotsTooLarge: HP626 when /dev/shm has no space for `checkpoint.snapshot_every`.
         RunInUse: HP720 when another run writes to the run directory.
         Interrupted: A signal has ended the run; its `step` is that of the checkpoint.
         RankFailed: HP601 when a rank died.
@@ -59,6 +60,7 @@ def run_job(job: Job) -> Summary | None:
             stack.enter_context(run_lock(job.output_dir))
             with written(job.output_dir / "logs"):
                 (job.output_dir / "logs").mkdir(exist_ok=True)
+        snapshots = stack.enter_context(snapshot_folder(job))
         stack.enter_context(stop.watched())
         if under_torchrun():
             again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -68,12 +70,12 @@ def run_job(job: Job) -> Summary | None:
 
         def attempt(number: int) -> Summary | None:
             nonlocal now, before
-            newest = max(steps(job.checkpoint_dir), default=0)
+            newest = newest_saved(job.checkpoint_dir, snapshots)
             if number > 1 and newest == before:  # the restart before this one saved nothing
                 now = _on_fewer(now)
             before, again = newest, number > 0 and job.begun_since(start_s)
             logs = job.output_dir / "logs" / (f"restart_{number}" if number else "")
-            return _train(replace(now, restarted=again), stop, logs)
+            return _train(replace(now, restarted=again), stop, logs, snapshots)
 
         return _finished(with_restarts(attempt, job.recipe.training.max_restarts), stop)
 
@@ -120,7 +122,9 @@ def _on_fewer(job: Job) -> Job:
     return fewer
 
 
-def _train(job: Job, stop: StopRequest, logs: Path | None = None) -> Summary | None:
+def _train(
+    job: Job, stop: StopRequest, logs: Path | None = None, snapshots: Path | None = None
+) -> Summary | None:
     """Fork local ranks that write to `logs`, or be one of torchrun's."""
     with ExitStack() as stack:
         flash, parent = None, job.recipe.offload.flash_dir
@@ -138,7 +142,7 @@ def _train(job: Job, stop: StopRequest, logs: Path | None = None) -> Summary | N
 
         def rank_of(rank: int) -> Summary | None:
             if rank < ranks:
-                return train_rank(job, flash, stop)
+                return train_rank(job, flash, stop, snapshots)
             sample_rank(job, rank - ranks)
             return None
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -358,6 +360,17 @@ class Checkpointer:
                 found[step] = manifest.metrics[metric]
         order = sorted(found, key=lambda step: (found[step], -step))
         return [step for step in order if self._is_intact(step)][:1]
+
+
+def load_newest(
+    saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[int, dict[str, Any]]:
+    """Load the newest intact checkpoint of several directories; see `Checkpointer.load`."""
+    found = [(step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)]
+    for step, number in sorted(found, reverse=True) if len(saved) > 1 else []:
+        with suppress(CheckpointCorrupt):  # a warning has named the file
+            return saved[number].load(model, optimizer, step)
+    return saved[0].load(model, optimizer)
 
 
 def stored_dtypes(index: Index) -> dict[str, torch.dtype]:

@@ -23,8 +23,9 @@ from hyper_parallel.runtime import Deadlines, World, parallelize
 from hyper_parallel.trainer._files import write_text
 from hyper_parallel.trainer._job import Job
 from hyper_parallel.trainer._signals import StopRequest
+from hyper_parallel.trainer._snapshots import KEPT
 from hyper_parallel.trainer.checkpoints._adapter import export_adapter
-from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
+from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, load_newest
 from hyper_parallel.trainer.checkpoints._export import export_hf
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.engine._check_ranks import check_ranks
@@ -53,7 +54,10 @@ if TYPE_CHECKING:
 
 
 def train_rank(
-    job: Job, flash: Path | None = None, stop: StopRequest | None = None
+    job: Job,
+    flash: Path | None = None,
+    stop: StopRequest | None = None,
+    snapshots: Path | None = None,
 ) -> Summary | None:
     """Train on this rank; the summary on rank 0, None on the others.
 
@@ -61,13 +65,14 @@ def train_rank(
         job: The run.
         flash: Folder for files of all ranks that this process starts; needed when the recipe has `offload.flash_dir`.
         stop: Where the wish comes from to end before the last step; None: from nowhere.
+        snapshots: Folder for snapshots; needed when the recipe has `checkpoint.snapshot_every`.
     """
     training = job.recipe.training
     deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
     debug = training.debug_collectives
     with World.join(deadlines=deadlines, debug=debug) as world:
         display = Display(job.recipe.training.steps, world.rank == 0)
-        with TorchEngine(job, world, display, flash) as engine:
+        with TorchEngine(job, world, display, flash, snapshots) as engine:
             return Trainer(job, engine, display, stop).train()
 
 
@@ -79,9 +84,17 @@ class TorchEngine:
         world: The ranks.
         display: Where lines for people go.
         flash: Folder for files of all ranks; None: no flash tier.
+        snapshots: Folder for snapshots; None: there are none.
     """
 
-    def __init__(self, job: Job, world: World, display: Display, flash: Path | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        display: Display,
+        flash: Path | None = None,
+        snapshots: Path | None = None,
+    ) -> None:
         self.rank, self.world_size = world.rank, world.world_size
         self._job, self._recipe, self._world = job, job.recipe, world
         self._display = display
@@ -106,6 +119,9 @@ class TorchEngine:
                 kind: sum(local(t).nbytes for t in tensors)
                 for kind, tensors in self._state().items()
             }
+        self._snapshots = (
+            None if snapshots is None else self._checkpointer(snapshots, snapshot=True)
+        )
         self._scale = LossScale() if training.dtype == "float16" else None
         self._planned: PlannedSteps | None = None
         self._stack, self._profiles = ExitStack(), ExitStack()
@@ -122,11 +138,12 @@ class TorchEngine:
         """Continue from the newest intact checkpoint: its step and the `extra` of its save; step 0 for a new run."""
         if self._job.starts_over:
             return 0, {}
-        source = self._checkpointer(self._job.resume_dir)
-        if source.latest() is None:
+        source, memory = self._checkpointer(self._job.resume_dir), self._snapshots
+        saved = [s for s in (source, memory) if s is not None and s.latest() is not None]
+        if not saved:
             return 0, {}
         groups = [dict(group) for group in self._optimizer.param_groups]
-        done, extra = source.load(self._model, self._optimizer)
+        done, extra = load_newest(saved, self._model, self._optimizer)
         # The recipe decides; a checkpoint brings the numbers of the run that wrote it.
         given = ("weight_decay", "betas", "eps", *self._recipe.training.optimizer_args)
         for group, before in zip(self._optimizer.param_groups, groups, strict=True):
@@ -199,11 +216,20 @@ class TorchEngine:
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after a step; may return before it is written."""
+        self._save(self._saver, step, extra)
+
+    def snapshot(self, step: int, extra: dict[str, Any]) -> None:
+        """Save in memory what lost ranks go on from; it is there when this returns."""
+        if self._snapshots is not None:
+            extra = extra | {"snapshot": str(self._snapshots.directory)}
+            self._save(self._snapshots, step, extra)
+
+    def _save(self, saver: Checkpointer, step: int, extra: dict[str, Any]) -> None:
         self._recorder.begin_step(None)
         if self._scale is not None:
             extra = extra | {"loss_scale": asdict(self._scale)}
         with self._recorder.span("checkpoint", "checkpoint"), self._lent():
-            self._saver.save(step, self._model, self._optimizer, extra)
+            saver.save(step, self._model, self._optimizer, extra)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -339,19 +365,19 @@ class TorchEngine:
             "optimizer states": [slot for slot in slots if isinstance(slot, Tensor)],
         }
 
-    def _checkpointer(self, directory: Path) -> Checkpointer:
+    def _checkpointer(self, directory: Path, *, snapshot: bool = False) -> Checkpointer:
         choice, plan = self._recipe.checkpoint, self._job.plan
         return Checkpointer(
             directory,
-            keep=choice.keep,
-            asynchronous=choice.asynchronous,
+            keep=KEPT if snapshot else choice.keep,
+            asynchronous=choice.asynchronous and not snapshot,
             fingerprint={
                 "model": plan.model.fingerprint,
                 "optimizer": plan.workload.optimizer,
                 "param_dtype": plan.workload.param_dtype,
             },
-            on_error=choice.on_error,
-            keep_best="loss" if choice.keep_best else None,
+            on_error="continue" if snapshot else choice.on_error,
+            keep_best="loss" if choice.keep_best and not snapshot else None,
         )
 
 

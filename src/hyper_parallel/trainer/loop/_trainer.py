@@ -93,6 +93,9 @@ class Engine(Protocol):
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after a step; may return before it is written."""
 
+    def snapshot(self, step: int, extra: dict[str, Any]) -> None:
+        """Save in memory what lost ranks go on from; called where the recipe has `checkpoint.snapshot_every`."""
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
 
@@ -150,12 +153,13 @@ class Trainer:
         """All steps, evaluations and files of the run; the summary on rank 0."""
         job, recipe, engine = self._job, self._job.recipe, self._engine
         training, every = recipe.training, recipe.checkpoint.every
+        snapshot_every = recipe.checkpoint.snapshot_every
         done, extra = engine.load()
         history: list[dict[str, Any]] = extra.get("resumes", [])
         if done:
             changed = check_resume(extra.get("run"), job, job.resume_dir.parent)
             self._batches.load_state_dict(extra["data"])
-            self._display.line(f"resumed from {job.resume_dir}, step {done}")
+            self._display.line(f"resumed from {extra.get('snapshot', job.resume_dir)}, step {done}")
             if changed:
                 self._display.line(f"changed since then: {changes_line(changed)}")
             if done >= training.steps:
@@ -198,8 +202,13 @@ class Trainer:
                     last = self._evaluate(step)
                     metrics = {"loss": last} if math.isfinite(last) else {}
                     final = final or self._stops()
-                if final or result.save or (every and step % every == 0):
+                snaps = snapshot_every and step % snapshot_every == 0 and not final
+                saves = final or result.save or (every and step % every == 0)
+                if snaps or saves:
                     extra = {"data": self._batches.state_dict(step), "metrics": metrics, **facts}
+                if snaps:
+                    engine.snapshot(step, extra)
+                if saves:
                     engine.save(step, extra)
                     self._saved_s = time.monotonic()
                     for callback in self._callbacks:

@@ -1,4 +1,4 @@
-"""Folders of the flash tier: one per run, removed by it, or by the next run on this host when it was killed.
+"""Folders of a run outside of its directory: removed by it, or by the next run on this host when it was killed.
 
 Beside a folder lies a lock file of the same name. Its run holds a lock on it (`flock`) that the kernel gives back when
 the last process of the run ends, however it ends. So a lock that can be had is that of a dead run.
@@ -84,5 +84,5 @@ def _mark() -> bytes:
 
 def _impossible(parent: Path, error: OSError) -> TransferFailed:
     return TransferFailed(
-        "there can be no folder for the flash tier", where=str(parent), got=str(error)
+        "there can be no folder for the files of a run", where=str(parent), got=str(error)
     )
