@@ -33,7 +33,7 @@ class _Frame(TypedDict):
     line: int
 
 
-class _Entry(TypedDict):
+class _Recorded(TypedDict):
     """What is read of a collective; torch writes more."""
 
     profiling_name: str
@@ -48,7 +48,7 @@ class _Entry(TypedDict):
     frames: NotRequired[list[_Frame] | None]
 
 
-_WANTED: Final = ", ".join(sorted(_Entry.__required_keys__))
+_WANTED: Final = ", ".join(sorted(_Recorded.__required_keys__))
 
 
 class _Group(TypedDict):
@@ -56,7 +56,7 @@ class _Group(TypedDict):
 
 
 class _Dump(TypedDict):
-    entries: list[_Entry]
+    entries: list[_Recorded]
     pg_config: NotRequired[dict[str, _Group] | None]
 
 
