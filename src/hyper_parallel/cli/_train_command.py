@@ -62,8 +62,6 @@ def train(
 ) -> None:
     """Train a model from a recipe; starts its own local ranks unless another launcher has."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from hyper_parallel.config import load_recipe
-
     wanted = {
         "--trace": trace,
         "--topology": topology,
@@ -82,14 +80,14 @@ def train(
         from hyper_parallel.cli._dry_run_command import print_dry_run
 
         values = [*(overrides or []), *([f"topology={topology}"] if topology else [])]
-        print_dry_run(load_recipe(recipe, values), ranks, rank, as_json)
+        print_dry_run(_loaded(recipe, values), ranks, rank, as_json)
         return
     from hyper_parallel.trainer._signals import Interrupted, handled, interrupt
 
     given = [*(overrides or []), *([f"launch.launcher={launcher}"] if launcher else [])]
     try:
         with lasting_output(), handled(interrupt):
-            loaded = load_recipe(recipe, given)
+            loaded = _loaded(recipe, given)
             if loaded.recipe.launch.launcher in ("local", "slurm"):
                 from hyper_parallel.runtime import join_srun
 
@@ -98,6 +96,18 @@ def train(
     except Interrupted as error:
         sys.stderr.write("interrupted\n")
         raise typer.Exit(error.status) from None
+
+
+def _loaded(path: Path, overrides: Sequence[str]) -> LoadedRecipe:
+    """A recipe, or a file of LlamaFactory as one."""
+    from hyper_parallel.config import load_recipe, read_mapping
+    from hyper_parallel.errors import RecipeUnreadable
+
+    if "model_name_or_path" in read_mapping(path, RecipeUnreadable, "recipe"):
+        from hyper_parallel.integration.llamafactory import load_llamafactory
+
+        return load_llamafactory(path, overrides)
+    return load_recipe(path, overrides)
 
 
 def _train(

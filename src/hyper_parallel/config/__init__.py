@@ -12,7 +12,7 @@ from hyper_parallel.config._load_recipe import (
 )
 from hyper_parallel.config._low_rank import NAMES_OF_EXPERTS, Lora
 from hyper_parallel.config._problems import describe, leaves, of_file, validated
-from hyper_parallel.config._read import read_mapping
+from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._sections import (
     Checkpoint,
     Data,
@@ -44,6 +44,7 @@ __all__ = [
     "leaves",
     "load_recipe",
     "of_file",
+    "parse_yaml",
     "read_mapping",
     "recipe_to_yaml",
     "validated",

@@ -22,6 +22,7 @@ import yaml
 from pydantic import BaseModel
 
 from hyper_parallel.config._contradictions import cross_section
+from hyper_parallel.config._derived import derive_holdout, derive_ranks, derive_warmup
 from hyper_parallel.config._problems import (
     describe,
     dotted,
@@ -83,7 +84,11 @@ class LoadedRecipe:
         return _where(self.path, key, self.origins.get(key, _DEFAULT))
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    layers: Sequence[tuple[str, Mapping[str, Any]]] | None = None,
+) -> LoadedRecipe:
     """Read a recipe file, apply its parent and the overrides, and check it.
 
     A relative path to something that is read (model, source, tokenizer, ...) is taken from the folder of the file that
@@ -93,6 +98,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         path: YAML file, or JSON when the name ends in `.json`. A top-level `extends: other.yaml`, relative to the file,
             names one parent whose values the file overrides; a parent has no parent.
         overrides: Values as `a.b=c`, `c` read as YAML; the value of a text key is taken literally.
+        layers: What the file says where it is no recipe: origins, and values by dotted key. None: it is read.
 
     Raises:
         RecipeUnreadable: HP103 when a file is missing, has a syntax error (with its line), or is not a mapping.
@@ -102,7 +108,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     """
     path = Path(path)
     merged: dict[_Key, tuple[Any, str]] = {("parallel", "auto"): (True, _DEFAULT)}
-    for origin, layer in list(_layers(path, overrides)):
+    if layers is None:
+        read = list(_layers(path, overrides))
+    else:
+        read = [(origin, {_split(key): v for key, v in layer.items()}) for origin, layer in layers]
+        read.append((_COMMAND_LINE, _override_layer(path, overrides)))
+    for origin, layer in read:
         _merge_parallel(path, merged, layer, origin)
         merged.update({key: (value, origin) for key, value in layer.items()})
     origins = {dotted(key): origin for key, (_, origin) in merged.items()}
@@ -123,7 +134,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
     recipe = validated(Recipe, _nest(path, merged), where, pasteable)
     resolved = {**{key: _DEFAULT for key, _ in leaves(Recipe)}, **origins}
-    recipe = _derive_ranks(_derive_holdout(_derive_warmup(recipe, resolved), resolved), resolved)
+    recipe = derive_ranks(derive_holdout(derive_warmup(recipe, resolved), resolved), resolved)
     loaded = LoadedRecipe(recipe, resolved, path)
     raise_all(cross_section(recipe, loaded.where))
     return loaded
@@ -139,7 +150,7 @@ def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
     training = loaded.recipe.training.model_copy(update=update)
     epochs = loaded.recipe.training.epochs
     origins = {**loaded.origins, "training.steps": f"derived: training.epochs={epochs:g}"}
-    recipe = _derive_warmup(loaded.recipe.model_copy(update={"training": training}), origins)
+    recipe = derive_warmup(loaded.recipe.model_copy(update={"training": training}), origins)
     found = LoadedRecipe(recipe, origins, loaded.path)
     raise_all(cross_section(recipe, found.where))
     return found
@@ -312,37 +323,6 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
                 hint=f"{key}={value}",
             )
     return tree
-
-
-def _derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Shorten the default warm-up of a very short run; a warm-up that was given is never changed."""
-    training = recipe.training
-    if "warmup_steps" in training.model_fields_set or training.warmup_steps <= training.steps:
-        return recipe
-    origins["training.warmup_steps"] = (
-        f"derived: a tenth of training.steps, because the default is {training.warmup_steps}"
-    )
-    shorter = training.model_copy(update={"warmup_steps": training.steps // 10})
-    return recipe.model_copy(update={"training": shorter})
-
-
-def _derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Hold nothing out by default where validation data is given, or of a stream."""
-    data = recipe.data
-    if "holdout" in data.model_fields_set or not (data.validation or data.streaming):
-        return recipe
-    origins["data.holdout"] = "derived: data.validation or data.streaming"
-    return recipe.model_copy(update={"data": data.model_copy(update={"holdout": 0.0})})
-
-
-def _derive_ranks(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Plan for all ranks of the machines, where the planner chooses the degrees."""
-    parallel, launch = recipe.parallel, recipe.launch
-    if not parallel.auto or parallel.world_size or launch.nproc_per_node is None:
-        return recipe
-    origins["parallel.world_size"] = "derived: launch.nnodes x launch.nproc_per_node"
-    update = {"world_size": launch.nnodes * launch.nproc_per_node}
-    return recipe.model_copy(update={"parallel": parallel.model_copy(update=update)})
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:

@@ -121,6 +121,8 @@ class Data(Section):
     """Tokenise while the run reads, and prepare nothing: for data that is endless or very large."""
     max_bytes: int | None = Field(default=None, ge=1)
     """Read at most this much text. None: all of it."""
+    max_records: int | None = Field(default=None, ge=1)
+    """Read at most so many records of each source. None: all of them."""
     shuffle: bool = True
     """Visit the packed sequences in an order drawn from `training.seed`."""
     cache_dir: str | None = None
@@ -178,6 +180,8 @@ class Training(Section):
     """Shape after warm-up: cosine, warm-up-stable-decay, linear or constant."""
     warmup_steps: int = Field(default=10, ge=0)
     """Steps of linear warm-up."""
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    """Share of the steps that warm up, instead of `warmup_steps`, rounded up. None: as `warmup_steps` says."""
     decay_steps: int | None = Field(default=None, ge=0)
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)

@@ -1,6 +1,7 @@
 """LlamaFactory with `use_hyper_parallel: true`: the names it imports, each loaded when it is first used.
 
-Unmodified LlamaFactory 0.9.5 asks for `HyperParallelArguments` and `HyperParallelTrainer` (stage sft).
+Unmodified LlamaFactory 0.9.5 asks for `HyperParallelArguments` and `HyperParallelTrainer` (stage sft). Without
+LlamaFactory `load_llamafactory` reads its YAML files as recipes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 _EXPORTS = {
     "HyperParallelArguments": "_arguments",
     "HyperParallelTrainer": "_sft",
+    "load_llamafactory": "_yaml",
 }
 
 __all__ = list(_EXPORTS)

@@ -148,6 +148,7 @@ def prepare(
     stream = Stream(source, tokenizer.hf, data, stage, seed, pad_id)
     next(stream.rows(Place()))  # a source without a sequence is refused here
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
+    settings += [data.max_records] if data.max_records else []
     # A recipe may name the source from its own folder, and the run's copy of the recipe from the root.
     path = Path(source.name).expanduser()
     name = str(path.absolute()) if path.exists() else source.name

@@ -80,6 +80,7 @@ class Source:
     text_key: str
     max_bytes: int | None
     table: Table | None = None
+    max_records: int | None = None
     counts: Counter[str] = field(default_factory=Counter)
     """What was left out, by reason."""
 
@@ -102,6 +103,7 @@ class Source:
             "shape": self.shape,
             "text_key": self.text_key if self.shape == "records" else "",
             "max_bytes": self.max_bytes,
+            **({"max_records": self.max_records} if self.max_records else {}),
             "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
             **({"table": [self.table.name, self.table.fingerprint]} if self.table else {}),
         }
@@ -128,7 +130,8 @@ class Source:
         if self.shape == "text":
             yield from ([d] for d in map(self._text_document, self.files) if d is not None)
             return
-        for where, record in _records(self.files, self.table):
+        records = itertools.islice(_records(self.files, self.table), self.max_records)
+        for where, record in records:
             if self.shape == "records":
                 yield [Document(where, text_of(record, self.text_key, where))]
             else:
@@ -182,7 +185,9 @@ def resolve(data: Data, stage: str) -> Source:
             )
     files = _files(data) if table is None else []
     shape = _shape(files, table, data)
-    source = Source(data.source, shape, tuple(files), data.text_key, data.max_bytes, table)
+    source = Source(
+        data.source, shape, tuple(files), data.text_key, data.max_bytes, table, data.max_records
+    )
     pairs = shape == "preference"
     if (stage == "dpo") != pairs or (stage == "sft" and not source.is_conversations):
         wanted = {"dpo": "pairs of answers", "sft": "the assistant's turns"}.get(

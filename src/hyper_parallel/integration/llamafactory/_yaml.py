@@ -1,0 +1,189 @@
+"""A YAML file of LlamaFactory as a recipe: the same keys with the same meaning, one layer for each."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hyper_parallel.config import LoadedRecipe, load_recipe, parse_yaml, read_mapping
+from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, UnknownKey
+from hyper_parallel.integration.llamafactory._data import check_template, source_of
+from hyper_parallel.integration.llamafactory._keys import (
+    KNOWN,
+    NEEDED,
+    REFUSED,
+    SAME,
+    TOGETHER,
+    WORDS,
+)
+from hyper_parallel.model import load_model
+from hyper_parallel.topology import find_accelerators
+
+_OFF: Final = (None, False, 0, "", "none", "null")
+_ALL: Final = 10**6
+"""More checkpoints than a run saves."""
+
+Layer = tuple[str, dict[str, Any]]
+"""Origin and values by dotted key."""
+
+
+def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read a file of LlamaFactory.
+
+    Args:
+        path: The file.
+        overrides: Values as `key=value`: of LlamaFactory's keys, or of a recipe's (`parallel.tp=2`), which come last.
+
+    Raises:
+        UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not taken.
+        Contradiction: HP104 for what is not done here. As `load_recipe`.
+    """
+    given, own = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if equals and key in KNOWN:
+            given[key] = parse_yaml(value)
+        else:
+            own.append(override)
+    for key, value in given.items():
+        _check(key, value, f"{path}: {key}")
+    defaults = {key: default for key, (_, default) in {**SAME, **TOGETHER}.items()}
+    if missing := [k for k, d in defaults.items() if d == NEEDED and k not in given]:
+        raise BadValue(f"`{missing[0]}` is missing", where=str(path), allowed=f"{missing[0]}: ...")
+    layers = list(_layers({**defaults, **given}, path, own))
+    return load_recipe(path, own, layers)
+
+
+def _check(key: str, value: Any, where: str) -> None:
+    """Raise for a key that is unknown or refused, or a word that it does not take."""
+    if key not in KNOWN:
+        near = difflib.get_close_matches(key, KNOWN, n=1)
+        raise UnknownKey(
+            f"the key `{key}` is none of LlamaFactory that is taken here",
+            where=where,
+            hint=f"write `{near[0]}`" if near else None,
+        )
+    if key in REFUSED and value not in _OFF:
+        raise Contradiction(
+            f"`{key}` of LlamaFactory is not done here", where=where, got=value, hint=f"{key}=null"
+        )
+    if key in WORDS and value not in WORDS[key]:
+        raise BadValue(
+            f"`{key}` has a value that is not taken here",
+            where=where,
+            got=value,
+            allowed=list(WORDS[key]),
+        )
+
+
+def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
+    """What the values of all keys are in a recipe."""
+    stage, kind = v["stage"], v["finetuning_type"]
+    for key, (target, _) in SAME.items():
+        section, value = target.partition(".")[0], WORDS.get(key, {}).get(v[key], v[key])
+        if (section == "lora" and kind != "lora") or (section == "dpo" and stage != "dpo"):
+            continue
+        yield key, {target: value}
+    yield (
+        "LlamaFactory",
+        {"training.min_lr_ratio": 0.0, "training.eval_tokens": 2**40},
+    )
+    yield "LlamaFactory", {"checkpoint.every_minutes": 0}
+    yield (
+        "train_from_scratch",
+        {"model.init": "random" if v["train_from_scratch"] else "pretrained"},
+    )
+    yield "disable_shuffling", {"data.shuffle": not v["disable_shuffling"]}
+    if stage == "dpo":
+        yield (
+            "per_device_train_batch_size",
+            {"training.microbatch": 2 * v["per_device_train_batch_size"]},
+        )
+    if v["save_total_limit"] is None:
+        yield "save_total_limit", {"checkpoint.keep": _ALL}
+    if not WORDS["save_strategy"][v["save_strategy"]]:
+        yield "save_strategy", {"checkpoint.every": 0}
+    yield (
+        "overwrite_output_dir",
+        {"checkpoint.resume": "never" if v["overwrite_output_dir"] else "auto"},
+    )
+    names = v["report_to"] if isinstance(v["report_to"], list) else [v["report_to"]]
+    yield "report_to", {"training.report_to": [name for name in names if name not in _OFF]}
+    if v["max_steps"] > 0:
+        yield "max_steps", {"training.steps": v["max_steps"]}
+    else:
+        yield "num_train_epochs", {"training.epochs": v["num_train_epochs"]}
+    warm = v["lr_scheduler_type"] != "constant"
+    if warm and not v["warmup_steps"]:
+        yield "warmup_ratio", {"training.warmup_ratio": v["warmup_ratio"]}
+    else:
+        yield "warmup_steps", {"training.warmup_steps": v["warmup_steps"] if warm else 0}
+    yield "adam_beta1", {"training.betas": [v["adam_beta1"], v["adam_beta2"]]}
+    yield "max_grad_norm", {"training.max_grad_norm": v["max_grad_norm"] or None}
+    dtype = "bfloat16" if v["bf16"] else "float16" if v["fp16"] else "float32"
+    yield "bf16" if v["bf16"] else "fp16", {"training.dtype": dtype}
+    keeps = v["disable_gradient_checkpointing"] or not v["gradient_checkpointing"]
+    yield "disable_gradient_checkpointing", {"training.recompute": "none" if keeps else "full"}
+    packs = v["neat_packing"] or (stage == "pt" if v["packing"] is None else v["packing"])
+    yield (
+        "packing",
+        {"data.packing": packs, "data.mask_documents": bool(v["neat_packing"]) if packs else None},
+    )
+    if kind == "lora":
+        targets = [t.strip() for t in str(v["lora_target"]).split(",")]
+        extra = [t.strip() for t in str(v["additional_target"] or "").split(",") if t]
+        yield "lora_alpha", {"lora.lora_alpha": v["lora_alpha"] or 2 * v["lora_rank"]}
+        yield (
+            "lora_target",
+            {"lora.target_modules": "all-linear" if targets == ["all"] else targets},
+        )
+        yield "additional_target", {"lora.modules_to_save": extra}
+    elif kind == "freeze":
+        frozen = _frozen(str(v["model_name_or_path"]), v["freeze_trainable_layers"])
+        yield "freeze_trainable_layers", {"training.freeze": frozen}
+    yield from _data_layers(v, path)
+    if not any(o.startswith("parallel") for o in overrides):
+        yield "LlamaFactory: data-parallel ranks", {"parallel.dp_shard": _ranks(overrides)}
+
+
+def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
+    stage, directory = v["stage"], str(v["dataset_dir"])
+    parts = [source_of(name.strip(), directory, stage) for name in str(v["dataset"]).split(",")]
+    limit = v["max_samples"] or 2**62
+    if len(parts) == 1:
+        yield "dataset", {f"data.{key}": value for key, value in parts[0][0].items()}
+    else:
+        yield "dataset", {"data.source": [{**one, "weight": min(n, limit)} for one, n in parts]}
+    records, held = sum(min(n, limit) for _, n in parts), v["val_size"] or 0.0
+    yield "val_size", {"data.holdout": held / records if held >= 1 else held}
+    if v["eval_dataset"] is not None:
+        yield (
+            "eval_dataset",
+            {"data.validation": source_of(v["eval_dataset"], directory, stage)[0]["source"]},
+        )
+    if WORDS["eval_strategy"][v["eval_strategy"]]:
+        yield "eval_steps", {"training.eval_every": v["eval_steps"] or v["logging_steps"]}
+    if v["template"] is not None and stage != "pt":
+        check_template(v["template"], str(v["model_name_or_path"]), f"{path}: template")
+
+
+def _frozen(model: str, layers: int) -> list[str]:
+    """Globs over all parameters but those of the last (negative: the first) decoder layers."""
+    spec = load_model(model)
+    names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
+    (prefix,) = {name.partition("*")[0] for name in names if "*" in name}
+    every = range(spec.num_layers)
+    trained = every[-layers:] if layers > 0 else every[:-layers]
+    rest = [f"{prefix}{layer}.*" for layer in every if layer not in trained]
+    return sorted([*rest, *(name for name in names if "*" not in name)])
+
+
+def _ranks(overrides: Sequence[str]) -> int:
+    """Ranks of a run that LlamaFactory would start: those of the launcher, or every accelerator, or one."""
+    given = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
+    if "launch.nproc_per_node" in given:
+        return int(given["launch.nproc_per_node"]) * int(given.get("launch.nnodes", 1))
+    return int(os.environ.get("WORLD_SIZE", 0)) or len(find_accelerators()) or 1

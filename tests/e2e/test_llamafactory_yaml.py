@@ -1,0 +1,212 @@
+"""A YAML file of LlamaFactory given to `hyper-parallel train`, in the form of its examples."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.integration.llamafactory import load_llamafactory
+from hyper_parallel.integration.llamafactory._keys import REFUSED, SAME, TOGETHER, WITHOUT_EFFECT
+from hyper_parallel.trainer.data._chat import CHATML
+from tests.e2e.runs import CONFIG, command, curve
+
+pytestmark = pytest.mark.e2e
+EXAMPLE = """
+### model
+model_name_or_path: {root}/model
+trust_remote_code: false
+### method
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 4
+lora_target: all
+### dataset
+dataset: chats
+dataset_dir: {root}/data
+template: qwen3_nothink
+cutoff_len: 64
+max_samples: 40
+preprocessing_num_workers: 16
+dataloader_num_workers: 4
+### output
+output_dir: {root}/out
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+save_only_model: false
+report_to: none
+### train
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-2
+num_train_epochs: 1.5
+lr_scheduler_type: cosine
+warmup_ratio: 0.3
+bf16: true
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+### eval
+val_size: 0.1
+per_device_eval_batch_size: 1
+eval_strategy: steps
+eval_steps: 3
+"""
+OURS = """
+model: {{path: {root}/model, init: pretrained}}
+stage: sft
+data: {{source: {root}/data/chats.json, format: alpaca, seq_len: 64, packing: false, max_records: 40, holdout: 0.1}}
+training:
+  {{epochs: 1.5, seed: 42, dtype: bfloat16, microbatch: 2, accumulation_steps: 4, lr: 0.01, lr_schedule: cosine,
+   warmup_ratio: 0.3, min_lr_ratio: 0, weight_decay: 0, betas: [0.9, 0.999], recompute: full, eval_every: 3,
+   eval_tokens: 1099511627776, log_every: 10, report_to: []}}
+lora: {{r: 4, lora_alpha: 8}}
+parallel: {{dp_shard: 1}}
+checkpoint: {{every: 500, every_minutes: 0, keep: 1000000, resume: never}}
+output_dir: {root}/ours
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    import torch
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    root = tmp_path_factory.mktemp("llamafactory")
+    torch.manual_seed(0)
+    numbers = {
+        key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")
+    }
+    Qwen3ForCausalLM(Qwen3Config(**numbers)).save_pretrained(root / "model")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        ["What is one? It is three."], 300, special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(root / "model")
+    data = root / "data"
+    data.mkdir()
+    asked = [
+        {"instruction": f"What is {i}?", "input": "", "output": f"It is {i}" + "!" * (i % 5)}
+        for i in range(50)
+    ]
+    (data / "chats.json").write_text(json.dumps(asked))
+    (data / "texts.json").write_text(json.dumps([{"content": "one two three " * 9}] * 50))
+    pairs = [{**row, "chosen": row["output"], "rejected": "No."} for row in asked]
+    (data / "pairs.json").write_text(json.dumps(pairs))
+    (data / "roles.json").write_text(json.dumps([{**asked[0], "system": "Be brief."}]))
+    columns = {
+        "prompt": "instruction",
+        "query": "input",
+        "chosen": "chosen",
+        "rejected": "rejected",
+    }
+    listed = {
+        "chats": {"file_name": "chats.json"},
+        "texts": {"file_name": "texts.json", "columns": {"prompt": "content"}},
+        "pairs": {"file_name": "pairs.json", "ranking": True, "columns": columns},
+        "roles": {"file_name": "roles.json"},
+        "other": {"file_name": "chats.json", "columns": {"prompt": "question"}},
+        "remote": {"hf_hub_url": "a/b"},
+    }
+    (data / "dataset_info.json").write_text(json.dumps(listed))
+    (root / "lora.yaml").write_text(EXAMPLE.format(root=root))
+    (root / "ours.yaml").write_text(OURS.format(root=root))
+    return root
+
+
+def test_the_file_trains_as_the_recipe_that_says_the_same(root):
+    words = ("checkpoint.export=false", "--no-calibrate")
+    command("train", str(root / "lora.yaml"), *words)
+    command("train", str(root / "ours.yaml"), *words)
+    assert curve(root / "out") == curve(root / "ours")
+    assert len(curve(root / "out")) == 7  # 36 conversations, 1.5 times, in batches of 8
+    kept = yaml.safe_load((root / "out" / "config.yaml").read_text())
+    assert kept["training"]["warmup_steps"] == 3
+    assert kept["lora"]["target_modules"] == "all-linear"
+    assert not (root / "out" / "tensorboard").exists()
+
+
+def said(root, *overrides):
+    """The recipe of the file, flat."""
+    recipe = load_llamafactory(root / "lora.yaml", overrides).recipe.model_dump()
+    return {
+        f"{s}.{k}": v
+        for s, section in recipe.items()
+        if isinstance(section, dict)
+        for k, v in section.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("stage=pt finetuning_type=full dataset=texts max_steps=7 fp16=true bf16=false max_grad_norm=0",
+         {"data.source": "{root}/data/texts.json", "data.text_key": "content", "data.packing": True,
+          "data.mask_documents": False, "training.steps": 7, "training.epochs": None, "training.dtype": "float16",
+          "training.max_grad_norm": None}),
+        ("stage=dpo dataset=pairs pref_loss=ipo pref_beta=0.3 val_size=0 eval_strategy=no",
+         {"data.format": "preference", "training.microbatch": 4, "dpo.loss_type": "ipo", "dpo.beta": 0.3}),
+        ("finetuning_type=freeze freeze_trainable_layers=1 lr_scheduler_type=constant",
+         {"training.freeze": ("model.embed_tokens.weight", "model.layers.0.*", "model.norm.weight"),
+          "training.warmup_steps": 0}),
+        ("neat_packing=true val_size=8 disable_gradient_checkpointing=true overwrite_output_dir=false",
+         {"data.packing": True, "data.mask_documents": True, "data.holdout": 0.2, "training.recompute": "none",
+          "checkpoint.resume": "auto"}),
+        ("launch.nproc_per_node=4 report_to=[wandb,mlflow] train_from_scratch=true",
+         {"parallel.dp_shard": 4, "training.report_to": ("wandb", "mlflow"), "model.init": "random"}),
+        ("parallel.tp=2 training.lr=0.5", {"parallel.tp_x": 2, "parallel.dp_shard": 1, "training.lr": 0.5}),
+    ],
+)  # fmt: skip
+def test_keys_mean_what_they_mean_there(root, words, wanted):
+    found = said(root, *words.split())
+    wanted = {k: v.format(root=root) if isinstance(v, str) else v for k, v in wanted.items()}
+    assert {key: found[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "says"),
+    [
+        ("lora_rnk=8", "HP101", "lora_rank"),
+        ("quantization_bit=4", "HP104", "`quantization_bit` of LlamaFactory is not done here"),
+        ("stage=kto", "HP102", "pt, sft, dpo"),
+        ("do_train=false", "HP102", "do_train"),
+        ("template=qwen", "HP104", "template=null"),
+        ("template=llama3", "HP104", "start_header_id"),
+        ("dataset=nothing", "HP101", "chats, other, pairs, remote, roles, texts"),
+        ("dataset=other", "HP104", "columns.prompt"),
+        ("dataset=roles", "HP104", "`system`, and no column for it"),
+        ("dataset=remote", "HP104", "hf_hub_url"),
+        ("learning_rate=-1", "HP102", "training.lr (from learning_rate)"),
+        ("report_to=all", "HP102", "tensorboard, wandb, mlflow"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(root, override, code, says):
+    file = root / "wrong.yaml"
+    file.write_text(
+        (root / "lora.yaml").read_text() + "\nlora_rnk: 8" * override.startswith("lora_rnk")
+    )
+    with pytest.raises(HyperParallelError) as caught:
+        load_llamafactory(file, [override] if "rnk" not in override else [])
+    assert caught.value.code == code
+    assert says in caught.value.render()
+
+
+def test_a_recipe_of_its_own_is_not_taken_for_one(root):
+    assert load_recipe(root / "ours.yaml").recipe.lora.r == 4
+
+
+def test_the_page_has_every_key():
+    page = (Path(__file__).parents[2] / "docs" / "llamafactory.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", page, re.MULTILINE))
+    for key, (target, _) in {**SAME, **TOGETHER}.items():
+        assert all(f"`{name}`" in rows[key] for name in target.split(", ") if name), key
+    for keys in (WITHOUT_EFFECT, REFUSED):
+        assert ", ".join(f"`{key}`" for key in sorted(keys)) in " ".join(page.split())
