@@ -180,9 +180,17 @@ def test_a_sequence_is_drawn_alike_in_any_batch(place):
     prompts = torch.randint(0, 264, (6, 12))
     starts = torch.tensor([3, 5, 8, 11, 2, 9])
     draws = torch.from_numpy(np.stack(list(uniform(7, 2, 0, 6, 4))))
+    read = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
     made = sample(
         model, prompts, starts, stops=[1], max_completion_length=4, draws=draws, microbatch=4
     )
+    # Prompts are read once, at most 4 at a time; then a pass reads one token of each sequence.
+    assert max(rows for rows, _ in read) == 4
+    assert sum(rows for rows, width in read if width > 1) == 6
+    assert sum(rows for rows, width in read if width == 1) == int((made.ends - starts - 1).sum())
     assert (made.ends <= 12).all()
     assert (made.ends[~made.stopped] == (starts + 4).clamp(max=12)[~made.stopped]).all()
     for i in range(6):

@@ -42,7 +42,7 @@ from hyper_parallel.trainer._decode import (
 )
 from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer._pick_device import pick_device
-from hyper_parallel.trainer._texts import Batch, Generation, Texts, draws_of, stream_text, until
+from hyper_parallel.trainer._texts import PromptBatch, Generation, Texts, draws_of, stream_text, until
 from hyper_parallel.trainer.checkpoints._adapter import take_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 
@@ -187,7 +187,7 @@ def _decoded(
 def decode(
     model: Any,
     sequences: Sequence[Running],
-    batch: Batch,
+    batch: PromptBatch,
     slots: int,
     interrupt: Callable[[], bool] | None,
 ) -> None:
@@ -297,7 +297,7 @@ class Generator:
                 got="several prompts",
                 hint="leave out --device-memory",
             )
-        batch = Batch(self._texts, prompts, sampling or Sampling(), chat=chat)
+        batch = PromptBatch(self._texts, prompts, sampling or Sampling(), chat=chat)
         decode(self.model, [*batch.sequences.values()], batch, slots, interrupt)
         return batch.generations()
 

@@ -27,7 +27,7 @@ from hyper_parallel.trainer._decode import SLOTS, Running, Sampling
 from hyper_parallel.trainer._generate import check_dtype, decode, find_export
 from hyper_parallel.trainer._job import under_torchrun
 from hyper_parallel.trainer._signals import StopRequest
-from hyper_parallel.trainer._texts import Batch, Generation, Texts
+from hyper_parallel.trainer._texts import PromptBatch, Generation, Texts
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.engine._model import GENERATION, check_parameters, on_meta
 
@@ -64,7 +64,7 @@ def generate_on_ranks(
         stop: A wish to return what there is; None: never.
 
     Raises:
-        UnsupportedSharding: HP205 for axes that decoding does not have: cp and ep; and as `parallelize`.
+        UnsupportedSharding: HP205 for the axis that decoding does not have: cp; and as `parallelize`.
         BadValue: HP102 for a word, or a prompt that exceeds the context of the model.
         RankFailed: HP601 when a rank died.
     """
@@ -75,12 +75,14 @@ def generate_on_ranks(
     model, plan = _planned(export, strategy, dtype, trusted=trusted)
     tokenizer = load_tokenizer(export, trusted=trusted)
     texts = Texts(tokenizer, model.config, model.generation_config.eos_token_id)
-    batch = Batch(texts, prompts, sampling, chat=chat)
+    batch = PromptBatch(texts, prompts, sampling, chat=chat)
 
     def rank(_: int = 0) -> list[_Made]:
         kind = None if device == "auto" else device.partition(":")[0]
         with World.join(kind) as world:
-            made = _decode_share(parallelize(model, plan, world), export, batch, slots, stop)
+            laid_out = parallelize(model, plan, world)
+            load_pretrained(laid_out, export, device=world.device)
+            made = _decode_share(laid_out, batch, slots, stop)
             if not under_torchrun():
                 return [made]
             every: list[_Made] = [{}] * world.world_size
@@ -98,11 +100,8 @@ def generate_on_ranks(
     return batch.generations()
 
 
-def _decode_share(
-    model: nn.Module, export: Path, batch: Batch, slots: int, stop: StopRequest | None
-) -> _Made:
+def _decode_share(model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None) -> _Made:
     """Sequences of this rank's share of the prompts, continued."""
-    load_pretrained(model, export, device=model.device)
     share, shares = data_share(model)
     mine = dict([*batch.sequences.items()][share::shares])
     decode(
@@ -113,18 +112,14 @@ def _decode_share(
 
 def _check_axes(strategy: Strategy) -> None:
     """Refuse, before a rank starts, what decoding does not do."""
-    for axis, why in (
-        ("cp", "a step has one token of a sequence, which nothing is gained by cutting"),
-        ("ep", "ranks of one expert group would have to decode in the same passes"),
-    ):
-        if (degree := getattr(strategy, axis)) > 1:
-            raise UnsupportedSharding(
-                f"generation has no {axis}: {why}",
-                where=_WHERE,
-                got=f"{axis}={degree}",
-                allowed="pp, dp_replicate, dp_shard, tp",
-                hint=f'--parallel "tp={degree}"',
-            )
+    if strategy.cp > 1:
+        raise UnsupportedSharding(
+            "generation has no cp: a step reads one token of a sequence, and there is nothing to cut",
+            where=_WHERE,
+            got=f"cp={strategy.cp}",
+            allowed="pp, dp_replicate, dp_shard, tp, ep",
+            hint=f'--parallel "tp={strategy.cp}"',
+        )
 
 
 def _planned(

@@ -148,7 +148,7 @@ class Texts:
         )
 
 
-class Batch:
+class PromptBatch:
     """The sequences of many prompts.
 
     Args:

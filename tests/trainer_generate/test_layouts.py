@@ -1,0 +1,125 @@
+"""Generation on two ranks chooses the tokens of one."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hyper_parallel.backends.torch import data_share
+from hyper_parallel.backends.torch._slots import SlotPasses
+from hyper_parallel.cli import application
+from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
+from hyper_parallel.ir import Workload
+from hyper_parallel.runtime import World, launch, parallelize, plan_of
+from hyper_parallel.trainer._decode import Sampling, decoder_of
+from tests.trainer_generate.test_batch import decoded, model_of, running
+
+pytestmark = [pytest.mark.torch, pytest.mark.e2e]
+
+GREEDY = Sampling(8, temperature=0)
+CASES = [
+    ("llama", "tp=2"),
+    ("llama", "pp=2"),
+    ("llama", "dp_shard=2"),
+    ("gemma3_text", "tp=2"),
+    ("gemma3_text", "pp=2"),
+    ("gpt_neox", "tp=2"),
+    ("gpt_neox", "pp=2"),
+    ("qwen3_moe", "tp=2"),
+    ("qwen3_moe", "pp=2"),
+    ("qwen3_moe", "dp_shard=2 ep=2"),
+    ("mamba", "dp_shard=2"),
+]
+
+
+def tokens_on(world, family, layout):
+    """This rank's share of the sequences, and the bytes of its cache."""
+    model = model_of(family)
+    formats = dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), "float64")
+    work = Workload(64, microbatch=1, accumulation_steps=4, **formats)
+    parallelize(model, plan_of(model, layout, work), world).eval()
+    share, shares = data_share(model)
+    # The first share ends long before the other, and goes on passing with it.
+    sequences = running(GREEDY)[share * 4 :] if shares == 2 and share else running(GREEDY)
+    sequences = sequences[:4] if shares == 2 and not share else sequences
+    for sequence in sequences[:4] if share == 0 and shares == 2 else ():
+        sequence.limit = 2
+    decoder = decoder_of(model, sequences, GREEDY, (), 3)
+    for _ in decoder.run():
+        pass
+    cached = decoder.passes.cache_bytes if isinstance(decoder.passes, SlotPasses) else 0
+    return [(s.number, s.text) for s in sequences], cached
+
+
+def test_layouts_choose_the_tokens_of_one_rank_and_divide_the_cache():
+    expected, whole = {}, {}
+    for family in {family for family, _ in CASES}:
+        model = model_of(family)
+        expected[family] = [s.text for s in decoded(model, running(GREEDY), GREEDY)]
+        decoder = decoder_of(model, running(GREEDY), GREEDY, (), 3)
+        decoder.step()
+        whole[family] = getattr(decoder.passes, "cache_bytes", 0)
+
+    def rank(_):
+        with World.join("cpu") as world:
+            return [tokens_on(world, *case) for case in CASES]
+
+    for made in launch(rank, 2, timeout_s=100):
+        for (family, layout), (texts, cached) in zip(CASES, made, strict=True):
+            assert texts, (family, layout)
+            for number, text in texts:
+                assert text == expected[family][number][: len(text)], (family, layout)
+            if "dp_shard" not in layout:
+                assert cached == whole[family] / 2, (family, layout)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"prompt": text} for text in ("def f1", "return 7", "x", "def f22(")]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def generated(run_dir, prompts, *more):
+    words = ["generate", str(run_dir), "--prompts", str(prompts), "--device", "cpu"]
+    result = CliRunner().invoke(application(), [*words, "--max-new-tokens", "8", *more])
+    if isinstance(result.exception, HyperParallelError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    return [(m["prompt"], m["text"], m["token_ids"], m["finish"]) for m in lines]
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "dp_replicate=2"])
+def test_the_command_starts_ranks_and_writes_what_one_rank_does(run_dir, prompts, layout):
+    one = generated(run_dir, prompts)
+    assert generated(run_dir, prompts, "--parallel", layout, "--slots", "2") == one
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("cp=2", "generation has no cp"),
+        ("tp=3", "HP203"),
+        ("pp=4", "layers"),
+        ("dq=2", "HP101"),
+    ],
+)
+def test_what_decoding_does_not_do_is_refused_before_ranks_start(
+    run_dir, prompts, words, match, monkeypatch
+):
+    monkeypatch.setattr("hyper_parallel.trainer._generate_ranks.launch", None)
+    with pytest.raises(HyperParallelError, match=match) as caught:
+        generated(run_dir, prompts, "--parallel", words)
+    assert caught.value.hint or not isinstance(caught.value, UnsupportedSharding)
+
+
+def test_an_adapter_is_not_laid_out(tmp_path, prompts, run_dir):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for file in (run_dir / "export").glob("tokenizer*"):
+        (adapter / file.name).write_bytes(file.read_bytes())
+    (adapter / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedSharding, match="merged into its model on one rank"):
+        generated(adapter, prompts, "--parallel", "tp=2")
