@@ -42,7 +42,14 @@ from hyper_parallel.trainer._decode import (
 )
 from hyper_parallel.trainer._generate_memory import DeviceMemory
 from hyper_parallel.trainer._pick_device import pick_device
-from hyper_parallel.trainer._texts import PromptBatch, Generation, Texts, draws_of, stream_text, until
+from hyper_parallel.trainer._texts import (
+    Generation,
+    PromptBatch,
+    Texts,
+    draws_of,
+    stream_text,
+    until,
+)
 from hyper_parallel.trainer.checkpoints._adapter import take_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 

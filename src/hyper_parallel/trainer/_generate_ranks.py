@@ -27,7 +27,7 @@ from hyper_parallel.trainer._decode import SLOTS, Running, Sampling
 from hyper_parallel.trainer._generate import check_dtype, decode, find_export
 from hyper_parallel.trainer._job import under_torchrun
 from hyper_parallel.trainer._signals import StopRequest
-from hyper_parallel.trainer._texts import PromptBatch, Generation, Texts
+from hyper_parallel.trainer._texts import Generation, PromptBatch, Texts
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.engine._model import GENERATION, check_parameters, on_meta
 
@@ -100,7 +100,9 @@ def generate_on_ranks(
     return batch.generations()
 
 
-def _decode_share(model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None) -> _Made:
+def _decode_share(
+    model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None
+) -> _Made:
     """Sequences of this rank's share of the prompts, continued."""
     share, shares = data_share(model)
     mine = dict([*batch.sequences.items()][share::shares])
