@@ -26,7 +26,7 @@ from hyper_parallel.runtime._launchers import (
     sbatch_script,
     torchrun_words,
 )
-from hyper_parallel.runtime._offload import OffloadedStep, offload
+from hyper_parallel.runtime._offloaded_step import OffloadedStep, offload
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
 from hyper_parallel.runtime._ray import launch_on_ray

@@ -115,8 +115,7 @@ def launch(
         try:
             with _serial_tokenizers():
                 for rank in range(world_size):
-                    together = world_size - alone
-                    world = (0, together) if rank < together else (rank, 1)
+                    world = (rank, 1) if rank >= world_size - alone else (0, world_size - alone)
                     given = (fn, rank, world, scratch, logs, threads, rank == echo_rank, board)
                     process = ForkProcess(target=_child, args=given)
                     _start(process, rank, world_size)

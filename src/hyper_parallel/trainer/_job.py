@@ -23,6 +23,7 @@ from hyper_parallel.config import (
 from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMissing
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import find_accelerators, load_topology
+from hyper_parallel.trainer._compared_rows import check_rows
 from hyper_parallel.trainer._elastic import on_started
 from hyper_parallel.trainer._files import (
     check_writable,
@@ -278,7 +279,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         check_documents(model, loaded.where("data.mask_documents"))
     check_flow(model, plan)
     if recipe.stage in ("grpo", "dpo"):
-        _check_groups(loaded, plan)
+        check_rows(loaded, plan, launched=under_torchrun())
     packed = prepare(
         recipe.data,
         stage="sft" if recipe.stage == "grpo" else recipe.stage,  # both read answers to prompts
@@ -297,50 +298,6 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         job = replace(job, recipe=loaded.recipe)
     _check_resume(job, loaded)
     return job
-
-
-def _check_groups(loaded: LoadedRecipe, plan: Plan) -> None:
-    """Raise when ranks would not have whole groups of completions or pairs of answers, or a reward is no function."""
-    from hyper_parallel.trainer.stages._rewards import reward_functions
-
-    recipe, work, dp = loaded.recipe, plan.workload, plan.strategy.dp
-    rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of answers"
-    if recipe.stage == "grpo":
-        size, what = recipe.grpo.num_generations, "groups of completions"
-        _check_rollout_ranks(loaded, rows)
-        reward_functions(recipe.grpo.reward_funcs, loaded.where("grpo.reward_funcs"))
-    if rows % (size * dp):
-        better = max(1, round(rows / (size * dp))) * size * dp * work.seq_len
-        raise Contradiction(
-            f"every data-parallel rank needs whole {what}",
-            where=loaded.where("training.tokens_per_step"),
-            got=f"{rows} sequences, {dp} data ranks, {size} in each",
-            allowed=f"a multiple of {size * dp} sequences",
-            hint=f"training.tokens_per_step={better}",
-        )
-    if recipe.stage == "dpo" and (work.microbatch or 1) % 2:
-        raise Contradiction(
-            "both answers of a pair are in one microbatch",
-            where=loaded.where("training.microbatch"),
-            got=f"microbatch={work.microbatch}",
-            allowed="an even number",
-            hint="training.microbatch=2",
-        )
-
-
-def _check_rollout_ranks(loaded: LoadedRecipe, rows: int) -> None:
-    """Raise when ranks that only sample cannot be started, or would not have as many sequences each."""
-    ranks = loaded.recipe.grpo.rollout_ranks
-    launcher = "torchrun" if under_torchrun() else loaded.recipe.launch.launcher
-    if ranks and (rows % ranks or launcher != "local"):
-        raise Contradiction(
-            "ranks that only sample share the sequences of a step evenly"
-            if rows % ranks
-            else "ranks that only sample are started by this process, not by another launcher yet",
-            where=loaded.where("grpo.rollout_ranks"),
-            got=f"rollout_ranks={ranks}, {rows} sequences in a step, launcher={launcher}",
-            hint="grpo.rollout_ranks=1" if rows % ranks else "grpo.rollout_ranks=0",
-        )
 
 
 def _is_this_machine(topology: str) -> bool:

@@ -1,0 +1,61 @@
+"""Checks of stages that compare answers: every rank has whole groups or pairs."""
+
+from __future__ import annotations
+
+from hyper_parallel.config import LoadedRecipe
+from hyper_parallel.errors import Contradiction
+from hyper_parallel.ir import Plan
+
+
+def check_rows(loaded: LoadedRecipe, plan: Plan, *, launched: bool) -> None:
+    """Refuse a step whose ranks would not have whole groups or pairs of answers, and a reward that is no function.
+
+    Args:
+        loaded: The recipe.
+        plan: The plan of the run.
+        launched: Another launcher has started this process as a rank.
+
+    Raises:
+        Contradiction: HP104.
+        NotImportable: HP109.
+    """
+    from hyper_parallel.trainer.stages._rewards import reward_functions
+
+    recipe, work, dp = loaded.recipe, plan.workload, plan.strategy.dp
+    rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of answers"
+    if recipe.stage == "grpo":
+        size, what = recipe.grpo.num_generations, "groups of completions"
+        _check_rollout_ranks(loaded, rows, launched)
+        reward_functions(recipe.grpo.reward_funcs, loaded.where("grpo.reward_funcs"))
+    if rows % (size * dp):
+        better = max(1, round(rows / (size * dp))) * size * dp * work.seq_len
+        raise Contradiction(
+            f"every data-parallel rank needs whole {what}",
+            where=loaded.where("training.tokens_per_step"),
+            got=f"{rows} sequences, {dp} data ranks, {size} in each",
+            allowed=f"a multiple of {size * dp} sequences",
+            hint=f"training.tokens_per_step={better}",
+        )
+    if recipe.stage == "dpo" and (work.microbatch or 1) % 2:
+        raise Contradiction(
+            "both answers of a pair are in one microbatch",
+            where=loaded.where("training.microbatch"),
+            got=f"microbatch={work.microbatch}",
+            allowed="an even number",
+            hint="training.microbatch=2",
+        )
+
+
+def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, launched: bool) -> None:
+    """Raise when ranks that only sample cannot be started, or would not have as many sequences each."""
+    ranks = loaded.recipe.grpo.rollout_ranks
+    launcher = "torchrun" if launched else loaded.recipe.launch.launcher
+    if ranks and (rows % ranks or launcher != "local"):
+        raise Contradiction(
+            "ranks that only sample share the sequences of a step evenly"
+            if rows % ranks
+            else "ranks that only sample are started by this process, not by another launcher yet",
+            where=loaded.where("grpo.rollout_ranks"),
+            got=f"rollout_ranks={ranks}, {rows} sequences in a step, launcher={launcher}",
+            hint="grpo.rollout_ranks=1" if rows % ranks else "grpo.rollout_ranks=0",
+        )
