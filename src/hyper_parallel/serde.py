@@ -18,6 +18,7 @@ from pydantic_core import to_jsonable_python
 
 T = TypeVar("T")
 
+_DEEPEST: Final = 50  # files of this package are nested less than ten deep
 _PROBLEMS: Final = {"unexpected_keyword_argument": "unknown key", "missing": "missing"}
 """Our words for pydantic's error types; the others are printed as pydantic says them."""
 
@@ -37,11 +38,11 @@ def decode(cls: type[T], data: Any) -> T:
     Raises:
         DecodeError: With the dotted path of the first value that does not fit.
     """
+    if not _counts(data):
+        raise DecodeError("$: an integer of more than 64 bits, or nested too deep")
     adapter: TypeAdapter[T] = _adapter(cls)  # type: ignore[arg-type]  # classes are hashable
     try:
         return adapter.validate_json(json.dumps(data), strict=True, extra="forbid")
-    except RecursionError:
-        raise DecodeError("$: nested too deep") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = "$" + "".join(
@@ -49,6 +50,14 @@ def decode(cls: type[T], data: Any) -> T:
         )
         problem = _PROBLEMS.get(first["type"]) or f"{first['msg']}, got {first['input']!r}"
         raise DecodeError(f"{path}: {problem}") from error
+
+
+def _counts(data: Any, depth: int = 0) -> bool:
+    """Whether all integers are of sizes that can be computed with."""
+    if isinstance(data, (dict, list)):
+        values = data.values() if isinstance(data, dict) else data
+        return depth < _DEEPEST and all(_counts(value, depth + 1) for value in values)
+    return not isinstance(data, int) or data.bit_length() <= 64
 
 
 @cache

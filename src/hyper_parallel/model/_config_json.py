@@ -16,6 +16,8 @@ STANDARD_KEYS = (
     "vocab_size",
 )
 """Keys that every Llama-like config has."""
+_MOST = 2**31 - 1
+"""No number of a model is larger, and products of a few are still numbers of a processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,13 @@ class ConfigView:
                 hint="add the missing keys, or give the config.json that the model was published with",
             )
 
-    def integer(self, key: str, minimum: int = 1, maximum: int | None = None) -> int:
+    def integer(self, key: str, minimum: int = 1, maximum: int = _MOST) -> int:
         """A whole number of at least `minimum` and at most `maximum`."""
         self.require((key,))
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             self._refuse(key, value, f"a whole number >= {minimum}")
-        if maximum is not None and value > maximum:
+        if value > maximum:
             self._refuse(key, value, f"a whole number from {minimum} to {maximum}")
         return value
 
@@ -80,7 +82,9 @@ class ConfigView:
         value = self.get(key)
         if value is None:
             return ()
-        if not isinstance(value, list) or not all(type(v) is int for v in value):
+        if not isinstance(value, list) or not all(
+            type(v) is int and abs(v) <= _MOST for v in value
+        ):
             self._refuse(key, value, "a list of whole numbers")
         return tuple(value)
 

@@ -208,7 +208,7 @@ def _special_float(value: dict[str, Any]) -> Any:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelUnreadable(
             "the config is not readable JSON",
             where=str(path),
