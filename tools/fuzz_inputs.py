@@ -292,6 +292,7 @@ def fuzz(kinds: list[str], seed: int, numbers: Iterable[int], kept: Path) -> dic
             for number in numbers:
                 draw, kind = random.Random(f"{seed} {number}"), turns[number % len(turns)]
                 path = draw.choice(seeds[kind])
+                path.unlink()  # readers may have mapped it
                 path.write_bytes(mutated(path, whole[path], draw))
                 if kind == "checkpoint" and draw.random() < 0.6:
                     seal(path)

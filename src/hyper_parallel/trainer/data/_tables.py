@@ -38,11 +38,25 @@ class Table:
         """What the library names its content by."""
         return str(getattr(self.rows, "_fingerprint", ""))
 
+    def _sound_rows(self) -> Iterator[bool]:
+        """True for every row that is safe to read, for ever: Arrow maps files, and a wrong offset ends the process."""
+        columns = getattr(self.rows, "data", None)
+        if getattr(self.rows, "_indices", None) is not None:  # in another order than the file's
+            columns = columns.table.validate(full=True)
+        for batch in () if columns is None else columns.table.to_batches():
+            batch.validate(full=True)
+            for _ in range(batch.num_rows):
+                yield True
+        while True:
+            yield True
+
     def records(self) -> Iterator[tuple[str, Record]]:
         """(where, record) of every row."""
         number = -1
         try:
-            for number, row in enumerate(self.rows):
+            sound, rows = self._sound_rows(), iter(self.rows)
+            while next(sound) and (row := next(rows, None)) is not None:
+                number += 1
                 yield f"{self.name}: row {number}", row
         except Exception as error:
             # datasets and Arrow raise many classes here; all of them mean that the next row is unreadable.
