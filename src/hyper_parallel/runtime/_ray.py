@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any, Final
 
 from hyper_parallel.errors import (
@@ -30,15 +30,11 @@ class _Rank:
         """Name and address of this machine, a port that is free, and the accelerators that Ray gives to this actor."""
         import ray
 
-        with closing(socket.socket()) as free:
+        with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        return (
-            socket.gethostname(),
-            ray.util.get_node_ip_address(),
-            port,
-            [str(i) for i in ray.get_gpu_ids()],
-        )
+        devices = [str(number) for number in ray.get_gpu_ids()]
+        return socket.gethostname(), ray.util.get_node_ip_address(), port, devices
 
     def run(self, fn: Callable[[], Any], environment: dict[str, str]) -> Any:
         """What `fn` returns with these variables."""
@@ -61,33 +57,34 @@ def launch_on_ray(
 
     Args:
         fn: Called in every actor; must pickle, and its result, too.
-        ranks: Number of actors.
-        nnodes: Machines; a multiple of it are the ranks.
+        ranks: Number of actors, a multiple of the machines.
+        nnodes: Machines.
         address: The cluster. None: that of RAY_ADDRESS, else one is started here and ended afterwards.
         restart: Number of the attempt, which ranks find as TORCHELASTIC_RESTART_COUNT.
 
     Raises:
         MissingDependency: HP501 without Ray.
         DeviceUnavailable: HP502 when the cluster has no such machines.
-        RankFailed: HP601 with the machine of the first actor that died, or what a rank has raised.
+        RankFailed: HP601 with the machine of the first actor that died or failed.
         HyperParallelError: A coded error of a rank, as it is.
     """
-    ray = _ray()
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependency(
+            "launching on Ray needs the package `ray`",
+            where="launch.launcher",
+            hint="pip install 'hyper-parallel[ray]'",
+        ) from error
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    each, actors = ranks // nnodes, []
+    each, own = ranks // nnodes, {}
+    if address is None and "RAY_ADDRESS" not in os.environ:
+        address, cores = "local", max(ranks, os.cpu_count() or 1)
+        own = {"num_cpus": cores, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
     with ExitStack() as stack:
-        here = address is None and "RAY_ADDRESS" not in os.environ
-        own: dict[str, Any] = {
-            "num_cpus": max(ranks, os.cpu_count() or 1),
-            "object_store_memory": _STORE_BYTES,
-        }
-        ray.init(
-            "local" if here else address,
-            include_dashboard=False if here else None,
-            **(own if here else {}),
-        )
+        ray.init(address, **own)
         stack.callback(ray.shutdown)
         one = {"CPU": 1.0} | ({"GPU": 1.0} if ray.cluster_resources().get("GPU") else {})
         bundles = [{kind: each * share for kind, share in one.items()}] * nnodes
@@ -98,31 +95,31 @@ def launch_on_ray(
                 f"the Ray cluster has not {nnodes} machines with {each} of {' and '.join(one)} free on each",
                 where="launch.ray_address",
                 got=ray.available_resources(),
-                hint=f"launch.nnodes={nnodes} on a cluster that `ray status` shows with as many",
+                hint="ray status",
             )
+        actors = []
         for rank in range(ranks):
-            where = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=rank // each
-            )
-            wanted = {"num_cpus": 1, "num_gpus": one.get("GPU", 0), "max_restarts": 0}
-            actors.append(ray.remote(_Rank).options(scheduling_strategy=where, **wanted).remote())
+            where = PlacementGroupSchedulingStrategy(group, rank // each)
+            options = {"num_cpus": 1, "num_gpus": one.get("GPU", 0), "scheduling_strategy": where}
+            actors.append(ray.remote(_Rank).options(**options).remote())
             stack.callback(ray.kill, actors[-1])
         places = ray.get([actor.place.remote() for actor in actors])
         running = {}
         for rank, actor in enumerate(actors):
             first = rank // each * each
-            environment = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_RANK": str(rank - first),
-                "LOCAL_WORLD_SIZE": str(each),
+            given: dict[str, Any] = {
+                "RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_RANK": rank - first,
+                "LOCAL_WORLD_SIZE": each,
                 "MASTER_ADDR": places[0][1],
-                "MASTER_PORT": str(places[0][2]),
-                "TORCHELASTIC_RESTART_COUNT": str(restart),
+                "MASTER_PORT": places[0][2],
+                "TORCHELASTIC_RESTART_COUNT": restart,
             }
             # A rank finds its device by its local number, so it must see those of its neighbours.
-            if devices := [d for *_, own_ones in places[first : first + each] for d in own_ones]:
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            if devices := [d for place in places[first : first + each] for d in place[3]]:
+                given["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            environment = {name: str(value) for name, value in given.items()}
             running[actor.run.remote(fn, environment)] = rank
         return _results(running, [place[0] for place in places])
 
@@ -151,15 +148,3 @@ def _results(running: dict[Any, int], hosts: list[str]) -> list[Any]:
     if failures:
         raise min(failures)[-1]
     return results
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingDependency(
-            "launching on Ray needs the package `ray`",
-            where="launch.launcher",
-            hint="pip install 'hyper-parallel[ray]'",
-        ) from error
-    return ray

@@ -124,7 +124,7 @@ class MetricsLog:
             try:
                 tracker.log(step, given)
             except Exception as error:  # a service that is down does not end the run: its curve is in metrics.jsonl
-                _log.warning("%s gets no more curves: %s", type(tracker).__name__.strip("_"), error)
+                _log.warning("%s gets no more curves: %s", tracker.name, error)
                 self._trackers.remove(tracker)
 
 

@@ -1,17 +1,17 @@
 """Trackers: where the curves of a run go besides metrics.jsonl. Packages are imported when a run begins.
 
-A tracker has `log(step, values)` and `close()`. Rank 0 holds it. A resumed run goes on in the same run of the tracker,
-whose id is kept in `trackers.json`.
+Rank 0 holds them. A resumed run goes on in the same run of a tracker, whose id is kept in `trackers.json`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from hyper_parallel.errors import MissingDependency, TrackerFailed
 from hyper_parallel.trainer._files import write_text
@@ -20,14 +20,13 @@ _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "m
 """What pip installs for the module of the same name as the tracker."""
 
 
-class Tracker(Protocol):
-    """Draws curves."""
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """Draws curves: `log` takes a step and points by the names of their curves."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add points of a step, by the names of their curves."""
-
-    def close(self) -> None:
-        """Write what is still held."""
+    name: str
+    log: Callable[[int, dict[str, float]], Any]
+    close: Callable[[], Any]
 
 
 def check_trackers(names: Sequence[str], where: str) -> None:
@@ -61,9 +60,10 @@ def make_trackers(
     for name in names:
         try:
             if name == "tensorboard":
-                trackers.append(_TensorBoard(directory / name, resumed_step))
+                trackers.append(_tensorboard(directory / name, resumed_step))
             else:
-                trackers.append({"wandb": _Wandb, "mlflow": _Mlflow}[name](directory, ids, recipe))
+                make = {"wandb": _wandb, "mlflow": _mlflow}[name]
+                trackers.append(make(directory, ids, recipe))
         except Exception as error:  # each raises classes of its own
             raise TrackerFailed(
                 f"the tracker {name} cannot begin a run",
@@ -76,72 +76,45 @@ def make_trackers(
     return trackers
 
 
-class _TensorBoard:
-    """Event files in the run directory."""
+def _tensorboard(directory: Path, resumed_step: int) -> Tracker:
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    def __init__(self, directory: Path, resumed_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    if resumed_step == 0:
+        for old in directory.glob("events.out.tfevents.*"):
+            old.unlink()
+    board = EventFileWriter(str(directory))
+    # TensorBoard drops what an earlier run wrote from this step on.
+    start = SessionLog(status=SessionLog.START)
+    board.add_event(Event(wall_time=time.time(), step=resumed_step + 1, session_log=start))
 
-        if resumed_step == 0:
-            for old in directory.glob("events.out.tfevents.*"):
-                old.unlink()
-        self._event, self._board = Event, EventFileWriter(str(directory))
-        # TensorBoard drops what an earlier run wrote from this step on.
-        start = SessionLog(status=SessionLog.START)
-        self._board.add_event(
-            Event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        event = self._event(wall_time=time.time(), step=step)
+    def log(step: int, values: dict[str, float]) -> None:
+        event = Event(wall_time=time.time(), step=step)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
-        self._board.add_event(event)
+        board.add_event(event)
 
-    def close(self) -> None:
-        self._board.close()
-
-
-class _Wandb:
-    """Weights & Biases; its environment variables say which project, and whether it is offline."""
-
-    def __init__(self, directory: Path, ids: dict[str, str], recipe: Mapping[str, Any]) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            dir=directory,
-            name=directory.name,
-            id=ids.get("wandb"),
-            resume="allow" if "wandb" in ids else None,
-            config=dict(recipe),
-        )
-        ids["wandb"] = self._run.id
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return Tracker("tensorboard", log, board.close)
 
 
-class _Mlflow:
-    """MLflow; its environment variables say which server or directory, and which experiment."""
+def _wandb(directory: Path, ids: dict[str, str], recipe: Mapping[str, Any]) -> Tracker:
+    import wandb
 
-    def __init__(self, directory: Path, ids: dict[str, str], recipe: Mapping[str, Any]) -> None:
-        import mlflow
+    known = {"id": ids["wandb"], "resume": "allow"} if "wandb" in ids else {}
+    run = wandb.init(dir=directory, name=directory.name, config=dict(recipe), **known)
+    ids["wandb"] = run.id
+    return Tracker("wandb", lambda step, values: run.log(values, step=step), run.finish)
 
-        self._mlflow = mlflow
-        run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=directory.name)
-        if "mlflow" not in ids:
-            mlflow.log_params(dict(_flat(recipe)))
-        ids["mlflow"] = run.info.run_id
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
+def _mlflow(directory: Path, ids: dict[str, str], recipe: Mapping[str, Any]) -> Tracker:
+    import mlflow
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=directory.name)
+    if "mlflow" not in ids:
+        mlflow.log_params(dict(_flat(recipe)))
+    ids["mlflow"] = run.info.run_id
+    log = lambda step, values: mlflow.log_metrics(values, step=step)  # noqa: E731
+    return Tracker("mlflow", log, mlflow.end_run)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
