@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from hyper_parallel.config import load_recipe
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import HyperParallelError, NotServed
 from hyper_parallel.integration.llamafactory import load_llamafactory
 from hyper_parallel.integration.llamafactory._keys import REFUSED, SAME, TOGETHER, WITHOUT_EFFECT
 from hyper_parallel.trainer.data._chat import CHATML
@@ -201,6 +201,27 @@ def test_what_is_not_done_is_refused_by_name(root, override, code, says):
 
 def test_a_recipe_of_its_own_is_not_taken_for_one(root):
     assert load_recipe(root / "ours.yaml").recipe.lora.r == 4
+
+
+SECOND = """from hyper_parallel.integration.llamafactory import (
+    HyperParallelArguments, HSDPModule, export_to_hf_format, fsdp2_prepare_model, hsdp_sync_stream, load_hsdp_model,
+    load_hsdp_optimizer_and_scheduler, save_hsdp_checkpoint, wrap_optimizer_with_skip_dtensor_dispatch, clip_grad_norm_)
+"""
+GENERATIONS = {
+    "2": SECOND,
+    "3": SECOND
+    + "from hyper_parallel.integration.llamafactory.context_parallel import cp_prepare_model",
+    "4": SECOND
+    + "from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model",
+    "5": "from hyper_parallel.integration.llamafactory import parallelize_model",
+}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_later_versions_of_llamafactory_are_told_what_works(generation):
+    with pytest.raises(NotServed) as caught:
+        exec(GENERATIONS[generation], {})
+    assert "hyper-parallel train FILE.yaml" in caught.value.hint
 
 
 def test_the_page_has_every_key():

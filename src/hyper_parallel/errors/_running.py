@@ -226,6 +226,14 @@ class TrackerFailed(HyperParallelError, code="HP632"):
     """
 
 
+class NotServed(HyperParallelError, code="HP633"):
+    """A version of LlamaFactory after 0.9.5 asks for names that this package does not have.
+
+    Why: it would train with something else than what it asked for. Fix: LlamaFactory 0.9.5, or the same YAML file given
+    to `hyper-parallel train`, which needs no LlamaFactory.
+    """
+
+
 class CheckpointCorrupt(HyperParallelError, code="HP701"):
     """A file of a checkpoint is missing, truncated or altered, and no older intact one exists.
 

@@ -9,11 +9,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from hyper_parallel.errors import NotServed
+
 _EXPORTS = {
     "HyperParallelArguments": "_arguments",
     "HyperParallelTrainer": "_sft",
     "load_llamafactory": "_yaml",
 }
+
+_LATER = (
+    "HSDPModule", "clip_grad_norm_", "export_to_hf_format", "fsdp2_prepare_model", "hsdp_sync_stream",
+    "load_hsdp_model", "load_hsdp_optimizer_and_scheduler", "parallelize_model", "save_hsdp_checkpoint",
+    "wrap_optimizer_with_skip_dtensor_dispatch",
+)  # fmt: skip
+"""What LlamaFactory's main branch asks for since June 2026."""
 
 __all__ = list(_EXPORTS)
 
@@ -21,4 +30,11 @@ __all__ = list(_EXPORTS)
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    if name in _LATER:
+        raise NotServed(
+            f"this version of LlamaFactory is newer than 0.9.5, and asks for `{name}`",
+            where=__name__,
+            allowed=list(_EXPORTS),
+            hint="pip install llamafactory==0.9.5, or hyper-parallel train FILE.yaml without LlamaFactory",
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
