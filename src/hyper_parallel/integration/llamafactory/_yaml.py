@@ -186,6 +186,7 @@ def _ranks(overrides: Sequence[str]) -> int:
     given = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
     if "launch.nproc_per_node" in given:
         return int(given["launch.nproc_per_node"]) * int(given.get("launch.nnodes", 1))
-    started = "WORLD_SIZE" if "RANK" in os.environ else "SLURM_NTASKS"
-    known = int(os.environ.get(started, 1)) if {"RANK", "SLURM_STEP_ID"} & os.environ.keys() else 1
-    return known if known > 1 else len(find_accelerators()) or 1
+    if "RANK" in os.environ:
+        return int(os.environ.get("WORLD_SIZE", 1))
+    tasks = int(os.environ.get("SLURM_NTASKS", 1)) if "SLURM_STEP_ID" in os.environ else 1
+    return tasks if tasks > 1 else len(find_accelerators()) or 1
