@@ -27,7 +27,6 @@ from hyper_parallel.trainer._generate import (
     Generator,
     Sampling,
     decode_tokens,
-    generate,
     stream_text,
 )
 from tests.trainer_generate.conftest import SIZES
@@ -150,10 +149,10 @@ def test_values_out_of_range_are_refused(values):
 
 def test_a_run_without_export_is_refused_with_a_remedy(tmp_path):
     with pytest.raises(RunUnreadable, match="HP603") as caught:
-        generate(tmp_path, "x")
+        Generator(tmp_path)
     assert "checkpoint.export=true" in caught.value.hint
     with pytest.raises(RunUnreadable, match="does not exist"):
-        generate(tmp_path / "nothing", "x")
+        Generator(tmp_path / "nothing")
 
 
 def copy_export(run_dir, target, without=()):
@@ -210,8 +209,8 @@ def test_the_command_prints_text_and_json(run_dir):
     assert text.stdout == f"def {result['text']}\n"
     assert result["prompt"] == "def "
     assert len(result["token_ids"]) == 12
-    expected = generate(run_dir, "def ", max_new_tokens=12, temperature=0.7, seed=4, device="cpu")
-    assert result["text"] == expected
+    expected = Generator(run_dir, device="cpu").generate("def ", Sampling(12, 0.7, seed=4))
+    assert result["text"] == expected.text
 
 
 @pytest.mark.e2e

@@ -159,7 +159,7 @@ def _many(
     from hyper_parallel.trainer._signals import StopRequest
 
     records, given = read_prompts(prompts, output)
-    stop, chosen = StopRequest(), {"chat": chat, "slots": slots}
+    stop, chosen = StopRequest("writes what there is"), {"chat": chat, "slots": slots}
     place = {"device": device, "dtype": dtype, "trusted": trusted}
     with stop.watched():
         if parallel:

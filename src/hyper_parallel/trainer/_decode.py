@@ -12,7 +12,6 @@ that is taken out may go on later, from its tokens so far.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -275,35 +274,3 @@ def numbers(*key: int, length: int) -> NDArray[np.float64]:
     raw = np.random.PCG64([part % 2**64 for part in key]).random_raw(length)
     drawn: NDArray[np.float64] = (raw >> 11) / 2.0**53
     return drawn
-
-
-class OneSlot:
-    """Passes of one sequence by the prompt step and the decode step of a model, however they run."""
-
-    slots, chunk = 1, sys.maxsize
-
-    def __init__(self, steps: Any) -> None:
-        self._steps = steps
-
-    def feed(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
-        """As in `Passes`."""
-        (part,), (start,) = tokens, starts
-        logits: Tensor = self._steps.next(part[0]) if start else self._steps.prompt([*part])
-        return logits[None]
-
-    def move(self, source: int, target: int) -> None:
-        """There is no other slot."""
-
-    def idle(self) -> None:
-        """There is no other rank."""
-
-    def anywhere(self, busy: bool, halted: bool) -> tuple[bool, bool]:
-        """As in `Passes`."""
-        return busy, halted
-
-    def share(self, chosen: Tensor | None, rows: int) -> Tensor:
-        """As in `Passes`."""
-        assert chosen is not None
-        return chosen

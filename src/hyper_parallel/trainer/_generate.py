@@ -17,7 +17,7 @@ import torch
 
 from hyper_parallel.backends.torch._forward import loop_over_experts
 from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, base_of
-from hyper_parallel.backends.torch._slots import why_no_slots
+from hyper_parallel.backends.torch._slots import OneSlot, why_no_slots
 from hyper_parallel.backends.torch._static_cache import (
     GrowingSteps,
     StaticSteps,
@@ -35,7 +35,6 @@ from hyper_parallel.errors import (
 from hyper_parallel.trainer._decode import (
     SLOTS,
     Decoder,
-    OneSlot,
     Running,
     Sampling,
     decoder_of,
@@ -156,15 +155,7 @@ def decode_tokens(
     stops: Collection[int] = (),
     steps: Any = None,
 ) -> Iterator[int]:
-    """Yield new tokens one by one, up to the limit or to one of `stops`, which is not yielded.
-
-    Args:
-        model: A Hugging Face causal language model.
-        prompt_ids: Tokens of the prompt, at least one.
-        sampling: How tokens are chosen.
-        stops: Tokens that end the text.
-        steps: What computes the logits; None: the model as it is.
-    """
+    """Yield new tokens one by one, up to the limit or to one of `stops`, which is not yielded."""
     draws = draws_of(sampling, 0)
     sequence = Running(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
     return _decoded(model, sequence, sampling, stops, steps=steps)
@@ -184,7 +175,7 @@ def _decoded(
         length = sequence.start + sequence.limit - 1
         grows = why_no_static_cache(model) is not None
         steps = GrowingSteps(model) if grows else StaticSteps(model, length)
-    decoder = Decoder(OneSlot(steps), sampling, stops, ended=ended)
+    decoder = Decoder(OneSlot(model, steps), sampling, stops, ended=ended)
     decoder.add([sequence])
     for running in decoder.run():
         if (token := running.text[-1]) not in stops:
@@ -326,37 +317,3 @@ class Generator:
                 steps.close()
 
         return sequence, planned()
-
-
-def generate(
-    model_dir: str | Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    top_p: float = 0.95,
-    seed: int = 0,
-    device: str = "auto",
-    dtype: str | None = None,
-    chat: bool = False,
-) -> str:
-    """Continuation of a prompt by an exported model; `Generator` keeps the model for several prompts.
-
-    Args:
-        model_dir: RUN_DIR of `train`, or a Hugging Face directory.
-        prompt: Text to continue; with `chat`, what the user says.
-        max_new_tokens: Limit of the continuation.
-        temperature: 0: greedy; higher: more varied.
-        top_p: Share of probability that is drawn from.
-        seed: Of the draws.
-        device: `auto`, `cpu`, `cuda`, ...
-        dtype: Format of the weights; None: as stored.
-        chat: Wrap the prompt in the tokenizer's chat template.
-
-    Raises:
-        RunUnreadable: HP603 when nothing was exported there.
-        BadValue: HP102 when the text would exceed the model's context.
-    """
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    model = Generator(model_dir, device=device, dtype=dtype)
-    return model.generate(prompt, sampling, chat=chat).text

@@ -39,7 +39,8 @@ class Interrupted(KeyboardInterrupt):
 class StopRequest:
     """A wish to end the run after the present step, and what became of it; seen by the ranks forked later."""
 
-    def __init__(self) -> None:
+    def __init__(self, promise: str = "ends after this step, with a checkpoint") -> None:
+        self._promise = promise
         self._shared = mmap.mmap(-1, 16)  # anonymous memory outlives a fork: wish, step of the end
         self._owner, self._asked, self._first_s = os.getpid(), False, 0.0
         self.signum: int | None = None
@@ -73,10 +74,7 @@ class StopRequest:
             if os.environ.get("RANK", "0") == "0":
                 name = signal.Signals(signum).name
                 with suppress(OSError):
-                    os.write(
-                        2,
-                        f"{name}: ends after this step, with a checkpoint; once more: at once\n".encode(),
-                    )
+                    os.write(2, f"{name}: {self._promise}; once more: at once\n".encode())
         elif time.monotonic() - self._first_s > _ONE_S:
             raise Interrupted(signum)
 

@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -34,38 +34,6 @@ from hyper_parallel.backends.torch.pipeline._inference import run_stages
 
 CHUNK: Final = 512
 """Tokens of a prompt that one pass reads: it bounds the activations, and the steps of this many are well filled."""
-
-
-class Passes(Protocol):
-    """What decoding asks of a model.
-
-    Attributes:
-        slots: Sequences at a time.
-        chunk: Most tokens of one that a pass reads.
-    """
-
-    slots: int
-    chunk: int
-
-    def feed(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor | None:
-        """Logits [B, V] after the tokens that rows read next, from their position `starts` on.
-
-        None on a rank that has none: of a pipeline, all but the last stage's.
-        """
-
-    def move(self, source: int, target: int) -> None:
-        """Let the sequence of one slot go on in another."""
-
-    def idle(self) -> None:
-        """A pass for nobody: other ranks meet this one in the collectives of theirs."""
-
-    def anywhere(self, busy: bool, halted: bool) -> tuple[bool, bool]:
-        """Whether any of the ranks that must pass together has work, and whether any is interrupted."""
-
-    def share(self, chosen: Tensor | None, rows: int) -> Tensor:
-        """Numbers [2, B] that the ranks with logits chose, on every rank."""
 
 
 @dataclass(slots=True)
@@ -105,10 +73,15 @@ class _SlotLayer(FixedLayer):
         return self.write.width, 0
 
 
-class _Passes:
-    """What both kinds of passes have in common."""
+class Passes:
+    """What decoding asks of a model.
 
-    def __init__(self, model: Any, slots: int, chunk: int) -> None:
+    Attributes:
+        slots: Sequences at a time.
+        chunk: Most tokens of one that a pass reads.
+    """
+
+    def __init__(self, model: Any, slots: int, chunk: int = sys.maxsize) -> None:
         self.slots, self.chunk = slots, chunk
         self._model, self._handle = model, attached(model)
         self._device: torch.device = model.device if self._handle is None else self._handle.device
@@ -116,15 +89,24 @@ class _Passes:
     def feed(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """As in `Passes`."""
+        """Logits [B, V] after the tokens that rows read next, from their position `starts` on.
+
+        None on a rank that has none: of a pipeline, all but the last stage's.
+        """
         raise NotImplementedError
 
+    def move(self, source: int, target: int) -> None:
+        """Let the sequence of one slot go on in another."""
+
     def idle(self) -> None:
-        """As in `Passes`: it reads one token into a free slot."""
+        """A pass for nobody, into a free slot: other ranks meet this one in the collectives of theirs."""
         self.feed([0], [[0]], [0])
 
     def anywhere(self, busy: bool, halted: bool) -> tuple[bool, bool]:
-        """As in `Passes`; replicas of whole parameters do not need each other."""
+        """Whether any of the ranks that must pass together has work, and whether any is interrupted.
+
+        Replicas of whole parameters do not need each other.
+        """
         strategy = None if self._handle is None else self._handle.plan.strategy
         if strategy is None or strategy.world_size == strategy.dp_replicate:
             return busy, halted
@@ -134,7 +116,7 @@ class _Passes:
         return busy, halted
 
     def share(self, chosen: Tensor | None, rows: int) -> Tensor:
-        """As in `Passes`."""
+        """Numbers [2, B] that the ranks with logits chose, on every rank."""
         pipeline = None if self._handle is None else self._handle.pipeline
         if pipeline is None:
             assert chosen is not None
@@ -154,7 +136,23 @@ class _Passes:
             return logits
 
 
-class SlotPasses(_Passes):
+class OneSlot(Passes):
+    """Passes of one sequence by the prompt step and the decode step of a model, however they run."""
+
+    def __init__(self, model: Any, steps: Any) -> None:
+        super().__init__(model, 1)
+        self._steps = steps
+
+    def feed(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Tensor:
+        """As in `Passes`."""
+        (part,), (start,) = tokens, starts
+        logits: Tensor = self._steps.next(part[0]) if start else self._steps.prompt([*part])
+        return logits[None]
+
+
+class SlotPasses(Passes):
     """Cached passes of a model.
 
     Args:
@@ -219,11 +217,11 @@ class SlotPasses(_Passes):
                 layer.values[target] = layer.values[source]
 
 
-class RecomputePasses(_Passes):
+class RecomputePasses(Passes):
     """The same for a model whose keys and values are not kept: every pass reads the whole text again."""
 
     def __init__(self, model: Any, slots: int) -> None:
-        super().__init__(model, slots, sys.maxsize)
+        super().__init__(model, slots)
         self._texts: list[list[int]] = [[] for _ in range(slots)]
 
     def feed(
@@ -259,7 +257,7 @@ def why_no_slots(model: Any) -> str | None:
     return None
 
 
-def passes_of(model: Any, slots: int, length: int) -> SlotPasses | RecomputePasses:
+def passes_of(model: Any, slots: int, length: int) -> Passes:
     """Passes with a cache of keys and values where the model allows one."""
     if why_no_slots(model):
         return RecomputePasses(model, slots)
