@@ -291,7 +291,7 @@ def test_a_stop_text_ends_the_text_before_it(generator):
 def test_the_command_continues_a_file_of_prompts_and_its_own_output(run_dir, tmp_path):
     app = typer.Typer()
     app.command()(command)
-    asked = [{"prompt": "def f1", "id": 7}, {"prompt": "return \u00fc"}, {"prompt": ""}]
+    asked = [{"prompt": "def f1", "id": 7}, {"prompt": "return \u2028"}, {"prompt": ""}]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "new" / "out.jsonl"
     prompts.write_text("\n\n".join(map(json.dumps, asked)))
     values = [str(run_dir), "--device", "cpu", "--max-new-tokens", "9", "--seed", "2"]
@@ -300,7 +300,7 @@ def test_the_command_continues_a_file_of_prompts_and_its_own_output(run_dir, tmp
         return CliRunner().invoke(app, [*values, *more], catch_exceptions=False)
 
     run("--prompts", str(prompts), "-o", str(out), "--slots", "2")
-    made = [json.loads(line) for line in out.read_text().splitlines()]
+    made = [json.loads(line) for line in out.read_text().strip().split("\n")]
     assert [{k: m[k] for k in a} for m, a in zip(made, asked, strict=True)] == asked
     assert [len(m["token_ids"]) for m in made] == [len(m["logprobs"]) for m in made] == [9, 9, 9]
     assert run("--prompt", "def f1").stdout == f"def f1{made[0]['text']}\n"
@@ -309,12 +309,19 @@ def test_the_command_continues_a_file_of_prompts_and_its_own_output(run_dir, tmp
         made[1][key] = made[1][key][:4]
     made[1]["finish"] = None
     prompts.write_text("\n".join(map(json.dumps, made)))
-    again = [json.loads(x) for x in run("--prompts", str(prompts)).stdout.splitlines()]
-    whole = [json.loads(line) for line in out.read_text().splitlines()]
+    again = [json.loads(x) for x in run("--prompts", str(prompts)).stdout.strip().split("\n")]
+    whole = [json.loads(line) for line in out.read_text().strip().split("\n")]
     for mine, expected in zip(again, whole, strict=True):
         assert (mine["text"], mine["finish"]) == (expected["text"], expected["finish"])
     prompts.write_text('{"prompt": "x"}\n{"text": "y"}')
     with pytest.raises(BadValue, match=r"prompts\.jsonl:2"):
+        run("--prompts", str(prompts))
+    foreign = {**made[1], "token_ids": [5, 320], "logprobs": [0, 0]}
+    prompts.write_text(json.dumps(foreign))
+    with pytest.raises(BadValue, match="the model has not"):
+        run("--prompts", str(prompts))
+    prompts.write_text(json.dumps({**foreign, "logprobs": []}))
+    with pytest.raises(BadValue, match=r"prompts\.jsonl:1"):
         run("--prompts", str(prompts))
     for wrong in (["--prompt", "x"], ["--device-memory", "1GiB"], ["--json"]):
         with pytest.raises(Contradiction, match="for one prompt"):

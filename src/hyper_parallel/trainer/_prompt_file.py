@@ -6,7 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, NonNegativeInt
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer._files import check_writable, write_text
@@ -14,6 +16,27 @@ from hyper_parallel.trainer._texts import Generation
 
 _MADE: Final = ("number", "text", "token_ids", "logprobs", "finish", "seconds")
 """Keys that a continuation adds to the record of its prompt."""
+
+
+class _Line(BaseModel, extra="allow", allow_inf_nan=False):
+    """A prompt with what an earlier run made of it; other keys are kept."""
+
+    prompt: str
+    number: int = 0
+    text: str = ""
+    token_ids: tuple[NonNegativeInt, ...] | None = None
+    logprobs: tuple[float, ...] = ()
+    finish: Literal["stop", "length"] | None = None
+    seconds: float = 0.0
+
+    def given(self) -> str | Generation:
+        """The prompt, or what is continued."""
+        if self.token_ids is None:
+            return self.prompt
+        if len(self.logprobs) != len(self.token_ids):
+            raise ValueError("as many log-probabilities as tokens")
+        made = self.model_dump(include=set(_MADE))
+        return Generation(self.prompt, num_prompt_tokens=0, stopped=self.finish == "stop", **made)
 
 
 def read_prompts(
@@ -34,46 +57,26 @@ def read_prompts(
     records: list[dict[str, Any]] = []
     given: list[str | Generation] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # texts may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise BadValue("the prompts cannot be read", where=str(path), got=str(error)) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-            prompt = record["prompt"]
-            if not isinstance(prompt, str):
-                raise TypeError(f"prompt is no text: {prompt!r}")
-            given.append(_before(record, prompt) if "token_ids" in record else prompt)
-        except (ValueError, KeyError, TypeError) as error:
+            record = _Line.model_validate_json(line)
+            given.append(record.given())
+        except ValueError as error:
             raise BadValue(
-                "a line of the prompts is no JSON object with a text `prompt`",
+                "a line of the prompts is no JSON object with a text `prompt`, or no whole continuation",
                 where=f"{path}:{number}",
                 got=line[:100],
                 hint='{"prompt": "Once upon a time"}',
             ) from error
-        records.append(record)
+        records.append({"prompt": record.prompt, **(record.model_extra or {})})
     if not records:
         raise BadValue("there are no prompts", where=str(path), hint='{"prompt": "Once"}')
     return records, given
-
-
-def _before(record: dict[str, Any], prompt: str) -> Generation:
-    finish, logprobs = record["finish"], record["logprobs"]
-    if len(logprobs) != len(record["token_ids"]):
-        raise ValueError("as many log-probabilities as tokens")
-    return Generation(
-        prompt=prompt,
-        text=record["text"],
-        token_ids=tuple(map(int, record["token_ids"])),
-        num_prompt_tokens=0,
-        stopped=finish == "stop",
-        seconds=float(record["seconds"]),
-        logprobs=tuple(map(float, logprobs)),
-        number=int(record["number"]),
-        finish=finish,
-    )
 
 
 def write_generations(

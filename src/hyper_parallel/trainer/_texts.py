@@ -61,6 +61,7 @@ class Texts:
     def __init__(self, tokenizer: Any, config: Any, stops: int | list[int] | None) -> None:
         self.tokenizer = tokenizer
         self._context = getattr(config, "max_position_embeddings", None)
+        self._vocabulary = config.get_text_config(decoder=True).vocab_size
         own = stops if isinstance(stops, list) else [stops]
         self._stops = {tokenizer.eos_token_id, *own}
 
@@ -105,6 +106,8 @@ class Texts:
             )
         number = number if before is None else before.number
         running = Running(number, ids, len(ids), limit, draws_of(sampling, number))
+        if before is not None and (top := max(before.token_ids, default=0)) >= self._vocabulary:
+            raise BadValue("a continuation has a token that the model has not", got=top)
         if before is not None:
             running.text += before.token_ids
             running.logprobs += before.logprobs
