@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch._forward import keep_float64, loop_over_experts
 from hyper_parallel.backends.torch._slots import SlotPasses, passes_of, why_no_slots
+from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer._decode import Decoder, Running, Sampling, numbers
 
 pytestmark = pytest.mark.torch
@@ -179,6 +180,19 @@ def test_a_stop_token_frees_a_slot_for_the_next_sequence():
         end = tokens.index(stop) + 1 if stop in tokens else len(tokens)
         assert sequence.tokens == tokens[:end]
         assert sequence.finish == ("stop" if stop in tokens else "length")
+
+
+def test_rotary_frequencies_that_follow_the_longest_text_are_refused_beyond_their_length():
+    model = model_of("phi3")
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model.config.rope_parameters = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 32,
+        **factors,
+    }
+    assert isinstance(passes_of(model, 2, 32), SlotPasses)
+    with pytest.raises(BadValue, match="longest in their batch"):
+        passes_of(model, 2, 33)
 
 
 def test_a_cache_has_as_many_bytes_as_its_slots_and_tokens_ask_for():

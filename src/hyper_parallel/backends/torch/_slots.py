@@ -31,6 +31,7 @@ from hyper_parallel.backends.torch._static_cache import (
     why_no_own_cache,
 )
 from hyper_parallel.backends.torch.pipeline._inference import run_stages
+from hyper_parallel.errors import BadValue
 
 CHUNK: Final = 512
 """Tokens of a prompt that one pass reads: it bounds the activations, and the steps of this many are well filled."""
@@ -258,7 +259,21 @@ def why_no_slots(model: Any) -> str | None:
 
 
 def passes_of(model: Any, slots: int, length: int) -> Passes:
-    """Passes with a cache of keys and values where the model allows one."""
+    """Passes with a cache of keys and values where the model allows one.
+
+    Raises:
+        BadValue: HP102 when all of a batch would get other rotary frequencies because one text is long (longrope).
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    most = rope.get("original_max_position_embeddings") or length
+    if rope.get("rope_type") == "longrope" and length > most:
+        raise BadValue(
+            "beyond the length it was first trained for, texts of this model depend on the longest in their batch",
+            got=f"{length} tokens",
+            allowed=f"at most {most} tokens of prompt and continuation",
+            hint="fewer new tokens, or one prompt at a time",
+        )
     if why_no_slots(model):
         return RecomputePasses(model, slots)
     return SlotPasses(model, slots, length)
