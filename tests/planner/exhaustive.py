@@ -32,10 +32,12 @@ def every_strategy(request):
     for row in zip(*meshes.values(), strict=True):
         pp, x, y, cp, dp, micro, steps = (int(v) for v in row)
         for att, mlp, ep, etp, u, tokens, gathered in every_block(space, x, y, cp, dp):
-            for replicate, shard, zero in space.states(dp, x * y * cp, ep * etp):
+            for replicate, shard, zero in space.states(1, dp, x * y * cp, ep * etp):
+                if zero == 1 and request.executable and pp > 1:
+                    continue  # no pipeline runs with ZeRO 1
                 if "zero" not in request.pins:
-                    if zero == 1 and (steps == 1 or (request.executable and pp > 1)):
-                        continue  # one microbatch is reduced once anyway; no pipeline runs with ZeRO 1
+                    if zero == 1 and steps == 1:
+                        continue  # one microbatch is reduced once anyway
                     if zero == 0 and shard * cp == 1:
                         continue  # one rank shares nothing
                 block = (att, mlp, ep, etp, u, tokens, gathered)
@@ -81,6 +83,9 @@ def closed_forms(request):
     if not len(rows):
         return rows, []
     columns = dict(zip(COLUMNS, rows.T, strict=True))
+    # One microbatch is reduced layer by layer, as `Candidates.of` says.
+    alone = (columns["zero"] == 1) & (columns["accumulation"] == 1)
+    columns["zero"] = np.where(alone, 2.0, columns["zero"])
     kinds = Space(request).recomputes
     scores = {
         k: score(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hyper_parallel.errors import DoesNotFit, HyperParallelError
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import plan
 from hyper_parallel.planner._bounds import strategy_at
+from hyper_parallel.planner._pins import check_pins
 from hyper_parallel.planner._price import pipeline_s, price
 from hyper_parallel.planner._refine import find
 from hyper_parallel.planner._request import resolve
+from hyper_parallel.planner._search import BranchAndBound
+from hyper_parallel.planner._space import Space
 from tests.planner.draws import draw_case, draw_pins
+from tests.planner.exhaustive import COLUMNS, TWO, closed_forms, every_strategy
 
 pytestmark = pytest.mark.unit
 
@@ -43,6 +49,104 @@ def test_siblings_that_differ_in_their_schedule_are_simulated(
     for found in (whole, part):
         assert found.certificate.gap == 0.0
         assert found.certificate.value == found.step_s
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("mixtral-8x7b", "dgx-a100", 16, 2048, 16, {"zero": 1}, {"zero": 1, "pp": 1}),
+        ("qwen3-30b-a3b", "dgx-h100", 64, 2048, 128, {"zero": 1}, {"zero": 1, "microbatch": 16}),
+        ("qwen3-8b", "dgx-a100", 16, 2048, 96, {"microbatch": 6}),
+        ("qwen3-30b-a3b", "tpu-v5p", 16, 8192, 96, {"zero": 1}),
+        ("llama-3-70b", "dgx-h100", 384, 8192, 384, {"cp": 12, "tp": 1, "pp": 1}),
+    ],
+)
+def test_a_pin_adds_nothing_to_the_space(case):
+    """Pins that leave less and less: each part has layouts and nothing better than the part before."""
+    model, topology, devices, seq_len, sequences, *parts = case
+    asked = {"topology": topology, "num_devices": devices}
+    asked["workload"] = Workload(seq_len, seq_len * sequences)
+    found = [plan(model, pins=pins, **asked) for pins in ({}, *parts)]
+    assert all(one.layouts for one in found)
+    for whole, part in itertools.pairwise(found):
+        assert whole.step_s <= part.step_s * (1 + 1e-9)
+
+
+def own_choices(request):
+    """Every strategy of a request, what has no effect on it as it usually is."""
+    rows = np.array([*every_strategy(request)]).reshape(-1, len(COLUMNS))
+    at = {name: rows[:, i] for i, name in enumerate(COLUMNS)}
+    for name in ("attention_shape", "mlp_shape"):
+        at[name][at["tp_y"] == 1] = TWO
+    at["zero"][(at["zero"] == 0) & (at["dp_shard"] * at["cp"] == 1)] = 1
+    at["zero"][(at["zero"] == 1) & (at["accumulation"] == 1)] = 2
+    at["order"][:] = 0  # a pinned one stands for others
+    at["regather"][at["tp_x"] * at["tp_y"] == 1] = 0
+    return {*map(tuple, rows.tolist())}
+
+
+@pytest.mark.parametrize("executable", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_pinned_part_is_in_the_space(seed, executable, few_orders):
+    model, supernode, _, _ = draw_case(seed)
+    workload = Workload(500, 500 * 12)
+    whole = plan(model, supernode, workload, num_devices=4)
+    request = replace(resolve(model, supernode, workload, 4), executable=executable)
+    every, seen = own_choices(request), 0
+    one = [{"zero": z} for z in range(4)] + [{"microbatch": m} for m in (1, 3, 5, 6)]
+    for pins in (*one, {"cp": 4}, {"recompute": "selective"}, *draw_pins(seed, whole, count=6)):
+        part = own_choices(replace(request, pins=check_pins(pins)))
+        shapes = [COLUMNS.index(n) for n in ("attention_shape", "mlp_shape")]
+        # Two axes that do as one.
+        part = {row for row in part if any(row[i] for i in shapes)}
+        assert part <= every, pins
+        seen += bool(part)
+    assert seen >= 5
+
+
+@pytest.mark.parametrize(
+    ("seed", "pins", "gib"),
+    [
+        (1, {}, 64),
+        (4, {"pp": 2}, 64),
+        (2, {}, 1.04),
+        (9, {"microbatch": 1}, 1.2),
+        (0, {"zero": 0}, 1.1),
+        # Where next to nothing fits, what a partial strategy is thought to hold at least decides.
+        (0, {"zero": 1}, 1.05),
+        (4, {"zero": 1}, 1.03),
+        (5, {"zero": 2}, 1.08),
+    ],
+)
+def test_no_bound_of_any_level_exceeds_what_becomes_of_it(seed, pins, gib, few_orders):
+    """Every strategy that fits has a partial strategy at each level, whose bound is not above its price."""
+    model, supernode, _, devices = draw_case(seed)
+    workload = Workload(512, 512 * devices)
+    request = resolve(model, supernode, workload, devices)
+    request = replace(request, pins=check_pins(pins), capacity_bytes=gib * 2**30)
+    rows, found = closed_forms(request)
+    values = np.min([value for value, _, _ in found], axis=0)
+    search = BranchAndBound(Space(request), keep=10**9)  # nothing is cut by time
+    grown, levels = search._blocks(), 0
+    for grow in (None, search._pipelines, search._states):
+        columns, bounds = grown if grow is None else grow(*grown)
+        grown = columns, bounds
+        names = [n for n in COLUMNS if n in columns]
+        if "zero" not in columns:  # open, though priced at its best
+            names = [n for n in names if n not in ("dp_replicate", "dp_shard")]
+        keys = np.column_stack([columns[n] for n in names]).tolist()
+        bound_of = dict(zip(map(tuple, keys), bounds.tolist(), strict=True))
+        mine = rows[:, [COLUMNS.index(n) for n in names]]
+        for key, value in zip(map(tuple, mine.tolist()), values.tolist(), strict=True):
+            if not np.isfinite(value):
+                continue
+            kinds = [names.index(n) for n in ("attention_tokens", "cp_gather")]
+            if key not in bound_of:  # a way that never sends less
+                assert any(key[i] for i in kinds), (key, names)
+                continue
+            assert bound_of[key] <= value * (1 + 1e-9), str(dict(zip(names, key, strict=True)))
+            levels += 1
+    assert levels > 5
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -59,5 +59,5 @@ def test_offload_can_be_excluded_and_hints_name_the_section_of_a_key():
 def test_a_plan_says_what_space_was_searched():
     chosen = plan(small_model(), machine(), Workload(512, 512 * 8), num_devices=4, pins={"zero": 3})
     (note,) = (n for n in chosen.notes if n.startswith("the space that was searched"))
-    for part in ("4 devices", "zero=3", "1, 2, 4, 8, 16", "nothing offloaded"):
+    for part in ("4 devices", "zero=3", "only what this version runs", "nothing offloaded"):
         assert part in note

@@ -19,23 +19,11 @@ from hyper_parallel.planner._pins import check_pins
 from hyper_parallel.planner._price import partition, price
 from hyper_parallel.planner._refine import find
 from hyper_parallel.planner._request import HostMemory, resolve
-from hyper_parallel.planner._space import Space
 from tests.cost.machines import machine, small_model
 from tests.planner.draws import draw_case
 from tests.planner.exhaustive import closed_forms, least, least_refined
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture
-def few_orders(monkeypatch):
-    """Only orders with tensor parallelism innermost: all of them are many for brute force."""
-    every = Space.orders
-
-    def orders(space, degrees, tiers, inner):
-        return every(space, degrees, tiers, inner) if inner else []
-
-    monkeypatch.setattr(Space, "orders", orders)
 
 
 @pytest.mark.parametrize("seed", range(18))

@@ -102,8 +102,10 @@ class Setting:
 
     @cached_property
     def tokens(self) -> Array:
-        """T: tokens of one microbatch on the ranks of one tensor-parallel group."""
-        return self.c.microbatch * self.workload.seq_len / self.c.cp
+        """T: tokens of one microbatch on the ranks of one tensor-parallel group, as `SequenceCut` pads them."""
+        c = self.c
+        chunks = np.where((c.cp > c.cp_ulysses) & (c.cp_ulysses % 2 > 0), 2.0, 1.0)
+        return c.microbatch * chunks * np.ceil(self.workload.seq_len / (c.cp * chunks))
 
     @cached_property
     def layers(self) -> Array:
@@ -117,7 +119,7 @@ class Setting:
 
     @cached_property
     def cut(self) -> TokenCut:
-        """How the tokens of a microbatch are cut; padding is left out."""
+        """How the tokens of a microbatch are cut; padding of the pieces between blocks is left out."""
         c, tokens = self.c, self.tokens
         ring = c.cp / c.cp_ulysses
         return TokenCut(c.tp_x, c.tp_y, tokens, tokens / c.tp, tokens, ring, c.cp_ulysses)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,14 +188,12 @@ class Pricer:
 
     def setting(self, columns: Columns, **fixed: float) -> Setting:
         """Rows to be priced, some columns of which are the same for all."""
-        named: dict[str, Array | float] = {
-            n: c for n, c in columns.items() if n not in ("dp", *fixed)
-        }
+        named: dict[str, Any] = {n: c for n, c in (columns | fixed).items() if n != "dp"}
         if "zero" in named:
             # As `Candidates.of`: one microbatch's gradients are reduced layer by layer in any case.
-            alone = (columns["zero"] == 1) & (columns["accumulation"] == 1)
-            named["zero"] = np.where(alone, 2.0, columns["zero"])
-        rows = Candidates.of_columns(**named, **fixed)
+            alone = (named["zero"] == 1) & (np.asarray(named["accumulation"]) == 1)
+            named["zero"] = np.where(alone, 2.0, named["zero"])
+        rows = Candidates.of_columns(**named)
         self.rows += len(rows)
         machine = self.machine if "order" in columns else self.relaxed
         return Setting(self.request.numbers, machine, self.request.workload, rows)

@@ -144,7 +144,7 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
     # Every pipeline has the schedule of the recipe, 1F1B where it names none.
     pins = check_pins({**named, "schedule": strategy.schedule})
     if p.zero is not None:
-        pins |= {"zero": p.zero, "pp": 1}  # pipelines reduce once per step in any case
+        pins["zero"] = p.zero
     elif "reshard_after_forward" in given:
         pins["zero"] = 3 if p.reshard_after_forward else 2
     if p.cp_ulysses > 1:

@@ -21,7 +21,7 @@ from hyper_parallel.planner._pins import shown_pin
 from hyper_parallel.planner._price import PricedStrategy, price
 from hyper_parallel.planner._request import PlanRequest
 from hyper_parallel.planner._search import BranchAndBound
-from hyper_parallel.planner._space import MOST_CP, MOST_TP, Columns, Space
+from hyper_parallel.planner._space import Columns, Space
 
 KEPT: Final = 4
 """Degrees that are kept at least, runners-up included."""
@@ -47,13 +47,8 @@ class Outcome:
     def searched_space(self) -> str:
         """What was searched, in words: of all strategies those that pins, exclusions and this version leave."""
         space, request = self.search.space, self.search.space.request
-        micro = space.microbatches()
-        parts = [
-            f"strategies on {request.num_devices:,} devices with tp <= {MOST_TP}, cp <= {MOST_CP}"
-        ]
-        if len(micro) > 1:
-            parts.append("sequences per microbatch " + ", ".join(map(str, micro)))
-        parts.append("sequences not padded" + ", only what this version runs" * request.executable)
+        parts = [f"strategies on {request.num_devices:,} devices"]
+        parts += ["only what this version runs"] * request.executable
         parts += [shown_pin(*pin) for pin in request.pins.items()]
         if space.offloads == [0]:
             parts.append("nothing offloaded")

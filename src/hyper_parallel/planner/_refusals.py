@@ -185,7 +185,7 @@ def _any_legal(request: PlanRequest) -> bool:
         for pp, x, y, cp, dp, steps in dict.fromkeys(meshes)
         if space.schedules(pp, steps)
         for block in space.blocks(x, y, cp, dp)
-        for _, shard, *_ in space.states(dp, x * y * cp, block[2] * block[3])
+        for _, shard, *_ in space.states(pp, dp, x * y * cp, block[2] * block[3])
     )
 
 

@@ -196,7 +196,7 @@ class BranchAndBound:
     def _states(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
         """Pipelines with data parallelism and recomputation, complete but for the order of the axes."""
         inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
-        keys = (columns["dp"], inner, columns["ep"] * columns["etp"])
+        keys = (columns["pp"], columns["dp"], inner, columns["ep"] * columns["etp"])
         grown, _ = self._grow(columns, _STATES, self.space.states, *keys)
         grown = select(grown, self.space.shards(grown))
         if not count(grown):

@@ -64,9 +64,6 @@ def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.in
     return tuple(first.values()), np.array([*first], dtype=np.intp).reshape(len(first), len(axes))
 
 
-MICROBATCHES: Final = (1, 2, 4, 8, 16)
-MOST_CP: Final = 64
-MOST_TP: Final = 64
 BLOCKS: Final = (
     "attention_shape", "mlp_shape", "ep", "etp", "cp_ulysses", "attention_tokens", "cp_gather",
 )  # fmt: skip
@@ -105,8 +102,8 @@ class Space:
         self.zeros = self._values("zero", [z for z in (3, 2, 1, 0) if may(dp_shard=2, zero=z)])
         kinds = [i for i, kind in enumerate(RECOMPUTE) if may(recompute=kind)]
         self.recomputes = self._values("recompute", kinds)
-        self._any_order, self._any_etp = may(order=ORDERS[1]), may(etp=2)
-        self._zero_1_staged = may(pp=2, dp_shard=2, zero=1)
+        self._orders = self._values("order", range(len(ORDERS) if may(order=ORDERS[1]) else 1))
+        self._any_etp, self._zero_1_staged = may(etp=2), may(pp=2, dp_shard=2, zero=1)
         self.regathers = self._values("gathered_inputs", (0, 1))
         host = request.offload is not None and request.machine.host_bytes_s > 0
         self.offloads = self._values("offload", (0, 1)) if host else [0]
@@ -116,9 +113,8 @@ class Space:
         self._refusals: dict[tuple[int, ...], str | None] = {}
 
     def _values(self, name: str, values: Sequence[int]) -> list[int]:
-        """What a choice may be: what it is pinned to, else all of its values."""
-        pinned = self.request.pins.get(name)
-        return [*values] if pinned is None else [pinned]
+        """Those of the values of a choice that a pin leaves: a pin adds nothing to what there is without it."""
+        return [value for value in values if self.request.allows(name, value)]
 
     def _divisors(self, axis: str, number: int) -> list[int]:
         return [d for d in divisors(number) if self.request.allows(axis, d)]
@@ -138,16 +134,17 @@ class Space:
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
         r, refused = self.request, self.refused
-        tokens, seq_len, pins = r.workload.tokens_per_step, r.workload.seq_len, r.pins
+        tokens, seq_len = r.workload.tokens_per_step, r.workload.seq_len
         unsplit = dict(r.model.unsplit)
         for pp in self._divisors("pp", r.num_devices):
             if refused("more pipeline stages than layers", pp > r.model.num_layers):
                 continue
             if pp > 1 and "pp" in unsplit and refused(unsplit["pp"], True):
                 continue
+            runs = self._zeros_of(pp) and self.recomputes and self._orders
+            if refused("this version does not run what is pinned", not runs):
+                continue
             for tp in self._divisors("tp", r.num_devices // pp):
-                if tp > MOST_TP and not {"tp", "tp_x"} & pins.keys():
-                    continue
                 for y in self._divisors("tp_y", tp):
                     x = tp // y
                     if not r.allows("tp_x", x) or (x == 1 and y > 1):
@@ -157,15 +154,7 @@ class Space:
                     if refused(f"{axes} not divide heads or widths", not legal):
                         continue
                     for cp in self._divisors("cp", r.num_devices // pp // tp):
-                        if cp > MOST_CP and "cp" not in pins:
-                            continue
                         if cp > 1 and "cp" in unsplit and refused(unsplit["cp"], True):
-                            continue
-                        # Zigzag context parallelism cuts a sequence into 2 cp pieces, each is cut into tp. What does
-                        # not divide is padded; the search leaves that to degrees that somebody asked for.
-                        asked = cp > 1 and pins.get("cp") == cp
-                        padded = not asked and seq_len % (2 * cp * tp if cp > 1 else tp) > 0
-                        if refused("the sequence does not divide by cp and tp", padded):
                             continue
                         dp = r.num_devices // pp // tp // cp
                         uneven = tokens is not None and tokens % (seq_len * dp) > 0
@@ -181,12 +170,10 @@ class Space:
     def microbatches(self) -> Sequence[int | None]:
         """Sequences per microbatch; None where they follow from the other batch numbers."""
         w = self.request.workload
-        if w.microbatch is not None:
-            return self._values("microbatch", [w.microbatch])
-        follow = w.tokens_per_step is None or w.accumulation_steps is not None
-        if follow and "microbatch" not in self.request.pins:
-            return [None]
-        return self._values("microbatch", MICROBATCHES)
+        given = self.request.pins.get("microbatch", w.microbatch)
+        if given or w.tokens_per_step is None or w.accumulation_steps is not None:
+            return [given]
+        return divisors(max(1, w.tokens_per_step // w.seq_len))
 
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
         """Meshes with sequences per microbatch and microbatches per step, those that divide."""
@@ -338,21 +325,24 @@ class Space:
             self._refusals[key] = self.request.refusal(strategy)
         return self._refusals[key]
 
-    def states(self, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
+    def states(self, pp: int, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
         """Level three: (dp_replicate, dp_shard, zero) of ranks on which ep x etp folds over dp_shard x cp x tp."""
         splits = [s for s in self._splits(dp) if (s[1] * inner) % fold == 0]
-        return [(*split, zero) for split in splits for zero in self.zeros]
+        return [(*split, zero) for split in splits for zero in self._zeros_of(pp)]
+
+    def _zeros_of(self, pp: int) -> list[int]:
+        """What may be sharded; what runs has no ZeRO-1 in pipelines."""
+        return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
         """Rows whose `zero` is a choice of its own.
 
         The gradients of a single microbatch are reduced layer by layer: nothing is left for ZeRO-1 there. One rank
-        shares nothing, so that ZeRO-0 is ZeRO-1. What runs has no ZeRO-1 in pipelines.
+        shares nothing, so that ZeRO-0 is ZeRO-1.
         """
         if "zero" in self.request.pins:
             return np.full(len(rows["pp"]), True)
-        once = (rows["accumulation"] == 1) | ((rows["pp"] > 1) & (not self._zero_1_staged))
-        alone = rows["dp_shard"] * rows["cp"] == 1
+        once, alone = rows["accumulation"] == 1, rows["dp_shard"] * rows["cp"] == 1
         own: NDArray[np.bool_] = ~((rows["zero"] == 1) & once) & ~((rows["zero"] == 0) & alone)
         return own
 
@@ -377,7 +367,6 @@ class Space:
 
     def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool) -> list[int]:
         """Level five: `distinct_orders`; `inner` ones have tensor parallelism innermost, which communicates most."""
-        pinned = self.request.pins.get("order", None if self._any_order else 0)
-        if pinned is not None:
-            return [pinned] if inner else []
+        if len(self._orders) == 1:
+            return self._orders if inner else []
         return [i for i in distinct_orders(degrees, tiers) if (i in TENSOR_INNERMOST) == inner]
