@@ -21,7 +21,7 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
-from hyper_parallel.planner._bounds import ranked, strategy_at, tuples
+from hyper_parallel.planner._bounds import join, ranked, strategy_at, tuples
 from hyper_parallel.planner._explain import (
     not_executable,
     offloaded,
@@ -41,7 +41,6 @@ from hyper_parallel.planner._refusals import (
 )
 from hyper_parallel.planner._request import LOCAL, PlanRequest, resolve
 from hyper_parallel.planner._search import BranchAndBound
-from hyper_parallel.planner._space import Columns
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
@@ -124,7 +123,7 @@ def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5
     return replace(
         made,
         certificate=certificate,
-        pareto=_pareto(request, found.rows, best),
+        pareto=_pareto(request, found, best),
         sensitivity=sensitivity(best, others),
     )
 
@@ -141,7 +140,7 @@ def _too_big(
     """The fastest strategies that would win if they fitted, one per mesh."""
     lost = found.too_big()
     kept: dict[tuple[int, ...], Rejected] = {}
-    fitting, meshes = {*tuples(found.rows)}, tuples(lost)
+    fitting, meshes = {*tuples(found.rows), *tuples(found.slower)}, tuples(lost)
     for position in np.argsort(lost["per_token_s"], kind="stable").tolist():
         if lost["per_token_s"][position] >= per_token_s or len(kept) == TOO_BIG_SHOWN:
             break
@@ -157,12 +156,14 @@ def _too_big(
     return tuple(kept.values())
 
 
-def _pareto(request: PlanRequest, rows: Columns, best: PricedStrategy) -> tuple[Alternative, ...]:
+def _pareto(
+    request: PlanRequest, found: BranchAndBound, best: PricedStrategy
+) -> tuple[Alternative, ...]:
     """The front of time and memory among the strategies that were completed, fastest first, the chosen one left out."""
-    front, least = [], float(best.memory_bytes)
+    front, least, rows = [], float(best.memory_bytes), join([found.rows, found.slower])
     for position in ranked(rows).tolist():
         memory = float(rows["memory_bytes"][position])
-        if memory < least * (1 - 1e-3):
+        if memory < least * (1 - 1e-3) and found.runs(rows, position):
             least = memory
             strategy, workload = strategy_at(rows, position, request.base, request.workload)
             seconds = float(rows["per_token_s"][position]) * (workload.tokens_per_step or 1)

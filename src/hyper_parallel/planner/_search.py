@@ -57,6 +57,7 @@ _PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved
 _FIRST: Final = ("tp_x", "tp_y", "cp", "microbatch")
 _PIPELINE: Final = ("pp", "dp", "accumulation", "schedule", "vpp")
 _STATES: Final = ("dp_replicate", "dp_shard", "zero")
+_LAID_OUT: Final = ("dp_shard", "cp", "tp_x", "tp_y", *BLOCKS)
 
 
 def closed_form_s(rows: Columns, position: int) -> float:
@@ -69,6 +70,7 @@ class BranchAndBound:
 
     Attributes:
         rows: The complete strategies within the limits, unsorted: all of them whose price is at most `bound`.
+        slower: Other complete strategies that were priced; whether this version runs them was not asked.
         bound: Seconds per token that everything that was not completed exceeds.
         legal: Whether there is a legal combination of degrees and microbatch.
     """
@@ -88,8 +90,9 @@ class BranchAndBound:
         self.pricer = Pricer(space)
         self.completer = Completer(self.pricer, at_most_s_per_token or np.inf)
         self.domains = link_domains(self.pricer.machine)
-        self.rows = join([])
+        self.rows = self.slower = join([])
         self._found: list[Columns] = []
+        self._slower: list[Columns] = []
         self._lost: list[Columns] = []
         self._best: dict[tuple[int, ...], float] = {}
         self._incumbent = np.inf
@@ -130,7 +133,7 @@ class BranchAndBound:
                 columns, bound = levels[level](columns, bound)
                 if level < last:
                     push(level + 1, *self._within(columns, bound))
-        self.rows = join(self._found)
+        self.rows, self.slower = join(self._found), join(self._slower)
         left = [waiting[0][0] for waiting in open_ if waiting]
         return min([self.completer.threshold, *left])
 
@@ -209,40 +212,44 @@ class BranchAndBound:
         keys = (*(columns[n] for n in AXES), np.full(len(bound), float(inner)))
         grown, _ = self._grow(columns, ("order",), self._orders_of, *keys)
         if count(grown):
-            rows, _ = self.completer.complete(grown)
-            if self.space.request.executable:
-                laid_out = tuples(rows, ("dp_shard", "cp", "tp_x", "tp_y", *BLOCKS))
-                rows = select(rows, np.array([self._runs(row) for row in laid_out], dtype=bool))
-            if count(rows):
-                self._found.append(rows)
-                self._lower_threshold(rows)
+            self._take(self.completer.complete(grown)[0])
         return columns, bound
 
     def _orders_of(self, *key: int) -> list[int]:
         return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
-    def _runs(self, row: tuple[int, ...]) -> bool:
+    def runs(self, rows: Columns, position: int) -> bool:
         """Whether this version can run a strategy; counted when it cannot."""
-        reason = self.space.refusal_of(*row)
+        reason = self.space.refusal_of(*(int(rows[name][position]) for name in _LAID_OUT))
         return reason is None or not self.space.refused(reason)
 
-    def _lower_threshold(self, rows: Columns) -> None:
-        """What a strategy must beat: the best full price, and the closed forms of as many degrees as are kept."""
+    def _take(self, rows: Columns) -> None:
+        """Keep what runs and can be among the best, fastest first; each lowers what the others must beat.
+
+        That is the best full price, and the closed forms of as many degrees as are kept.
+        """
         value, degrees = rows["per_token_s"].tolist(), tuples(rows)
         order = sorted(range(len(value)), key=value.__getitem__)
-        # Schedules differ most in what their simulation adds: the best row of each is tried.
-        best_of: dict[float, int] = {}
-        for position in order:
-            best_of.setdefault(float(rows["schedule"][position]), position)
-            known = self._best.get(degrees[position], np.inf)
-            self._best[degrees[position]] = min(known, value[position])
-        for position in best_of.values():
-            if value[position] < self._incumbent * (1 - TIE):
+        kept, tried = [], set()
+        while order and value[order[0]] <= self.completer.threshold * (1 + TIE):
+            position = order.pop(0)
+            if not self.runs(rows, position):
+                continue
+            kept.append(position)
+            better = value[position] < self._best.get(degrees[position], np.inf)
+            if better:
+                self._best[degrees[position]] = value[position]
+            # Schedules differ most in what their simulation adds: the best row of each is tried.
+            first = rows["schedule"][position] not in tried
+            tried.add(rows["schedule"][position])
+            if first and value[position] < self._incumbent * (1 - TIE):
                 self._incumbent = min(self._incumbent, self.full_s(rows, position))
-        if len(self._best) >= self.keep:
-            kept = heapq.nsmallest(self.keep, self._best.values())[-1]
-            most = max(kept, self._incumbent)
-            self.completer.threshold = min(self.completer.threshold, most)
+            if (better or first) and len(self._best) >= self.keep:
+                most = heapq.nsmallest(self.keep, self._best.values())[-1]
+                most = max(most, self._incumbent)
+                self.completer.threshold = min(self.completer.threshold, most)
+        self._found.append(select(rows, np.array(kept, dtype=np.intp)))
+        self._slower.append(select(rows, np.array(order, dtype=np.intp)))
 
     def too_big(self) -> Columns:
         """Of what does not fit in any way a few of each batch that would be fastest, as lean as they get."""
