@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hyper_parallel.errors import BadValue, DeadlineMissed, DoesNotFit, NoLegalStrategy
 from hyper_parallel.ir import Strategy, Workload, simulate
 from hyper_parallel.planner import plan, plan_tasks, simulate_plan
-from hyper_parallel.planner._bounds import tuples
+from hyper_parallel.planner._bounds import join, tuples
 from hyper_parallel.planner._pins import check_pins
 from hyper_parallel.planner._price import partition, price
 from hyper_parallel.planner._refine import find
@@ -49,7 +49,8 @@ def test_search_of_all_orders_equals_brute_force(seed):
     request = dataclasses.replace(request, pins=check_pins({"microbatch": 1, "zero": 3}))
     best, outcome = least(request), find(request)
     assert outcome.search.rows["per_token_s"].min() == pytest.approx(best, rel=1e-9)
-    assert len({*outcome.search.rows["order"].tolist()}) > 1
+    priced = join([outcome.search.rows, outcome.search.slower])
+    assert len({*priced["order"].tolist()}) > 1
 
 
 @pytest.mark.parametrize("seed", range(8))
