@@ -222,6 +222,13 @@ def _read_json(path: Path) -> dict[str, Any]:
             got=type(values).__name__,
             hint='a config starts with `{"model_type": ...`',
         )
+    if not isinstance(values.get("model_type"), str | None):
+        raise ModelUnreadable(
+            "`model_type` of the config is no text",
+            where=str(path),
+            got=repr(values["model_type"])[:80],
+            hint="fetch config.json again from where the model was published",
+        )
     return values
 
 
