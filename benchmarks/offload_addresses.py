@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.ir import MemoryProgram
-from hyper_parallel.offload import (
+from hyper_parallel.memory import (
     MemoryMachine,
     Roofline,
     order_peak,
@@ -42,7 +42,7 @@ Case = tuple[str, MemoryProgram, MemoryMachine]
 
 def random_cases(count: int) -> Iterator[Case]:
     """Drawn programs."""
-    from tests.offload.test_random_programs import machines, programs
+    from tests.memory.test_random_programs import machines, programs
 
     cases: list[Case] = []
 

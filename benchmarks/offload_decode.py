@@ -35,7 +35,7 @@ from _llama_8b import inference, training
 from offload_policies import ROOFLINE, SLOWDOWN, machine
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage, StorageKind
-from hyper_parallel.offload import clocked, order_peak, plan_memory, refine_order, reload_bound
+from hyper_parallel.memory import clocked, order_peak, plan_memory, refine_order, reload_bound
 
 MOE_LAYERS, MOE_WIDTH, EXPERTS, CHOSEN = 48, 2048, 128, 8
 MOE_EXPERT = 3 * MOE_WIDTH * 768  # numbers of one expert

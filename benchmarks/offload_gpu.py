@@ -40,7 +40,7 @@ from hyper_parallel.backends.torch.memory import (
     training_step,
 )
 from hyper_parallel.errors import DeviceUnavailable
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hyper_parallel.backends.torch.memory import PlannedDevice, capture_training, training_step
 from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 
 SIZES = {"small": (64, 4, 64), "medium": (384, 6, 256)}
 """Hidden size, layers, tokens."""

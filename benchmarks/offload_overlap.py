@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hyper_parallel.backends.torch.memory import capture_training, training_step
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryProgram
-from hyper_parallel.offload import (
+from hyper_parallel.memory import (
     Channel,
     MemoryMachine,
     Roofline,

@@ -38,7 +38,7 @@ from _llama_8b import inference, training
 
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError
 from hyper_parallel.ir import MemoryProgram, replay
-from hyper_parallel.offload import (
+from hyper_parallel.memory import (
     Channel,
     MemoryMachine,
     Roofline,

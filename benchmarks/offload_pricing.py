@@ -45,23 +45,23 @@ from hyper_parallel.backends.torch.memory import capture_training, training_step
 from hyper_parallel.cost import Load
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryProgram, Operator
-from hyper_parallel.offload import (
+from hyper_parallel.memory import (
     Channel,
     MemoryMachine,
     Roofline,
     plan_memory,
     refine_order,
 )
-from hyper_parallel.offload._plan_memory import unmoved_seconds
-from hyper_parallel.offload._recompute import (
+from hyper_parallel.memory._plan_memory import unmoved_seconds
+from hyper_parallel.memory._recompute import (
     Chains,
     cheapest_at_peak,
     choose_recomputes,
     recompute_density,
 )
-from hyper_parallel.offload._select import Selector
-from hyper_parallel.offload._selection_rules import recompute_sets
-from hyper_parallel.offload._usedef import live_bytes, use_definitions
+from hyper_parallel.memory._select import Selector
+from hyper_parallel.memory._selection_rules import recompute_sets
+from hyper_parallel.memory._usedef import live_bytes, use_definitions
 
 DEVELOPED = ("llama-8b", "llama-8b-8-layers", "moe")
 """Models that the form was worked out on; the others had no part in it."""

@@ -27,7 +27,7 @@ from _llama_8b import training
 from offload_policies import ROOFLINE, SLOWDOWN, machine
 
 from hyper_parallel.errors import BudgetImpossible
-from hyper_parallel.offload import order_peak, plan_memory_cached, refine_order, use_definitions
+from hyper_parallel.memory import order_peak, plan_memory_cached, refine_order, use_definitions
 
 
 def of_front_end(

@@ -18,7 +18,7 @@ from hyper_parallel.backends.torch.memory import (
 )
 from hyper_parallel.backends.torch.memory.generation import PlannedGeneration
 from hyper_parallel.errors import BudgetImpossible
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from hyper_parallel.trainer._generate import Sampling, decode_tokens
 from tests.torch_memory.models import tiny_model, tokens
 from tests.torch_memory.test_generation import PROMPT, limits

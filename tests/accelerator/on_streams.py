@@ -8,7 +8,7 @@ import torch
 from hyper_parallel.backends.torch.memory import DeviceApi, FileTier, PlannedDevice, record
 from hyper_parallel.backends.torch.memory._streams import StreamLanes
 from hyper_parallel.errors import TierFull, TransferFailed
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from tests.torch_memory.test_streams import FAST, Net, batch
 
 EMU = torch.device("emu", 0)

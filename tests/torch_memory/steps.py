@@ -7,7 +7,7 @@ import functools
 import torch
 
 from hyper_parallel.backends.torch.memory import PlannedDevice, capture_training, training_step
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from tests.torch_memory.models import tiny_model, tokens
 
 FAST = Channel(1e9, 1e-6)

@@ -17,7 +17,7 @@ from hyper_parallel.backends.torch.memory._kernel_bytes import columns, in_piece
 from hyper_parallel.backends.torch.memory._operators import Call, View
 from hyper_parallel.backends.torch.memory._out_variants import into
 from hyper_parallel.errors import MemoryPlanInvalid
-from hyper_parallel.offload import plan_memory, wrong_address
+from hyper_parallel.memory import plan_memory, wrong_address
 from tests.torch_memory.test_parity import (
     MACHINE,
     ROOFLINE,

@@ -11,7 +11,7 @@ from hyper_parallel.backends.torch.memory import (
     training_step,
 )
 from hyper_parallel.errors import BadValue
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from tests.torch_memory.models import tiny_model, tokens
 
 pytestmark = pytest.mark.torch

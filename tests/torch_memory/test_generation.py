@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hyper_parallel.backends.torch._static_cache import GrowingSteps, StaticSteps
 from hyper_parallel.backends.torch.memory.generation import MemoryLimits, PlannedGeneration
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline
 from hyper_parallel.trainer._generate import Sampling, decode_tokens
 from tests.torch_memory.models import tiny_model
 

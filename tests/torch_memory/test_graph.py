@@ -13,7 +13,7 @@ from hyper_parallel.backends.torch.memory import (
 )
 from hyper_parallel.backends.torch.memory._operators import draws
 from hyper_parallel.errors import StepChanged
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, order_peak, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, order_peak, plan_memory
 from tests.torch_memory.models import tiny_model
 from tests.torch_memory.test_parity import assert_same_state, batch, trainer
 

@@ -10,7 +10,7 @@ from hyper_parallel.backends.torch.memory import PlannedDevice, record
 from hyper_parallel.backends.torch.memory._operators import finished
 from hyper_parallel.backends.torch.memory._prepared import Prepared
 from hyper_parallel.errors import CaptureUnsupported
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from hyper_parallel.runtime import World, launch
 
 pytestmark = pytest.mark.torch

@@ -12,7 +12,7 @@ from hyper_parallel.backends.torch.memory._copies import CopyLanes
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
 from hyper_parallel.errors import TransferFailed
 from hyper_parallel.ir import Operator
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, order_peak, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, order_peak, plan_memory
 from tests.torch_memory.models import tiny_model
 from tests.torch_memory.test_parity import (
     ROOFLINE,

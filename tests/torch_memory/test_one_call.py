@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import runtime as hp
+import hyper_parallel as hp
 from hyper_parallel.errors import BadValue, BudgetImpossible, CaptureUnsupported, StepChanged
 
 WIDTH, ROWS = 64, 48

@@ -13,7 +13,7 @@ from hyper_parallel.backends.torch.memory import (
     training_step,
 )
 from hyper_parallel.errors import CaptureUnsupported, StepChanged
-from hyper_parallel.offload import (
+from hyper_parallel.memory import (
     Channel,
     MemoryMachine,
     Roofline,

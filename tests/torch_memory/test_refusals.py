@@ -24,7 +24,7 @@ from hyper_parallel.errors import (
     TransferFailed,
 )
 from hyper_parallel.ir import MemoryAction, MemoryPlan
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, assign_addresses, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, assign_addresses, plan_memory
 from tests.torch_memory.models import tiny_model, tokens
 
 pytestmark = pytest.mark.torch

@@ -19,7 +19,7 @@ from hyper_parallel.backends.torch.memory import (
 )
 from hyper_parallel.backends.torch.memory._prepared import Addresses, Prepared
 from hyper_parallel.errors import CaptureUnsupported, StepChanged
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 
 pytestmark = pytest.mark.torch
 

@@ -13,7 +13,7 @@ from hyper_parallel.backends.torch.memory import _streams as streams
 from hyper_parallel.backends.torch.memory._hardware import Hardware
 from hyper_parallel.backends.torch.memory._held_state import HeldState
 from hyper_parallel.errors import TransferFailed
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline, plan_memory, wrong_address
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, wrong_address
 from tests.torch_memory.ordering import Order, Watch, executor_of
 
 pytestmark = pytest.mark.torch

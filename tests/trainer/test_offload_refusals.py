@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
-from hyper_parallel.offload import with_capacity_hint
+from hyper_parallel.memory import with_capacity_hint
 from hyper_parallel.trainer.engine._offload_record import of_all
 
 pytestmark = pytest.mark.torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hyper_parallel.offload import Channel, MemoryMachine
+from hyper_parallel.memory import Channel, MemoryMachine
 from hyper_parallel.topology import Supernode
 
 FLASH_BYTES_S: Final = 1e9

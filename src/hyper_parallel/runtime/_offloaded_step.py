@@ -29,7 +29,7 @@ from hyper_parallel.backends.torch.memory import (
 from hyper_parallel.backends.torch.memory._source import CaptureSource
 from hyper_parallel.errors import BadValue, CaptureUnsupported, StepChanged
 from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import MemoryMachine, Roofline, plan_memory
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.units import parse_bytes

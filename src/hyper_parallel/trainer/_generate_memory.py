@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hyper_parallel.backends.torch.memory.generation import MemoryLimits, MemoryUse
 from hyper_parallel.errors import BadValue, UnknownPeak
-from hyper_parallel.offload import Roofline
+from hyper_parallel.memory import Roofline
 from hyper_parallel.runtime import host_machine
 from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.trainer._files import check_writable

@@ -36,7 +36,7 @@ from hyper_parallel.backends.torch.memory import (
 )
 from hyper_parallel.errors import CaptureUnsupported, HyperParallelError
 from hyper_parallel.ir import MemoryPlan, Timeline
-from hyper_parallel.offload import (
+from hyper_parallel.memory import (
     MemoryMachine,
     clocked,
     plan_memory,

@@ -15,7 +15,7 @@ from hyper_parallel.backends.torch.memory import Measured
 from hyper_parallel.config import Offload, Recipe
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Plan
-from hyper_parallel.offload import Channel, MemoryMachine, Roofline
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline
 from hyper_parallel.runtime import host_machine
 from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.units import format_bytes

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hyper_parallel.backends.torch.memory import ULPS
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError, TierFull
 from hyper_parallel.ir import MemoryPlan, MemoryProgram, MemoryTerm, Plan, Timeline
-from hyper_parallel.offload import order_peak, order_seconds, peak_by_kind, with_capacity_hint
+from hyper_parallel.memory import order_peak, order_seconds, peak_by_kind, with_capacity_hint
 from hyper_parallel.trainer._files import write_timeline
 from hyper_parallel.units import format_bytes, format_seconds
 

@@ -29,7 +29,7 @@ from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_mem
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import COPIES, Counter, MemoryAction, MemoryPlan, Timeline
-from hyper_parallel.offload import (
+from hyper_parallel.memory import (
     Copied,
     MemoryMachine,
     ProgramClock,

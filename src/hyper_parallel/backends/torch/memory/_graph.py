@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._operators import Call, View
-from hyper_parallel.offload import cut_program
+from hyper_parallel.memory import cut_program
 
 
 def as_graph(captured: Captured) -> Captured:

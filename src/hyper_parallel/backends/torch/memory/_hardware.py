@@ -15,7 +15,7 @@ from hyper_parallel.backends.torch.memory._operators import tensors_in
 from hyper_parallel.backends.torch.memory._streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
 from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.offload import MemoryMachine
+from hyper_parallel.memory import MemoryMachine
 
 
 class Hardware:

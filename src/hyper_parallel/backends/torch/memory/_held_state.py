@@ -24,7 +24,7 @@ from hyper_parallel.errors import (
     TransferFailed,
 )
 from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.offload import MemoryMachine, wrong_address
+from hyper_parallel.memory import MemoryMachine, wrong_address
 
 
 class HeldState:

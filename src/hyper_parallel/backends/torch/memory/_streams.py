@@ -25,7 +25,7 @@ import torch
 from hyper_parallel.backends.torch.memory._copies import HOST, HostTasks, finish
 from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram, Operator
 from hyper_parallel.ir.timeline import Span
-from hyper_parallel.offload import Copied
+from hyper_parallel.memory import Copied
 
 _FILES = ("copy_in", "copy_out")
 

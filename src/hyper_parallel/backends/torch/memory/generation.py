@@ -34,7 +34,7 @@ from hyper_parallel.backends.torch.memory._run_folder import run_folder
 from hyper_parallel.backends.torch.memory._steps import Named, model_state, record
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
-from hyper_parallel.offload import MemoryMachine, Roofline, plan_memory_cached
+from hyper_parallel.memory import MemoryMachine, Roofline, plan_memory_cached
 from hyper_parallel.units import format_bytes
 
 _CPU = torch.device("cpu")

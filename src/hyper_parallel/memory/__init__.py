@@ -1,0 +1,64 @@
+"""HyperOffload: memory as a compiler problem over storages, exact to the byte, free of any framework.
+
+A step is a `MemoryProgram` (ir); this room refines its order, decides per storage whether to keep, recompute, offload
+or stream it, emits residency actions, simulates them, and assigns static addresses. What a front end must deliver and
+how a back end runs the result is in `backends`.
+"""
+
+from hyper_parallel.memory._address import (
+    assign_addresses,
+    find_overlap,
+    wrong_address,
+)
+from hyper_parallel.memory._capacity_hint import with_capacity_hint
+from hyper_parallel.memory._clock import Copied, ProgramClock, clocked
+from hyper_parallel.memory._cut import Cut, cut_program
+from hyper_parallel.memory._memory_machine import Channel, MemoryMachine, Roofline
+from hyper_parallel.memory._order import order_peak, order_seconds, refine_order
+from hyper_parallel.memory._overlap import overlapped
+from hyper_parallel.memory._plan_cache import plan_memory_cached
+from hyper_parallel.memory._plan_memory import plan_memory
+from hyper_parallel.memory._plan_tasks import plan_tasks, predicted_timeline
+from hyper_parallel.memory._policies import simple_policy
+from hyper_parallel.memory._profile import peak_by_kind, summarise
+from hyper_parallel.memory._reload import ReloadBound, reload_bound
+from hyper_parallel.memory._usedef import (
+    UseDef,
+    dependencies,
+    identity_actions,
+    use_definitions,
+    working_set_bytes,
+)
+
+__all__ = [
+    "Channel",
+    "Copied",
+    "Cut",
+    "MemoryMachine",
+    "ProgramClock",
+    "ReloadBound",
+    "Roofline",
+    "UseDef",
+    "assign_addresses",
+    "clocked",
+    "cut_program",
+    "dependencies",
+    "find_overlap",
+    "identity_actions",
+    "order_peak",
+    "order_seconds",
+    "overlapped",
+    "peak_by_kind",
+    "plan_memory",
+    "plan_memory_cached",
+    "plan_tasks",
+    "predicted_timeline",
+    "refine_order",
+    "reload_bound",
+    "simple_policy",
+    "summarise",
+    "use_definitions",
+    "with_capacity_hint",
+    "working_set_bytes",
+    "wrong_address",
+]

@@ -1,0 +1,131 @@
+"""The incremental clock of an emission: `simulate(plan_tasks(...))` one action at a time.
+
+Emission decides by the time at which an action would end, thousands of times per plan, so it cannot build a graph and
+simulate it. This is the one fast path, for five serial lanes whose order is the order of issue; `_plan_tasks.py` has
+their rules as a task graph, and a test holds both to the same times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram
+from hyper_parallel.memory._memory_machine import MemoryMachine
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Copies of one kind: their number, their bytes, and the seconds their lane was busy."""
+
+    count: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def bytes_s(self, latency_s: float) -> float | None:
+        """Bytes per second after the latency of every copy; None when that cannot be derived."""
+        moving = self.seconds - self.count * latency_s
+        return self.num_bytes / moving if self.num_bytes and moving > 0 else None
+
+
+class ProgramClock:
+    """Virtual time of one step.
+
+    Args:
+        program: What the actions refer to.
+        machine: Channels and host; None: nothing is copied.
+
+    Attributes:
+        now_s: Time on the compute lane.
+        wait_s: Seconds the compute lane stood still for copies, and for updates in host memory.
+        join_s: Seconds it stood still for other ranks.
+    """
+
+    def __init__(self, program: MemoryProgram, machine: MemoryMachine | None = None) -> None:
+        self._program = program
+        self._machine = machine
+        self.now_s = 0.0
+        self.wait_s = 0.0
+        self.join_s = 0.0
+        self._lane_free_s = dict.fromkeys((*COPIES, "communication", "host"), 0.0)
+        self._copied: dict[str, list[tuple[int, float]]] = {kind: [] for kind in COPIES}
+        self._arrival_s: dict[tuple[int, str], float] = {}
+        self._done_s: dict[int, float] = {}  # operators begun beside the compute lane
+
+    def apply(self, action: MemoryAction) -> None:
+        """Advance by one action."""
+        kind, target = action.kind, action.target
+        if kind in ("run", "recompute"):
+            operator = self._program.operators[target]
+            if operator.group:
+                begin = max(self.now_s, self._lane_free_s["communication"])
+                self._done_s[target] = begin + operator.comm_s
+                self._lane_free_s["communication"] = self._done_s[target]
+            self.now_s += operator.seconds
+        elif kind in COPIES:
+            self._copy(kind, target)
+        elif kind == "wait":
+            self.wait_s += self.stand_until(self._arrival_s[target, action.tier])
+        elif kind == "join":
+            stood_s = self.stand_until(self._done_s[target])
+            if self._program.operators[target].group:
+                self.join_s += stood_s
+            else:
+                self.wait_s += stood_s
+        elif kind == "update":
+            self._update(target)
+
+    @property
+    def copied(self) -> dict[str, Copied]:
+        """What moved so far, by kind of copy."""
+        return {
+            kind: Copied(len(each), sum(n for n, _ in each), sum(s for _, s in each))
+            for kind, each in self._copied.items()
+        }
+
+    def arrival_s(self, storage: int, tier: str) -> float:
+        """When the newest copy of a storage into a tier is complete."""
+        return self._arrival_s[storage, tier]
+
+    def done_s(self, index: int) -> float:
+        """When an operator that was begun beside the compute lane is done."""
+        return self._done_s[index]
+
+    def stand_until(self, time_s: float) -> float:
+        """The compute lane stands still until a time; for how long."""
+        seconds = max(time_s - self.now_s, 0.0)
+        self.now_s = max(self.now_s, time_s)
+        return seconds
+
+    def idle(self, kind: str) -> bool:
+        """Whether the lane of a kind of copy has nothing to do now."""
+        return self._lane_free_s[kind] <= self.now_s
+
+    def _update(self, index: int) -> None:
+        assert self._machine is not None, "an update needs a host"
+        operator = self._program.operators[index]
+        arrived = (self._arrival_s.get((s, "dram"), 0.0) for s in operator.touched)
+        begin = max(self.now_s, self._lane_free_s["host"], *arrived)
+        end = self._done_s[index] = begin + self._machine.host_seconds(operator)
+        self._lane_free_s["host"] = end
+        for s in operator.writes:
+            self._arrival_s[s, "dram"] = end
+
+    def _copy(self, kind: str, target: int) -> None:
+        assert self._machine is not None, "a copy needs a channel"
+        source, destination = COPIES[kind]
+        num_bytes = self._program.storages[target].num_bytes
+        arrived = self._arrival_s.get((target, source), 0.0)
+        begin = max(self.now_s, self._lane_free_s[kind], arrived)
+        seconds = self._machine.channel(kind).seconds(num_bytes)
+        self._lane_free_s[kind] = self._arrival_s[target, destination] = begin + seconds
+        self._copied[kind].append((num_bytes, seconds))
+
+
+def clocked(
+    program: MemoryProgram, machine: MemoryMachine | None, actions: tuple[MemoryAction, ...]
+) -> ProgramClock:
+    """The clock after these actions."""
+    clock = ProgramClock(program, machine)
+    for action in actions:
+        clock.apply(action)
+    return clock

@@ -1,0 +1,213 @@
+"""The two goals of planning in one order of the operators: least time under a budget, least peak within a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from hyper_parallel.errors import BudgetImpossible, TierFull
+from hyper_parallel.ir import MemoryPlan
+from hyper_parallel.memory._capacity_hint import sufficient_capacity, tier_full
+from hyper_parallel.memory._host import device_part
+from hyper_parallel.memory._portfolio import Emitted, Search
+from hyper_parallel.memory._usedef import working_set_bytes
+from hyper_parallel.units import format_bytes
+
+_GOOD = 1.02  # of the live peak: an arena that is no larger needs no other program
+_TRIED = 3  # programs whose addresses are looked for at each target; of small programs four times as many
+_LARGE_PROGRAM = 300  # operators
+_TARGETS = 12  # by bisection, until they are so close
+_TARGET_PARTS = 100
+_AIMS = 5  # targets; from the third on lower by half of what addresses took too much
+# Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
+_GAPS = (256, 50)
+_ELSEWHERE = 20  # the same while it is asked what DRAM or flash would be enough
+# A program that is faster by less is not tried again with more room for gaps; at the first target, by much less.
+_WORTH_MORE_GAPS, _WORTH_MORE_GAPS_AT_FIRST = 0.97, 0.998
+
+
+def least_time(
+    searches: Sequence[Search],
+    budget: int,
+    finish: Callable[[Emitted], MemoryPlan],
+    limit_s: float = float("inf"),
+) -> tuple[Emitted, MemoryPlan]:
+    """The fastest program whose arena, with what is made beside it, is within the budget; and its plan.
+
+    Every search has its own part of the updates in host memory, so allowing more of them never gives a slower plan.
+    What one has found is the limit of the next.
+
+    Args:
+        searches: Tried in turn.
+        budget: Device bytes.
+        finish: Makes the plan of a program.
+        limit_s: A slower plan is of no use.
+    """
+    result, errors = list[tuple[Emitted, MemoryPlan]](), list[BudgetImpossible]()
+    for search in searches:
+        try:
+            result.append(_least_time(search, budget, finish, limit_s))
+            limit_s = min(limit_s, result[-1][0].seconds)
+        except BudgetImpossible as error:
+            errors.append(error)
+    if not result:
+        nearest = min(errors, key=lambda e: e.least_bytes)
+        if limit_s < float("inf"):
+            raise nearest
+        raise _more_elsewhere(searches, budget, finish, nearest) or nearest
+    return min(result, key=lambda one: (one[0].seconds, one[1].device_bytes))
+
+
+def _least_time(
+    search: Search,
+    budget: int,
+    finish: Callable[[Emitted], MemoryPlan],
+    limit_s: float = float("inf"),
+) -> tuple[Emitted, MemoryPlan]:
+    arena_budget = budget - search.program.staging_bytes
+    floor = working_set_bytes(device_part(search.program, search.machine))
+    best: tuple[Emitted, MemoryPlan] | None = None
+    seen_s = float("inf")  # of the fastest program, whatever its addresses take
+    tried = _TRIED if len(search.program.operators) > _LARGE_PROGRAM else 4 * _TRIED
+    aim = arena_budget - arena_budget // _GAPS[0]
+    for count in range(1, _AIMS + 1 if floor <= arena_budget else 1):
+        within_s = best[0].seconds if best else limit_s
+        fresh = replace(search, best_seen=search.best_seen)
+        result = [
+            e for e in fresh.portfolio(aim, within_s, budget=arena_budget) if e.peak <= arena_budget
+        ]
+        arenas: list[int] = []
+        distinct = list({e.actions: e for e in result}.values())
+        for e in sorted(distinct, key=lambda e: (e.seconds, e.peak))[:tried]:
+            if best and e.seconds > best[0].seconds:
+                break
+            seen_s = min(seen_s, e.seconds)
+            plan = finish(e)
+            if plan.device_bytes > budget:
+                arenas.append(plan.arena_bytes)
+                continue
+            best = min(best or (e, plan), (e, plan), key=_quality)
+            if plan.arena_bytes <= _GOOD * e.peak:
+                break  # else one that takes as long may have better addresses
+        # Where only its addresses spoil a faster program, a little more room for gaps may save it.
+        if (
+            best
+            and seen_s
+            > (_WORTH_MORE_GAPS_AT_FIRST if count == 1 else _WORTH_MORE_GAPS) * best[0].seconds
+        ):
+            break
+        if count < len(_GAPS):
+            aim = arena_budget - arena_budget // _GAPS[count]
+        else:
+            over = max(min(arenas, default=arena_budget) - arena_budget, 0)
+            aim -= max(
+                aim * over // (2 * (arena_budget + over)), (count - 1) * arena_budget // _GAPS[-1]
+            )
+    if best is not None:
+        return best
+    if limit_s < float("inf"):
+        raise BudgetImpossible(
+            f"no memory plan fits {format_bytes(budget)} in less time than another one",
+            got=f"{budget} bytes",
+        )
+    # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
+    fresh = replace(search, best_seen=search.best_seen)
+    lowest = fresh.portfolio(floor)
+    candidates = sorted(lowest, key=lambda e: (e.peak, e.seconds))[:3] or [search.best_seen]
+    plans = {id(e): finish(e) for e in candidates}
+    others = fresh.portfolio((floor + arena_budget) // 2, budget=arena_budget)
+    for e in sorted((*lowest, *others), key=lambda e: (e.seconds, e.peak)):
+        if e.peak > arena_budget:
+            continue
+        plan = plans.get(id(e)) or finish(e)
+        if plan.device_bytes <= budget:
+            return e, plan
+    least = min(plans[id(e)].device_bytes for e in candidates)
+    error = BudgetImpossible(
+        f"no memory plan fits {format_bytes(budget)}",
+        got=f"{budget} bytes",
+        allowed=f"at least {least} bytes (the largest operator alone takes {floor})",
+        hint=f"set `offload.budget={least}`",
+    )
+    error.least_bytes = least
+    raise error
+
+
+def _quality(result: tuple[Emitted, MemoryPlan]) -> tuple[float, float]:
+    """Time first, then what addresses waste."""
+    return result[0].seconds, result[1].arena_bytes / max(result[0].peak, 1)
+
+
+def _more_elsewhere(
+    searches: Sequence[Search],
+    budget: int,
+    finish: Callable[[Emitted], MemoryPlan],
+    error: BudgetImpossible,
+) -> TierFull | None:
+    """What stands in the way, when it is DRAM or flash."""
+    program, machine = searches[0].program, searches[0].machine
+    arena_budget = budget - program.staging_bytes
+    if working_set_bytes(device_part(program, machine)) > arena_budget:
+        return None
+
+    def fits(e: Emitted) -> bool:
+        return e.peak <= arena_budget and finish(e).device_bytes <= budget
+
+    def planned(others: Sequence[Search]) -> Emitted | None:
+        for search in others:
+            try:
+                return _least_time(search, budget, finish)[0]
+            except BudgetImpossible:
+                continue
+        return None
+
+    sufficient = sufficient_capacity(
+        searches, arena_budget - arena_budget // _ELSEWHERE, fits, planned
+    )
+    if not sufficient:
+        return None
+    return tier_full(budget, machine, {**sufficient, "device": error.least_bytes})
+
+
+def least_peak(
+    searches: Sequence[Search],
+    identity: Emitted,
+    limit_s: float,
+    finish: Callable[[Emitted], MemoryPlan],
+) -> tuple[Emitted, MemoryPlan]:
+    """The program of least peak within a time, and its plan; the identity when nothing lowers it."""
+    programs = (_least_peak(search, identity, limit_s) for search in searches)
+    best = min(programs, key=lambda e: (e.peak, e.seconds))
+    return best, finish(best)
+
+
+def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
+    """The program of least peak within the time; the identity when nothing lowers it.
+
+    Bisects the target; every success is judged by its real peak, so the answer never depends on monotony. One rule that
+    meets a target is enough to go on; the lowest one met is asked of all.
+    """
+    low, high = working_set_bytes(device_part(search.program, search.machine)), identity.peak
+    best = identity
+    met: int | None = None
+    for _ in range(_TARGETS):
+        target = (low + high) // 2
+        if high - low <= max(high // _TARGET_PARTS, search.program.alignment_bytes):
+            break
+        fine = [
+            e
+            for e in search.portfolio(target, limit_s, every=False)
+            if e.seconds <= limit_s and e.peak < best.peak
+        ]
+        if fine:
+            met = target
+            best = min(fine, key=lambda e: (e.peak, e.seconds))
+            high = min(best.peak, high)
+            if best.peak > target:
+                low = target
+        else:
+            low = target
+    if met is not None:
+        fine = [e for e in search.portfolio(met, limit_s) if e.seconds <= limit_s]
+        best = min((best, *fine), key=lambda e: (e.peak, e.seconds))
+    return best

@@ -1,0 +1,97 @@
+"""The clock of emission against the event simulation of the same actions, and the simulator's bytes against replay."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyper_parallel.ir import MemoryPlan, peaks, simulate
+from hyper_parallel.memory import (
+    ProgramClock,
+    Roofline,
+    overlapped,
+    plan_tasks,
+    predicted_timeline,
+    use_definitions,
+)
+from hyper_parallel.memory._emit import Emitter
+from hyper_parallel.memory._host import HostUpdates, hostable
+from hyper_parallel.memory._recompute import Chains, choose_recomputes, recompute_density
+from hyper_parallel.memory._select import Selector, assign_tiers
+from tests.memory.programs import training_chain
+from tests.memory.test_communication import communicating
+from tests.memory.test_random_programs import machines, programs
+
+pytestmark = pytest.mark.unit
+
+
+@st.composite
+def emissions(draw):
+    """A plan and its machine: any order, recomputation, updates on the host, and choice of what leaves.
+
+    Durations are whole microseconds, so nanoseconds are exact.
+    """
+    machine = draw(machines())
+    program, hosted = draw(st.one_of(programs(), communicating())), frozenset()
+    if draw(st.booleans()):
+        sizes = {name: draw(st.sampled_from([20, 500])) for name in ("act", "weight")}
+        program = training_chain(layers=draw(st.integers(2, 6)), **sizes)
+        operators = (replace(op, access_bytes=1000) for op in program.operators)
+        program = replace(program, operators=tuple(operators))
+        host = Roofline(1e9, draw(st.sampled_from([50.0, 5000.0])), 0.0)
+        machine, hosted = replace(machine, host=host), hostable(program)
+    order = overlapped(program, range(len(program.operators)), draw(st.integers(0, 2)))
+    finder = Chains(program, use_definitions(program, order, hosted))
+    density = sorted(recompute_density(finder))
+    again = draw(st.lists(st.sampled_from(density), unique=True)) if density else []
+    recomputes = choose_recomputes(finder, again)
+    recomputes.host = HostUpdates.of(program, order, hosted, recomputes.uses)
+    movable = [s for s, x in enumerate(program.storages) if x.persistent or not x.at_start]
+    selector = Selector(program, machine, order, recomputes, movable, stall=draw(st.booleans()))
+    whole = int(selector.profile.max())
+    target = int(whole * draw(st.floats(0.0, 1.0)))
+    chosen, planned = selector.select(target, draw(st.sampled_from(["largest", "ring", "home"])))
+    at_home = recomputes.host.at_home
+    gaps = assign_tiers(program, machine, chosen, draw(st.sampled_from([0.0, 0.5])), at_home)
+    budget = draw(st.sampled_from([None, target, whole]))
+    emitter = Emitter(program, machine, order, gaps, recomputes, budget, planned.copy())
+    actions = emitter.emit()
+    seconds = emitter.ledger.clock.now_s
+    return MemoryPlan(program, tuple(emitter.copies.homes), actions, seconds), machine
+
+
+@settings(max_examples=200, deadline=None)
+@given(emissions())
+def test_the_clock_is_the_simulation(emission):
+    plan, machine = emission
+    simulated = simulate(plan_tasks(plan, machine))
+    ends = [span.end_s for span in simulated.spans if span.lane == "compute"]
+    clock = ProgramClock(plan.program, machine)
+    for action, end_s in zip(plan.actions, ends, strict=True):
+        clock.apply(action)
+        assert clock.now_s == pytest.approx(end_s, abs=0.5e-9), action
+    assert clock.now_s == plan.seconds
+    copies = dict.fromkeys(clock.copied, 0.0)
+    for span in simulated.spans:
+        if span.lane in copies:
+            copies[span.lane] += span.duration_s
+    assert copies == pytest.approx({k: c.seconds for k, c in clock.copied.items()}, abs=1e-9)
+    waits = [s.duration_s for s in predicted_timeline(plan, machine).spans if s.category == "wait"]
+    assert sum(waits) == pytest.approx(clock.wait_s + clock.join_s, abs=1e-9)
+    assert peaks(simulated) == plan.peak_bytes
+
+
+def test_drawn_emissions_have_every_kind_of_action():
+    """Else the test above would hold for a clock that does not know a kind."""
+    seen = set()
+
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    @given(emissions())
+    def collect(emission):
+        seen.update(action.kind for action in emission[0].actions)
+
+    collect()
+    assert seen == {
+        "run", "recompute", "update", "join", "prefetch", "store", "copy_in", "copy_out", "wait", "detach", "free",
+    }  # fmt: skip

@@ -1,0 +1,97 @@
+"""The choice by linear program: what it says of small steps by hand, and plans that no ranking rule finds."""
+
+import numpy as np
+import pytest
+
+from hyper_parallel.ir import MemoryProgram, Operator, Storage
+from hyper_parallel.memory import Channel, MemoryMachine, order_peak, plan_memory
+from hyper_parallel.memory._flow import Flow
+from hyper_parallel.memory._linear import LinearProgram, SolverFailed
+from hyper_parallel.memory._selection_rules import SelectionRules
+from tests.memory.programs import training_chain
+
+pytestmark = pytest.mark.unit
+SLOW = MemoryMachine(Channel(10.0, 0), Channel(10.0, 0))
+
+
+def test_a_linear_program_at_its_optimum_and_without_one():
+    lp = LinearProgram()
+    x, y = lp.variable(10, -1.0), lp.variable(10, -2.0)
+    lp.at_least({x: -1, y: -1}, -4)
+    lp.equal({x: 1, y: -3}, 0)
+    assert lp.solve() == pytest.approx([3, 1])
+    lp.at_least({x: 1}, 4)
+    assert lp.solve() is None
+
+
+def test_a_solver_that_fails_is_not_read_as_out_of_reach():
+    lp = LinearProgram()
+    lp.at_least({lp.variable(10): float("inf")}, 4)
+    with pytest.raises(SolverFailed, match="refuses"):
+        lp.solve()
+    unbounded = LinearProgram()
+    unbounded.variable(cost=-1.0)
+    with pytest.raises(SolverFailed, match="nbounded"):
+        unbounded.solve()
+
+
+def away(target_bytes):
+    """Of 100 bytes that are idle for a second, 10 bytes a second: (the part that leaves, seconds of the step)."""
+    flow = Flow(np.array([100, 160, 100]), [1.0, 1.0, 1.0], SLOW, 3)
+    part = flow.part()
+    flow.gone(part, 1, 2, 100)
+    flow.stored(part, 1, 1, 100)
+    flow.back(part, 2, 100)
+    found = flow.solve(target_bytes)
+    return None if found is None else (found.parts[part], found.seconds)
+
+
+def test_only_what_must_leave_leaves_and_computing_waits_for_it():
+    assert away(160) == (0.0, pytest.approx(3.0))
+    # Each way takes 4 seconds, of which one goes on beside the operator before; the waits are two of 3 seconds.
+    assert away(120) == (pytest.approx(0.4), pytest.approx(9.0))
+    assert away(50) is None
+
+
+def read_again(density_s):
+    """A wide result, read again at the end; making it again takes so long."""
+    storages = (
+        Storage("input", 10, "input", True, True),
+        Storage("wide", 100, "activation"),
+        Storage("other", 100, "activation"),
+        Storage("end", 10, "output", False, True),
+    )
+    operators = (
+        Operator("make", (0,), (), (1,), density_s, repeatable=True),
+        Operator("other", (0,), (), (2,), 1.0),
+        Operator("end", (0, 1), (), (3,), 1.0),
+    )
+    return MemoryProgram("read again", storages, operators, 1)
+
+
+@pytest.mark.parametrize(("density_s", "again", "more_s"), [(2.0, (1,), 1.2), (40.0, (), 5.6)])
+def test_what_is_dearer_to_make_than_to_copy_is_copied(density_s, again, more_s):
+    """80 of its 100 bytes must go: 20 leave in 2 seconds, 60 are made again; or 14 are, and 66 come back meanwhile."""
+    program = read_again(density_s)
+    where = ("", frozenset[int]())
+    rules = SelectionRules(
+        program, SLOW, (0, 1, 2), program.seconds, None, where, move=None, recompute=True
+    )
+    found = rules.relaxation(0.0).solve(130)
+    assert found is not None
+    assert found.recomputed[0] == again
+    assert found.seconds == pytest.approx(program.seconds + more_s)
+
+
+@pytest.mark.parametrize(
+    ("layers", "bytes_s", "share", "most"),
+    [(12, 400.0, 0.35, 1.45), (12, 250.0, 0.35, 2.1), (20, 600.0, 0.3, 1.1)],
+)
+def test_copies_and_recompute_are_weighed_together(layers, bytes_s, share, most):
+    """With sets by limits of seconds per byte the steps were 1.53, 2.55 and 1.15 times as long."""
+    program = training_chain(layers)
+    machine = MemoryMachine(Channel(bytes_s, 0), Channel(bytes_s, 0))
+    budget = int(share * order_peak(program, range(len(program.operators))))
+    plan = plan_memory(program, machine, budget_bytes=budget)
+    assert plan.device_bytes <= budget
+    assert plan.seconds <= most * program.seconds
