@@ -333,6 +333,7 @@ def main() -> int:
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     logging.basicConfig(handlers=[logging.NullHandler()])
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # prints what was counted until then
     numbers = range(wanted.first, wanted.first + wanted.inputs)
     result = fuzz(wanted.only.split(","), wanted.seed, numbers, wanted.kept)
     facts = {
