@@ -29,8 +29,7 @@ import psutil
 STEPS, EVERY, TIMEOUT_S, FAULTS_PER_RUN = 36, 3, 3, 3
 MOST_LOSSES = 5  # enough to know that something is wrong
 MOST_BYTES = 1 << 16  # of a file on a full disk: less than a checkpoint, more than an error
-LONGEST_S = 240
-"""A run that takes longer hangs: some ten times of what one takes on two busy cores."""
+LONGEST_S = 240  # a run that takes longer hangs: ten times of what one takes on two busy cores
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,
     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -325,9 +324,9 @@ def inject(run: Run, name: str, at: int, draw: random.Random) -> bool:
 def check(run: Run, reference: list[tuple[int, float, float]]) -> None:
     """Wait for the end of a run, and compare it."""
     run.until(lambda: False, "the end")
-    log = run.log.read_text()
     if run.status:
         raise Lost("runs_ended", f"status {run.status}")
+    log = run.log.read_text()
     if uncoded := re.search(r"internal error|^Traceback.*", log, re.MULTILINE):
         raise Lost("uncoded", uncoded[0])
     if run.curve() != reference:
@@ -383,8 +382,7 @@ def main() -> int:
         except Lost as lost:
             run.end()
             losses.append(lost.args[0])
-            words = ": ".join([f"run {runs} ({', '.join(names)})", *lost.args])
-            print(f"{words}; see {run.log}", file=sys.stderr)
+            print(f"run {runs}", names, *lost.args, f"see {run.log}", sep=": ", file=sys.stderr)
             if len(losses) == MOST_LOSSES:
                 break
     kept = ("steps_lost", "wrong_results", "hangs", "uncoded", "wrong_blame", "runs_ended")
@@ -393,9 +391,9 @@ def main() -> int:
         **{kind: losses.count(kind) for kind in kept}, "seconds": round(time.monotonic() - start),
     }  # fmt: skip
     print(json.dumps(result))
-    if not wanted.dir and not losses:
+    if not (wanted.dir or losses):
         shutil.rmtree(place)
-    return 1 if losses else 0
+    return bool(losses)
 
 
 if __name__ == "__main__":
