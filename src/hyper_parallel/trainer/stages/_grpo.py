@@ -16,6 +16,7 @@ is the probability that the token was sampled by). For the newest weights w is 1
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -25,11 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hyper_parallel.backends.torch._slots import why_no_slots
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._rewards import reward_functions, score
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 from hyper_parallel.trainer.stages._sampling import Completions, added, largest
+
+_log = logging.getLogger(__name__)
 
 _SMALL: Final = 1e-4
 """Added to the standard deviation of a group, as TRL does."""
@@ -59,8 +63,10 @@ class GrpoStage:
         self._rewards = reward_functions(self.settings.reward_funcs, "grpo.reward_funcs")
 
     def begin(self, batches: Any) -> None:
-        """Keep where the data is read."""
+        """Keep where the data is read, and say where sampling takes longer than it should."""
         self._batches = batches
+        if (why := why_no_slots(self.sampler.model)) and self.rank == 0:
+            _log.warning("every token of a completion reads all of it again: no cache, %s", why)
 
     def end(self) -> None:
         """Let the ranks that sample end."""

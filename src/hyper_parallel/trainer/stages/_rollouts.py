@@ -16,7 +16,6 @@ With `training.deterministic` it is exactly that version, else the newest there 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import signal
 import time
@@ -33,7 +32,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import materialize
-from hyper_parallel.backends.torch._slots import why_no_slots
 from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Workload
 from hyper_parallel.runtime import Deadlines, World, parallelize, plan_of
@@ -48,7 +46,6 @@ from hyper_parallel.trainer.stages._sampling import Completions, sample, uniform
 if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
 
-_log = logging.getLogger(__name__)
 _LOOK_S: Final = 0.005
 _FOUND = TypeVar("_FOUND")
 
@@ -68,10 +65,6 @@ class Sampler:
     tokenizer: Any
     settings: Grpo
     seed: int
-
-    def __post_init__(self) -> None:
-        if why := why_no_slots(self.model):
-            _log.warning("every token of a completion reads all of it again: no cache, %s", why)
 
     def prompts(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         """[N, S + 1] prompts of rows whose labels are the answers, padded behind, and [N] their lengths."""
