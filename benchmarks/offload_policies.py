@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import transformers
 from _llama_8b import inference, training
+from _simple_policies import simple_policy
 
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError
 from hyper_parallel.ir import MemoryProgram, replay
@@ -49,7 +50,6 @@ from hyper_parallel.memory import (
     plan_memory,
     refine_order,
     reload_bound,
-    simple_policy,
 )
 
 ROOFLINE = Roofline(flops_s=450e12, bytes_s=2.8e12)

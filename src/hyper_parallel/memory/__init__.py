@@ -19,7 +19,6 @@ from hyper_parallel.memory._overlap import overlapped
 from hyper_parallel.memory._plan_cache import plan_memory_cached
 from hyper_parallel.memory._plan_memory import plan_memory
 from hyper_parallel.memory._plan_tasks import plan_tasks, predicted_timeline
-from hyper_parallel.memory._policies import simple_policy
 from hyper_parallel.memory._profile import peak_by_kind, summarise
 from hyper_parallel.memory._reload import ReloadBound, reload_bound
 from hyper_parallel.memory._usedef import (
@@ -55,7 +54,6 @@ __all__ = [
     "predicted_timeline",
     "refine_order",
     "reload_bound",
-    "simple_policy",
     "summarise",
     "use_definitions",
     "with_capacity_hint",
