@@ -58,23 +58,6 @@ class LinearProgram:
                 return None
         raise SolverFailed(f"HiGHS ended without an answer: {solver.modelStatusToString(status)}")
 
-    def lower_bound(self) -> float:
-        """A number that no point costs less than, close to the optimum when one exists.
-
-        Needs lower bounds of 0, finite upper ones, and rows made by `at_least`. Weak duality turns any multipliers into
-        a bound, so nothing rests on the solver's tolerances.
-        """
-        solver = self._run({"presolve": "off"})
-        duals = np.array(solver.getSolution().row_dual)
-        # Without multipliers all of them may be 0, which is a bound as well.
-        y = np.maximum(duals, 0.0) if len(duals) == len(self.rows) else np.zeros(len(self.rows))
-        reduced = np.array(self.costs)
-        for (coefficients, _, _), price in zip(self.rows, y.tolist(), strict=True):
-            for v, value in coefficients.items() if price else ():
-                reduced[v] -= price * value
-        bounds = np.array([low for _, low, _ in self.rows])
-        return float(y @ bounds + np.minimum(reduced, 0.0) @ np.array(self.uppers))
-
     def _run(self, options: Mapping[str, str | float]) -> highspy.Highs:
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.costs), len(self.rows)
