@@ -111,8 +111,19 @@ def test_a_scheduler_changes_the_rate_and_an_evaluation_sees_the_weights() -> No
     assert train(True) == plain
 
 
+def test_an_optimizer_without_state_is_planned_too() -> None:
+    _, _, step = make(torch.optim.SGD, fused=True)
+    plain = run(step, [ROWS] * 4)
+    _, _, own = make(torch.optim.SGD, fused=True)
+    with hp.offload(own, max_slowdown=0.5) as planned:
+        assert run(planned, [ROWS] * 4) == plain
+        assert planned.measured is not None
+
+
 def test_what_cannot_be_is_refused_with_what_to_write() -> None:
     model, optimizer, step = make(fused=True)
+    with pytest.raises(CaptureUnsupported, match="neither a tensor nor a plain value"):
+        hp.offload(step, budget="1MiB")(batch(0), scale=object())
     with pytest.raises(BadValue, match="one goal is needed"):
         hp.offload(step)
     with pytest.raises(BadValue, match="refers to no optimizer") as refused:

@@ -131,6 +131,7 @@ class OffloadedStep:
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
+        self._begun = bool(optimizer.state)
         self.plan: MemoryPlan | None = None
         self.measured: Measured | None = None
         where = next(model.parameters()).device
@@ -152,7 +153,9 @@ class OffloadedStep:
         tensors = {f"input {i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
         facts = ((v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in leaves)
         key = nest, tuple(facts)
-        if not self._optimizer.state:
+        _check_plain(leaves)
+        if not self._begun:  # SGD has no state after it either
+            self._begun = True
             with within_device(next(self._model.parameters()).device):
                 return self._step(*args, **kwargs)
         if key not in self._planned:
@@ -216,6 +219,29 @@ class OffloadedStep:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
+
+
+def _check_plain(leaves: list[Any]) -> None:
+    """Refuse arguments that are neither tensors nor plain values: nobody could tell whether they are others."""
+    kinds = (
+        torch.Tensor,
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(None),
+        torch.dtype,
+        torch.device,
+    )
+    if odd := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, kinds)]:
+        raise CaptureUnsupported(
+            "the step was given something that is neither a tensor nor a plain value",
+            got=odd[0],
+            allowed="nests of tensors, numbers and texts",
+            hint="pass its tensors, or let the step refer to it",
+        )
 
 
 def _found(step: Callable[..., Any], kind: type, name: str) -> Any:

@@ -34,7 +34,8 @@ from hyper_parallel.backends.torch.pipeline._inference import run_stages
 from hyper_parallel.errors import BadValue
 
 CHUNK: Final = 512
-"""Tokens of a prompt that one pass reads: it bounds the activations, and the steps of this many are well filled."""
+"""Tokens of a prompt that one pass reads: it bounds the activations, and passes of this many are well filled. Not
+measured."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ from hyper_parallel.trainer.stages._sampling import Completions, sample, uniform
 if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
 
-_LOOK_S: Final = 0.005
+_LOOK_S: Final = 0.005  # short beside the steps of the smallest models, and a list of a folder takes microseconds
 _FOUND = TypeVar("_FOUND")
 
 
