@@ -1,16 +1,21 @@
 """A YAML file of LlamaFactory given to `hyper-parallel train`, in the form of its examples."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import HyperParallelError, NotServed
-from hyper_parallel.integration.llamafactory import load_llamafactory
+from hyper_parallel.integration.llamafactory import HyperParallelArguments, load_llamafactory
 from hyper_parallel.integration.llamafactory._keys import REFUSED, SAME, TOGETHER, WITHOUT_EFFECT
+from hyper_parallel.integration.llamafactory.context_parallel import shard_inputs_for_cp
 from hyper_parallel.trainer.data._chat import CHATML
 from tests.e2e.runs import CONFIG, command, curve
 
@@ -207,21 +212,64 @@ SECOND = """from hyper_parallel.integration.llamafactory import (
     HyperParallelArguments, HSDPModule, export_to_hf_format, fsdp2_prepare_model, hsdp_sync_stream, load_hsdp_model,
     load_hsdp_optimizer_and_scheduler, save_hsdp_checkpoint, wrap_optimizer_with_skip_dtensor_dispatch, clip_grad_norm_)
 """
-GENERATIONS = {
-    "2": SECOND,
-    "3": SECOND
-    + "from hyper_parallel.integration.llamafactory.context_parallel import cp_prepare_model",
-    "4": SECOND
-    + "from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model",
-    "5": "from hyper_parallel.integration.llamafactory import parallelize_model",
-}
+THIRD = """from hyper_parallel.integration.llamafactory.context_parallel import (
+    cp_prepare_model, get_cp_group, get_cp_group_ranks, get_cp_rank, get_dp_rank, shard_inputs_for_cp)
+from hyper_parallel.platform import get_platform
+from types import SimpleNamespace
+cp = SimpleNamespace(cp_size=2)
+assert (get_platform().get_rank(), get_platform().get_world_size()) == (5, 8)
+assert (get_cp_rank(cp), get_dp_rank(cp), get_cp_group_ranks(cp)) == (1, 2, (4, 5))
+"""
+FOURTH = "from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model"
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_later_versions_of_llamafactory_are_told_what_works(generation):
+def test_names_of_later_versions_need_neither_llamafactory_nor_transformers_nor_accelerate():
+    absent = "import sys\nfor name in ('llamafactory', 'transformers', 'accelerate'): sys.modules[name] = None\n"
+    done = subprocess.run(
+        [sys.executable, "-c", absent + SECOND + THIRD + FOURTH],
+        env={**os.environ, "RANK": "5", "WORLD_SIZE": "8"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_version_that_is_newer_still_is_told_what_works():
     with pytest.raises(NotServed) as caught:
-        exec(GENERATIONS[generation], {})
+        exec("from hyper_parallel.integration.llamafactory import parallelize_model", {})
     assert "hyper-parallel train FILE.yaml" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "says"),
+    [
+        ({"cp_sise": 2}, "HP101", "cp_size"), ({"token_dispatcher": "deredundency"}, "HP102", "all_to_all"),
+        ({"ep_size": 2, "efsdp_size": 4}, "HP301", '"efsdp_size": 2'),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_wrong_are_refused(keys, code, says):
+    with pytest.raises(HyperParallelError, match=code) as caught:
+        HyperParallelArguments.from_dict(keys).strategy(4)
+    assert says in str(caught.value)
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused():
+    ids = torch.ones(2, 5, dtype=torch.long)
+    padded = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    labels = torch.tensor([[-100, 4, 4, 4, 4], [-100, -100, 4, -100, -100]])
+    given = shard_inputs_for_cp(
+        {"input_ids": ids, "attention_mask": padded, "labels": labels}, 0, 2
+    )
+    assert given["input_ids"] is ids
+    assert given["labels"] is labels
+    assert "attention_mask" not in given
+    assert given["num_items_in_batch"] == 5
+    for wrong, code in (
+        ({"pixel_values": ids}, "HP102"),
+        ({"input_ids": ids, "attention_mask": padded.flip(1)}, "HP205"),
+    ):
+        with pytest.raises(HyperParallelError, match=code):
+            shard_inputs_for_cp(wrong, 0, 2)
 
 
 def test_the_page_has_every_key():

@@ -1,7 +1,8 @@
 """LlamaFactory with `use_hyper_parallel: true`: the names it imports, each loaded when it is first used.
 
-Unmodified LlamaFactory 0.9.5 asks for `HyperParallelArguments` and `HyperParallelTrainer` (stage sft). Without
-LlamaFactory `load_llamafactory` reads its YAML files as recipes.
+Unmodified LlamaFactory 0.9.5 asks for `HyperParallelArguments` and `HyperParallelTrainer` (stage sft); its main branch
+from June to September 2026 has a trainer of its own, and asks for the rest. Without LlamaFactory `load_llamafactory`
+reads its YAML files as recipes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,29 @@ _EXPORTS = {
     "HyperParallelArguments": "_arguments",
     "HyperParallelTrainer": "_sft",
     "load_llamafactory": "_yaml",
+    **dict.fromkeys(
+        (
+            "HSDPModule",
+            "clip_grad_norm_",
+            "fsdp2_prepare_model",
+            "hsdp_sync_stream",
+            "wrap_optimizer_with_skip_dtensor_dispatch",
+        ),
+        "_fsdp2",
+    ),
+    **dict.fromkeys(
+        (
+            "export_to_hf_format",
+            "load_hsdp_model",
+            "load_hsdp_optimizer_and_scheduler",
+            "save_hsdp_checkpoint",
+        ),
+        "_hsdp_state",
+    ),
 }
 
-_LATER = (
-    "HSDPModule", "clip_grad_norm_", "export_to_hf_format", "fsdp2_prepare_model", "hsdp_sync_stream",
-    "load_hsdp_model", "load_hsdp_optimizer_and_scheduler", "parallelize_model", "save_hsdp_checkpoint",
-    "wrap_optimizer_with_skip_dtensor_dispatch",
-)  # fmt: skip
-"""What LlamaFactory's main branch asks for since June 2026."""
+_LATER = ("parallelize_model",)
+"""What LlamaFactory's main branch asks for since autumn 2026."""
 
 __all__ = list(_EXPORTS)
 
@@ -32,7 +48,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     if name in _LATER:
         raise NotServed(
-            f"this version of LlamaFactory is newer than 0.9.5, and asks for `{name}`",
+            f"this version of LlamaFactory is newer than those known here, and asks for `{name}`",
             where=__name__,
             allowed=list(_EXPORTS),
             hint="pip install llamafactory==0.9.5, or hyper-parallel train FILE.yaml without LlamaFactory",

@@ -24,6 +24,8 @@ class HyperParallelArguments(BaseModel):
         tp_size: Ranks of tensor parallelism.
         cp_size: Ranks that share a sequence.
         ep_size: Ranks that share the experts.
+        efsdp_size: Ranks that share the parameters of the same experts; None: all that are left over.
+        token_dispatcher: `all_to_all`.
         fsdp_size: Ranks that share the parameters; the rest of the data-parallel ranks are replicas. None: all.
         param_dtype: Format of activations and of the parameters in a pass; None: as `bf16`, `fp16` of LlamaFactory say.
         reduce_dtype: Format of gradient reductions; None: float32.
@@ -37,6 +39,8 @@ class HyperParallelArguments(BaseModel):
     tp_size: int = Field(1, ge=1)
     cp_size: int = Field(1, ge=1)
     ep_size: int = Field(1, ge=1)
+    efsdp_size: int | None = Field(None, ge=1)
+    token_dispatcher: Literal["all_to_all"] = "all_to_all"
     fsdp_size: int | None = Field(None, ge=1)
     param_dtype: _Dtype | None = None
     reduce_dtype: _Dtype | None = None
@@ -105,6 +109,14 @@ class HyperParallelArguments(BaseModel):
                 "the degrees of hyper_parallel_args do not divide the number of ranks",
                 got=f"tp_size={self.tp_size}, cp_size={self.cp_size}, fsdp_size={shard} on {world_size} ranks",
                 hint='{"tp_size": 1, "cp_size": 1}',
+            )
+        experts = max(taken * shard // self.ep_size, 1)
+        if self.efsdp_size not in (None, experts):
+            raise DegreesMismatch(
+                "efsdp_size is what ep_size leaves of the ranks that share parameters",
+                got=f"efsdp_size={self.efsdp_size}, ep_size={self.ep_size} of {taken * shard} ranks",
+                allowed=experts,
+                hint=f'{{"ep_size": {self.ep_size}, "efsdp_size": {experts}}}',
             )
         return Strategy(
             dp_replicate=world_size // (taken * shard),

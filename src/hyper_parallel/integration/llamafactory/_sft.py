@@ -8,9 +8,7 @@ outside this object is patched; Accelerate is given the optimizer and the data, 
 from __future__ import annotations
 
 import json
-import shutil
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,10 +20,15 @@ from torch import Tensor, nn
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch._peft import absorb_adapters
-from hyper_parallel.backends.torch.weights._lora import has_adapters
-from hyper_parallel.errors import Contradiction, UnsupportedSharding
+from hyper_parallel.errors import Contradiction
 from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
-from hyper_parallel.trainer.checkpoints._adapter import export_adapter
+from hyper_parallel.integration.llamafactory._laid_out import (
+    FORMATS,
+    export,
+    lay_out,
+    wait,
+    without_padding_mask,
+)
 
 _STATE: Final = "hyper_parallel"  # folder inside a checkpoint of transformers
 _SCHEDULER: Final = "scheduler"
@@ -92,19 +95,8 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         """Parallelize the model, once, before anything holds its parameters."""
         if self._parallel:
             return
-        model, strategy = self.model, self._strategy
-        given = next(p for p in model.parameters() if p.requires_grad).dtype
-        plain = str(given).removeprefix("torch.")
-        mixed = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else plain
-        plan = hp.plan_of(model, strategy)
-        workload = replace(
-            plan.workload,
-            compute_dtype=self._hp_args.param_dtype or mixed,
-            param_dtype=plain,
-            reduce_dtype=self._hp_args.reduce_dtype
-            or ("float64" if plain == "float64" else "float32"),
-        )
-        hp.parallelize(model, hp.plan_of(model, strategy, workload))
+        mixed = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else ""
+        lay_out(self.model, self._strategy, self._hp_args, FORMATS.get(mixed))
         self._parallel = True
 
     def _prepare_but_the_model(self, *objects: Any, **kwargs: Any) -> Any:
@@ -196,20 +188,8 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return loss if self.args.process_index % self._strategy.tp == 0 else torch.zeros_like(loss)
 
     def _ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Inputs of the model; padding at the end needs no mask where ranks share sequences.
-
-        A token sees none behind it, and padding has no label.
-        """
-        mask = inputs.get("attention_mask")
-        if mask is None or self._strategy.cp == 1:
-            return inputs
-        if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
-            raise UnsupportedSharding(
-                "cp_size splits sequences whose padding is at their end",
-                got=f"an attention mask of shape {tuple(mask.shape)}",
-                hint="neat_packing: false",
-            )
-        return {name: value for name, value in inputs.items() if name != "attention_mask"}
+        """Inputs of the model."""
+        return inputs if self._strategy.cp == 1 else without_padding_mask(inputs)
 
     def prediction_step(
         self,
@@ -241,21 +221,9 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """A directory of transformers, or of peft, with tokenizer and arguments; every rank calls this."""
         target = Path(output_dir or self.args.output_dir)
-        scratch = target / ".export"
-        if has_adapters(self.model):
-            export_adapter(self.model, None, scratch)
-        else:
-            hp.save_pretrained(self.model, scratch)
-        if self.args.should_save:
-            for file in scratch.iterdir():
-                file.replace(target / file.name)
-            shutil.rmtree(scratch)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(target)
-            torch.save(
-                self.args, target / "training_args.bin"
-            )  # transformers writes it beside every model
-        self._wait()
+        export(self.model, target, self.processing_class)
+        if self.args.should_save:  # transformers writes it beside every model
+            torch.save(self.args, target / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Weights and moments as they are laid out; any layout and number of ranks goes on from them."""
@@ -268,7 +236,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             step=self.state.global_step,
             **{_SCHEDULER: scheduler},
         )
-        self._wait()
+        wait()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not Path(
@@ -282,7 +250,3 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         extra = hp.load(self.model, optimizer, Path(checkpoint, _STATE))
         self.lr_scheduler.load_state_dict(extra[_SCHEDULER])
-
-    def _wait(self) -> None:
-        if self.args.world_size > 1:
-            dist.barrier()

@@ -1,0 +1,77 @@
+"""Callers of LlamaFactory's main branch, by generation: losses of two ranks are those of one process.
+
+make test-llamafactory
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from caller import MAX_NORM, STEPS, batch_of, start
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "output_router_logits": False,
+}  # fmt: skip
+
+
+def alone(model_dir):
+    """Loss and gradient norm of every step in one process, without us."""
+    model, optimizer = start(model_dir)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    curve = []
+    for number in range(STEPS):
+        batch = batch_of(number)
+        count = (batch["labels"][:, 1:] != -100).sum()
+        loss = model(**batch, num_items_in_batch=count).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        curve.append((float(loss.detach()), float(norm)))
+    return curve, model
+
+
+@pytest.mark.parametrize(
+    ("kind", "hyper"),
+    [
+        ("qwen3", {}), ("qwen3", {"cp_size": 2}),
+        ("qwen3_moe", {"ep_size": 2, "efsdp_size": 1, "token_dispatcher": "all_to_all"}),
+    ],
+    ids=["G2", "G3", "G4"],
+)  # fmt: skip
+def test_losses_and_a_resumed_run_are_those_of_one_process(tmp_path, kind, hyper):
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    set_seed(0)
+    shape = SHAPE | (EXPERTS if kind == "qwen3_moe" else {})
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(
+        tmp_path / "model"
+    )
+    wanted, trained = alone(tmp_path / "model")
+    out = tmp_path / "out"
+    out.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(Path(__file__).with_name("caller.py")), str(tmp_path / "model"), str(out), json.dumps(hyper)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    curves = json.loads((out / "curves.json").read_text())
+    for found, part in ((curves["curve"], wanted), (curves["resumed"], wanted[2:])):
+        for mine, theirs in zip(found, part, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+    assert wanted[-1] != wanted[0]
+    exported = AutoModelForCausalLM.from_pretrained(out / "export", dtype=torch.float32)
+    for (name, a), b in zip(exported.named_parameters(), trained.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4), name

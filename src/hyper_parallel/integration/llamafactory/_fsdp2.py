@@ -1,0 +1,136 @@
+"""The calls of LlamaFactory's own trainer (its main branch since June 2026) in place of Accelerate's FSDP2.
+
+That trainer averages gradients over data-parallel ranks, hence `average`. Gradients are whole when backward returns,
+and optimizers work on DTensors as they are, so that the two calls around them have nothing left to do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import FSDPModule as HSDPModule
+
+import hyper_parallel as hp
+from hyper_parallel.errors import BadValue, Contradiction
+from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
+from hyper_parallel.integration.llamafactory._laid_out import FORMATS, lay_out
+
+__all__ = [
+    "HSDPModule",
+    "clip_grad_norm_",
+    "fsdp2_prepare_model",
+    "hsdp_sync_stream",
+    "wrap_optimizer_with_skip_dtensor_dispatch",
+]
+
+_MODEL: Final = "_hyper_parallel_model"
+"""Attribute of a parameter: callers hand over parameters where the whole model is needed."""
+
+
+def fsdp2_prepare_model(
+    accelerator: Any, model: nn.Module, hp_args: HyperParallelArguments
+) -> nn.Module:
+    """Lay a model out, in place; one that is laid out already stays.
+
+    Args:
+        accelerator: Accelerate's `Accelerator` with an FSDP plugin of version 2.
+        model: Model of transformers, the same on every rank, or on rank 0 with `cpu_ram_efficient_loading`.
+        hp_args: Layout and formats; what they leave open is the plugin's.
+
+    Raises:
+        Contradiction: HP104 without FSDP2, with its offload to the CPU, or with `tp_size`.
+        DegreesMismatch: HP301 when the degrees do not divide the ranks.
+    """
+    if isinstance(getattr(model, "_orig_mod", model), HSDPModule):
+        return model
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    wrong = {
+        "Accelerate without FSDP2": plugin is None or plugin.fsdp_version != 2,
+        "tp_size": hp_args.tp_size > 1,
+        "cpu_offload": isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy),
+    }
+    hints = {"Accelerate without FSDP2": "fsdp_version: 2", "tp_size": '{"cp_size": 2}'}
+    for name, on in wrong.items():
+        if on:
+            raise Contradiction(
+                f"`{name}` does not go with LlamaFactory's trainer for use_hyper_parallel",
+                where="the settings of Accelerate and hyper_parallel_args",
+                got=name,
+                hint=hints.get(name, f"{name}: false"),
+            )
+    plugin.set_auto_wrap_policy(model)
+    if plugin.cpu_ram_efficient_loading:
+        _take_from_first(model, accelerator.device)
+    if accelerator.mixed_precision != "no":
+        for param in model.parameters():
+            if param.requires_grad:
+                param.data = param.data.float()
+    given = hp_args
+    if hp_args.reshard_after_forward is None:
+        given = hp_args.model_copy(
+            update={"reshard_after_forward": bool(plugin.reshard_after_forward)}
+        )
+    strategy = given.strategy(accelerator.num_processes)
+    lay_out(model, strategy, given, FORMATS.get(accelerator.mixed_precision), average=True)
+    for param in model.parameters():
+        setattr(param, _MODEL, weakref.ref(model))
+    return model
+
+
+def _take_from_first(model: nn.Module, device: torch.device) -> None:
+    """Values of rank 0 everywhere: the other ranks have read none."""
+    if any(p.is_meta for p in model.parameters()):
+        raise Contradiction(
+            "a rank has its parameters on the meta device",
+            got="cpu_ram_efficient_loading: true",
+            hint="cpu_ram_efficient_loading: false",
+        )
+    for tensor in (*model.parameters(), *model.buffers()):
+        moved = tensor.detach().to(device)
+        dist.broadcast(moved, 0)
+        tensor.data.copy_(moved)
+
+
+def model_of(parameters: Iterable[Tensor]) -> nn.Module:
+    """The model that parameters belong to."""
+    found = {getattr(p, _MODEL, lambda: None)() for p in parameters}
+    model = found.pop() if len(found) == 1 else None
+    if not isinstance(model, nn.Module):
+        raise BadValue(
+            "these parameters are not those of one model that passed through fsdp2_prepare_model",
+            got=f"parameters of {len(found) + 1} models",
+            hint="model = fsdp2_prepare_model(accelerator, model, hp_args)",
+        )
+    return model
+
+
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+    """Scale the gradients of a model so that their global L2 norm is at most `max_norm`; returns the norm before.
+
+    Every element of a gradient counts once, on any mesh.
+
+    Raises:
+        BadValue: HP102 for another norm, or parameters of no prepared model.
+    """
+    if float(norm_type) != 2.0:
+        raise BadValue(
+            "the norm of gradients is the L2 norm", got=f"norm_type={norm_type}", allowed="2"
+        )
+    return hp.clip_grad_norm_(model_of(parameters), max_norm)
+
+
+def hsdp_sync_stream() -> None:
+    """Nothing is left to wait for: FSDP has waited for its reductions when backward returned."""
+
+
+def wrap_optimizer_with_skip_dtensor_dispatch(
+    optimizer: torch.optim.Optimizer,
+) -> torch.optim.Optimizer:
+    """The optimizer as it is: those of torch work on DTensors."""
+    return optimizer

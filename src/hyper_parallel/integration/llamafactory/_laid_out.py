@@ -1,0 +1,81 @@
+"""What every generation of LlamaFactory's callers does with a model: lay it out, and write it for `from_pretrained`."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hyper_parallel as hp
+from hyper_parallel.backends.torch.weights._lora import has_adapters
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
+from hyper_parallel.ir import Strategy
+from hyper_parallel.trainer.checkpoints._adapter import export_adapter
+
+FORMATS: Final = {"bf16": "bfloat16", "fp16": "float16"}
+"""Words of Accelerate's `mixed_precision`."""
+
+
+def lay_out(
+    model: nn.Module,
+    strategy: Strategy,
+    hp_args: HyperParallelArguments,
+    mixed: str | None,
+    average: bool = False,
+) -> None:
+    """Parallelize a model in place; `mixed`: format of a pass where `hp_args` names none."""
+    trained = (p for p in model.parameters() if p.requires_grad)
+    given = next(trained, None)  # of a reference model none is
+    plain = str((next(model.parameters()) if given is None else given).dtype).removeprefix("torch.")
+    plan = hp.plan_of(model, strategy)
+    workload = replace(
+        plan.workload,
+        compute_dtype=hp_args.param_dtype or mixed or plain,
+        param_dtype=plain,
+        reduce_dtype=hp_args.reduce_dtype or ("float64" if plain == "float64" else "float32"),
+    )
+    hp.parallelize(model, hp.plan_of(model, strategy, workload), average=average)
+
+
+def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs for ranks that share sequences: padding at the end needs no mask, and others are refused.
+
+    A token sees none behind it, and padding has no label.
+    """
+    mask: Tensor | None = inputs.get("attention_mask")
+    if mask is None:
+        return inputs
+    if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise UnsupportedSharding(
+            "cp_size splits sequences whose padding is at their end",
+            got=f"an attention mask of shape {tuple(mask.shape)}",
+            hint="neat_packing: false",
+        )
+    return {name: value for name, value in inputs.items() if name != "attention_mask"}
+
+
+def export(model: nn.Module, target: Path, processing_class: Any) -> None:
+    """Write model or adapter and tokenizer among what is in a folder already; every rank calls this."""
+    scratch = target / ".export"
+    if has_adapters(model):
+        export_adapter(model, None, scratch)
+    else:
+        hp.save_pretrained(model, scratch)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for file in scratch.iterdir():
+            file.replace(target / file.name)
+        shutil.rmtree(scratch)
+        if processing_class is not None:
+            processing_class.save_pretrained(target)
+    wait()
+
+
+def wait() -> None:
+    """A barrier, when there are other ranks."""
+    if dist.is_initialized():
+        dist.barrier()
