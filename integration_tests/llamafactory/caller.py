@@ -116,7 +116,7 @@ class Caller:
         dist.all_reduce(logged)
         return float(logged) / world, float(norm)
 
-    def run(self):
+    def run(self, source):
         model, optimizer, scheduler = self.prepare()
         curve = []
         for number in range(STEPS):
@@ -133,8 +133,8 @@ class Caller:
         self.accelerator._models.clear()
         model, optimizer, scheduler = self.prepare()
         assert not load_hsdp_model(model, str(self.out / "nothing"))
-        assert load_hsdp_model(model, str(self.out))
-        load_hsdp_optimizer_and_scheduler(optimizer, scheduler, str(self.out))
+        assert load_hsdp_model(model, source)
+        load_hsdp_optimizer_and_scheduler(optimizer, scheduler, source)
         resumed = [self.step(model, optimizer, scheduler, n) for n in range(SAVED, STEPS)]
         if get_platform().get_rank() == 0:
             (self.out / "curves.json").write_text(json.dumps({"curve": curve, "resumed": resumed}))
@@ -142,5 +142,7 @@ class Caller:
 
 if __name__ == "__main__":
     offer_fsdp_on_cpu()
-    Caller(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])).run()
+    Caller(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])).run(
+        sys.argv[4] if sys.argv[4:] else sys.argv[2]
+    )
     dist.destroy_process_group()

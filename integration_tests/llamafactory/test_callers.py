@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from caller import MAX_NORM, STEPS, batch_of, start
+from caller import MAX_NORM, SAVED, STEPS, batch_of, start
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -41,6 +41,37 @@ def alone(model_dir):
     return curve, model
 
 
+def make(place, kind):
+    """A small model in a folder, and what training it alone gives."""
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    set_seed(0)
+    shape = SHAPE | (EXPERTS if kind == "qwen3_moe" else {})
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(
+        place / "model"
+    )
+    return alone(place / "model")
+
+
+def call(place, name, ranks, hyper, *source):
+    """Curves of `caller.py` on some ranks."""
+    out = place / name
+    out.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+         str(Path(__file__).with_name("caller.py")), str(place / "model"), str(out), json.dumps(hyper), *source],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads((out / "curves.json").read_text())
+
+
+def same(found, wanted):
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "hyper"),
     [
@@ -50,28 +81,19 @@ def alone(model_dir):
     ids=["G2", "G3", "G4"],
 )  # fmt: skip
 def test_losses_and_a_resumed_run_are_those_of_one_process(tmp_path, kind, hyper):
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+    from transformers import AutoModelForCausalLM
 
-    set_seed(0)
-    shape = SHAPE | (EXPERTS if kind == "qwen3_moe" else {})
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(
-        tmp_path / "model"
-    )
-    wanted, trained = alone(tmp_path / "model")
-    out = tmp_path / "out"
-    out.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(Path(__file__).with_name("caller.py")), str(tmp_path / "model"), str(out), json.dumps(hyper)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-5000:]
-    curves = json.loads((out / "curves.json").read_text())
-    for found, part in ((curves["curve"], wanted), (curves["resumed"], wanted[2:])):
-        for mine, theirs in zip(found, part, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-5)
-    assert wanted[-1] != wanted[0]
-    exported = AutoModelForCausalLM.from_pretrained(out / "export", dtype=torch.float32)
+    wanted, trained = make(tmp_path, kind)
+    curves = call(tmp_path, "out", 2, hyper)
+    same(curves["curve"], wanted)
+    same(curves["resumed"], wanted[SAVED:])
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out/export", dtype=torch.float32)
     for (name, a), b in zip(exported.named_parameters(), trained.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-4), name
+
+
+def test_a_run_saved_on_four_ranks_goes_on_on_two(tmp_path):
+    wanted, _ = make(tmp_path, "qwen3")
+    same(call(tmp_path, "four", 4, {"cp_size": 2})["curve"], wanted)
+    on = call(tmp_path, "two", 2, {"fsdp_size": 1}, str(tmp_path / "four"))
+    same(on["resumed"], wanted[SAVED:])

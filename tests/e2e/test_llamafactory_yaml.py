@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,15 @@ import yaml
 
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import HyperParallelError, NotServed
-from hyper_parallel.integration.llamafactory import HyperParallelArguments, load_llamafactory
+from hyper_parallel.integration.llamafactory import (
+    HyperParallelArguments,
+    clip_grad_norm_,
+    fsdp2_prepare_model,
+    load_llamafactory,
+)
 from hyper_parallel.integration.llamafactory._keys import REFUSED, SAME, TOGETHER, WITHOUT_EFFECT
 from hyper_parallel.integration.llamafactory.context_parallel import shard_inputs_for_cp
+from hyper_parallel.integration.llamafactory.expert_parallel import ep_prepare_model
 from hyper_parallel.trainer.data._chat import CHATML
 from tests.e2e.runs import CONFIG, command, curve
 
@@ -270,6 +277,23 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
     ):
         with pytest.raises(HyperParallelError, match=code):
             shard_inputs_for_cp(wrong, 0, 2)
+
+
+def test_what_the_trainer_of_the_main_branch_may_not_ask_is_refused():
+    def accelerate(version):
+        plugin = SimpleNamespace(fsdp_version=version, cpu_offload=None)
+        return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), num_processes=2)
+
+    model = torch.nn.Linear(4, 4)
+    for refused, code in (
+        (lambda: fsdp2_prepare_model(accelerate(1), model, HyperParallelArguments()), "HP104"),
+        (lambda: fsdp2_prepare_model(accelerate(2), model, HyperParallelArguments(tp_size=2)), "HP104"),
+        (lambda: ep_prepare_model(model, accelerate(2), HyperParallelArguments(ep_size=2)), "HP2"),
+        (lambda: clip_grad_norm_(model.parameters(), 1.0), "HP102"),
+        (lambda: clip_grad_norm_(model.parameters(), 1.0, norm_type=1), "HP102"),
+    ):  # fmt: skip
+        with pytest.raises(HyperParallelError, match=code):
+            refused()
 
 
 def test_the_page_has_every_key():
