@@ -69,7 +69,12 @@ class Caller:
         self.model_dir, self.out = model_dir, out
         self.hp_args = HyperParallelArguments.from_dict(hyper)
         self.hp_args.validate()
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+        self.first_loads = self.hp_args.cp_size > 1
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=True,
+            cpu_ram_efficient_loading=self.first_loads,
+        )
         self.accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
         assert self.accelerator.is_fsdp2
         accelerate_module.fsdp2_prepare_model = self.prepare_model
@@ -83,6 +88,9 @@ class Caller:
 
     def prepare(self):
         model, optimizer = start(self.model_dir)
+        if self.first_loads and get_platform().get_rank() > 0:  # as transformers leaves it there
+            for param in model.parameters():
+                param.data.zero_()
         wrap_optimizer_with_skip_dtensor_dispatch(optimizer)
         model, optimizer = self.accelerator.prepare(model, optimizer)
         assert isinstance(model, HSDPModule)
