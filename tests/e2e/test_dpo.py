@@ -86,9 +86,16 @@ def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_refe
     for mine, theirs in zip(four, one, strict=True):
         assert mine["valid_tokens"] == theirs["valid_tokens"]
         assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
-    (place / "four" / "reference.npy").unlink()
+    reference = place / "four" / "reference.npy"
+    written = reference.stat()
+    train(place, place / "four", *CONSTANT, "training.steps=4")
+    assert reference.stat().st_mtime_ns == written.st_mtime_ns, "it is read by all ranks meanwhile"
+    reference.write_bytes(reference.read_bytes()[:100])
     with pytest.raises(CheckpointMismatch, match="no reference"):
-        train(place, place / "four", *CONSTANT, "training.steps=4")
+        train(place, place / "four", *CONSTANT, "training.steps=5")
+    reference.unlink()
+    with pytest.raises(CheckpointMismatch, match="no reference"):
+        train(place, place / "four", *CONSTANT, "training.steps=5")
 
 
 def test_the_second_step_is_that_of_plain_transformers(place):

@@ -14,6 +14,7 @@ from hyper_parallel.errors import (
     NoLegalStrategy,
     NotDivisible,
     PlanMismatch,
+    PlanUnreadable,
     UnknownKey,
 )
 from hyper_parallel.ir import Plan, Strategy, Workload
@@ -136,6 +137,13 @@ def test_plan_file_round_trip(tmp_path):
     assert again == chosen
     assert chosen.diff(again) == ""
     assert again.explain() == chosen.explain()
+
+
+def test_a_plan_whose_order_is_not_one_of_the_axes_is_refused():
+    text = plan(small_model(), machine(), num_devices=4).to_json()
+    for wrong in ('"c"', '"pp"'):
+        with pytest.raises(PlanUnreadable, match="strategy"):
+            Plan.from_json(text.replace('"cp"', wrong))
 
 
 def test_edited_plan_is_priced_again():

@@ -231,6 +231,17 @@ def test_broken_run_directories_are_refused_by_name(run_dir: Path, tmp_path: Pat
         load_run(run_dir)
 
 
+def test_half_a_surrogate_pair_in_a_run_is_shown_as_its_escape(run_dir: Path) -> None:
+    about = (
+        json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").exists() else {}
+    )
+    (run_dir / "run.json").write_text(
+        json.dumps({**about, "recipe": "\ud800.yaml", "device": "\ud800"})
+    )
+    page, _ = write_report(run_dir)
+    assert "\\ud800" in page.read_text(encoding="utf-8")
+
+
 def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
     spans = tuple(
         Span(f"rank {rank}/compute", f"{rank}{kind}{micro}", start, 0.1, "compute")

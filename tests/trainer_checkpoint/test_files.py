@@ -152,6 +152,9 @@ def test_an_index_that_names_what_cannot_be_is_refused(tmp_path):
         (newest / "manifest.json").write_text(text)
         with pytest.raises(CheckpointCorrupt, match=words):
             checkpointer(tmp_path).load(*small(5))
+    (newest / INDEX).write_text("[" * 100_000)
+    with pytest.raises(Damaged, match="not readable as an index"):
+        read_index(newest)
     (newest / INDEX).write_text(encode_index(good))
     entries = manifest.files | {INDEX: FileEntry.of(newest / INDEX)}
     text = files.encode_manifest(replace(manifest, files=entries))

@@ -14,6 +14,7 @@ BlockShape = Literal["1d", "2d", "weight"]
 BLOCK_SHAPES: Final[tuple[BlockShape, ...]] = ("1d", "2d", "weight")
 """How a block uses two tensor-parallel axes: tp_x * tp_y as one axis (Megatron with sequence parallelism), activations
 moved on y, or weights moved on y."""
+_SORTED_AXES: Final = sorted(AXES)
 CpKind = Literal["ring", "ulysses", "hybrid", "all_gather"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
 V_SHAPED: Final = ("zbv", "dualpipev")
@@ -91,6 +92,10 @@ class Strategy:
     recompute_layers: int | None = None
     offload: bool = False
     order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        if self.order is not AXES and sorted(self.order) != _SORTED_AXES:
+            raise ValueError(f"the order {self.order} is not one of all the axes {AXES}")
 
     @property
     def tp(self) -> int:

@@ -29,7 +29,7 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
     """
     run = load_run(directory)
     page, trace = run.directory / "report.html", run.directory / "trace.json"
-    write_text(page, render(run))
+    write_text(page, _page(run))
     write_text(trace, json.dumps(chrome_trace(run.timeline, run.plan, run.simulated)) + "\n")
     return page, trace
 
@@ -42,5 +42,10 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
     """
     runs = [load_run(directory) for directory in directories]
     page = runs[0].directory / "comparison.html"
-    write_text(page, render(*runs))
+    write_text(page, _page(*runs))
     return page
+
+
+def _page(*runs: RunRecord) -> str:
+    """The page; half of a surrogate pair, which JSON can hold and UTF-8 cannot, stands there as its escape."""
+    return render(*runs).encode("utf-8", "backslashreplace").decode()

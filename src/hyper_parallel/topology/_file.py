@@ -24,11 +24,16 @@ from hyper_parallel.units import GB, TFLOP, GiB
 DeviceKind = Literal["cuda", "npu", "tpu", "cpu"]
 TierKind = Literal["full_mesh", "switch", "torus", "host"]
 
+_LARGEST = 1e12
+"""Bound of a number in its unit, as its inverse is: far beyond any machine, and all that is computed stays finite."""
+_MOST_DEVICES = 2**24
+"""Bound of devices in one machine or tier; the largest that are announced have some hundred thousand."""
+
 
 class Number(Section):
     """A `Quantity` of a topology file, in the unit its key names."""
 
-    value: float = Field(gt=0)
+    value: float = Field(gt=0, ge=1 / _LARGEST, le=_LARGEST)
     source: str = Field(min_length=1)
     certainty: Certainty
 
@@ -85,7 +90,7 @@ class TierEntry(_Entry):
     """A `Tier`; its links are given in GB/s or, as network cards are sold, in Gb/s."""
 
     name: str
-    size: int = Field(ge=0)
+    size: int = Field(ge=0, le=_MOST_DEVICES)
     kind: TierKind
     gb_s: Number | None = None
     gbit_s: Number | None = None
@@ -106,7 +111,7 @@ class PoolEntry(_Entry):
     capacity_gb: Number | None = None
     capacity_gib: Number | None = None
     gb_s: Number
-    shared_by: int = Field(ge=1)
+    shared_by: int = Field(ge=1, le=_MOST_DEVICES)
     total_gb_s: Number | None = None
 
     def resolve(self) -> MemoryPool:
@@ -122,7 +127,7 @@ class TopologyFile(Section):
     name: str
     aliases: tuple[str, ...] = ()
     description: str
-    num_devices: int = Field(ge=1)
+    num_devices: int = Field(ge=1, le=_MOST_DEVICES)
     device: DeviceEntry
     tiers: tuple[TierEntry, ...] = Field(min_length=1)
     pools: tuple[PoolEntry, ...] = ()

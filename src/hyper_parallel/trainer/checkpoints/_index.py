@@ -125,7 +125,7 @@ def read_index(checkpoint: Path) -> Index:
     path = checkpoint / INDEX
     try:
         index = serde.decode(Index, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(path, f"not readable as an index ({error})") from None
     for name, tensor in index.tensors.items():
         if problem := _problem(tensor):

@@ -71,20 +71,26 @@ class DpoStage:
         rows = len(batches.sequences)
         if self.source is not None:
             path = self.source / REFERENCE
-            kept = np.load(path) if path.is_file() else None
-            if kept is None or len(kept) != rows:
+            try:
+                kept = np.load(path)
+            except (OSError, ValueError):  # absent, or damaged
+                kept = None
+            if kept is None or kept.shape != (rows,):
                 raise CheckpointMismatch(
                     "the run that goes on has no reference of these pairs, and its model has moved since",
                     where=str(path),
-                    got="no file" if kept is None else f"{len(kept)} answers",
+                    got="no file that can be read" if kept is None else f"{len(kept)} answers",
                     allowed=f"{rows} answers",
                     hint="checkpoint.resume=never",
                 )
         else:
             kept = self._of_all(batches.sequences, rows)
-        if self.writes:
+        if self.writes and self.directory != self.source:  # else other ranks may be reading it
+            partial = self.directory / f".{REFERENCE}.part"
             with written(self.directory / REFERENCE):
-                np.save(self.directory / REFERENCE, kept)
+                with partial.open("wb") as file:
+                    np.save(file, kept)
+                partial.replace(self.directory / REFERENCE)
         self._reference = torch.from_numpy(kept).to(self.device)
 
     @torch.no_grad()
