@@ -11,7 +11,8 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 
 "${PYTHON:-python3}" -m venv "$env"
 echo "llamafactory: installing LlamaFactory $version and this package into $env (minutes)"
-"$env/bin/pip" install --quiet -c constraints/cpu.txt "llamafactory==$version" pytest pytest-timeout -e .
+torch=$(grep '^torch==' constraints/cpu.txt) # transformers is LlamaFactory's choice
+"$env/bin/pip" install --quiet "$torch" "llamafactory==$version" pytest pytest-timeout -e .
 # Wheels of these for CUDA alone fail on a CPU; chats of text need the name of one and nothing of either.
 if ! "$env/bin/python" -c "import torchvision, torchaudio" 2>/dev/null; then
     "$env/bin/pip" uninstall --quiet --yes torchvision torchaudio

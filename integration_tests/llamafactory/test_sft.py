@@ -88,14 +88,15 @@ def plain(place):
 @pytest.mark.parametrize(
     ("ranks", "hyper", "shares"),
     [
-        (1, {}, 1), (2, {"activation_mode": "recompute"}, 2), (2, {"tp_size": 2}, 1), (2, {"cp_size": 2}, 1),
+        (1, {}, 1), (2, {"activation_mode": "recompute"}, 2), (2, {"activation_mode": "swap"}, 2),
+        (2, {"tp_size": 2}, 1), (2, {"cp_size": 2}, 1),
         (4, {"fsdp_size": 2, "tp_size": 2}, 2),
     ],
 )  # fmt: skip
 def test_losses_are_those_of_llamafactory_alone(place, plain, ranks, hyper, shares):
     curves = run(
         place,
-        f"hyper{ranks}" + "".join(hyper),
+        f"hyper{ranks}" + "".join(hyper) + hyper.get("activation_mode", ""),
         ranks,
         hyper,
         per_device_train_batch_size=8 // shares,

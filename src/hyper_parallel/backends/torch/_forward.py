@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from hyper_parallel.backends.torch._swap import SWAP, Swap
 from hyper_parallel.backends.torch.context._state import ContextState
 from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.ir import Strategy
@@ -133,7 +134,11 @@ def recompute(
                 if tp is not None:
                     tp.recomputed = False
 
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        swap: Swap | None = getattr(layer, SWAP, None)
+        if swap is None or not torch.is_grad_enabled():
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        with swap.around() if swap.inputs else nullcontext():
+            return checkpoint(run, *args, use_reentrant=False, context_fn=swap.contexts, **kwargs)
 
     layer.forward = forward
 

@@ -30,7 +30,9 @@ class HyperParallelArguments(BaseModel):
         param_dtype: Format of activations and of the parameters in a pass; None: as `bf16`, `fp16` of LlamaFactory say.
         reduce_dtype: Format of gradient reductions; None: float32.
         reshard_after_forward: Parameters are gathered again for backward; None: yes.
-        activation_mode: `recompute`: activations of a layer are computed again.
+        activation_mode: `recompute`: activations of a layer are computed again; `swap`: but for its matrix products and
+            attention, which wait on the host.
+        activation_swap_inputs: `swap` moves the inputs of a layer too.
         device_type: `auto`: the accelerator when there is one, else the CPU.
     """
 
@@ -45,7 +47,8 @@ class HyperParallelArguments(BaseModel):
     param_dtype: _Dtype | None = None
     reduce_dtype: _Dtype | None = None
     reshard_after_forward: bool | None = None
-    activation_mode: Literal["none", "recompute"] = "none"
+    activation_mode: Literal["none", "recompute", "swap"] = "none"
+    activation_swap_inputs: bool = True
     device_type: Literal["auto", "cpu", "cuda", "npu"] = "auto"
 
     @field_validator("param_dtype", "reduce_dtype", mode="before")
@@ -124,6 +127,6 @@ class HyperParallelArguments(BaseModel):
             cp=self.cp_size,
             tp_x=self.tp_size,
             ep=self.ep_size,
-            recompute="full" if self.activation_mode == "recompute" else "none",
+            recompute="none" if self.activation_mode == "none" else "full",
             reshard_after_forward=self.reshard_after_forward is not False,
         )

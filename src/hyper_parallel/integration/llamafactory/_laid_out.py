@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch._resolve import layers_of
+from hyper_parallel.backends.torch._swap import swap_layers
 from hyper_parallel.backends.torch.weights._lora import has_adapters
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.integration.llamafactory._arguments import HyperParallelArguments
@@ -40,6 +42,8 @@ def lay_out(
         reduce_dtype=hp_args.reduce_dtype or ("float64" if plain == "float64" else "float32"),
     )
     hp.parallelize(model, hp.plan_of(model, strategy, workload), average=average)
+    if hp_args.activation_mode == "swap":
+        swap_layers(layers_of(model), hp_args.activation_swap_inputs)
 
 
 def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
