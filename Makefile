@@ -7,6 +7,7 @@
 #   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
 #   make test-cluster   ranks started by Slurm, Ray and on two hosts, as far as one machine can be them (minutes)
 #   make test-llamafactory   unmodified LlamaFactory with and without us, in an environment of its own (minutes)
+#   make llamafactory-demo  LlamaFactory's own command on our layouts, losses beside its own (minutes the first time)
 #   make docs    the pages of docs/ as a site in build/site
 #   make bench   every benchmark, one after the other, as JSON (hours on 2 cores; each is a script of its own)
 
@@ -16,7 +17,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos docs bench clean
+.PHONY: help setup train test test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos docs bench clean llamafactory-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,6 +49,10 @@ test-cluster: setup
 test-llamafactory:
 	@./tools/llamafactory_env.sh
 	build/llamafactory/bin/python -m pytest integration_tests/llamafactory -q --timeout 600
+
+llamafactory-demo:
+	@./tools/llamafactory_env.sh
+	build/llamafactory/bin/python examples/llamafactory/demo.py
 
 fuzz: setup
 	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -s -q

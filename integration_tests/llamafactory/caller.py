@@ -53,7 +53,10 @@ def batch_of(step):
 def start(model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.config.use_cache = False
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if Path(model_dir, "freeze").exists():  # as finetuning_type: freeze does
+        for name, param in model.named_parameters():
+            param.requires_grad_("layers.1." in name)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     return model.train(), optimizer
 
 

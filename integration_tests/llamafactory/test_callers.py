@@ -41,7 +41,7 @@ def alone(model_dir):
     return curve, model
 
 
-def make(place, kind):
+def make(place, kind, freeze=False):
     """A small model in a folder, and what training it alone gives."""
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
@@ -50,6 +50,8 @@ def make(place, kind):
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(
         place / "model"
     )
+    if freeze:
+        (place / "model" / "freeze").touch()
     return alone(place / "model")
 
 
@@ -73,17 +75,18 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("kind", "hyper"),
+    ("kind", "hyper", "freeze"),
     [
-        ("qwen3", {}), ("qwen3", {"cp_size": 2}),
-        ("qwen3_moe", {"ep_size": 2, "efsdp_size": 1, "token_dispatcher": "all_to_all"}),
+        ("qwen3", {}, False), ("qwen3", {"cp_size": 2}, False),
+        ("qwen3_moe", {"ep_size": 2, "efsdp_size": 1, "token_dispatcher": "all_to_all"}, False),
+        ("qwen3", {"activation_mode": "swap"}, False), ("qwen3", {"activation_mode": "recompute"}, True),
     ],
-    ids=["G2", "G3", "G4"],
+    ids=["G2", "G3", "G4", "G2 swap", "G2 freeze"],
 )  # fmt: skip
-def test_losses_and_a_resumed_run_are_those_of_one_process(tmp_path, kind, hyper):
+def test_losses_and_a_resumed_run_are_those_of_one_process(tmp_path, kind, hyper, freeze):
     from transformers import AutoModelForCausalLM
 
-    wanted, trained = make(tmp_path, kind)
+    wanted, trained = make(tmp_path, kind, freeze)
     curves = call(tmp_path, "out", 2, hyper)
     same(curves["curve"], wanted)
     same(curves["resumed"], wanted[SAVED:])

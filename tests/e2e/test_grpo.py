@@ -122,25 +122,55 @@ def test_rewards_rise(place):
     assert min(rewards[-3:]) > 0.5
 
 
-def test_a_step_is_that_of_the_formula(place):
-    """Recompute a step in plain transformers from the same weights and the same draws."""
-    train(place, place / "zero", "training.steps=1", "training.lr=1e-30", "checkpoint.export=true")
-    export = place / "zero" / "export"
-    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float64)
+def read_export(run):
+    model = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float64)
     keep_float64(model)
-    tokenizer = load_tokenizer(export)
-    ((_, norm, valid, record),) = records(place / "zero")
+    return model
+
+
+def test_a_step_is_that_of_the_formula(place):
+    """Recompute steps in plain transformers from the same weights and the same draws."""
+    common = ("training.lr_schedule=constant", "checkpoint.export=true")
+    train(place, place / "zero", *common, "training.steps=1", "training.lr=1e-30")
+    reference = read_export(place / "zero")
+    check_step(place, records(place / "zero")[0], reference, 0)
+    held = (*common, "grpo.beta=0.5", "training.lr=0.1")
+    train(place, place / "first", *held, "training.steps=1")
+    train(place, place / "second", *held, "training.steps=2")
+    _, second = records(place / "second")
+    assert second[3]["kl"] > 1e-3, "the weights have moved"
+    check_step(place, second, read_export(place / "first"), 1, reference, 0.5)
+    # Adapters keep no copy of the rest, and a run that goes on on another layout keeps its reference.
+    held = (
+        *held,
+        "lora.r=2",
+        "lora.target_modules=[q_proj,down_proj]",
+        "checkpoint.every=1",
+        "checkpoint.export=false",
+    )
+    train(place, place / "lora", *held)
+    train(place, place / "lora on", *held, "training.steps=1", "parallel.dp_shard=2")
+    train(place, place / "lora on", *held, "parallel.tp=2", "training.microbatch=8")
+    for mine, theirs in zip(records(place / "lora on"), records(place / "lora"), strict=True):
+        assert mine[:2] == pytest.approx(theirs[:2], rel=1e-9, abs=1e-11)
+        assert mine[3]["kl"] == pytest.approx(theirs[3]["kl"], rel=1e-9, abs=1e-12)
+
+
+def check_step(place, recorded, model, done, reference=None, beta=0.0):
+    """Compare a record with step `done` + 1 of a model in plain transformers."""
+    tokenizer = load_tokenizer(place / "zero" / "export")
+    _, norm, valid, record = recorded
     from hyper_parallel.config import load_recipe
     from hyper_parallel.trainer._job import prepare_job
 
     job = prepare_job(
         load_recipe(place / "zero" / "config.yaml", ["checkpoint.resume=never"]), progress=False
     )
-    order = job.train_batches().step_batch(0)
+    order = job.train_batches().step_batch(done)
     assert (order.reshape(4, 4) == order[::4, None]).all(), "groups of one prompt"
     inputs, labels = job.packed.train.read(order)
-    draws = np.stack(list(uniform(0, 1, 0, 16, 3)))
-    total, rewards, terms = 0, [], []
+    draws = np.stack(list(uniform(0, done + 1, 0, 16, 3)))
+    total, rewards, terms, apart = 0, [], [], torch.zeros(())
     stop = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     for row, label, drawn in zip(inputs, labels, draws, strict=True):
         start = int((label != -100).argmax()) + 1
@@ -155,19 +185,28 @@ def test_a_step_is_that_of_the_formula(place):
         answer = tokenizer.decode(label[label != -100], skip_special_tokens=True)
         rewards.append(sum(c.isdigit() for c in text[:3]) / 3 + (text.strip() == answer.strip()))
         logp = model(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
-        terms.append(logp.gather(1, torch.tensor(made)[:, None]).sum())
+        logp = logp.gather(1, torch.tensor(made)[:, None])
+        terms.append(logp.sum())
+        if reference is not None:
+            with torch.no_grad():
+                before = reference(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+            ratio = (before.gather(1, torch.tensor(made)[:, None]) - logp).exp()
+            apart = apart + (ratio - ratio.log() - 1).sum()
         total += len(made)
     groups = np.array(rewards).reshape(4, 4)
     advantages = (groups - groups.mean(1, keepdims=True)) / (
         groups.std(1, ddof=1, keepdims=True) + 1e-4
     )
     objective = -sum(a * t for a, t in zip(advantages.ravel(), terms, strict=True)) / total
+    objective = objective + beta * apart / total
     objective.backward()
     grads = [p.grad.square().sum() for p in model.parameters()]
     assert valid == total
     assert record["reward"] == pytest.approx(groups.mean(), rel=1e-10)
     assert norm == pytest.approx(float(torch.stack(grads).sum().sqrt()), rel=1e-10)
     assert record["logprob_error"] < 1e-12
+    if reference is not None:
+        assert record["kl"] == pytest.approx(float(apart.detach()) / total, rel=1e-9)
 
 
 def test_a_sequence_is_drawn_alike_in_any_batch(place):

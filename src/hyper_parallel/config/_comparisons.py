@@ -23,6 +23,8 @@ class Grpo(Section):
     """Most tokens of a completion; prompt and completion together have at most `data.seq_len` + 1."""
     scale_rewards: bool = True
     """Divide what a reward is above the mean of its group by the standard deviation of the group."""
+    beta: float = Field(default=0.0, ge=0)
+    """How much the divergence (KL) from the model before the first step counts; above 0 its weights are kept too."""
     rollout_ranks: int = Field(default=0, ge=0)
     """Ranks beside those that train that only sample, each with a copy of the model. 0: those that train sample."""
     max_staleness: int = Field(default=0, ge=0)

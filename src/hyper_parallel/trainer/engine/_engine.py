@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary
 from hyper_parallel.trainer.stages import LearningStage
 from hyper_parallel.trainer.stages._dpo import DpoStage
 from hyper_parallel.trainer.stages._grpo import GrpoStage
+from hyper_parallel.trainer.stages._reference import Reference
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 
 if TYPE_CHECKING:
@@ -335,6 +337,7 @@ class TorchEngine:
         """What steps learn from, where it is not the tokens of the data."""
         recipe, job, device = self._recipe, self._job, self._world.device
         share, _ = data_share(self._model)
+        before = job.resume_dir.parent if done else None
         if recipe.stage == "grpo":
             tokenizer = load_tokenizer(job.packed.tokenizer_dir)
             seed = recipe.training.seed
@@ -342,9 +345,11 @@ class TorchEngine:
             others = None
             if recipe.grpo.rollout_ranks:
                 others = Publisher(job, self._world, self._model, done)
-            return GrpoStage(sampler, job.plan, share, others)
+            reference = partial(Reference, self._model, job.output_dir, before)
+            return GrpoStage(
+                sampler, job.plan, share, others, reference if recipe.grpo.beta else None
+            )
         if recipe.stage == "dpo":
-            before = job.resume_dir.parent if done else None
             out, writes = job.output_dir, self.rank == 0
             return DpoStage(self._model, recipe.dpo, job.plan, share, writes, out, before, device)
         return None

@@ -7,7 +7,8 @@ One optimizer step per batch of completions:
 
     rollout   sample G completions of every prompt of the step, from the live model or on ranks of their own
     reward    functions of the texts; advantage = (reward - mean of its group) / standard deviation of its group
-    learn     -sum over completion tokens of w x advantage x exp(logp - stopgrad(logp)), over the tokens of the step
+    learn     -sum over completion tokens of w x advantage x exp(logp - stopgrad(logp)), over the tokens of the step,
+              and beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the model before the first step
 
 With one step per batch the proximal policy of decoupled PPO is the policy itself, so what its clip would see is 1. What
 weights of an earlier version have sampled is corrected by w = min(p / mu, cap) alone (truncated importance sampling; mu
@@ -17,7 +18,7 @@ is the probability that the token was sampled by). For the newest weights w is 1
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,8 +28,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.backends.torch._slots import why_no_slots
+from hyper_parallel.backends.torch._user_objective import token_logprobs
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.stages._reference import Reference
 from hyper_parallel.trainer.stages._rewards import reward_functions, score
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 from hyper_parallel.trainer.stages._sampling import Completions, added, largest
@@ -48,15 +51,19 @@ class GrpoStage:
         plan: The plan of the run.
         rank: Data-parallel rank.
         others: Where completions come from that ranks of their own sample; None: this one samples.
+        reference: Makes the model before the first step, when the step begins; None: nothing holds it there.
     """
 
     sampler: Sampler
     plan: Plan
     rank: int
     others: Publisher | None = None
+    reference: Callable[[], Reference] | None = None
     _record: dict[str, Any] = field(default_factory=dict)
     _off: list[Tensor] = field(default_factory=list)
     _ratios: list[Tensor] = field(default_factory=list)
+    _divergence: list[Tensor] = field(default_factory=list)
+    _before: Reference | None = None
 
     def __post_init__(self) -> None:
         self.settings = self.sampler.settings
@@ -65,6 +72,8 @@ class GrpoStage:
     def begin(self, batches: Any) -> None:
         """Keep where the data is read, and say where sampling takes longer than it should."""
         self._batches = batches
+        if self.reference is not None:
+            self._before = self.reference()
         if (why := why_no_slots(self.sampler.model)) and self.rank == 0:
             _log.warning("every token of a completion reads all of it again: no cache, %s", why)
 
@@ -145,9 +154,23 @@ class GrpoStage:
         }
         self._off.clear()
         self._ratios.clear()
+        self._divergence.clear()
         cut = zip(*(tensor.split(size) for tensor in batch.values()), strict=True)
         parts = [dict(zip(batch, part, strict=True)) for part in cut]
+        if self._before is not None:
+            self._refer(parts, self._before)
         return parts, int(tokens)
+
+    @torch.no_grad()
+    def _refer(self, parts: list[dict[str, Tensor]], before: Reference) -> None:
+        """Add `reference_logprobs` [B, S] to every microbatch."""
+        model = self.sampler.model
+        model.eval()
+        with before.weights():
+            for part in parts:
+                given = {name: part[name] for name in ("input_ids", "shift_labels")}
+                part["reference_logprobs"] = token_logprobs(model, **given)
+        model.train()
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a microbatch, from [B, S] log-probabilities; its value is minus the mean advantage."""
@@ -162,7 +185,14 @@ class GrpoStage:
             found = grown[counts].double()
             self._ratios.append(torch.stack([found.sum(), found.square().sum(), counts.sum()]))
             weights = weights * grown.clamp(max=self.settings.importance_sampling_cap)
-        return -(ratio * weights.to(ratio.dtype)).sum()
+        loss = -(ratio * weights.to(ratio.dtype)).sum()
+        if self._before is None:
+            return loss
+        # Schulman's estimate from one sample, never negative; weights without advantages add up to 1 over the step.
+        apart = (batch["reference_logprobs"] - logprobs) * counts
+        divergence = ((apart.exp() - apart - 1) * batch["weights"].to(ratio.dtype)).sum()
+        self._divergence.append(divergence.detach())
+        return loss + self.settings.beta * divergence
 
     def record(self) -> dict[str, Any]:
         """The rollout, with the largest distance of a log-probability from the one it was sampled by."""
@@ -171,6 +201,8 @@ class GrpoStage:
         if self._ratios:
             total, squares, count = self._sum(list(torch.stack(self._ratios).sum(0)))
             found["effective_samples"] = total**2 / (count * squares)
+        if self._divergence:
+            (found["kl"],) = self._sum([torch.stack(self._divergence).sum()])
         return {"rollout": found}
 
     def _text(self, ids: Tensor) -> str:
