@@ -47,7 +47,7 @@ ASSUMED = {
     "replace_host_s": 120.0,  # a spare host that is up
     "host_lost": 0.6,  # of the failures; llama-3's table 5: GPU, memory and host hardware; others lose processes only
     "hangs": 0.1,  # of the failures; the others end a process, which is noticed at once
-    "timeout_s": 600.0,  # training.timeout_s, by which a hang is noticed
+    "timeout_s": 120.0,  # training.timeout_s, by which a hang is noticed: 12 steps (the default of 600 suits any step)
 }
 RECIPE = """
 model: {{path: {root}/../recipes/models/quickstart.json}}
