@@ -85,11 +85,14 @@ def test_who_trains_and_who_samples_may_be_cut_otherwise(place):
     assert ages(place / "one") == [0, 1, 2, 2, 2, 2]
     last = rows(place / "one" / "metrics.jsonl")[-1]["rollout"]
     assert 0 < last["effective_samples"] < 1
-    words = ("grpo.rollout_ranks=2", "parallel.dp_shard=2")
-    train(place, place / "two", *ASYNC, *words)
-    assert [x for row in curve(place / "two") for x in row] == pytest.approx(
-        [x for row in curve(place / "one") for x in row], rel=1e-10, abs=1e-12
-    )
+    for name, words in (
+        ("two", ("grpo.rollout_ranks=2", "parallel.dp_shard=2")),
+        ("group", ("grpo.rollout_ranks=2", "grpo.rollout_tp=2")),
+    ):
+        train(place, place / name, *ASYNC, *words)
+        assert [x for row in curve(place / name) for x in row] == pytest.approx(
+            [x for row in curve(place / "one") for x in row], rel=1e-10, abs=1e-12
+        )
     # Whoever is late, weights are never older than said, and no completion is left out.
     words = (
         "grpo.rollout_ranks=1",
@@ -144,6 +147,7 @@ def test_the_gradient_of_old_completions_is_weighted_by_what_they_have_become():
     [
         (["grpo.max_staleness=1"], "have the newest weights"),
         (["grpo.rollout_ranks=3"], "share the sequences of a step evenly"),
+        (["grpo.rollout_ranks=3", "grpo.rollout_tp=2"], "form whole groups"),
     ],
 )
 def test_roles_that_cannot_be_are_refused_before_any_starts(place, change, match):

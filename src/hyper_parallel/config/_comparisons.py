@@ -27,12 +27,19 @@ class Grpo(Section):
     """How much the divergence (KL) from the model before the first step counts; above 0 its weights are kept too."""
     rollout_ranks: int = Field(default=0, ge=0)
     """Ranks beside those that train that only sample, each with a copy of the model. 0: those that train sample."""
+    rollout_tp: int = Field(default=1, ge=1)
+    """So many of these ranks share a copy by tensor parallelism, and sample the same sequences."""
     max_staleness: int = Field(default=0, ge=0)
     """Most optimizer steps that the weights which sampled may be behind; rollouts run ahead of training by so many."""
     importance_sampling_cap: float = Field(default=2.0, gt=0)
     """Most that the probability of a token may have grown since it was sampled and still weigh in full."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
     """dapo: every token of the step counts alike; grpo: every completion does."""
+
+    @property
+    def samplers(self) -> int:
+        """Copies of the model that only sample."""
+        return self.rollout_ranks // self.rollout_tp
 
 
 class Dpo(Section):

@@ -26,9 +26,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -74,7 +75,7 @@ def launch(
     threads: int = 1,
     echo_rank: int | None = None,
     deadlines: Deadlines | None = None,
-    alone: int = 0,
+    worlds: Sequence[int] = (),
 ) -> list[Any]:
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
@@ -86,13 +87,13 @@ def launch(
         threads: CPU threads of each rank.
         echo_rank: Rank that keeps the parent's standard output and error instead of a log file.
         deadlines: How long a rank may stay in one phase; None: ranks are not watched.
-        alone: So many of the last ranks each have a world of their own, the others one together.
+        worlds: Ranks of each of several worlds, in rank order; (): one world of all.
 
     Raises:
         ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
         RankHung: HP620 when a rank is over its deadline; the culprit is named.
-        RankFailed: HP601 when a rank cannot be started, or with the first failure in full and one line for each
-            other rank. A coded error raised in a rank is raised again as it is.
+        RankFailed: HP601 when a rank cannot be started, or with the first failure in full and a line for each other.
+            A coded error raised in a rank is raised again as it is.
     """
     # What every rank would otherwise import on its own.
     import torch._dynamo
@@ -102,8 +103,7 @@ def launch(
 
     _check_fork()
     with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as name:
-        scratch = Path(name)
-        logs = Path(log_dir) if log_dir else scratch
+        scratch, logs = Path(name), Path(log_dir or name)
         logs.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -111,11 +111,12 @@ def launch(
         watch = None if board is None or deadlines is None else Watch(board, deadlines)
         _end_openmp_threads()
         _check_threads()
+        starts = list(accumulate(worlds or (world_size,), initial=0))
         ranks: list[ForkProcess] = []
         try:
             with _serial_tokenizers():
                 for rank in range(world_size):
-                    world = (rank, 1) if rank >= world_size - alone else (0, world_size - alone)
+                    world = next(range(a, b) for a, b in pairwise(starts) if rank < b)
                     given = (fn, rank, world, scratch, logs, threads, rank == echo_rank, board)
                     process = ForkProcess(target=_child, args=given)
                     _start(process, rank, world_size)
@@ -229,15 +230,14 @@ def _serial_tokenizers() -> Iterator[None]:
 def _child(
     fn: Callable[[int], Any],
     rank: int,
-    world: tuple[int, int],
+    world: range,
     scratch: Path,
     logs: Path,
     threads: int,
     echo: bool,
     board: Board | None,
 ) -> None:
-    """Body of a rank, whose world begins at one rank and has so many; never returns."""
-    first, size = world
+    """Body of a rank of a world of ranks; never returns."""
     status = 1
     try:
         gc.freeze()  # what the parent left behind is not ours to destroy
@@ -253,11 +253,11 @@ def _child(
 
         torch.set_num_threads(threads)
         os.environ |= {
-            "RANK": str(rank - first),
+            "RANK": str(rank - world.start),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            INIT_METHOD: f"file://{scratch / f'store_{first}'}",
+            "WORLD_SIZE": str(len(world)),
+            "LOCAL_WORLD_SIZE": str(len(world)),
+            INIT_METHOD: f"file://{scratch / f'store_{world.start}'}",
         }
         if board is not None:
             os.environ[BOARD] = f"{board.ranks} {board.path}"

@@ -48,14 +48,24 @@ def check_rows(loaded: LoadedRecipe, plan: Plan, *, launched: bool) -> None:
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, launched: bool) -> None:
     """Raise when ranks that only sample cannot be started, or would not have as many sequences each."""
-    ranks = loaded.recipe.grpo.rollout_ranks
+    grpo = loaded.recipe.grpo
+    ranks, copies = grpo.rollout_ranks, grpo.samplers
+    if ranks % grpo.rollout_tp:
+        raise Contradiction(
+            "ranks that only sample form whole groups",
+            where=loaded.where("grpo.rollout_tp"),
+            got=f"rollout_ranks={ranks}, rollout_tp={grpo.rollout_tp}",
+            hint=f"grpo.rollout_ranks={grpo.rollout_tp}",
+        )
     launcher = "torchrun" if launched else loaded.recipe.launch.launcher
-    if ranks and (rows % ranks or launcher != "local"):
+    if ranks and (rows % copies or launcher != "local"):
         raise Contradiction(
             "ranks that only sample share the sequences of a step evenly"
-            if rows % ranks
+            if rows % copies
             else "ranks that only sample are started by this process, not by another launcher yet",
             where=loaded.where("grpo.rollout_ranks"),
-            got=f"rollout_ranks={ranks}, {rows} sequences in a step, launcher={launcher}",
-            hint="grpo.rollout_ranks=1" if rows % ranks else "grpo.rollout_ranks=0",
+            got=f"{copies} copies that sample, {rows} sequences in a step, launcher={launcher}",
+            hint=f"grpo.rollout_ranks={grpo.rollout_tp}"
+            if rows % copies
+            else "grpo.rollout_ranks=0",
         )

@@ -137,13 +137,14 @@ def _train(
         import transformers.models.auto.modeling_auto  # noqa: F401
 
         ranks, training = job.plan.strategy.world_size, job.recipe.training
-        sampling = job.recipe.grpo.rollout_ranks
+        grpo = job.recipe.grpo
+        sampling = grpo.rollout_ranks
         RolloutFolder(job.output_dir / "rollouts").reset()
 
         def rank_of(rank: int) -> Summary | None:
             if rank < ranks:
                 return train_rank(job, flash, stop, snapshots)
-            sample_rank(job, rank - ranks)
+            sample_rank(job, (rank - ranks) // grpo.rollout_tp)
             return None
 
         results = launch(
@@ -152,7 +153,7 @@ def _train(
             log_dir=logs,
             threads=rank_threads(ranks + sampling),
             echo_rank=0,
-            alone=sampling,
+            worlds=(ranks, *[grpo.rollout_tp] * grpo.samplers),
             deadlines=Deadlines(training.timeout_s, training.first_step_timeout_s),
         )
     summary: Summary | None = results[0]

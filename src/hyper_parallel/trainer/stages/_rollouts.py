@@ -236,7 +236,7 @@ class Publisher:
     ) -> tuple[Completions, int]:
         """Completions of `count` sequences of a step from number `first` on, and the oldest version among them."""
         begin = time.perf_counter()
-        parts = self._settings.rollout_ranks
+        parts = self._settings.samplers
         work = self._job.plan.workload
         each = (work.tokens_per_step or 0) // work.seq_len // parts
         read = [
@@ -276,7 +276,7 @@ def sample_rank(job: Job, part: int) -> None:
         if training.deterministic:
             torch.use_deterministic_algorithms(True)
         model = build_model(recipe)
-        rows = (work.tokens_per_step or 0) // work.seq_len // grpo.rollout_ranks
+        rows = (work.tokens_per_step or 0) // work.seq_len // grpo.samplers
         microbatch = math.gcd(rows, work.microbatch or 1)
         alone = Workload(
             work.seq_len,
@@ -285,7 +285,8 @@ def sample_rank(job: Job, part: int) -> None:
             param_dtype=work.param_dtype,
             reduce_dtype=work.reduce_dtype,
         )
-        parallelize(model, plan_of(model, "", alone), world, routing=routing_of(recipe))
+        layout = "" if grpo.rollout_tp == 1 else f"tp={grpo.rollout_tp}"
+        parallelize(model, plan_of(model, layout, alone), world, routing=routing_of(recipe))
         materialize(
             model, seed=training.seed, device=world.device
         )  # its values come with a version
@@ -299,19 +300,21 @@ def sample_rank(job: Job, part: int) -> None:
         batches.load_state_dict(begin["data"])
         loaded = -1
         for step in range(begin["done"] + 1, training.steps + 1):
-            if folder.file(step, part).exists():
+            if _agreed(folder.file(step, part).exists()):
                 continue
             if world.pulse is not None:
                 world.pulse.begin_step(step)
             least = max(0, step - 1 - grpo.max_staleness)
             version = folder.version(least, exact=training.deterministic)
-            if version is None:
+            # Ranks of one copy have looked at different times: the oldest that one of them found is there for all.
+            version = _agreed(-1 if version is None else version)
+            if version < 0:
                 return
             if version != loaded:
                 published.load(model, None, version)
                 loaded = version
             parts = batches.microbatches(
-                step - 1, part, grpo.rollout_ranks, microbatch, rows // microbatch
+                step - 1, part, grpo.samplers, microbatch, rows // microbatch
             )
             given = [
                 {
@@ -321,4 +324,14 @@ def sample_rank(job: Job, part: int) -> None:
                 for one in parts
             ]
             made = sampler.complete(*sampler.prompts(given), step, part * rows, microbatch)
-            folder.write(step, part, made, version)
+            if world.rank == 0:
+                folder.write(step, part, made, version)
+
+
+def _agreed(value: int) -> int:
+    """The least value of the ranks that share a copy."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor(value)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return int(found)
