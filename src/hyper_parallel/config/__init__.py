@@ -1,6 +1,6 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
-from hyper_parallel.config._comparisons import Dpo, Grpo
+from hyper_parallel.config._comparisons import COMPARED, PAIRED, Dpo, Grpo, Orpo
 from hyper_parallel.config._launch_section import Launch
 from hyper_parallel.config._load_recipe import (
     DEGREES,
@@ -25,8 +25,10 @@ from hyper_parallel.config._sections import (
 from hyper_parallel.config._whole_recipe import Recipe
 
 __all__ = [
+    "COMPARED",
     "DEGREES",
     "NAMES_OF_EXPERTS",
+    "PAIRED",
     "Checkpoint",
     "Data",
     "Dpo",
@@ -36,6 +38,7 @@ __all__ = [
     "Lora",
     "Model",
     "Offload",
+    "Orpo",
     "Parallel",
     "Recipe",
     "Section",

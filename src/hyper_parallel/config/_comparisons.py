@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
 from hyper_parallel.config._sections import Section
+
+COMPARED: Final = {
+    "dpo": "pairs of answers",
+    "orpo": "pairs of answers",
+    "grpo": "prompts with answers",
+}
+"""Stages that compare answers, and what they read."""
+PAIRED: Final = ("dpo", "orpo")
+"""Those of them whose rows of the data belong together in twos."""
 
 
 class Grpo(Section):
@@ -53,3 +62,10 @@ class Dpo(Section):
     """Share of the pairs that may be labelled the wrong way round (sigmoid)."""
     simpo_gamma: float = Field(default=0.5, ge=0)
     """Margin that simpo wants."""
+
+
+class Orpo(Section):
+    """Learning from pairs of answers with `stage: orpo`: cross entropy and odds ratio at once, without a reference."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """Weight of the odds ratio beside the cross entropy of the chosen answer."""

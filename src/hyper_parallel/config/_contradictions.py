@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
 
+from hyper_parallel.config._comparisons import COMPARED
 from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
-
-_COMPARED: Final = {"dpo": "pairs of answers", "grpo": "prompts with answers"}
-"""Stages that compare answers, and what they read."""
 
 
 def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
@@ -45,10 +42,10 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             "a file or directory of conversations",
         )
 
-    if recipe.stage in _COMPARED:
+    if recipe.stage in COMPARED:
         _of_compared(recipe, clash)
-    for name, section in (("dpo", recipe.dpo), ("grpo", recipe.grpo)):
-        changed = sorted(section.model_dump(exclude_defaults=True))
+    for name in COMPARED:
+        changed = sorted(getattr(recipe, name).model_dump(exclude_defaults=True))
         if changed and recipe.stage != name:
             clash(
                 f"{name}.{changed[0]}",
@@ -298,10 +295,10 @@ def _of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
     if data.source == "python-stdlib":
         clash(
             "data.source",
-            f"`stage: {stage}` needs {_COMPARED[stage]}, and the source text of the standard library has none",
+            f"`stage: {stage}` needs {COMPARED[stage]}, and the source text of the standard library has none",
             f"stage={stage}, data.source=python-stdlib",
             "set `data.source=records.jsonl`, or `stage=pt`",
-            f"a file or directory with {_COMPARED[stage]}",
+            f"a file or directory with {COMPARED[stage]}",
         )
     for key, value, wanted, hint in (
         ("data.packing", data.packing, False, "data.packing=false"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hyper_parallel.config import LoadedRecipe
+from hyper_parallel.config import PAIRED, LoadedRecipe
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.ir import Plan
 
@@ -36,7 +36,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan, *, launched: bool) -> None:
             allowed=f"a multiple of {size * dp} sequences",
             hint=f"training.tokens_per_step={better}",
         )
-    if recipe.stage == "dpo" and (work.microbatch or 1) % 2:
+    if recipe.stage in PAIRED and (work.microbatch or 1) % 2:
         raise Contradiction(
             "both answers of a pair are in one microbatch",
             where=loaded.where("training.microbatch"),

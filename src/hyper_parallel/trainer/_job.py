@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from hyper_parallel.config import (
+    COMPARED,
+    PAIRED,
     LoadedRecipe,
     Recipe,
     recipe_to_yaml,
@@ -127,7 +129,7 @@ class Job:
             fingerprint=self.packed.fingerprint,
             weights=self.packed.weights,
             repeats=self.recipe.grpo.num_generations if self.recipe.stage == "grpo" else 1,
-            together=2 if self.recipe.stage == "dpo" else 1,
+            together=2 if self.recipe.stage in PAIRED else 1,
         )
 
     def data_line(self) -> str:
@@ -147,7 +149,7 @@ class Job:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
-        if held_out is None or self.recipe.stage in ("grpo", "dpo"):
+        if held_out is None or self.recipe.stage in COMPARED:
             return None
         count = min(len(held_out), max(1, tokens // self.recipe.data.seq_len))
         if count == 0:
@@ -278,7 +280,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     if recipe.data.masks(recipe.stage):
         check_documents(model, loaded.where("data.mask_documents"))
     check_flow(model, plan)
-    if recipe.stage in ("grpo", "dpo"):
+    if recipe.stage in COMPARED:
         check_rows(loaded, plan, launched=under_torchrun())
     packed = prepare(
         recipe.data,

@@ -15,7 +15,15 @@ from torch import nn
 
 from hyper_parallel.backends.torch import handle, local
 from hyper_parallel.backends.torch.weights._initialise import canonical_name
-from hyper_parallel.config import Grpo, LoadedRecipe, Offload, Parallel, Recipe
+from hyper_parallel.config import (
+    COMPARED,
+    PAIRED,
+    Grpo,
+    LoadedRecipe,
+    Offload,
+    Parallel,
+    Recipe,
+)
 from hyper_parallel.errors import Contradiction, HyperParallelError
 from hyper_parallel.ir import Strategy
 from hyper_parallel.model import read_config
@@ -40,7 +48,7 @@ _LEFT_OUT: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
 """Axes that are left out where there are too many, the ones that most layouts have in common first."""
 _MOST_WHOLE: Final = 50_000_000
 """Parameters of a model that is made shorter only, where the narrow one does not work."""
-_SEQ_LEN: Final = {"pt": 64, "sft": 512, "dpo": 512, "grpo": 512}
+_SEQ_LEN: Final = {"pt": 64, "sft": 512, "dpo": 512, "orpo": 512, "grpo": 512}
 _MICROBATCHES: Final = 4  # as many as stages of two virtual ones on two ranks need
 
 Steps = list[dict[str, float]]
@@ -209,14 +217,14 @@ def _small(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) 
         shutil.copy(code, model)
     small = shrunk(values, narrow=narrow, keep_vocabulary=tokenizer is not None)
     (model / "config.json").write_text(json.dumps(small), encoding="utf-8")
-    microbatch = 2 if recipe.stage == "dpo" else 1  # a pair of answers
+    microbatch = 2 if recipe.stage in PAIRED else 1  # a pair of answers
     seq_len = min(recipe.data.seq_len, _SEQ_LEN[recipe.stage])
     update: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "init": "random", "attn_implementation": _attention(recipe)},
         "data": {
             "tokenizer": tokenizer, "seq_len": seq_len, "vocab_size": SIZES["vocab_size"], "holdout": 0.0,
             "validation": None, "validation_split": None,
-            "max_bytes": None if recipe.stage in ("dpo", "grpo") else min(recipe.data.max_bytes or 1 << 20, 1 << 20),
+            "max_bytes": None if recipe.stage in COMPARED else min(recipe.data.max_bytes or 1 << 20, 1 << 20),
         },
         "training": {
             "steps": steps, "epochs": None, "dtype": "float64", "microbatch": microbatch, "accumulation_steps": None,

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.config import Data
+from hyper_parallel.config import PAIRED, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data._cache import byte_bar
@@ -98,7 +98,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
             advance(sum(d.num_bytes for d in batch))
         tokens = _map(tokens_file, dtype)
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
-        return Flat(tokens, spans, learn, pairs=stage == "dpo")
+        return Flat(tokens, spans, learn, pairs=stage in PAIRED)
 
 
 def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.config import Data
+from hyper_parallel.config import COMPARED, PAIRED, Data
 from hyper_parallel.errors import Contradiction, NoData
 from hyper_parallel.trainer.data._records import (
     CONVERSATIONS,
@@ -189,16 +189,14 @@ def resolve(data: Data, stage: str) -> Source:
         data.source, shape, tuple(files), data.text_key, data.max_bytes, table, data.max_records
     )
     pairs = shape == "preference"
-    if (stage == "dpo") != pairs or (stage == "sft" and not source.is_conversations):
-        wanted = {"dpo": "pairs of answers", "sft": "the assistant's turns"}.get(
-            stage, "one text each"
-        )
+    if (stage in PAIRED) != pairs or (stage == "sft" and not source.is_conversations):
+        wanted = {"sft": "the assistant's turns", **COMPARED}.get(stage, "one text each")
         held = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
             f"`stage: {stage}` trains on {wanted}, and the source holds {held}",
             where=f"data.source: {data.source}",
             got=f"stage={stage}, records={shape}",
-            allowed="preference records for dpo; sharegpt, alpaca or prompt_completion for sft; any other for pt",
+            allowed="dpo, orpo: preference; sft: sharegpt, alpaca, prompt_completion; pt: any other",
             hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
         )
     return source

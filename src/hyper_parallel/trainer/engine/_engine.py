@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import data_share, load_pretrained, local, materialize
+from hyper_parallel.backends.torch import load_pretrained, local, materialize
 from hyper_parallel.backends.torch.weights._lora import initialise_adapters
 from hyper_parallel.ir import Timeline
 from hyper_parallel.runtime import Deadlines, World, parallelize
@@ -28,7 +27,6 @@ from hyper_parallel.trainer._snapshots import KEPT
 from hyper_parallel.trainer.checkpoints._adapter import export_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, load_newest
 from hyper_parallel.trainer.checkpoints._export import export_hf
-from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.engine._check_ranks import check_ranks
 from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.engine._loop import Loop, SkipPolicy
@@ -45,11 +43,7 @@ from hyper_parallel.trainer.engine._offload_machine import Assumed
 from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
 from hyper_parallel.trainer.engine._optimizer import build_optimizer
 from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary, Trainer
-from hyper_parallel.trainer.stages import LearningStage
-from hyper_parallel.trainer.stages._dpo import DpoStage
-from hyper_parallel.trainer.stages._grpo import GrpoStage
-from hyper_parallel.trainer.stages._reference import Reference
-from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
+from hyper_parallel.trainer.stages._build_stage import build_stage
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer.data import Batches, StreamBatches
@@ -173,7 +167,7 @@ class TorchEngine:
             lambda: self.wishes(),
             self._seed,
             SkipPolicy(training.on_nonfinite == "skip", training.skip_grad_norm),
-            self._stage(done),
+            build_stage(job, self._world, self._model, done),
         )
         if self._loop.stage is not None:
             self._stack.callback(self._loop.stage.end)
@@ -332,27 +326,6 @@ class TorchEngine:
         if recipe.training.compile:
             compile_layers(model)
         return model
-
-    def _stage(self, done: int) -> LearningStage | None:
-        """What steps learn from, where it is not the tokens of the data."""
-        recipe, job, device = self._recipe, self._job, self._world.device
-        share, _ = data_share(self._model)
-        before = job.resume_dir.parent if done else None
-        if recipe.stage == "grpo":
-            tokenizer = load_tokenizer(job.packed.tokenizer_dir)
-            seed = recipe.training.seed
-            sampler = Sampler(self._model, tokenizer, recipe.grpo, seed)
-            others = None
-            if recipe.grpo.rollout_ranks:
-                others = Publisher(job, self._world, self._model, done)
-            reference = partial(Reference, self._model, job.output_dir, before)
-            return GrpoStage(
-                sampler, job.plan, share, others, reference if recipe.grpo.beta else None
-            )
-        if recipe.stage == "dpo":
-            out, writes = job.output_dir, self.rank == 0
-            return DpoStage(self._model, recipe.dpo, job.plan, share, writes, out, before, device)
-        return None
 
     def _seed(self, step: int) -> None:
         """Begin the random numbers of a step: a function of seed, rank and step."""

@@ -1,0 +1,47 @@
+"""Which stage a recipe names, for one rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hyper_parallel.backends.torch import data_share
+from hyper_parallel.config import Dpo
+from hyper_parallel.trainer.data import load_tokenizer
+from hyper_parallel.trainer.stages import LearningStage
+from hyper_parallel.trainer.stages._dpo import DpoStage
+from hyper_parallel.trainer.stages._grpo import GrpoStage
+from hyper_parallel.trainer.stages._reference import Reference
+from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
+
+if TYPE_CHECKING:
+    from hyper_parallel.runtime import World
+    from hyper_parallel.trainer._job import Job
+
+
+def build_stage(job: Job, world: World, model: nn.Module, done: int) -> LearningStage | None:
+    """What steps learn from; None where it is the tokens of the data.
+
+    Args:
+        job: The run.
+        world: The ranks.
+        model: The model as it is laid out.
+        done: Steps before the first one of this process.
+    """
+    recipe, (share, _) = job.recipe, data_share(model)
+    before = job.resume_dir.parent if done else None
+    if recipe.stage == "grpo":
+        tokenizer = load_tokenizer(job.packed.tokenizer_dir)
+        sampler = Sampler(model, tokenizer, recipe.grpo, recipe.training.seed)
+        others = Publisher(job, world, model, done) if recipe.grpo.rollout_ranks else None
+        reference = partial(Reference, model, job.output_dir, before) if recipe.grpo.beta else None
+        return GrpoStage(sampler, job.plan, share, others, reference)
+    if recipe.stage in ("dpo", "orpo"):
+        settings = recipe.dpo
+        if recipe.stage == "orpo":
+            settings = Dpo(loss_type="orpo", beta=recipe.orpo.beta)
+        out, writes = job.output_dir, world.rank == 0
+        return DpoStage(model, settings, job.plan, share, writes, out, before, world.device)
+    return None
