@@ -13,7 +13,7 @@ from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.stages import LearningStage
 from hyper_parallel.trainer.stages._dpo import DpoStage
 from hyper_parallel.trainer.stages._grpo import GrpoStage
-from hyper_parallel.trainer.stages._reference import Reference
+from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def build_stage(job: Job, world: World, model: nn.Module, done: int) -> Learning
         tokenizer = load_tokenizer(job.packed.tokenizer_dir)
         sampler = Sampler(model, tokenizer, recipe.grpo, recipe.training.seed)
         others = Publisher(job, world, model, done) if recipe.grpo.rollout_ranks else None
-        reference = partial(Reference, model, job.output_dir, before) if recipe.grpo.beta else None
+        reference = (
+            partial(ReferenceWeights, model, job.output_dir, before) if recipe.grpo.beta else None
+        )
         return GrpoStage(sampler, job.plan, share, others, reference)
     if recipe.stage in ("dpo", "orpo"):
         settings = recipe.dpo

@@ -31,7 +31,7 @@ from hyper_parallel.backends.torch._slots import why_no_slots
 from hyper_parallel.backends.torch._user_objective import token_logprobs
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
-from hyper_parallel.trainer.stages._reference import Reference
+from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages._rewards import reward_functions, score
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 from hyper_parallel.trainer.stages._sampling import Completions, added, largest
@@ -58,12 +58,12 @@ class GrpoStage:
     plan: Plan
     rank: int
     others: Publisher | None = None
-    reference: Callable[[], Reference] | None = None
+    reference: Callable[[], ReferenceWeights] | None = None
     _record: dict[str, Any] = field(default_factory=dict)
     _off: list[Tensor] = field(default_factory=list)
     _ratios: list[Tensor] = field(default_factory=list)
     _divergence: list[Tensor] = field(default_factory=list)
-    _before: Reference | None = None
+    _before: ReferenceWeights | None = None
 
     def __post_init__(self) -> None:
         self.settings = self.sampler.settings
@@ -162,7 +162,7 @@ class GrpoStage:
         return parts, int(tokens)
 
     @torch.no_grad()
-    def _refer(self, parts: list[dict[str, Tensor]], before: Reference) -> None:
+    def _refer(self, parts: list[dict[str, Tensor]], before: ReferenceWeights) -> None:
         """Add `reference_logprobs` [B, S] to every microbatch."""
         model = self.sampler.model
         model.eval()

@@ -17,7 +17,7 @@ FOLDER: Final = "reference"
 """In the run directory: the weights, in the form of a checkpoint, for runs that go on on any layout."""
 
 
-class Reference:
+class ReferenceWeights:
     """Weights before the first step, beside those that learn.
 
     It takes memory for the parameters that are trained, as this rank stores them; with adapters these are small.
