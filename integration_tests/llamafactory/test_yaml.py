@@ -62,6 +62,10 @@ def place(tmp_path_factory):
             for q, a in asked
         ],
     }  # fmt: skip
+    shapes["tagged"] = [
+        {"conversations": row["conversations"][:2], "label": i % 3 > 0}
+        for i, row in enumerate(shapes["turns"])
+    ]
     shapes["texts"] = [{"text": f"{q} {a}"} for q, a in asked]
     for name, rows in shapes.items():
         (data / f"{name}.json").write_text(json.dumps(rows))
@@ -79,6 +83,11 @@ def place(tmp_path_factory):
                 "chats": {"file_name": "chats.json"},
                 "turns": turns,
                 "pairs": pairs,
+                "tagged": {
+                    "file_name": "tagged.json",
+                    "formatting": "sharegpt",
+                    "columns": {"messages": "conversations", "kto_tag": "label"},
+                },
                 "texts": {"file_name": "texts.json", "columns": {"prompt": "text"}},
             }
         )
@@ -94,6 +103,10 @@ def place(tmp_path_factory):
         ("freeze", {"finetuning_type": "freeze", "freeze_trainable_layers": 1}),
         ("pt", {"stage": "pt", "dataset": "texts", "template": "empty", "packing": False, "cutoff_len": 128}),
         ("dpo", {"stage": "dpo", "dataset": "pairs", "pref_beta": 0.2, "per_device_train_batch_size": 4}),
+        ("orpo", {"stage": "dpo", "pref_loss": "orpo", "dataset": "pairs", "pref_beta": 0.2}),
+        # Its KL term is that of a microbatch, ours that of the step.
+        ("kto", {"stage": "kto", "dataset": "tagged", "pref_beta": 0.2, "kto_chosen_weight": 1.5,
+                 "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}),
     ],
 )  # fmt: skip
 def test_losses_are_those_of_llamafactory(place, name, changes):

@@ -159,7 +159,7 @@ def test_losses_are_those_of_their_papers():
     for name, losses in wanted.items():
         smooth = 0.1 if name == "sigmoid" else 0.0
         settings = Dpo(loss_type=name, beta=0.2, label_smoothing=smooth)
-        stage = DpoStage(model, settings, plan, 0, False, None, None, torch.device("cpu"))
+        stage = DpoStage(settings, plan, torch.device("cpu"))
         given = {"shift_labels": labels} | (
             {} if name in ("orpo", "simpo") else {"reference": reference}
         )
@@ -224,6 +224,16 @@ def test_pairs_stay_neighbours_in_every_order(place):
     )
     batches = job.train_batches()
     assert batches.num_sequences == 12
+    parts = [{"source": str(place / "pairs.jsonl"), "weight": w} for w in (3, 1)]
+    job = prepare_job(
+        load_recipe(place / "recipe.yaml", [f"data.source={json.dumps(parts)}"]), progress=False
+    )
+    mixed = job.train_batches()
+    rows = np.concatenate([mixed.step_batch(i) for i in range(256)]).reshape(-1, 2)
+    assert (rows[:, 1] == rows[:, 0] + 1).all()
+    assert (rows[:, 0] % 2 == 0).all()
+    assert np.bincount(rows[:, 0] // 24).tolist() == [768, 256], "by weight"
+    assert set(rows[:, 0]) == set(range(0, 48, 2)), "all of both sources"
     seen = np.concatenate([batches.step_batch(i) for i in range(3)]).reshape(-1, 2)
     assert (seen[:, 1] == seen[:, 0] + 1).all()
     assert (seen[:, 0] % 2 == 0).all()

@@ -11,10 +11,11 @@ from hyper_parallel.config._sections import Section
 COMPARED: Final = {
     "dpo": "pairs of answers",
     "orpo": "pairs of answers",
+    "kto": "answers with labels",
     "grpo": "prompts with answers",
 }
 """Stages that compare answers, and what they read."""
-PAIRED: Final = ("dpo", "orpo")
+PAIRED: Final = ("dpo", "orpo", "kto")
 """Those of them whose rows of the data belong together in twos."""
 
 
@@ -69,3 +70,14 @@ class Orpo(Section):
 
     beta: float = Field(default=0.1, gt=0)
     """Weight of the odds ratio beside the cross entropy of the chosen answer."""
+
+
+class Kto(Section):
+    """Learning from answers that are each good or bad with `stage: kto`."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How much it counts that an answer has become likelier than the reference makes it."""
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of the good answers. The paper wants this times their number to be 1 to 4/3 of the other product."""
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of the bad answers."""

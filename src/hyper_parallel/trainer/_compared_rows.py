@@ -1,4 +1,4 @@
-"""Checks of stages that compare answers: every rank has whole groups or pairs."""
+"""Checks of stages that compare answers: every rank has whole groups, or rows in twos."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan, *, launched: bool) -> None:
     from hyper_parallel.trainer.stages._rewards import reward_functions
 
     recipe, work, dp = loaded.recipe, plan.workload, plan.strategy.dp
-    rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of answers"
+    rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of rows"
     if recipe.stage == "grpo":
         size, what = recipe.grpo.num_generations, "groups of completions"
         _check_rollout_ranks(loaded, rows, launched)
@@ -38,7 +38,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan, *, launched: bool) -> None:
         )
     if recipe.stage in PAIRED and (work.microbatch or 1) % 2:
         raise Contradiction(
-            "both answers of a pair are in one microbatch",
+            "two rows that belong together are in one microbatch",
             where=loaded.where("training.microbatch"),
             got=f"microbatch={work.microbatch}",
             allowed="an even number",

@@ -14,6 +14,7 @@ _COLUMNS: Final = {
     "prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history",
     "chosen": "chosen", "rejected": "rejected",
 }  # fmt: skip
+_OF_SEVERAL: Final = {"messages": ("conversations", "messages"), "kto_tag": ("kto_tag", "label")}
 _TAGS: Final = {
     "role_tag": ("from", "role"), "content_tag": ("value", "content"), "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",), "observation_tag": (), "function_tag": (),
@@ -56,7 +57,7 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
             raise refuse(key, info[key], "file_name, formatting, ranking, columns, tags")
     text_key = columns.pop("prompt", "instruction") if stage == "pt" else None
     for key, value in columns.items():
-        wanted = ("conversations", "messages") if key == "messages" else (_COLUMNS.get(key, ""),)
+        wanted = _OF_SEVERAL.get(key) or (_COLUMNS.get(key, ""),)
         if value not in wanted:
             raise refuse(f"columns.{key}", value, wanted)
     for key, value in (info.get("tags") or {}).items():

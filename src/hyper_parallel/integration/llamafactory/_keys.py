@@ -31,17 +31,18 @@ SAME: Final[dict[str, tuple[str, Any]]] = {
     "lora_rank": ("lora.r", 8),
     "lora_dropout": ("lora.lora_dropout", 0.0),
     "use_rslora": ("lora.use_rslora", False),
-    "pref_beta": ("dpo.beta", 0.1),
     "pref_loss": ("dpo.loss_type", "sigmoid"),
     "dpo_label_smoothing": ("dpo.label_smoothing", 0.0),
     "simpo_gamma": ("dpo.simpo_gamma", 0.5),
+    "kto_chosen_weight": ("kto.desirable_weight", 1.0),
+    "kto_rejected_weight": ("kto.undesirable_weight", 1.0),
     "moe_aux_loss_coef": ("moe.aux_loss_coef", None),
 }
 """Key: the key of a recipe, and LlamaFactory's default."""
 
 WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "flash_attn": {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"},
-    "stage": {"pt": "pt", "sft": "sft", "dpo": "dpo"},
+    "stage": {"pt": "pt", "sft": "sft", "dpo": "dpo", "kto": "kto"},
     "lr_scheduler_type": {
         "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
     },
@@ -62,6 +63,7 @@ TOGETHER: Final[dict[str, tuple[str, Any]]] = {
     "lora_alpha": ("lora.lora_alpha", None),
     "lora_target": ("lora.target_modules", "all"),
     "additional_target": ("lora.modules_to_save", None),
+    "pref_beta": ("dpo.beta, kto.beta", 0.1),
     "freeze_trainable_layers": ("training.freeze", 2),
     "freeze_trainable_modules": ("", "all"),
     "mix_strategy": ("", "concat"),

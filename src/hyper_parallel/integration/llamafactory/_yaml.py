@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.config import LoadedRecipe, load_recipe, parse_yaml, read_mapping
+from hyper_parallel.config import (
+    COMPARED,
+    PAIRED,
+    LoadedRecipe,
+    load_recipe,
+    parse_yaml,
+    read_mapping,
+)
 from hyper_parallel.errors import BadValue, Contradiction, RecipeUnreadable, UnknownKey
 from hyper_parallel.integration.llamafactory._data import check_template, source_of
 from hyper_parallel.integration.llamafactory._keys import (
@@ -84,7 +91,7 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
     stage, kind = v["stage"], v["finetuning_type"]
     for key, (target, _) in SAME.items():
         section, value = target.partition(".")[0], WORDS.get(key, {}).get(v[key], v[key])
-        if (section == "lora" and kind != "lora") or (section == "dpo" and stage != "dpo"):
+        if (section == "lora" and kind != "lora") or (section in COMPARED and section != stage):
             continue
         yield key, {target: value}
     yield (
@@ -97,7 +104,8 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
         {"model.init": "random" if v["train_from_scratch"] else "pretrained"},
     )
     yield "disable_shuffling", {"data.shuffle": not v["disable_shuffling"]}
-    if stage == "dpo":
+    if stage in PAIRED:
+        yield "pref_beta", {f"{stage}.beta": v["pref_beta"]}
         yield (
             "per_device_train_batch_size",
             {"training.microbatch": 2 * v["per_device_train_batch_size"]},

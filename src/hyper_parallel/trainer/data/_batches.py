@@ -50,6 +50,8 @@ class PackedSequences:
         self._labels = np.load(labels, mmap_mode="r") if labels.exists() else None
         counts = self.directory / f"{split}_num_valid.npy"
         self._num_valid = np.load(counts) if counts.exists() else None
+        good = self.directory / f"{split}_good.npy"
+        self._good = np.load(good) if good.exists() else None
         positions = self.directory / f"{split}_positions.npy"
         self._positions = np.load(positions, mmap_mode="r") if positions.exists() else None
 
@@ -86,6 +88,12 @@ class PackedSequences:
         inputs[~real] = 0
         labels[~real] = IGNORE_INDEX
         return inputs, labels
+
+    def desirable(self, indices: Int64) -> NDArray[np.bool_]:
+        """Whether the answer of each row is a good one; the data is labelled."""
+        assert self._good is not None
+        found: NDArray[np.bool_] = self._good[indices]
+        return found
 
     def positions(self, indices: Int64) -> Int64 | None:
         """Position of every input in its document, int64 [len(indices), S]; None: sequences are not told apart."""
@@ -124,6 +132,13 @@ class JoinedSequences:
         for part, inside, at in self._each(indices):
             found[:, at] = part.read(inside)
         return found[0], found[1]
+
+    def desirable(self, indices: Int64) -> NDArray[np.bool_]:
+        """As `PackedSequences.desirable`."""
+        found = np.empty(len(indices), np.bool_)
+        for part, inside, at in self._each(indices):
+            found[at] = part.desirable(inside)
+        return found
 
     def positions(self, indices: Int64) -> Int64 | None:
         """As `PackedSequences.positions`; sources of one recipe have them all or none."""
@@ -282,12 +297,13 @@ class Batches:
         sources = np.repeat(np.arange(len(first)), last - first)[np.argsort(keys, kind="stable")]
         found = np.empty(_BLOCK, np.int64)
         for source, part in enumerate(self.sequences.parts):
-            epochs, inside = np.divmod(np.arange(first[source], last[source]), len(part))
+            count = len(part) // self._together
+            epochs, inside = np.divmod(np.arange(first[source], last[source]), count)
             for epoch in np.unique(epochs) if self.shuffle else ():
-                keys = np.random.PCG64([self.seed, 0, int(epoch), source]).random_raw(len(part))
+                keys = np.random.PCG64([self.seed, 0, int(epoch), source]).random_raw(count)
                 order = np.argsort(keys, kind="stable")
                 inside[epochs == epoch] = order[inside[epochs == epoch]]
-            found[sources == source] = self.sequences.starts[source] + inside
+            found[sources == source] = self.sequences.starts[source] // self._together + inside
         return found
 
     def _epoch(self, epoch: int) -> Int64:

@@ -20,7 +20,7 @@ from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data._cache import byte_bar
 from hyper_parallel.trainer.data._chat import encode_conversation, render
-from hyper_parallel.trainer.data._sources import Document, Source
+from hyper_parallel.trainer.data._sources import Document, Source, with_mismatched
 from hyper_parallel.trainer.data._tokenizer import Tokenizer
 from hyper_parallel.units import MiB
 
@@ -36,6 +36,7 @@ class Flat:
     spans: list[slice]  # of every document
     learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
     pairs: bool = False  # two neighbours are answers to one prompt
+    good: frozenset[int] | None = None  # where documents begin whose answer is good; None: unknown
 
 
 def pack(
@@ -83,22 +84,31 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
     """Tokens of every document, text closed by the end-of-text token, in unnamed files in `directory`."""
     dtype = token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
+    good: set[int] = set()
     end = 0
+    found = source.documents()
     with (
         byte_bar("tokenise", source.num_bytes, show) as advance,
         TemporaryFile(dir=directory) as tokens_file,
         TemporaryFile(dir=directory) as learn_file,
     ):
-        for batch in _batches(source.documents()):
-            for ids, learn in encode(batch, tokenizer.hf, stage):
+        for batch in _batches(with_mismatched(found) if stage == "kto" else found):
+            encoded = encode(batch, tokenizer.hf, stage)
+            for document, (ids, learn) in zip(batch, encoded, strict=True):
+                if stage in PAIRED:
+                    learn = last_answer(learn)
                 spans.append(slice(end, end + len(ids)))
+                good |= {end} if document.good else set()
                 end += len(ids)
                 tokens_file.write(np.asarray(ids, dtype))
                 learn_file.write(np.asarray(learn, np.bool_))
             advance(sum(d.num_bytes for d in batch))
         tokens = _map(tokens_file, dtype)
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
-        return Flat(tokens, spans, learn, pairs=stage in PAIRED)
+        if stage == "kto" and spans:  # the first prompt's other answer is the last record's
+            spans.insert(1, spans.pop())
+        labels = frozenset(good) if stage == "kto" else None
+        return Flat(tokens, spans, learn, stage in PAIRED, labels)
 
 
 def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
@@ -137,6 +147,16 @@ def encode(
         encoded = hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
     for ids in encoded:
         yield [*ids, hf.eos_token_id], ()
+
+
+def last_answer(learn: Sequence[bool]) -> NDArray[np.bool_]:
+    """Of tokens that an assistant wrote those of its last turn: earlier ones belong to the prompt of a comparison."""
+    mask = np.asarray(learn, np.bool_)
+    wrote = np.flatnonzero(mask)
+    gaps = np.flatnonzero(np.diff(wrote) > 1)
+    if len(gaps):
+        mask[: wrote[gaps[-1]] + 1] = False
+    return mask
 
 
 def split_documents(
@@ -213,6 +233,9 @@ def write_rows(
         if flat.pairs:  # both or neither
             counts = [counts[i] and counts[i ^ 1] for i in range(len(counts))]
         used = [k for k, count in zip(kept, counts, strict=True) if count]
+        if flat.good is not None:
+            good = np.array([k.start in flat.good for k in used], np.bool_)
+            np.save(path.with_name(f"{path.name}_good.npy"), good)
     lengths = [_length(s) - 1 for s in used]
     rows = first_fit(lengths, seq_len) if data.packing else [[i] for i in range(len(used))]
     inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)

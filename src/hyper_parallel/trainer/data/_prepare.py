@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.config import Data
+from hyper_parallel.config import PAIRED, Data
 from hyper_parallel.errors import BadValue, NoData
 from hyper_parallel.trainer.data._batches import JoinedSequences, PackedSequences
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
@@ -115,7 +115,8 @@ def prepare(
 
         masked = data.masks(stage)
         matters = [_VERSION, source.identity(), tokenizer.fingerprint, data.seq_len]
-        rows = [data.packing, masked] if masked or not data.packing else []
+        rows: list[Any] = [data.packing, masked] if masked or not data.packing else []
+        rows += ["last answer"] if stage in PAIRED else []
         key = digest([*matters, stage, data.holdout, seed, *rows])
         directory, meta = entry(cache / "packed", key, build)
         for note in meta["notes"]:

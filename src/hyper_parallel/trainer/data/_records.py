@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, TypeAdapter, ValidationError
 
 from hyper_parallel.errors import MissingDependency, NoData
 
@@ -103,6 +103,9 @@ class _Preference(BaseModel):
             else:
                 yield from _Sharegpt.model_construct(turns=part).exchanges()
 
+
+_LABELS: Final = ("label", "kto_tag")
+_LABEL: Final = TypeAdapter(bool)
 
 _CONVERSATIONS: Final[
     dict[str, tuple[type[_Sharegpt | _Alpaca | _Completion | _Preference], str]]
@@ -318,3 +321,17 @@ def conversations_of(record: Record, shape: str, where: str) -> list[tuple[Messa
     if isinstance(read, _Preference):
         found.append(read.exchanges(chosen=False))
     return [tuple({"role": r, "content": c} for r, c in (*first, *turns)) for turns in found]
+
+
+def label_of(record: Record, where: str) -> bool:
+    """Whether a record's answer is a good one, by its key `label` (TRL) or `kto_tag` (LlamaFactory); HP602 without."""
+    found = [record[key] for key in _LABELS if record.get(key) is not None]
+    try:
+        return _LABEL.validate_python(found[0] if found else None)
+    except ValidationError as error:
+        raise NoData(
+            "a record does not say whether its answer is good",
+            where=where,
+            got=f"{found[0]!r:.60}" if found else sorted(record),
+            allowed=f"true or false under {' or '.join(_LABELS)}",
+        ) from error

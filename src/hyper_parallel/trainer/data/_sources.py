@@ -10,18 +10,19 @@ import difflib
 import itertools
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from hyper_parallel.config import COMPARED, PAIRED, Data
+from hyper_parallel.config import COMPARED, Data
 from hyper_parallel.errors import Contradiction, NoData
 from hyper_parallel.trainer.data._records import (
     CONVERSATIONS,
     Message,
     Record,
     conversations_of,
+    label_of,
     read_records,
     shape_of,
     text_of,
@@ -57,6 +58,8 @@ class Document:
     where: str
     text: str = ""
     messages: tuple[Message, ...] = ()
+    good: bool = False
+    """Whether the last answer is a good one, where records say so."""
 
     @property
     def plain(self) -> str:
@@ -81,6 +84,8 @@ class Source:
     max_bytes: int | None
     table: Table | None = None
     max_records: int | None = None
+    labelled: bool = False
+    """Whether every record says if its answer is good."""
     counts: Counter[str] = field(default_factory=Counter)
     """What was left out, by reason."""
 
@@ -136,7 +141,8 @@ class Source:
                 yield [Document(where, text_of(record, self.text_key, where))]
             else:
                 found = conversations_of(record, self.shape, where)
-                yield [Document(where, messages=messages) for messages in found]
+                good = self.labelled and label_of(record, where)
+                yield [Document(where, messages=messages, good=good) for messages in found]
 
     def _text_document(self, path: Path) -> Document | None:
         try:
@@ -185,21 +191,43 @@ def resolve(data: Data, stage: str) -> Source:
             )
     files = _files(data) if table is None else []
     shape = _shape(files, table, data)
+    limits = data.max_bytes, table, data.max_records
     source = Source(
-        data.source, shape, tuple(files), data.text_key, data.max_bytes, table, data.max_records
+        data.source, shape, tuple(files), data.text_key, *limits, labelled=stage == "kto"
     )
     pairs = shape == "preference"
-    if (stage in PAIRED) != pairs or (stage == "sft" and not source.is_conversations):
+    turns = stage in ("sft", "kto") and not source.is_conversations
+    if (stage in ("dpo", "orpo")) != pairs or turns:
         wanted = {"sft": "the assistant's turns", **COMPARED}.get(stage, "one text each")
         held = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
             f"`stage: {stage}` trains on {wanted}, and the source holds {held}",
             where=f"data.source: {data.source}",
             got=f"stage={stage}, records={shape}",
-            allowed="dpo, orpo: preference; sft: sharegpt, alpaca, prompt_completion; pt: any other",
+            allowed="dpo, orpo: preference; sft, kto: sharegpt, alpaca, prompt_completion; pt: any other",
             hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
         )
     return source
+
+
+def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
+    """Every conversation, and behind it its prompt with the answer of the one before; of the first that is last of all.
+
+    Raises:
+        NoData: HP602 when there is one conversation alone, or one that no answer ends.
+    """
+    first = before = None
+    for document in documents:
+        if document.messages[-1]["role"] != "assistant":
+            raise NoData("a conversation with a label ends with an answer", where=document.where)
+        yield document
+        if before is not None:
+            yield replace(document, messages=(*document.messages[:-1], before.messages[-1]))
+        first, before = first or document, document
+    if first is not None and before is not None:
+        if first is before:
+            raise NoData("one record alone has no answer to another prompt", where=first.where)
+        yield replace(first, messages=(*first.messages[:-1], before.messages[-1]))
 
 
 def _records(files: Sequence[Path], table: Table | None) -> Iterator[tuple[str, Record]]:

@@ -274,6 +274,9 @@ class Trainer:
         tokens = plan.workload.tokens_per_step or 0
         per_device = tokens / result.step_s / self._engine.world_size
         flops = per_device * plan.model.flops_per_token
+        if self._job.recipe.stage == "kto":
+            # Every other row is only read forward, a third of the work of one that is learned from.
+            flops *= 2 / 3
         record = StepRecord(
             step=step,
             lr=lr,

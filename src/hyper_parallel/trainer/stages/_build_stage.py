@@ -11,8 +11,10 @@ from hyper_parallel.backends.torch import data_share
 from hyper_parallel.config import Dpo
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.stages import LearningStage
-from hyper_parallel.trainer.stages._dpo import DpoStage
+from hyper_parallel.trainer.stages._dpo import WITHOUT_REFERENCE, DpoStage
 from hyper_parallel.trainer.stages._grpo import GrpoStage
+from hyper_parallel.trainer.stages._kto import KtoStage
+from hyper_parallel.trainer.stages._reference import Reference
 from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 
@@ -40,10 +42,14 @@ def build_stage(job: Job, world: World, model: nn.Module, done: int) -> Learning
             partial(ReferenceWeights, model, job.output_dir, before) if recipe.grpo.beta else None
         )
         return GrpoStage(sampler, job.plan, share, others, reference)
+    writes = world.rank == 0
+    reference = Reference(model, job.plan, share, writes, job.output_dir, before, world.device)
     if recipe.stage in ("dpo", "orpo"):
         settings = recipe.dpo
         if recipe.stage == "orpo":
             settings = Dpo(loss_type="orpo", beta=recipe.orpo.beta)
-        out, writes = job.output_dir, world.rank == 0
-        return DpoStage(model, settings, job.plan, share, writes, out, before, world.device)
+        free = settings.loss_type in WITHOUT_REFERENCE
+        return DpoStage(settings, job.plan, world.device, None if free else reference)
+    if recipe.stage == "kto":
+        return KtoStage(recipe.kto, reference)
     return None
