@@ -67,7 +67,9 @@ def plan(
     ] = None,
     objective: Annotated[
         str,
-        typer.Option(help="step-time, tokens-per-device-second, memory or fewest-devices."),
+        typer.Option(
+            help="step-time, tokens-per-device-second, memory or fewest-devices. To generate: throughput or latency."
+        ),
     ] = "step-time",
     deadline: Annotated[
         float | None,
@@ -125,8 +127,32 @@ def plan(
         tuple[Path, Path] | None,
         typer.Option(help="Print what differs between two plan files, and plan nothing."),
     ] = None,
+    purpose: Annotated[
+        str, typer.Option("--for", help="train, or generate: prompts continued by `generate`.")
+    ] = "train",
+    prompts: Annotated[
+        int | None, typer.Option(help="To generate: prompts, over all devices. Default: 32.")
+    ] = None,
+    prompt_len: Annotated[
+        int | None, typer.Option(help="To generate: tokens of a prompt. Default: 512.")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(help="To generate: tokens of a continuation. Default: 128.")
+    ] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help='To generate: only this layout: "tp=8", "pp=2 tp=4".')
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="To generate: float32, bfloat16, ...; default: as stored.")
+    ] = None,
 ) -> None:
     """Print the best plan of a model on a machine; starts no device and imports no torch."""
+    free = None if memory_headroom is None else _share(memory_headroom)
+    if purpose != "train" or {prompts, prompt_len, new_tokens, parallel, dtype} != {None}:
+        from hyper_parallel.cli._plan_to_generate import plan_to_generate
+
+        plan_to_generate(ctx, _read, free, WIDTH)
+        return
     if diff is not None:
         from hyper_parallel.ir import Plan
 
@@ -148,7 +174,6 @@ def plan(
         workload = (seq_len, tokens_per_step)
         goal = (objective, deadline)
         named = (model, topology or "local")
-        free = None if memory_headroom is None else _share(memory_headroom)
         with _kept():
             chosen = _plan_model(
                 *named, devices, workload, pin, exclude, goal, top,

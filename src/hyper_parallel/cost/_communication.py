@@ -99,11 +99,25 @@ def layer_communication(s: Setting, work: Compute) -> Communication:
     return Communication(hidden, tp, cp, cp_whole, _experts(s), fsdp, gather, scatter, outside)
 
 
-def _tensor(s: Setting) -> Array:
+def forward_communication(s: Setting) -> tuple[Array, Array, Array, Array]:
+    """Seconds of one forward pass, nothing hidden.
+
+    Of a mean layer tensor-parallel collectives, those of experts and the gather of its parameters; and the gather of
+    embedding and head.
+    """
+    gathers: list[Array] = []
+    whole = float(s.n.embedding_weights + s.n.head_params) / s.c.tp
+    for rows in (_layers_shared(s, 1.0), _shared(s, whole, freed=True)):
+        own = [b for b in rows if b.purpose in _PARAMETERS and np.any(b.forward)]
+        gathers.append(sum((call_seconds(s, b) for b in own), np.zeros(1)))
+    return _tensor(s, 0.0), _experts(s, 0.0), gathers[0], gathers[1]
+
+
+def _tensor(s: Setting, backward: float = 1.0) -> Array:
     """Seconds of tensor-parallel collectives; layers whose experts are spread by ep have none in that block.
 
     Stacks that gather an input again do so behind the backward matmul, so only 8 count in 1-D; where a strategy asks
-    our own runtime for it, 10. Recomputation is priced to the end of the layer.
+    our own runtime for it, 10. Recomputation is priced to the end of the layer. `backward` 0 leaves forward alone.
     """
     n, c, regathers = s.n, s.c, (1.0 - s.full) * plain(s.c.regather)
     both = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
@@ -124,7 +138,8 @@ def _tensor(s: Setting) -> Array:
             for b in block_boundaries(
                 block, shape, s.cut, token_scatter=c.attention_tokens, hidden_cut=both & (not n.experts)
             ):  # fmt: skip
-                times = b.forward + b.backward + s.full * b.recomputed + regathers * b.regathered
+                again = b.backward + s.full * b.recomputed + regathers * b.regathered
+                times = b.forward + backward * again
                 if np.any(times):
                     seconds = seconds + times * call_seconds(s, b)
             total = total + layers * np.where(used, seconds, 0.0)
@@ -176,10 +191,11 @@ def _context(s: Setting, work: Compute) -> tuple[Array, Array]:
     return ahead + behind + bare, hidden + bare
 
 
-def _experts(s: Setting) -> Array:
+def _experts(s: Setting, backward: float = 1.0) -> Array:
     """Seconds of all dispatches and combines of a mean layer.
 
-    Ranks that cut one expert gather each other's rows; without ep that is tensor parallelism's own gather.
+    Ranks that cut one expert gather each other's rows; without ep that is tensor parallelism's own gather. `backward` 0
+    leaves forward alone.
     """
     n, c = s.n, s.c
     total: Array = np.zeros(1)
@@ -192,7 +208,7 @@ def _experts(s: Setting) -> Array:
         used = (c.ep > 1) & (b.ranks > 1)
         if used.any():
             seconds = n.moe_share * np.where(used, call_seconds(s, b), 0.0)
-            total = total + (b.forward + b.backward + s.full * b.recomputed) * seconds
+            total = total + (b.forward + backward * (b.backward + s.full * b.recomputed)) * seconds
     return total
 
 

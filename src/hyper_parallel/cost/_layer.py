@@ -63,8 +63,8 @@ def matmul_seconds(
 def layer_compute(s: Setting) -> Compute:
     """Compute of one mean layer."""
     n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
-    stack, card = machine.stack, machine.card
-    matmul = _matmuls(s)
+    stack = machine.stack
+    matmul = matmuls(s)
     attention, attention_backward = _attention(s)
 
     dense, expert = n.saved_elements, n.expert_saved_width
@@ -87,14 +87,10 @@ def layer_compute(s: Setting) -> Compute:
     part = stack.selective_matmul * matmul + stack.selective_attention * attention + again
     recompute = np.where(full, forward, np.where(selective, part, 0.0))
 
-    def waiting(seconds: Array, kernels: float) -> Array:
-        launches = np.full_like(seconds, kernels * card.kernel_s * machine.crowd)
-        return np.maximum(0.0, launches - seconds) if card.launch_hidden else launches
-
     backward = 2.0 * matmul + attention_backward + elementwise_backward + quantize_backward
     norms = n.head_norms * stack.kernels_norm
-    launch = waiting(forward, stack.kernels_forward + 0.25 * norms) * np.where(full, 2.0, 1.0)
-    launch = launch + waiting(backward, stack.kernels_backward + 0.75 * norms)
+    launch = forward_launch(s, forward) * np.where(full, 2.0, 1.0)
+    launch = launch + _waiting(machine, backward, stack.kernels_backward + 0.75 * norms)
     copies = tokens / c.tp * n.experts_per_token
     launch = launch + n.moe_share * stack.moe_host_s + copies * stack.moe_copy_s
     return Compute(
@@ -103,7 +99,25 @@ def layer_compute(s: Setting) -> Compute:
     )  # fmt: skip
 
 
-def _matmuls(s: Setting) -> Array:
+def forward_launch(s: Setting, seconds: Array) -> Array:
+    """Launches of a layer's forward that do not hide behind so many seconds of its work."""
+    stack = s.machine.stack
+    norms = s.n.head_norms * stack.kernels_norm
+    return _waiting(s.machine, seconds, stack.kernels_forward + 0.25 * norms)
+
+
+def _waiting(machine: Machine, seconds: Array, kernels: float) -> Array:
+    launches = np.full_like(seconds, kernels * machine.card.kernel_s * machine.crowd)
+    return np.maximum(0.0, launches - seconds) if machine.card.launch_hidden else launches
+
+
+def matmuls(s: Setting, visited_experts: Array | None = None) -> Array:
+    """Seconds of the projections of one mean layer, forward.
+
+    Args:
+        s: What is priced.
+        visited_experts: Experts of a rank that get tokens; None: all.
+    """
     n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
     visited = n.experts_per_token / max(n.moe_share, 1e-9)
     total: Array = np.zeros(1)
@@ -114,11 +128,14 @@ def _matmuls(s: Setting) -> Array:
             # Tokens spread evenly over the experts of the ranks that share them.
             copies = tokens / c.tp * n.experts_per_token / max(n.moe_share, 1e-9)
             rows = copies * c.ep * c.etp / n.experts
+            experts = n.experts / c.ep
+            if visited_experts is not None:
+                rows, experts = rows * experts / visited_experts, visited_experts
             cut_in = np.where(m.row, c.etp, 1.0)
             cut_out = np.where(m.row, 1.0, c.etp)
             seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
             # One matmul per expert of the rank; `count` counts those of a token.
-            share = n.experts / c.ep * m.count / visited
+            share = experts * m.count / visited
             stretch = machine.stack.imbalance * (1.0 + machine.stack.expert_rows / rows)
             total = total + seconds * share * stretch
             continue

@@ -57,7 +57,7 @@ from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_som
 from hyper_parallel.ir.strategy import BLOCK_SHAPES, BlockShape, Rule, Strategy, ulysses_degree
 from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph, peaks, simulate
 from hyper_parallel.ir.timeline import Counter, Span, Timeline
-from hyper_parallel.ir.workload import Workload
+from hyper_parallel.ir.workload import PROMPT_CHUNK, GenerateWorkload, Workload
 
 __all__ = [
     "AXES",
@@ -66,6 +66,7 @@ __all__ = [
     "GRADIENT_PIECES",
     "MEMORY_TIERS",
     "OF_OPERATORS",
+    "PROMPT_CHUNK",
     "Action",
     "ActionKind",
     "Alternative",
@@ -78,6 +79,7 @@ __all__ = [
     "CostTerm",
     "Counter",
     "Extent",
+    "GenerateWorkload",
     "HostBuffers",
     "Interval",
     "Layout",

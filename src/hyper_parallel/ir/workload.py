@@ -1,10 +1,15 @@
-"""Workload: how much work one step is."""
+"""Workload: how much work one step is, of training or of generation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
-from hyper_parallel.errors import BatchMismatch
+from hyper_parallel.errors import BadValue, BatchMismatch
+
+PROMPT_CHUNK: Final = 512
+"""Tokens of a prompt that one pass reads: it bounds the activations, and passes of this many are well filled. Not
+measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +80,38 @@ class Workload:
                 changes={f"training.{name}": value},
             )
         return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateWorkload:
+    """What is generated: prompts of one length, each continued by as many tokens.
+
+    Attributes:
+        prompts: Sequences, over all devices.
+        prompt_len: Tokens of a prompt.
+        new_tokens: Tokens of a continuation.
+        dtype: Format of weights, activations and cache; None: as stored.
+
+    Raises:
+        BadValue: HP102 for a number below 1.
+    """
+
+    prompts: int = 32
+    prompt_len: int = 512
+    new_tokens: int = 128
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_len", "new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise BadValue(f"{name} is out of range", got=value, allowed="1 or more")
+
+    @property
+    def columns(self) -> int:
+        """Tokens that the cache has space for: the last one is not fed back, and one column takes padding."""
+        return self.prompt_len + self.new_tokens
+
+    @property
+    def prompt_passes(self) -> int:
+        """Passes that read a prompt."""
+        return -(-self.prompt_len // PROMPT_CHUNK)

@@ -192,6 +192,7 @@ def spec_from_config(
         notes=(*notes, *dtype_notes),
         max_position_embeddings=config.optional_integer("max_position_embeddings"),
         rules=_gpt2.RULES if model_type == "gpt2" else None,
+        quantised=bool(values.get("quantization_config")),
     )
 
 

@@ -194,6 +194,7 @@ class ModelSpec:
         rules: Pattern and style of the modules that tensor and expert parallelism divide, for a model that was read
             from its module; None: those of the family.
         unsplit: Axes that a trial of its forward pass refused, each with the reason: of `pp` and `cp`.
+        quantised: The published weights are; sizes are those of `dtype`.
     """
 
     name: str
@@ -208,6 +209,7 @@ class ModelSpec:
     max_position_embeddings: int | None = None
     rules: tuple[tuple[str, str], ...] | None = None
     unsplit: tuple[tuple[str, str], ...] = ()
+    quantised: bool = False
 
     @property
     def num_params(self) -> int:

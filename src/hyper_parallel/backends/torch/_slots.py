@@ -15,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,7 @@ from hyper_parallel.backends.torch._static_cache import (
 )
 from hyper_parallel.backends.torch.pipeline._inference import run_stages
 from hyper_parallel.errors import BadValue
-
-CHUNK: Final = 512
-"""Tokens of a prompt that one pass reads: it bounds the activations, and passes of this many are well filled. Not
-measured."""
+from hyper_parallel.ir import PROMPT_CHUNK
 
 
 @dataclass(slots=True)
@@ -164,7 +161,7 @@ class SlotPasses(Passes):
         chunk: Most tokens of one in a pass.
     """
 
-    def __init__(self, model: Any, slots: int, length: int, chunk: int = CHUNK) -> None:
+    def __init__(self, model: Any, slots: int, length: int, chunk: int = PROMPT_CHUNK) -> None:
         super().__init__(model, slots, chunk)
         self._length, handle = length, self._handle
         self._dtype: torch.dtype = model.dtype

@@ -1,0 +1,166 @@
+"""Seconds and bytes of generation: passes over prompts (prefill), and one over a token of every sequence (decode).
+
+A kernel takes as long as its products or as what it reads, whichever is more, and kernels run one after the other. A
+pass reads the weights once, of experts those that its tokens choose, and the cache so far. The stages of a pipeline run
+in turn, so a pass takes the seconds of all layers. Imported by what plans generation only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from hyper_parallel.cost._candidates import Array, shape_of
+from hyper_parallel.cost._communication import (
+    call_seconds,
+    exposed,
+    forward_communication,
+    hop_seconds,
+)
+from hyper_parallel.cost._layer import forward_launch, layer_compute, matmul_seconds, matmuls
+from hyper_parallel.cost._memory import activation_bytes
+from hyper_parallel.cost._numbers import ModelNumbers
+from hyper_parallel.cost._setting import Setting
+from hyper_parallel.ir import AXES, GenerateWorkload, Purpose
+from hyper_parallel.model import AttentionSpec
+from hyper_parallel.shard import Boundary, embedding_boundaries, head_boundaries, key_heads
+from hyper_parallel.units import DTYPE_BYTES
+
+CHOICE_BYTES: Final = 48.0
+"""Bytes moved per logit by the choice of the most likely token, beside reading the logit twice: cast to float64 (8
+written), logarithmic softmax (8 read for the maximum, the sum and the result each, 8 written), one gathered (8)."""
+
+PassSeconds = dict[str, Array]
+"""Seconds by cause."""
+
+
+def cache_bytes(attention: AttentionSpec, ranks: int, work: GenerateWorkload, dtype: str) -> int:
+    """Bytes of keys and values of one layer and sequence on a rank, as the slots of `generate` allocate them.
+
+    Of every position, in layers with a window too; MLA keeps expanded heads. Fewer heads than ranks: one a rank.
+    """
+    return int(_kept(attention, ranks)) * work.columns * DTYPE_BYTES[dtype]
+
+
+def _kept(a: AttentionSpec, ranks: Array | int) -> Array | int:
+    """Elements of keys and values of a token on a rank."""
+    elements: Array | int = key_heads(a, ranks) * (a.qk_head_dim + a.v_head_dim)
+    return elements
+
+
+def _repeats(a: AttentionSpec) -> int:
+    """Query heads of a key head: under the mask of slots transformers repeats keys and values for them."""
+    return 1 if a.kind == "mla" else a.num_heads // a.num_kv_heads
+
+
+def pass_seconds(
+    s: Setting, kinds: Sequence[tuple[int, ModelNumbers]], work: GenerateWorkload
+) -> tuple[PassSeconds, PassSeconds]:
+    """Seconds of the prefill of all sequences in the slots, and of one decode pass at the mean length.
+
+    Args:
+        s: What is priced; its microbatch are the sequences of a data share at a time.
+        kinds: Number of layers of each kind, and the numbers of a model of these alone.
+        work: Lengths.
+    """
+    passes, prompt = work.prompt_passes, work.prompt_len
+    whole, chunk, token = (_of_length(s, n) for n in (prompt, -(-prompt // passes), 1))
+    before, later = prompt * (passes + 1) / (2.0 * passes), prompt + work.new_tokens / 2.0
+    prefill: PassSeconds = {}
+    decode: PassSeconds = {}
+    for layers, n in kinds:
+        products = layer_compute(replace(whole, n=n)).attention / passes
+        _add(prefill, layers * passes, _layer(replace(chunk, n=n), before, products))
+        flops = sum(
+            count / n.layers * a.forward_flops_per_token(int(later)) for count, a in n.attentions
+        )
+        products = token.tokens / s.c.tp * flops / s.machine.attention_flops
+        _add(decode, layers, _layer(replace(token, n=n), later, products))
+    _add(prefill, passes, _ends(chunk))
+    _add(decode, 1, _ends(token))
+    return prefill, decode
+
+
+def _of_length(s: Setting, tokens: int) -> Setting:
+    return replace(s, workload=replace(s.workload, seq_len=tokens))
+
+
+def _add(total: PassSeconds, times: int, terms: PassSeconds) -> None:
+    for name, seconds in terms.items():
+        total[name] = total.get(name, np.zeros(1)) + times * seconds
+
+
+def _layer(s: Setting, length: float, products: Array) -> PassSeconds:
+    """A pass over a mean layer with so many tokens in the cache, and so many seconds of attention products."""
+    n, c, machine, rate = s.n, s.c, s.machine, s.machine.stream_bytes_s
+    work, read, visited = layer_compute(s), s.dense(), None
+    if n.experts:
+        # Expected number of distinct experts of a rank that the tokens of its group choose, all as likely.
+        missed = 1.0 - n.experts_per_token / n.moe_share / n.experts
+        visited = n.experts / c.ep * (1.0 - missed ** (s.tokens * c.ep * c.etp / c.tp))
+        read = read + s.experts() * visited * c.ep / n.experts
+    matmul = np.maximum(matmuls(s, visited), read * machine.width / rate)
+    # Read once; where it is repeated, that is written and read.
+    moved = sum(
+        count / n.layers * _kept(a, c.tp) * (1.0 + 2.0 * _repeats(a) * (_repeats(a) > 1))
+        for count, a in n.attentions
+    )
+    attention = np.maximum(products, c.microbatch * length * moved * machine.width / rate)
+    seconds = matmul + attention + work.elementwise
+    tp, ep, gather, _ = forward_communication(s)
+    return {
+        "weights and products": matmul,
+        "cache and attention": attention,
+        "element-wise": work.elementwise,
+        "kernel launches": forward_launch(s, seconds),
+        "tp communication": tp,
+        "ep communication": ep,
+        "fsdp communication": exposed(gather, seconds, machine.stack.overlap_dp),
+    }
+
+
+def _ends(s: Setting) -> PassSeconds:
+    """What a pass does once: head of one token a sequence, choice, messages between stages, agreement to go on."""
+    n, c, machine, rows = s.n, s.c, s.machine, s.c.microbatch
+    vocab = n.vocab / c.tp
+    reads = n.hidden * vocab * machine.width / machine.stream_bytes_s
+    head = np.maximum(matmul_seconds(machine, rows, vocab, n.hidden), reads)
+    choice = rows * n.vocab * (CHOICE_BYTES + 2.0 * machine.width) / machine.passing_bytes_s
+    ends = [*embedding_boundaries(s.cut, n.hidden, True), *head_boundaries(s.cut, n.hidden, True)]
+    stream = (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER)
+    calls = [b for b in ends if b.purpose in stream and np.any(b.forward)]
+    calls.append(Boundary("all_gather", ("tp_x", "tp_y"), c.tp, rows * n.vocab, Purpose.LOGITS))
+    tp: Array = sum((call_seconds(s, b) for b in calls), np.zeros(1))
+    hops = (c.pp - 1.0) * hop_seconds(s) + machine.latency((c.pp, s.places.axis("pp")[1]))
+    # Ranks ask each other whether any has work; replicas of whole parameters need not.
+    asked = 2.0 * machine.ring(*s.places.group(AXES)).seconds(np.full(1, 8.0))
+    return {
+        "head and choice": head + choice,
+        "tp communication": np.where(c.tp > 1, tp, 0.0),
+        "fsdp communication": forward_communication(s)[3],
+        "pipeline sends": np.where(c.pp > 1, hops, 0.0),
+        "agreement": np.broadcast_to(
+            np.where(c.world_size > c.dp_replicate, asked, 0.0), shape_of(c)
+        ),
+    }
+
+
+def pass_bytes(s: Setting, work: GenerateWorkload) -> tuple[Array, Array]:
+    """Bytes on a rank beside weights and cache: for any number of sequences, and for each of them.
+
+    Parameters of two layers, embedding and head gathered; one layer's activations of a pass over prompts, counted as
+    if backward needed them, its keys and values repeated for all heads, and the logits with two copies in float64.
+    """
+    n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
+    one = _of_length(s.under(microbatch=np.ones(1)), -(-work.prompt_len // work.prompt_passes))
+    repeated = sum(
+        count / n.layers * _kept(a, c.tp) * _repeats(a) * (_repeats(a) > 1)
+        for count, a in n.attentions
+    )
+    each = activation_bytes(one) + work.columns * repeated * width + n.vocab * (width + 16.0)
+    gathered = (2.0 * (s.dense() + s.experts()) + s.outside / c.tp) * width
+    moving = 1.0 + card.fragmentation
+    return card.context_bytes + moving * np.where(c.dp_shard > 1, gathered, 0.0), moving * each
