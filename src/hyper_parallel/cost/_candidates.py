@@ -211,10 +211,13 @@ def distinct(columns: Sequence[Array]) -> tuple[NDArray[np.intp], NDArray[np.int
 
     As numpy.unique of rows, which compares them as bytes and takes several times as long.
     """
-    varied = [column for column in columns if column.strides != (0,)] or [columns[0]]
+    varied = [c for c in columns if c.strides != (0,) and (c != c[:1]).any()] or [columns[0]]
     order = np.lexsort(varied)
-    new = np.ones(len(order), dtype=np.bool_)
-    new[1:] = np.any([c[order[1:]] != c[order[:-1]] for c in varied], axis=0)
+    new = np.zeros(len(order), dtype=np.bool_)
+    new[:1] = True
+    for column in varied:
+        ordered = column[order]
+        new[1:] |= ordered[1:] != ordered[:-1]
     index = np.empty(len(order), dtype=np.intp)
     index[order] = np.cumsum(new) - 1
     return order[new], index

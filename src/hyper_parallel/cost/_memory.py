@@ -25,7 +25,7 @@ from hyper_parallel.cost._phases import (
     staying,
 )
 from hyper_parallel.cost._pipeline import in_flight, lay_out
-from hyper_parallel.cost._setting import Setting
+from hyper_parallel.cost._setting import Setting, positions
 from hyper_parallel.ir import MemoryTerm
 
 _TIE = 1e-9  # of a layer: what rounding may add to the layers that fit
@@ -142,17 +142,12 @@ def few_layers(s: Setting, kind: int, capacity_bytes: float) -> tuple[Array, Arr
         capacity_bytes: What the peak must not exceed.
     """
     c, layers = s.c, s.layers
-
-    def totals(recompute: int) -> list[Array]:
-        end = s.under(recompute=np.full(1, float(recompute)))
-        return total_bytes(held_parts(end), end)
-
-    plain, whole = totals(0), totals(kind)
-    needed, used = layers, np.max(np.broadcast_arrays(*whole), axis=0)
-    ends = [(whole, layers - 1.0)]
-    if kind > 1:
-        ends.append((totals(SOME), layers - _LEFT * c.vpp))
-    for other, most in ends:
+    kinds = (0, kind, SOME) if kind > 1 else (0, kind)
+    end = s.under(recompute=np.array(kinds, dtype=np.float64)[:, None])
+    held_at = [np.broadcast_to(t, shape_of(end.c)) for t in total_bytes(held_parts(end), end)]
+    plain, whole, *some = zip(*held_at, strict=True)
+    needed, used = layers, np.max(whole, axis=0)
+    for other, most in ((whole, layers - 1.0), *((o, layers - _LEFT * c.vpp) for o in some)):
         few, held = np.ones(1), np.full(1, -np.inf)
         with np.errstate(divide="ignore", invalid="ignore"):
             for a, b in zip(plain, other, strict=True):
@@ -177,8 +172,8 @@ def under(s: Setting, choices: Sequence[tuple[int, int]]) -> Setting:
     return s.under(**{**rows, "regather": regather, "recompute": recompute})
 
 
-def memory_key(columns: Mapping[str, Array]) -> list[Array]:
-    """What memory reads of strategies: rows that agree in it hold as much."""
+def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
+    """What memory reads of strategies for sequences of a length: rows that agree in it hold as much."""
     c = columns
     named = (
         "pp",
@@ -192,7 +187,8 @@ def memory_key(columns: Mapping[str, Array]) -> list[Array]:
         "offload",
     )
     products = (c["tp_x"] * c["tp_y"], c["ep"] * c["etp"], np.minimum(c["ep"], 2.0))
-    return [*(c[name] for name in named if name in c), *products]
+    padded = positions(c["cp"], c.get("cp_ulysses", 1.0), seq_len)
+    return [*(c[name] for name in named if name in c), *products, padded]
 
 
 def fullest(totals: Sequence[Array], shape: tuple[int, ...]) -> tuple[Array, NDArray[np.intp]]:

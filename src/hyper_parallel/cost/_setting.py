@@ -102,10 +102,8 @@ class Setting:
 
     @cached_property
     def tokens(self) -> Array:
-        """T: tokens of one microbatch on the ranks of one tensor-parallel group, as `SequenceCut` pads them."""
-        c = self.c
-        chunks = np.where((c.cp > c.cp_ulysses) & (c.cp_ulysses % 2 > 0), 2.0, 1.0)
-        return c.microbatch * chunks * np.ceil(self.workload.seq_len / (c.cp * chunks))
+        """T: tokens of one microbatch on the ranks of one tensor-parallel group."""
+        return self.c.microbatch * positions(self.c.cp, self.c.cp_ulysses, self.workload.seq_len)
 
     @cached_property
     def layers(self) -> Array:
@@ -182,6 +180,12 @@ class Setting:
     def reduce_width(self) -> float:
         """Bytes of an element of a gradient while it is reduced."""
         return float(DTYPE_BYTES[self.workload.reduce_dtype])
+
+
+def positions(cp: Array, cp_ulysses: Array | float, seq_len: int) -> Array:
+    """Positions of a sequence on one context-parallel rank, as `SequenceCut` pads them."""
+    chunks = np.where((cp > cp_ulysses) & (cp_ulysses % 2 > 0), 2.0, 1.0)
+    return chunks * np.ceil(seq_len / (cp * chunks))
 
 
 def plain(column: Array) -> Array | float:

@@ -283,7 +283,7 @@ class Completer:
         distinct row is priced once.
         """
         pricer = self.pricer
-        first, index = distinct(memory_key(columns))
+        first, index = distinct(memory_key(columns, pricer.request.workload.seq_len))
         keys = select(columns, first)
         held = pricer.peak(keys)
         can = (held <= pricer.capacity) & pricer.may[:, None]
