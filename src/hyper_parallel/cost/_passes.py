@@ -26,7 +26,7 @@ from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._setting import Setting
 from hyper_parallel.ir import AXES, GenerateWorkload, Purpose
 from hyper_parallel.model import AttentionSpec
-from hyper_parallel.shard import Boundary, embedding_boundaries, head_boundaries, key_heads
+from hyper_parallel.shard import Boundary, embedding_boundaries, head_boundaries
 from hyper_parallel.units import DTYPE_BYTES
 
 CHOICE_BYTES: Final = 48.0
@@ -35,35 +35,47 @@ written), logarithmic softmax (8 read for the maximum, the sum and the result ea
 
 PassSeconds = dict[str, Array]
 """Seconds by cause."""
+LayerKind = tuple[int, ModelNumbers, tuple[int, ...] | None]
+"""Layers of one kind: their number, the numbers of a model of these alone, and the shape of the weight that makes keys
+and values of MLA's latent."""
 
 
 def cache_bytes(attention: AttentionSpec, ranks: int, work: GenerateWorkload, dtype: str) -> int:
     """Bytes of keys and values of one layer and sequence on a rank, as the slots of `generate` allocate them.
 
-    Of every position, in layers with a window too; MLA keeps expanded heads. Fewer heads than ranks: one a rank.
+    Of every position, in layers with a window too. With fewer heads than ranks a rank has one; every rank has the whole
+    latent of MLA.
     """
     return int(_kept(attention, ranks)) * work.columns * DTYPE_BYTES[dtype]
 
 
-def _kept(a: AttentionSpec, ranks: Array | int) -> Array | int:
-    """Elements of keys and values of a token on a rank."""
-    elements: Array | int = key_heads(a, ranks) * (a.qk_head_dim + a.v_head_dim)
-    return elements
+def _kept(a: AttentionSpec, ranks: Array | int) -> Array | float:
+    """Elements that the cache of a rank holds of a token."""
+    if a.kind == "mla":
+        return a.kv_cache_width
+    kept: Array | float = a.kv_cache_width / np.minimum(ranks, a.num_kv_heads)
+    return kept
 
 
-def _repeats(a: AttentionSpec) -> int:
-    """Query heads of a key head: under the mask of slots transformers repeats keys and values for them."""
-    return 1 if a.kind == "mla" else a.num_heads // a.num_kv_heads
+def _expanded(a: AttentionSpec, ranks: Array | int) -> Array | float:
+    """Elements that attention makes of those: it writes and reads them.
+
+    Under the mask of slots transformers repeats keys and values for all query heads; MLA makes keys and values of its
+    latent, and copies the keys once more.
+    """
+    if a.kind == "mla":
+        return a.num_heads * (2.0 * a.qk_head_dim + a.v_head_dim) / ranks
+    return 0.0 if a.num_heads == a.num_kv_heads else _kept(a, ranks) * a.num_heads / a.num_kv_heads
 
 
 def pass_seconds(
-    s: Setting, kinds: Sequence[tuple[int, ModelNumbers]], work: GenerateWorkload
+    s: Setting, kinds: Sequence[LayerKind], work: GenerateWorkload
 ) -> tuple[PassSeconds, PassSeconds]:
     """Seconds of the prefill of all sequences in the slots, and of one decode pass at the mean length.
 
     Args:
         s: What is priced; its microbatch are the sequences of a data share at a time.
-        kinds: Number of layers of each kind, and the numbers of a model of these alone.
+        kinds: The layers.
         work: Lengths.
     """
     passes, prompt = work.prompt_passes, work.prompt_len
@@ -71,14 +83,14 @@ def pass_seconds(
     before, later = prompt * (passes + 1) / (2.0 * passes), prompt + work.new_tokens / 2.0
     prefill: PassSeconds = {}
     decode: PassSeconds = {}
-    for layers, n in kinds:
+    for layers, n, latent in kinds:
         products = layer_compute(replace(whole, n=n)).attention / passes
-        _add(prefill, layers * passes, _layer(replace(chunk, n=n), before, products))
+        _add(prefill, layers * passes, _layer(replace(chunk, n=n), before, products, latent))
         flops = sum(
             count / n.layers * a.forward_flops_per_token(int(later)) for count, a in n.attentions
         )
         products = token.tokens / s.c.tp * flops / s.machine.attention_flops
-        _add(decode, layers, _layer(replace(token, n=n), later, products))
+        _add(decode, layers, _layer(replace(token, n=n), later, products, latent))
     _add(prefill, passes, _ends(chunk))
     _add(decode, 1, _ends(token))
     return prefill, decode
@@ -93,8 +105,10 @@ def _add(total: PassSeconds, times: int, terms: PassSeconds) -> None:
         total[name] = total.get(name, np.zeros(1)) + times * seconds
 
 
-def _layer(s: Setting, length: float, products: Array) -> PassSeconds:
-    """A pass over a mean layer with so many tokens in the cache, and so many seconds of attention products."""
+def _layer(
+    s: Setting, length: float, products: Array, latent: tuple[int, ...] | None
+) -> PassSeconds:
+    """A pass over a layer with so many tokens in the cache, and so many seconds of attention products."""
     n, c, machine, rate = s.n, s.c, s.machine, s.machine.stream_bytes_s
     work, read, visited = layer_compute(s), s.dense(), None
     if n.experts:
@@ -103,12 +117,14 @@ def _layer(s: Setting, length: float, products: Array) -> PassSeconds:
         visited = n.experts / c.ep * (1.0 - missed ** (s.tokens * c.ep * c.etp / c.tp))
         read = read + s.experts() * visited * c.ep / n.experts
     matmul = np.maximum(matmuls(s, visited), read * machine.width / rate)
-    # Read once; where it is repeated, that is written and read.
     moved = sum(
-        count / n.layers * _kept(a, c.tp) * (1.0 + 2.0 * _repeats(a) * (_repeats(a) > 1))
-        for count, a in n.attentions
+        count / n.layers * (_kept(a, c.tp) + 2.0 * _expanded(a, c.tp)) for count, a in n.attentions
     )
-    attention = np.maximum(products, c.microbatch * length * moved * machine.width / rate)
+    cached = c.microbatch * length
+    attention = np.maximum(products, cached * moved * machine.width / rate)
+    if latent is not None:  # of the whole cache, beside that of the new tokens
+        rows = (matmul_seconds(machine, r, latent[0] / c.tp, latent[1]) for r in (cached, s.tokens))
+        attention = attention + next(rows) - next(rows)
     seconds = matmul + attention + work.elementwise
     tp, ep, gather, _ = forward_communication(s)
     return {
@@ -152,15 +168,12 @@ def pass_bytes(s: Setting, work: GenerateWorkload) -> tuple[Array, Array]:
     """Bytes on a rank beside weights and cache: for any number of sequences, and for each of them.
 
     Parameters of two layers, embedding and head gathered; one layer's activations of a pass over prompts, counted as
-    if backward needed them, its keys and values repeated for all heads, and the logits with two copies in float64.
+    if backward needed them, its keys and values for all query heads, and the logits with two copies in float64.
     """
     n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
     one = _of_length(s.under(microbatch=np.ones(1)), -(-work.prompt_len // work.prompt_passes))
-    repeated = sum(
-        count / n.layers * _kept(a, c.tp) * _repeats(a) * (_repeats(a) > 1)
-        for count, a in n.attentions
-    )
-    each = activation_bytes(one) + work.columns * repeated * width + n.vocab * (width + 16.0)
+    expanded = sum(count / n.layers * _expanded(a, c.tp) for count, a in n.attentions)
+    each = activation_bytes(one) + work.columns * expanded * width + n.vocab * (width + 16.0)
     gathered = (2.0 * (s.dense() + s.experts()) + s.outside / c.tp) * width
     moving = 1.0 + card.fragmentation
     return card.context_bytes + moving * np.where(c.dp_shard > 1, gathered, 0.0), moving * each

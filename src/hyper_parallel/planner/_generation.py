@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost import Candidates, Setting
-from hyper_parallel.cost._passes import cache_bytes, pass_bytes, pass_seconds
+from hyper_parallel.cost._passes import LayerKind, cache_bytes, pass_bytes, pass_seconds
 from hyper_parallel.errors import (
     BadValue,
     DoesNotFit,
@@ -139,7 +139,7 @@ def plan_generation(
     ruled_out["memory"] += int((~fits).sum())
     slots, kept = needed if together else np.clip(largest, 1, needed), np.flatnonzero(fits)
     setting = _setting(r, [layouts[i] for i in kept], slots[kept].astype(np.float64))
-    terms = pass_seconds(setting, [(len(layers), n) for layers, n in r.layer_kinds], work)
+    terms = pass_seconds(setting, [*_kinds(r)], work)
     priced = []
     for row, i in enumerate(kept):
         x, count = layouts[i], int(slots[i])
@@ -267,19 +267,18 @@ def _strategies(r: PlanRequest) -> Iterator[Strategy]:
 
 
 def _local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
-    """Bytes of every parameter on a rank by name, or why there are no layouts; stages and replicas do not matter."""
+    """Bytes of every parameter on a rank by name, or why it is not priced; stages and replicas do not matter."""
     try:
-        layouts = r.shard(s).layouts
+        shards = r.shard(s)
     except HyperParallelError as error:
         return error.what
-    params, width = (
-        (p for b in r.model.blocks for p in b.params),
-        DTYPE_BYTES[r.workload.param_dtype],
-    )
-    shapes = {
-        p.name: layouts[p.name].max_local_shape(p.shape, s.mesh_of(layouts[p.name])) for p in params
-    }
-    return {name: width * int(np.prod(shape)) for name, shape in shapes.items()}
+    if shards.whole_stream:
+        return "tensor parallelism leaves its attention whole"
+    sizes, width = {}, DTYPE_BYTES[r.workload.param_dtype]
+    for p in (p for b in r.model.blocks for p in b.params):
+        layout = shards.layouts[p.name]
+        sizes[p.name] = width * int(np.prod(layout.max_local_shape(p.shape, s.mesh_of(layout))))
+    return sizes
 
 
 def _cut(r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[str, int]) -> _Layout:
@@ -304,6 +303,13 @@ def _setting(r: PlanRequest, layouts: Sequence[_Layout], slots: Any = 1) -> Sett
     return Setting(
         r.numbers, r.machine, r.workload, Candidates.of_columns(**columns, microbatch=slots)
     )
+
+
+def _kinds(r: PlanRequest) -> Iterator[LayerKind]:
+    for layers, numbers in r.layer_kinds:
+        params = r.model.block_of(layers[0]).params
+        latent = (p.shape for p in params if p.name.endswith("kv_b_proj.weight"))
+        yield len(layers), numbers, next(latent, None)
 
 
 def _nothing_legal(

@@ -235,7 +235,10 @@ def context_boundaries(
         gather: All keys and values are gathered instead of passed around a ring; gradients are then scattered in
             float32 at least.
     """
-    heads, keys = share(attention.num_heads, cut.tp), key_heads(attention, cut.tp)
+    heads = share(attention.num_heads, cut.tp)
+    keys = heads
+    if attention.kind != "mla":
+        keys = share(attention.num_kv_heads, least(cut.tp, attention.num_kv_heads))
     widths = attention.qk_head_dim + attention.v_head_dim
     u, tokens = cut.ulysses, cut.tokens
     keys = common_multiple(keys, u)
@@ -252,13 +255,6 @@ def context_boundaries(
     whole = (("cp",), cut.ring, elements * cut.ring)
     yield Boundary("all_gather", *whole, pair, forward=gather, backward=gather, recomputed=gather)
     yield Boundary("reduce_scatter", *whole, gradients, "statistic", backward=gather)
-
-
-def key_heads(attention: AttentionSpec, ranks: Number) -> Number:
-    """Key and value heads of a tensor-parallel rank, one at least; MLA expands its latent to all heads."""
-    if attention.kind == "mla":
-        return share(attention.num_heads, ranks)
-    return share(attention.num_kv_heads, least(ranks, attention.num_kv_heads))
 
 
 def expert_boundaries(
