@@ -180,7 +180,7 @@ def test_throughput_lets_prompts_wait_and_latency_does_not():
     assert made.memory_bytes <= 2 * 2**30 * 0.95
     with pytest.raises(DoesNotFit, match="HP401") as caught:
         plan_generation(model, node, work, objective="latency")
-    most = int(caught.value.hint.split()[1].rstrip(","))
+    most = int(caught.value.hint.split()[1])
     plan_generation(model, node, replace(work, prompts=most), objective="latency")
     with pytest.raises(DoesNotFit):
         plan_generation(model, node, replace(work, prompts=most + 1), objective="latency")
@@ -238,7 +238,7 @@ def test_stages_are_cut_by_bytes():
         (DegreesMismatch, "HP301", {"strategy": "tp=2", "num_devices": 4}),
         (HyperParallelError, "HP203", {"strategy": "tp=3"}),
         (HyperParallelError, "HP203", {"strategy": "dp_shard=3 ep=3"}),
-        (BadValue, "goal", {"objective": "step-time"}),
+        (BadValue, "no such objective", {"objective": "step-time"}),
         (BadValue, "format", {"workload": GenerateWorkload(dtype="float8_e4m3fn")}),
         (BadValue, "context", {"workload": GenerateWorkload(prompt_len=4000)}),
         (NoLegalStrategy, "more data shares than prompts", {"num_devices": 7, "workload": GenerateWorkload(1)}),
@@ -248,7 +248,7 @@ def test_what_does_not_generate_is_refused_by_name(error, match, more):
     given = {"topology": machine(), "workload": LONG, **more}
     with pytest.raises(error, match=match) as caught:
         plan_generation(small_model(), **given)
-    assert caught.value.hint or caught.value.allowed
+    assert caught.value.hint
 
 
 def test_other_families_and_quantised_weights_are_refused_by_name():

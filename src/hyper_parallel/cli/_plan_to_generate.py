@@ -37,7 +37,9 @@ def plan_to_generate(
     chosen = ctx.params
     given = _given(ctx)
     if chosen["model"] is None:
-        raise BadValue("nothing to plan", hint="hyper-parallel plan llama-3-8b --for generate")
+        raise BadValue(
+            "nothing to plan", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate"
+        )
     made = plan_generation(
         read(chosen["model"]),
         chosen["topology"] or "local",
@@ -77,7 +79,7 @@ def _given(ctx: typer.Context) -> set[str]:
         raise Contradiction(
             f"{option} is for {'training' if generate else 'generation'}",
             got=f"--for {purpose}",
-            hint=f"leave out {option}" if generate else f"--for generate {option}",
+            hint=f"leave out {option}" if generate else "--for generate",
         )
     return typed
 

@@ -29,7 +29,7 @@ from hyper_parallel.ir import GenerateWorkload, Strategy, Workload
 from hyper_parallel.model import FAMILIES_READ, ModelSpec
 from hyper_parallel.planner._price import partition
 from hyper_parallel.planner._recipe import parse_strategy
-from hyper_parallel.planner._refusals import check_degrees, check_legal
+from hyper_parallel.planner._refusals import MOST_DOUBLINGS, check_degrees, check_legal
 from hyper_parallel.planner._request import LOCAL, PlanRequest, resolve
 from hyper_parallel.planner._space import divisors
 from hyper_parallel.topology import Supernode
@@ -111,7 +111,12 @@ def plan_generation(
         DoesNotFit: HP401 when none fits; the hint is a change that does.
     """
     if objective not in GENERATE_OBJECTIVES:
-        raise BadValue("there is no such goal", got=objective, allowed=GENERATE_OBJECTIVES)
+        raise BadValue(
+            "there is no such objective of generation",
+            got=objective,
+            allowed=GENERATE_OBJECTIVES,
+            hint="--objective throughput",
+        )
     given = parse_strategy(strategy) if isinstance(strategy, str) else strategy
     if given is not None:
         _check_axes(given)
@@ -127,15 +132,12 @@ def plan_generation(
     layouts = [*_layouts(r, work, ruled_out, given)]
     if not layouts:
         raise _nothing_legal(r, work, ruled_out)
-    capacity = r.machine.memory_bytes
-    fixed, each = (np.broadcast_to(b, len(layouts)) for b in pass_bytes(_setting(r, layouts), work))
-    ranks = zip(layouts, fixed, each, strict=True)
-    largest = np.array([np.min((capacity - x.weights - f) // (x.cache + e)) for x, f, e in ranks])
+    fixed, each, largest = _held(r, work, layouts)
     needed = np.array([x.needed for x in layouts])
     # A layout that is given is priced where it does not fit: predictions may be wrong, and nobody asked for a choice.
     fits = (largest >= (needed if together else 1)) | (given is not None)
     if not fits.any():
-        raise _nothing_fits(r, work, layouts, largest, together)
+        raise _nothing_fits(r, work, layouts, together)
     ruled_out["memory"] += int((~fits).sum())
     slots, kept = needed if together else np.clip(largest, 1, needed), np.flatnonzero(fits)
     setting = _setting(r, [layouts[i] for i in kept], slots[kept].astype(np.float64))
@@ -161,8 +163,8 @@ def plan_generation(
         priced.append((rank, made))
     best, *others = (made for _, made in sorted(priced, key=lambda p: p[0]))
     return GenerationPlan(
-        r.model.name, r.supernode.name, r.num_devices, work, objective, capacity, best, tuple(others[:top]),
-        len(priced), dict(+ruled_out), r.notes,
+        r.model.name, r.supernode.name, r.num_devices, work, objective, r.machine.memory_bytes, best,
+        tuple(others[:top]), len(priced), dict(+ruled_out), r.notes,
     )  # fmt: skip
 
 
@@ -184,17 +186,24 @@ def _request(
         raise UnsupportedSharding(
             "generation does not run quantised weights",
             got=f"{spec.name}, as published",
-            hint=f"--dtype {spec.dtype}, for a copy in that format",
+            allowed=f"a copy in {spec.dtype}",
+            hint=f"--dtype {spec.dtype}",
         )
     dtype = work.dtype or spec.dtype
     if dtype not in FORMATS:
-        raise BadValue("not a format that generation runs in", got=dtype, allowed=FORMATS)
+        raise BadValue(
+            "not a format that generation runs in",
+            got=dtype,
+            allowed=FORMATS,
+            hint="--dtype bfloat16",
+        )
     context = spec.max_position_embeddings
     if context is not None and work.columns > context:
         raise BadValue(
             "prompt and continuation are longer than the context of the model",
             got=f"{work.prompt_len} + {work.new_tokens} tokens",
             allowed=f"up to {context}",
+            hint=f"--prompt-len {max(1, context - work.new_tokens)}",
         )
     formats = replace(formats, compute_dtype=dtype, param_dtype=dtype, reduce_dtype=dtype)
     return replace(request, workload=formats)
@@ -325,14 +334,35 @@ def _nothing_legal(
     )
 
 
+def _held(
+    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[_Layout]
+) -> tuple[NDArray[np.float64], ...]:
+    """Bytes beside weights and cache, in all and for each sequence, and the most sequences of a data share that fit."""
+    both = pass_bytes(_setting(r, layouts), work)
+    fixed, each = (np.broadcast_to(b, len(layouts)) for b in both)
+    rows, capacity = zip(layouts, fixed, each, strict=True), r.machine.memory_bytes
+    most = [np.min((capacity - x.weights - f) // (x.cache + e)) for x, f, e in rows]
+    return fixed, each, np.array(most)
+
+
 def _nothing_fits(
-    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[_Layout], largest: NDArray[Any], together: bool
-) -> DoesNotFit:  # fmt: skip
-    most = max(int(n) * x.strategy.dp for n, x in zip(largest, layouts, strict=True))
+    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[_Layout], together: bool
+) -> DoesNotFit:
+    """The error when no layout fits, with fewer prompts or the number of devices, by doubling, that would."""
+
+    def most(r: PlanRequest, layouts: Sequence[_Layout]) -> int:
+        return max(
+            int(n) * x.strategy.dp for n, x in zip(_held(r, work, layouts)[2], layouts, strict=True)
+        )
+
+    hint = "a smaller model, or a machine with more memory"
+    if together and (prompts := most(r, layouts)) > 0:
+        hint = f"--prompts {prompts}"
+    elif r.supernode.name != LOCAL:
+        more = (replace(r, num_devices=r.num_devices << n) for n in range(1, MOST_DOUBLINGS + 1))
+        enough = (q for q in more if (x := [*_layouts(q, work, Counter())]) and most(q, x) > 0)
+        hint = next((f"--devices {q.num_devices}" for q in enough), hint)
     least = min(int(np.max(x.weights)) for x in layouts)
-    hint = "--devices with more of them, or shorter prompts"
-    if most >= 1 and together:
-        hint = f"--prompts {most}, or --objective throughput, where prompts wait for a slot"
     return DoesNotFit(
         f"{r.model.name} does not generate on {r.num_devices} devices of {r.supernode.name}",
         got=f"{format_bytes(least)} of weights on the fullest device at best, with {work.prompts} prompts",
