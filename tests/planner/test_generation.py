@@ -6,9 +6,10 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from hyper_parallel.cost import Machine
+from hyper_parallel.cost import Machine, step_cost
 from hyper_parallel.errors import (
     BadValue,
     DegreesMismatch,
@@ -17,8 +18,9 @@ from hyper_parallel.errors import (
     NoLegalStrategy,
     UnsupportedSharding,
 )
-from hyper_parallel.ir import GenerateWorkload, Strategy
+from hyper_parallel.ir import GenerateWorkload, Strategy, Workload
 from hyper_parallel.model import load_model, spec_from_config
+from hyper_parallel.planner import parse_strategy
 from hyper_parallel.planner._generation import plan_generation
 from tests.cost.machines import machine, small_model
 
@@ -130,6 +132,33 @@ def test_decode_reads_the_experts_that_tokens_choose():
     ):
         made = priced(model, parallel, replace(LONG, prompts=prompts))
         assert made.decode["weights and products"] == pytest.approx((dense + share * routed) / RATE)
+
+
+@pytest.mark.parametrize("parallel", ["", "tp=4", "dp_replicate=4"])
+def test_a_prefill_that_fills_the_device_is_the_forward_pass_of_training(parallel):
+    """A third of the products of a training step, 2 of 7 parts of its attention, 4 of 8 calls of a layer."""
+    model, node, formats = (
+        small_model(hidden=1024, heads=16, kv_heads=16),
+        machine(memory_gib=512),
+        "bfloat16",
+    )
+    made = priced(model, parallel, GenerateWorkload(64, 512, 1, formats), memory_gib=512)
+    strategy = parse_strategy(parallel)
+    work = Workload(512, tokens_per_step=64 * 512, accumulation_steps=1, param_dtype=formats)
+    terms = {t.name: t.seconds for t in step_cost(model, node, strategy, work.resolve(strategy.dp))}
+    assert made.prefill["weights and products"] == pytest.approx(terms["matmul"] / 3)
+    assert made.prefill["cache and attention"] == pytest.approx(terms["attention"] * 2 / 7)
+    assert made.prefill["element-wise"] == pytest.approx(terms["element-wise"] * 0.4)
+    if strategy.tp > 1:
+        layers = made.prefill["tp communication"] - one_end(made, model, node)
+        assert layers == pytest.approx(terms["tp communication"] / 2)
+
+
+def one_end(made, model, node):
+    """Seconds of scattering the embedding, gathering the last output and the logits of 64 sequences."""
+    ring = Machine.of(node, "bfloat16").ring((np.array([4.0]), np.array([1.0])))
+    stream = np.array([64 * 512 * model.hidden_size * 2.0])
+    return float((2 * ring.seconds(stream) + ring.seconds(np.array([64 * 4096 * 2.0])))[0])
 
 
 def test_more_prompts_take_longer_and_give_more_tokens():
