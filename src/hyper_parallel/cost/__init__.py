@@ -25,7 +25,7 @@ from hyper_parallel.cost._cards import (
 from hyper_parallel.cost._collectives import LINEAR_ENTRY, Rows, step_collectives
 from hyper_parallel.cost._copies import COPIES, Load, mixed_term, put_away
 from hyper_parallel.cost._machine import Machine, Ring
-from hyper_parallel.cost._memory import few_layers, kept_bytes, memory_key, memory_terms
+from hyper_parallel.cost._memory import few_layers, kept_bytes, memory_key, memory_terms, under
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._own_cards import (
     LOCAL_CARD,
@@ -36,7 +36,7 @@ from hyper_parallel.cost._own_cards import (
 )
 from hyper_parallel.cost._setting import Places, Setting
 from hyper_parallel.cost._stages import check_stage_layers, cut_layers, stage_layers
-from hyper_parallel.cost._step import LayerPrices
+from hyper_parallel.cost._step import BlockPrices, LayerPrices
 from hyper_parallel.cost._time import Scores, peak_memory, score, step_cost, step_seconds
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "SCHEDULES",
     "SHAPES",
     "UNFITTED_HALF_WIDTH",
+    "BlockPrices",
     "Candidates",
     "DeviceCard",
     "LayerPrices",
@@ -87,5 +88,6 @@ __all__ = [
     "step_collectives",
     "step_cost",
     "step_seconds",
+    "under",
     "with_numbers",
 ]

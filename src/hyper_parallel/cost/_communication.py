@@ -31,17 +31,23 @@ _PARAMETERS = (Purpose.FSDP_PARAMETERS, Purpose.EXPERT_PARAMETERS)
 
 
 @dataclass(frozen=True, slots=True)
-class Communication:
-    """Seconds of one layer and microbatch on one rank.
-
-    A pipeline's gradients are added up whole and scattered once per step, see `step_tail`: there `fsdp_scatter` and
-    `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
-    """
+class BlockCommunication:
+    """Seconds of one layer and microbatch on one rank that its blocks and its sequences decide."""
 
     tp: Array  # gathers and scatters of tensor parallelism beyond what hides behind matmuls
     tp_whole: Array  # all of them
     cp: Array  # key-value ring beyond the attention it hides behind, and head exchanges
     cp_whole: Array  # all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Communication(BlockCommunication):
+    """Those, and what also depends on which ranks share states.
+
+    A pipeline's gradients are added up whole and scattered once per step, see `step_tail`: there `fsdp_scatter` and
+    `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
+    """
+
     ep: Array  # all dispatches and combines of experts
     # parameter gathers and gradient scatters per microbatch beyond the layer they hide behind
     fsdp: Array
@@ -78,10 +84,17 @@ def call_seconds(s: Setting, b: Boundary) -> Array:
     return (2.0 if b.kind == "all_reduce" else 1.0) * ring.seconds(size)
 
 
-def layer_communication(s: Setting, work: Compute) -> Communication:
-    """Communication of one mean layer, as far as it does not hide behind its compute."""
-    n, stack, tp = s.n, s.machine.stack, _tensor(s)
+def block_communication(s: Setting, work: Compute) -> BlockCommunication:
+    """Communication inside the blocks of one mean layer, as far as it does not hide behind its compute."""
+    tp = _tensor(s)
     cp_whole, cp = _context(s, work)
+    hidden = exposed(tp, 3.0 * work.matmul, s.machine.stack.overlap_tp)
+    return BlockCommunication(hidden, tp, cp, cp_whole)
+
+
+def layer_communication(s: Setting, work: Compute, blocks: BlockCommunication) -> Communication:
+    """All communication of one mean layer, as far as it does not hide behind its compute."""
+    n, stack = s.n, s.machine.stack
     gather = scatter = again = outside = np.zeros(1)
     for b in _layers_shared(s, 1.0):
         if np.any(b.forward + b.backward):
@@ -95,8 +108,8 @@ def layer_communication(s: Setting, work: Compute) -> Communication:
     for b in _shared(s, float(n.embedding_weights + n.head_params) / s.c.tp, freed=False):
         if np.any(b.forward + b.backward):
             outside = outside + (b.forward + b.backward) * call_seconds(s, b)
-    hidden = exposed(tp, 3.0 * work.matmul, stack.overlap_tp)
-    return Communication(hidden, tp, cp, cp_whole, _experts(s), fsdp, gather, scatter, outside)
+    inside = (blocks.tp, blocks.tp_whole, blocks.cp, blocks.cp_whole)
+    return Communication(*inside, _experts(s), fsdp, gather, scatter, outside)
 
 
 def forward_communication(s: Setting) -> tuple[Array, Array, Array, Array]:

@@ -10,23 +10,49 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import Array, distinct
-from hyper_parallel.cost._communication import Communication, layer_communication
+from hyper_parallel.cost._candidates import Array
+from hyper_parallel.cost._communication import (
+    BlockCommunication,
+    Communication,
+    block_communication,
+    layer_communication,
+)
 from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds
 from hyper_parallel.cost._pipeline import StageSplit, lay_out
 from hyper_parallel.cost._setting import Setting
 
-_LAYER_COLUMNS = (
-    "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp", "microbatch",
-    "recompute", "zero", "order", "regather", "attention_tokens", "cp_gather",
-)  # fmt: skip
-_FACTORISE_FROM = 512
-"""Rows from which pricing distinct layers once is worth finding them."""
 LOGIT_BYTES = 24.0
 """Bytes moved per logit by the loss: written, cast to float32 (read 2, written 4), softmax and its gradient in place
 (read and written twice), cast back."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPrices:
+    """What the blocks, the sequences and the recomputation of a layer decide.
+
+    Where links are as fast wherever a group lies, pipelines and the ranks that share states change nothing of it.
+    """
+
+    work: Compute  # compute of a mean layer
+    comm: BlockCommunication  # communication inside the blocks of a mean layer
+    head: Array  # seconds of the output projection and the loss of one microbatch
+
+    @classmethod
+    def of(cls, s: Setting) -> BlockPrices:
+        """Prices of candidates, columns of one length or an open grid."""
+        work = layer_compute(s)
+        return cls(work, block_communication(s, work), _head(s))
+
+    def at(self, shape: tuple[int, ...], index: Any) -> BlockPrices:
+        """Those that an index selects, of candidates of a shape."""
+
+        def chosen(part: Any) -> Any:
+            if isinstance(part, np.ndarray):
+                return np.broadcast_to(part, shape)[index]
+            return replace(part, **{f.name: chosen(getattr(part, f.name)) for f in fields(part)})
+
+        return BlockPrices(chosen(self.work), chosen(self.comm), chosen(self.head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +64,10 @@ class LayerPrices:
     head: Array  # seconds of the output projection and the loss of one microbatch
 
     @classmethod
-    def of(cls, s: Setting) -> LayerPrices:
-        """Prices of the layers of candidates, each distinct layer computed once."""
-        c = s.c
-        if c.pp.ndim != 1 or len(c) < _FACTORISE_FROM:
-            work = layer_compute(s)
-            return cls(work, layer_communication(s, work), _head(s))
-        # With another order than the mesh's own the strides of a layer's groups also depend on the outer axes.
-        moved = bool((c.order > 0).any())
-        columns = (*_LAYER_COLUMNS, "pp", "dp_replicate") if moved else _LAYER_COLUMNS
-        # Of a pipeline only that it is one: its sharded gradients are reduced once per step.
-        first, index = distinct([getattr(c, name) for name in columns] + [np.minimum(c.pp, 2.0)])
-        layers = Setting(s.n, s.machine, s.workload, c.take(first))
-        work = layer_compute(layers)
-        return cls(
-            _rows(work, index), _rows(layer_communication(layers, work), index), _rows(_head(layers), index)
-        )  # fmt: skip
+    def of(cls, s: Setting, blocks: BlockPrices | None = None) -> LayerPrices:
+        """Prices of the layers of candidates; `blocks` are those of their blocks when they are known."""
+        blocks = blocks or BlockPrices.of(s)
+        return cls(blocks.work, layer_communication(s, blocks.work, blocks.comm), blocks.head)
 
     @property
     def layer(self) -> Array:
@@ -61,13 +75,6 @@ class LayerPrices:
         w, m = self.work, self.comm
         work = w.forward + w.backward + w.recompute + w.launch
         return work + m.tp + m.cp + m.fsdp
-
-
-def _rows(value: Any, index: NDArray[np.intp]) -> Any:
-    """The rows that an index lists, of a column that is not one value for all."""
-    if isinstance(value, np.ndarray):
-        return value[index] if value.size > 1 else value
-    return replace(value, **{f.name: _rows(getattr(value, f.name), index) for f in fields(value)})
 
 
 def _head(s: Setting) -> Array:
@@ -90,9 +97,9 @@ class Step:
     stages: StageSplit
 
     @classmethod
-    def of(cls, s: Setting) -> Step:
-        """Layers priced, and laid out on stages."""
-        prices, stack = LayerPrices.of(s), s.machine.stack
+    def of(cls, s: Setting, blocks: BlockPrices | None = None) -> Step:
+        """Layers priced, and laid out on stages; arguments as of `LayerPrices.of`."""
+        prices, stack = LayerPrices.of(s, blocks), s.machine.stack
         chunked = (s.c.pp > 1) & (s.c.vpp > 1)
         hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
         ep = prices.comm.ep * (1.0 - hidden)

@@ -20,7 +20,7 @@ from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._phases import moved_bytes, stage_elements
 from hyper_parallel.cost._pipeline import bubble_seconds
 from hyper_parallel.cost._setting import Setting
-from hyper_parallel.cost._step import Step
+from hyper_parallel.cost._step import BlockPrices, Step
 from hyper_parallel.ir import AXES, CostTerm, MemoryTerm, Strategy, Workload
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.topology import Supernode
@@ -83,9 +83,9 @@ class TimeTerm:
         return CostTerm(self.name, float(self.seconds[index]), self.formula, inputs, self.source)
 
 
-def time_terms(s: Setting) -> tuple[TimeTerm, ...]:
+def time_terms(s: Setting, blocks: BlockPrices | None = None) -> tuple[TimeTerm, ...]:
     """All terms of the step time; their sum is the prediction."""
-    step, stack, c = Step.of(s), s.machine.stack, s.c
+    step, stack, c = Step.of(s, blocks), s.machine.stack, s.c
     terms = [*paced_terms(s, step), *rest_terms(s, step)]
     total = sum((t.seconds for t in terms), np.zeros(1))
     noise = stack.straggle * np.log2(np.maximum(c.world_size, 1.0))
@@ -100,14 +100,17 @@ def time_terms(s: Setting) -> tuple[TimeTerm, ...]:
     return tuple(replace(t, seconds=np.broadcast_to(t.seconds, shape)) for t in ordered)
 
 
-def step_seconds(s: Setting, parts: Literal["all", "pace"] = "all") -> Array:
+def step_seconds(
+    s: Setting, parts: Literal["all", "pace"] = "all", blocks: BlockPrices | None = None
+) -> Array:
     """The sum of the time terms.
 
     Args:
         s: What is priced, columns of one length.
         parts: `pace` leaves out what the sharing of states adds and what comes once per step.
+        blocks: Prices of their blocks when they are known.
     """
-    terms = time_terms(s) if parts == "all" else paced_terms(s, Step.of(s))
+    terms = time_terms(s, blocks) if parts == "all" else paced_terms(s, Step.of(s, blocks))
     return np.broadcast_to(sum((t.seconds for t in terms), np.zeros(1)), shape_of(s.c))
 
 

@@ -9,7 +9,6 @@ again, and what exceeds the device lies in host memory.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -20,14 +19,14 @@ from numpy.typing import NDArray
 
 from hyper_parallel.cost import (
     RECOMPUTE,
+    BlockPrices,
     Candidates,
     Machine,
     Setting,
-    distinct,
     few_layers,
-    memory_key,
     offloaded_bytes,
     step_seconds,
+    under,
 )
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner._space import Columns, Space
@@ -179,16 +178,19 @@ class Pricer:
         if 0 in regathers and not stack.keep_gathered * stack.sequence_parallel:
             regathers = [0]
         self.kinds = kinds
-        pairs = itertools.product(space.offloads, regathers, sorted({0, *kinds}))
-        self.choices: list[Choice] = list(pairs)
+        self._pairs = list(itertools.product(regathers, sorted({0, *kinds})))
+        self.choices: list[Choice] = [(o, *p) for o in space.offloads for p in self._pairs]
         self.may = np.array([kind in kinds for *_, kind in self.choices])
         self.usual: Choice = (0, regathers[0], 0)
+        self._priced: tuple[int, int] = 0, 0
+        self._blocks: BlockPrices
         # Of parameters and gradients sharded, or optimizer states alone, one holds least.
         self.leanest = [z for z in space.zeros if z in (3, 1)] or space.zeros
 
     def setting(self, columns: Columns, **fixed: float) -> Setting:
         """Rows to be priced, some columns of which are the same for all."""
-        named: dict[str, Any] = {n: c for n, c in (columns | fixed).items() if n != "dp"}
+        named: dict[str, Any] = columns | fixed
+        named = {n: c for n, c in named.items() if n not in ("dp", "block")}
         if "zero" in named:
             # As `Candidates.of`: one microbatch's gradients are reduced layer by layer in any case.
             alone = (named["zero"] == 1) & (np.asarray(named["accumulation"]) == 1)
@@ -207,10 +209,23 @@ class Pricer:
         """Seconds per step under one choice, at least."""
         if not count(columns):
             return np.empty(0)
-        fixed = dict(zip(("offload", "regather", "recompute"), map(float, choice), strict=True))
+        fixed, blocks = dict(zip(FREED, map(float, choice), strict=True)), None
+        if "block" in columns:
+            place = self._pairs.index(choice[1:]), columns["block"].astype(np.intp)
+            blocks = self._blocks.at(self._priced, place)
         if "zero" in columns:
-            return step_seconds(self.setting(columns, **fixed))
-        return step_seconds(self.setting(columns, **fixed, dp_shard=1.0, zero=0.0), "pace")
+            return step_seconds(self.setting(columns, **fixed), blocks=blocks)
+        return step_seconds(self.setting(columns, **fixed, dp_shard=1.0, zero=0.0), "pace", blocks)
+
+    def price_blocks(self, columns: Columns) -> Columns:
+        """Blocks with column `block`, by which those of their prices are found that pipelines and states do not change.
+
+        These are the blocks of one slice: the deepest levels come first, so that nothing of another slice is priced
+        before this one is done, but complete strategies, whose groups lie somewhere.
+        """
+        self._blocks = BlockPrices.of(under(self.setting(columns), self._pairs))
+        self._priced = len(self._pairs), count(columns)
+        return columns | {"block": np.arange(count(columns), dtype=np.float64)}
 
     def microbatch_s(self, columns: Columns) -> Array:
         """Least seconds per token of one microbatch over all layers, all stages equally full, without sharding."""
@@ -223,11 +238,10 @@ class Pricer:
 
     def peak(self, columns: Columns) -> Array:
         """Peak bytes under every choice, at least, [choices, rows]."""
-        pairs = list(dict.fromkeys(choice[1:] for choice in self.choices))
         held = []
         for offload in self.space.offloads:
             ways = [
-                offloaded_bytes(self.setting(columns, **open_, offload=float(offload)), pairs)
+                offloaded_bytes(self.setting(columns, **open_, offload=float(offload)), self._pairs)
                 for open_ in self._open(columns)
             ]
             held.append(np.minimum.reduce(ways))
@@ -246,105 +260,3 @@ class Pricer:
     def _open(self, columns: Columns) -> list[dict[str, float]]:
         """What may stand for an open `zero`."""
         return [{}] if "zero" in columns else [{"zero": float(zero)} for zero in self.leanest]
-
-
-class Completer:
-    """Completes rows with the way to free memory, and cuts those that do not fit or cannot be among the best.
-
-    Attributes:
-        pricer: What prices the rows.
-        threshold: Seconds per token that a strategy must beat.
-        cut: Rows that were cut, by reason.
-        priced: Complete strategies that were priced.
-        least_bytes: Least peak of what did not fit.
-    """
-
-    def __init__(self, pricer: Pricer, threshold: float) -> None:
-        self.pricer, self.threshold = pricer, threshold
-        self.cut: Counter[str] = Counter()
-        self.priced, self.least_bytes = 0, np.inf
-
-    def faster(self, per_token_s: Array) -> NDArray[np.bool_]:
-        """Which can still be among the best; the others are counted."""
-        fast: NDArray[np.bool_] = per_token_s <= self.threshold * (1 + TIE)
-        self.cut["slower by its bound"] += int((~fast).sum())
-        return fast
-
-    def complete(self, columns: Columns) -> tuple[Columns, Columns]:
-        """Prices of rows that can be among the best, and the rows that do not fit at all.
-
-        Of a partial strategy the fastest way to free memory is taken; of one with an order of its axes every way is a
-        row of its own, for the best is found by simulation. A way that takes as long as another one is left out.
-        Recomputation is of as few layers of a rank as make it fit: between nothing and everything recomputed, time and
-        the bytes of every phase are linear in the layers, which are equal. What lies between is with offload the memory
-        plan's, which drops single results at the price that the copies' term has.
-
-        Memory is cheaper to price than time, so what cannot fit goes first; few of the columns matter to it, so each
-        distinct row is priced once.
-        """
-        pricer = self.pricer
-        first, index = distinct(memory_key(columns, pricer.request.workload.seq_len))
-        keys = select(columns, first)
-        held = pricer.peak(keys)
-        can = (held <= pricer.capacity) & pricer.may[:, None]
-        lean = can.any(axis=0)
-        fits = lean[index]
-        self.cut["does not fit in memory"] += int((~fits).sum())
-        lost, columns, index = select(columns, ~fits), select(columns, fits), index[fits]
-        if not lean.all():
-            self.least_bytes = min(self.least_bytes, held[pricer.may][:, ~lean].min())
-        tokens = pricer.tokens(columns)
-        least = pricer.seconds(columns, pricer.usual)
-        fast = self.faster(least / tokens)
-        columns, index, least = select(columns, fast), index[fast], least[fast]
-        most = self.threshold * (1 + TIE) * tokens[fast]
-        best, cut_by_tp = np.full(len(index), np.inf), columns["tp_x"] * columns["tp_y"] > 1.0
-        known: dict[Choice, Array] = {pricer.usual: least}
-
-        def seconds(which: NDArray[np.intp], choice: Choice) -> Array:
-            """Prices of some rows, each computed once; what is made again in full gathers its inputs anyway."""
-            offload, regather, kind = choice
-            choice = (offload, pricer.usual[1] if kind == FULL else regather, kind)
-            values = known.setdefault(choice, np.full(len(index), np.nan))
-            new = which[np.isnan(values[which])]
-            values[new] = pricer.seconds(select(columns, new), choice)
-            return values[which]
-
-        ways: list[tuple[NDArray[np.intp], Array]] = []
-        for number, choice in enumerate(pricer.choices):
-            offload, regather, kind = choice
-            # Nothing is better than what adds nothing.
-            open_ = can[number][index] & (best > least * (1 + TIE))
-            which = np.flatnonzero(open_ & (cut_by_tp | (regather == pricer.usual[1])))
-            start = seconds(which, (0, regather, 0))
-            which, start = which[start <= most[which]], start[start <= most[which]]
-            if not len(which):
-                continue
-            some, memory = select(columns, which), held[number][index[which]]
-            step, layers = seconds(which, choice), np.full(len(which), -1.0)
-            if kind and not offload and 0 in pricer.kinds:
-                distinct_keys, place = np.unique(index[which], return_inverse=True)
-                few = pricer.few_layers(select(keys, distinct_keys), choice)
-                needed, memory = (v[place] for v in few)
-                all_layers = np.ceil(pricer.request.numbers.layers / some["pp"])
-                step = start + needed / all_layers * (step - start)
-                layers = np.where(needed < all_layers, needed, -1.0)
-            ways.append((which, np.array(np.broadcast_arrays(step, memory, layers, *choice))))
-            best[which] = np.minimum(best[which], step)
-        return self._rows(columns, ways), lost
-
-    def _rows(self, columns: Columns, ways: list[tuple[NDArray[np.intp], Array]]) -> Columns:
-        which = np.concatenate([np.empty(0, dtype=np.intp), *(rows for rows, _ in ways)])
-        table = np.concatenate([np.empty((6, 0)), *(values for _, values in ways)], axis=1)
-        if "order" in columns:
-            self.priced += len(which)
-        else:
-            # By more than rounding: of ways that are as fast the plainer is taken, which comes first.
-            place = np.repeat(np.arange(len(ways)), [len(rows) for rows, _ in ways])
-            fastest = np.lexsort((table[0] * (1 + TIE * place), which))
-            fastest = fastest[np.diff(which[fastest], prepend=-1) > 0]
-            which, table = which[fastest], table[:, fastest]
-        rows = select(columns, which)
-        table[0] /= self.pricer.tokens(rows)
-        rows |= dict(zip((*PRICES, *FREED), table, strict=True))
-        return select(rows, self.faster(table[0]))

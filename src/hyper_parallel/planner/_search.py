@@ -27,14 +27,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost import SCHEDULES
+from hyper_parallel.cost import SCHEDULES, distinct
 from hyper_parallel.ir import AXES
 from hyper_parallel.planner._bounds import (
     FREED,
     FULL,
     PRICES,
     TIE,
-    Completer,
     Pricer,
     count,
     join,
@@ -42,6 +41,7 @@ from hyper_parallel.planner._bounds import (
     select,
     tuples,
 )
+from hyper_parallel.planner._complete import Completer
 from hyper_parallel.planner._space import BLOCKS, Columns, Space
 
 Array = NDArray[np.float64]
@@ -55,6 +55,7 @@ MOST_ROWS: Final = 2_500_000
 
 _PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
 _FIRST: Final = ("tp_x", "tp_y", "cp", "microbatch")
+_HELD: Final = ("tp_x", "cp", "microbatch", "ep", "etp")
 _PIPELINE: Final = ("pp", "dp", "accumulation", "schedule", "vpp")
 _STATES: Final = ("dp_replicate", "dp_shard", "zero")
 _LAID_OUT: Final = ("dp_shard", "cp", "tp_x", "tp_y", *BLOCKS)
@@ -99,9 +100,10 @@ class BranchAndBound:
         self._known: dict[tuple[Any, ...], Array] = {}
         self.meshes = space.meshes()
         self.legal = count(self.meshes) > 0
-        self._rows_of: dict[tuple[int, ...], list[int]] = {}
-        for row, key in enumerate(tuples(self.meshes, _FIRST)):
-            self._rows_of.setdefault(key, []).append(row)
+        # Where tp ranks may be cut as tp_x and tp_y, they may be so in every pipeline.
+        self._pipes: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
+        for x, y, *key, pp, dp, steps in tuples(self.meshes, (*_FIRST, *_PIPELINE[:3])):
+            self._pipes.setdefault((x * y, *key), {})[pp, dp, steps] = None
         self.bound = self._run()
 
     def _run(self) -> float:
@@ -142,77 +144,99 @@ class BranchAndBound:
         keep = self.completer.faster(bound)
         return select(columns, keep), bound[keep]
 
-    def _options(self, options: Callable[..., Sequence[Any]], *key: int) -> Array:
-        """Options of a level; many partial strategies share them."""
-        known = (options, *key)
-        if known not in self._known:
-            self._known[known] = np.array(options(*key), dtype=np.float64)
-        return self._known[known]
-
     def _grow(
         self,
         columns: Columns,
         names: Sequence[str],
         options: Callable[..., Sequence[Any]],
         *keys: Array,
-    ) -> tuple[Columns, NDArray[np.intp]]:
-        """Every row once for each of the options of its key, and the rows that they come from."""
-        table = np.column_stack(keys).astype(int).tolist()
-        parts = [self._options(options, *key).reshape(-1, len(names)) for key in table]
-        source = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        grown = dict(zip(names, np.concatenate([np.empty((0, len(names))), *parts]).T, strict=True))
-        return {**select(columns, source), **grown}, source
+    ) -> Columns:
+        """Every row once for each of the options of its key; many rows share them."""
+        first, index = distinct(keys)
+        parts = []
+        for values in np.column_stack(keys)[first].astype(int).tolist():
+            known = (options, *values)
+            if known not in self._known:
+                found = np.array(options(*values), dtype=np.float64)
+                self._known[known] = found.reshape(-1, len(names))
+            parts.append(self._known[known])
+        offered, source = _repeated(names, parts, index)
+        return {**select(columns, source), **offered}
 
     def _blocks(self) -> tuple[Columns, Array]:
         """Degrees with their blocks, bounded by computation and communication of the layers."""
-        first = np.array(list(self._rows_of), dtype=np.float64).reshape(-1, len(_FIRST))
-        columns = dict(zip(_FIRST, first.T, strict=True))
+        first, _ = distinct([self.meshes[n] for n in _FIRST])
+        columns = {n: self.meshes[n][np.sort(first)] for n in _FIRST}
         inner = [columns[n] for n in _FIRST[:3]]
         ranks = self.space.request.num_devices // np.prod(inner, axis=0)
-        grown, _ = self._grow(columns, BLOCKS, self.space.blocks, *inner, ranks)
+        grown = self._grow(columns, BLOCKS, self.space.blocks, *inner, ranks)
         return grown, self.pricer.microbatch_s(grown) if count(grown) else np.empty(0)
 
     def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Blocks with pp and a schedule, bounded by the pipeline; what cannot fit is cut."""
-        keys = [columns[n] for n in _FIRST]
-        grown, source = self._grow(columns, _PIPELINE, self._pipelines_of, *keys)
-        ranks = grown["dp"] * grown["tp_x"] * grown["tp_y"] * grown["cp"]
-        folds = ranks % (grown["ep"] * grown["etp"]) == 0
-        # 1F1B fills and drains p - 1 microbatches, interleaved a v-th of that; the others at least nothing.
-        plain = np.isin(grown["schedule"], _PLAIN)
-        idle = np.where(plain, (grown["pp"] - 1.0) / grown["vpp"], 0.0) / grown["accumulation"]
-        bound = bound[source] * (1.0 + idle)
-        grown, bound = self._within(select(grown, folds), bound[folds])
-        if not len(bound):
-            return grown, bound
-        grown["dp_replicate"], grown["dp_shard"] = np.ones(len(bound)), grown["dp"]
-        rows, lost = self.completer.complete(grown)
-        self._lost.append({n: c[:TOO_BIG_PRICED] for n, c in lost.items()})
+        """Blocks with pp and a schedule, bounded by the pipeline; what cannot fit is cut.
+
+        Many blocks are the same to memory, so what fits is known before rows are made of what does not.
+        """
+        tp = columns["tp_x"] * columns["tp_y"]
+        keys = dict(zip(_HELD, (tp, *(columns[n] for n in _HELD[1:])), strict=True))
+        first, index = distinct([*keys.values()])
+        names = (*_PIPELINE, "filled", "fits")
+        offered, source = _repeated(names, self._pipelines_of(select(keys, first)), index)
+        bound = bound[source] * offered.pop("filled")
+        fast, fits = self.completer.faster(bound), offered.pop("fits") > 0.0
+        offered |= {"dp_replicate": np.ones(len(bound)), "dp_shard": offered["dp"]}
+        lost, kept = np.flatnonzero(fast & ~fits), np.flatnonzero(fast & fits)
+        self.completer.cut["does not fit in memory"] += len(lost)
+        lost = lost[:TOO_BIG_PRICED]
+        self._lost.append({**select(columns, source[lost]), **select(offered, lost)})
+        columns = self.pricer.price_blocks(columns)
+        rows = self.completer.complete({**select(columns, source[kept]), **select(offered, kept)})
         return _without(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
-    def _pipelines_of(self, *key: int) -> list[tuple[int, ...]]:
-        """Rows of `_PIPELINE` for degrees and sequences per microbatch."""
-        names = [self.meshes[n] for n in _PIPELINE[:3]]
-        rows = [tuple(int(column[row]) for column in names) for row in self._rows_of[key]]
+    def _pipelines_of(self, columns: Columns) -> list[Array]:
+        """Pipelines of rows of `_HELD`, tp_x all of tp: `_PIPELINE`, what filling multiplies a step by, what fits."""
+        keys = tuples(columns, _HELD)
+        new = [row for row, key in enumerate(keys) if key not in self._known]
+        if new:
+            kinds = select(columns, np.array(new))
+            kinds |= {"kind": np.arange(float(len(new))), "tp_y": np.ones(len(new))}
+            grown = self._grow(kinds, _PIPELINE, self._schedules, *(kinds[n] for n in _HELD[:3]))
+            ranks = grown["dp"] * grown["tp_x"] * grown["cp"]
+            grown = select(grown, ranks % (grown["ep"] * grown["etp"]) == 0)
+            # 1F1B fills and drains p - 1 microbatches, interleaved a v-th of that; the others at least nothing.
+            plain = np.isin(grown["schedule"], _PLAIN)
+            idle = np.where(plain, (grown["pp"] - 1.0) / grown["vpp"], 0.0) / grown["accumulation"]
+            # What is held grows with the padding of sequences, which is least where all of cp exchanges heads.
+            grown |= {"dp_shard": grown["dp"], "cp_ulysses": grown["cp"]}
+            _, fits = self.completer.fit(_without(grown, "kind"))
+            table = np.column_stack([*(grown[n] for n in _PIPELINE), 1.0 + idle, fits])
+            ends = np.searchsorted(grown["kind"], np.arange(1, len(new)))
+            for row, part in zip(new, np.split(table, ends), strict=True):
+                self._known[keys[row]] = part
+        return [self._known[key] for key in keys]
+
+    def _schedules(self, *key: int) -> list[tuple[int, ...]]:
+        """Rows of `_PIPELINE` for tp, cp and sequences per microbatch."""
+        rows = self._pipes[key]
         return [(*row, *way) for row in rows for way in self.space.schedules(row[0], row[2])]
 
     def _states(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
         """Pipelines with data parallelism and recomputation, complete but for the order of the axes."""
         inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
         keys = (columns["pp"], columns["dp"], inner, columns["ep"] * columns["etp"])
-        grown, _ = self._grow(columns, _STATES, self.space.states, *keys)
+        grown = self._grow(columns, _STATES, self.space.states, *keys)
         grown = select(grown, self.space.shards(grown))
         if not count(grown):
             return grown, np.empty(0)
-        rows, _ = self.completer.complete(grown)
+        rows = self.completer.complete(grown)
         return _without(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
     def _ordered(self, columns: Columns, bound: Array, inner: bool) -> tuple[Columns, Array]:
         """Complete strategies under the orders of the axes that make a difference; the rows go on, for the others."""
         keys = (*(columns[n] for n in AXES), np.full(len(bound), float(inner)))
-        grown, _ = self._grow(columns, ("order",), self._orders_of, *keys)
+        grown = self._grow(_without(columns, "block"), ("order",), self._orders_of, *keys)
         if count(grown):
-            self._take(self.completer.complete(grown)[0])
+            self._take(self.completer.complete(grown))
         return columns, bound
 
     def _orders_of(self, *key: int) -> list[int]:
@@ -276,6 +300,20 @@ class BranchAndBound:
         return columns | dict(
             zip(PRICES, (per_token[which], memory, -np.ones(len(which))), strict=True)
         )
+
+
+def _repeated(
+    names: Sequence[str], parts: Sequence[Array], index: NDArray[np.intp]
+) -> tuple[Columns, NDArray[np.intp]]:
+    """For every row all of the part that its index names, as columns, and the row that each of them is for."""
+    sizes = np.array([len(part) for part in parts], dtype=np.intp)
+    counts, starts = sizes[index], np.cumsum(sizes) - sizes
+    source = np.repeat(np.arange(len(index)), counts)
+    # A part lies together, and what a row has of it is counted from its start.
+    before = np.cumsum(counts) - counts
+    place = np.arange(len(source)) + (starts[index] - before)[source]
+    table = np.concatenate([np.empty((0, len(names))), *parts])[place]
+    return dict(zip(names, table.T, strict=True)), source
 
 
 def _without(rows: Columns, *names: str) -> Columns:
