@@ -41,7 +41,8 @@ def run(mode: str, steps: int, place: Path) -> list[dict[str, object]]:
     out = place / mode
     words = [f"training.steps={steps}", f"output_dir={out}", "checkpoint.resume=never"]
     command = [sys.executable, "-m", "hyper_parallel", "-q", "train", str(RECIPE), "--no-calibrate"]
-    subprocess.run([*command, *MODES[mode], *words, "checkpoint.export=false"], check=True)
+    words.append("checkpoint.export=false")
+    subprocess.run([*command, *MODES[mode], *words], check=True, stdout=sys.stderr)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
