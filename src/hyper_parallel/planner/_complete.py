@@ -21,7 +21,7 @@ from hyper_parallel.planner._bounds import (
 from hyper_parallel.planner._space import Columns
 
 
-class Held:
+class PeakBytes:
     """Kinds of rows, each a number, with their peak bytes and the layers that recomputation needs.
 
     Memory knows few of the columns, neither shapes nor an order of the axes: far fewer kinds are priced than rows, and
@@ -89,7 +89,7 @@ class Completer:
     """
 
     def __init__(self, pricer: Pricer, threshold: float) -> None:
-        self.pricer, self.threshold, self.held = pricer, threshold, Held(pricer)
+        self.pricer, self.threshold, self.held = pricer, threshold, PeakBytes(pricer)
         self.cut: Counter[str] = Counter()
         self.priced, self.least_bytes = 0, np.inf
 
@@ -100,7 +100,7 @@ class Completer:
         return fast
 
     def fit(self, columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """The kind of every row as `Held` knows it, and whether it fits in any way."""
+        """The kind of every row as `PeakBytes` knows it, and whether it fits in any way."""
         kinds = self.held.kinds(columns)
         held = self.held.bytes(kinds)[self.pricer.may]
         fits: NDArray[np.bool_] = (held <= self.pricer.capacity).any(axis=0)
