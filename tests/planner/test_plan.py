@@ -146,6 +146,13 @@ def test_a_plan_whose_order_is_not_one_of_the_axes_is_refused():
             Plan.from_json(text.replace('"cp"', wrong))
 
 
+def test_a_plan_with_memory_of_an_unknown_tier_is_refused():
+    text = plan(small_model(), machine(), num_devices=4).to_json()
+    assert '"tier": "hbm"' in text
+    with pytest.raises(PlanUnreadable, match="memory"):
+        Plan.from_json(text.replace('"tier": "hbm"', '"tier": "h"', 1))
+
+
 def test_edited_plan_is_priced_again():
     supernode = machine()
     first = plan(small_model(), supernode, Workload(512, 512 * 8), strategy=Strategy(dp_shard=8))

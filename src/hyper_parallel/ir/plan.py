@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import _text
@@ -43,7 +43,7 @@ class MemoryTerm:
     """One term of the predicted peak memory of the fullest device."""
 
     name: str
-    tier: str
+    tier: Literal["hbm", "dram", "flash"]
     bytes: int
     formula: str
 

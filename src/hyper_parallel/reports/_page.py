@@ -209,8 +209,8 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
     for kind, steps in zip(("predicted", "measured"), run.offload or (), strict=False):
         names = {lane: _COPIES.get(lane, lane) for lane in steps.lanes}
         charts[f"offload {kind}"] = lanes(_told(steps, _offload_kind), names)
-    for tier in ("device", "dram", "flash") if run.offload else ():
-        charts[f"offload {tier}"] = _tier(run, tier)
+    for place in ("device", "dram", "flash") if run.offload else ():
+        charts[f"offload {place}"] = _tier(run, place)
     return charts
 
 
