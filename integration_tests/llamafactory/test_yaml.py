@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from test_sft import CONFIG, run
+from test_sft import SHAPE, run
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] }}"
@@ -25,7 +25,7 @@ def place(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("yaml")
     set_seed(0)
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(root / "model")
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(root / "model")
     bpe = ByteLevelBPETokenizer()
     special = [
         "<|begin_of_text|>",
