@@ -92,6 +92,21 @@ def test_bytes_are_counted_as_a_recorded_program_counts_them():
     assert watch.peak_bytes == peak_of(recorder.recording("step")).num_bytes
 
 
+def test_a_buffer_from_before_the_count_is_counted_while_it_is_filled():
+    room, other = Holder(torch.empty(1000)), Holder(torch.empty(1000))
+    other.tensor.untyped_storage().resize_(0)
+    with StorageWatch() as watch:
+        room.tensor.view(10, 100) + 1  # first met through a view
+        room.tensor.untyped_storage().resize_(0)
+        other.tensor.untyped_storage().resize_(4000)
+        other.tensor.copy_(torch.ones(1000))  # first met as what an operator writes
+        other.tensor.untyped_storage().resize_(0)
+        torch.ones(1500)
+    assert (
+        watch.peak_bytes == 4000 + 4000
+    )  # each buffer beside one result; the last result is smaller
+
+
 def test_a_refilled_storage_that_nobody_announced_is_no_silent_constant():
     room = Holder(torch.zeros(1000))
     with pytest.raises(CaptureUnsupported, match="resizes"):

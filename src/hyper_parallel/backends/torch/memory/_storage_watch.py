@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,12 @@ def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
     ):  # the first tensor of its operators is the one that all ranks share
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
+
+
+@functools.cache
+def _returns_input(func: Any) -> bool:
+    """Whether an operator returns a view of what it is given, or what it has written into."""
+    return any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 class StorageWatch:
@@ -71,7 +78,9 @@ class StorageWatch:
                 self.hold(tensor)
         for tensor in tensors_in(out):
             if self._storages.find(tensor) is None:
-                self._storages.add(tensor, Entry("", 0, "activation"), watch=func is EMPTY)
+                # What is first met as an operator's input was there before: FSDP may have refilled it.
+                resizable = func is EMPTY or _returns_input(func)
+                self._storages.add(tensor, Entry("", 0, "activation"), watch=resizable)
         if self._sample is not None:
             self._sample(self._storages.live_bytes, self._storages.peak_bytes)
         return out
