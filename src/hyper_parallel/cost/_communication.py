@@ -27,6 +27,8 @@ from hyper_parallel.shard import (
     sharing_boundaries,
 )
 
+_MIRROR = {"reduce_scatter": "all_gather"}
+"""Kinds that take as long as another one."""
 _PARAMETERS = (Purpose.FSDP_PARAMETERS, Purpose.EXPERT_PARAMETERS)
 
 
@@ -68,20 +70,27 @@ def call_seconds(s: Setting, b: Boundary) -> Array:
     A message to the next of g ranks is one of the g - 1 rounds of a gather. The relayouts of 2-D tensor parallelism are
     priced as scatters.
     """
+    formats = {"reduce": s.reduce_width, "statistic": max(4.0, s.machine.width)}
+    width, kind = formats.get(b.format, s.machine.width), _MIRROR.get(b.kind, b.kind)
+    key = (kind, b.axes, width, id(b.elements))
+    if key not in s.priced_calls:
+        s.priced_calls[key] = b.elements, _call_seconds(s, b, kind, b.elements * width)
+    return s.priced_calls[key][1]
+
+
+def _call_seconds(s: Setting, b: Boundary, kind: str, size: Array) -> Array:
     machine, places = s.machine, s.places
-    formats = {"reduce": s.reduce_width, "statistic": max(4.0, machine.width)}
-    size = b.elements * formats.get(b.format, machine.width)
-    if b.kind == "all_to_all" and b.axes == ("ep",):
+    if kind == "all_to_all" and b.axes == ("ep",):
         copies = s.n.experts_per_token / s.n.moe_share if machine.stack.ep_dedup else 1.0
         token = s.n.hidden * machine.width
         return machine.all_to_all_seconds(size, *places.experts["ep"], copies=copies, message=token)
-    if b.kind == "all_to_all" and b.axes == ("cp",):
+    if kind == "all_to_all" and b.axes == ("cp",):
         return machine.all_to_all_seconds(size, (s.c.cp_ulysses, places.axis("cp")[1]))
     ring = s.ring(b.axes)
-    if b.kind == "send_recv":
+    if kind == "send_recv":
         rounds: Array = np.maximum(b.ranks - 1.0, 1.0)
         return ring.seconds(size * b.ranks) / rounds
-    return (2.0 if b.kind == "all_reduce" else 1.0) * ring.seconds(size)
+    return (2.0 if kind == "all_reduce" else 1.0) * ring.seconds(size)
 
 
 def block_communication(s: Setting, work: Compute) -> BlockCommunication:

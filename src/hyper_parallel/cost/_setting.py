@@ -90,6 +90,10 @@ class Setting:
     workload: Workload  # sequence length and number formats; batch numbers are the candidates'
     c: Candidates
     _rings: dict[tuple[str, ...], Ring] = field(default_factory=dict, init=False, repr=False)
+    # kind, axes, width and identity of the elements of a collective -> these elements and its seconds
+    priced_calls: dict[tuple[str, tuple[str, ...], float, int], tuple[Array, Array]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def under(self, **columns: Array) -> Setting:
         """The same with some columns of the candidates replaced."""

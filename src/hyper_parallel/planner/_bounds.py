@@ -22,6 +22,7 @@ from hyper_parallel.cost import (
     BlockPrices,
     Candidates,
     Machine,
+    Ring,
     Setting,
     few_layers,
     offloaded_bytes,
@@ -45,6 +46,8 @@ PRICES: Final = ("per_token_s", "memory_bytes", "layers")
 TIE: Final = 1e-9
 """Values that differ by less, relatively, are equal: the rest is rounding."""
 _MANY: Final = 1e12  # microbatches, so many that nothing is left of what comes once per step
+_CACHED: Final = 2**14
+"""Rows whose columns, a few dozen at a time, a processor's cache holds: more at once take twice as long a row."""
 _DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 
 
@@ -126,6 +129,15 @@ class RelaxedMachine(Machine):
             joined_size=float(joined[0]) if joined else np.inf,
             outside_bytes_s=sum(sets[1:]) if joined else np.inf,
         )
+
+    def ring(self, *axes: Axis) -> Ring:
+        """As `Machine.ring`, of which there is little left on one tier."""
+        size, tier = reduce(np.multiply, [degree for degree, _ in axes]), self.tiers[0]
+        sends, delay = size > 1, tier.latency_s.value * self.card.latency
+        if not sends.any():
+            return Ring(size, np.full(1, np.inf), np.zeros(1))
+        rate = tier.bytes_s.value * self.link_share(tier)
+        return Ring(size, np.where(sends, rate, np.inf), np.where(sends, delay, 0.0))
 
     def all_to_all_seconds(
         self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf
@@ -231,7 +243,9 @@ class Pricer:
         """Least seconds per token of one microbatch over all layers, all stages equally full, without sharding."""
         once = dict.fromkeys(("pp", "dp_shard", "dp_replicate", "vpp"), 1.0)
         fixed = {**once, "zero": 0.0, "accumulation": _MANY, "regather": float(self.usual[1])}
-        step = step_seconds(self.setting(columns, **fixed), "pace")
+        starts = range(0, count(columns), _CACHED)
+        parts = ({n: c[at : at + _CACHED] for n, c in columns.items()} for at in starts)
+        step = np.concatenate([step_seconds(self.setting(p, **fixed), "pace") for p in parts])
         ranks = columns["tp_x"] * columns["tp_y"] * columns["cp"]
         tokens = self.request.num_devices * columns["microbatch"] * self.request.workload.seq_len
         return step / _MANY * (1 - TIE) * ranks / tokens

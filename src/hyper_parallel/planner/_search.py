@@ -22,7 +22,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,8 @@ SLICE: Final = 768
 MOST_ROWS: Final = 2_500_000
 """Prices after which a search ends with what it has; the certificate then tells the gap."""
 
+_Waiting: TypeAlias = tuple[float, int, Columns, NDArray[np.intp], Array]
+"""Partial strategies by their least bound and a serial number: columns, rows by their bound, and the bounds."""
 _PLAIN: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
 _FIRST: Final = ("tp_x", "tp_y", "cp", "microbatch")
 _HELD: Final = ("tp_x", "cp", "microbatch", "ep", "etp")
@@ -115,34 +117,34 @@ class BranchAndBound:
             partial(self._ordered, inner=False),
         )
         last = len(levels) - 1
-        open_: list[list[tuple[float, int, Columns, Array]]] = [[] for _ in levels]
+        open_: list[list[_Waiting]] = [[] for _ in levels]
         serial = itertools.count()
+
+        def wait(level: int, columns: Columns, order: NDArray[np.intp], bound: Array) -> None:
+            if len(order):
+                waiting = float(bound[0]), next(serial), columns, order, bound
+                heapq.heappush(open_[level], waiting)
 
         def push(level: int, columns: Columns, bound: Array) -> None:
             order = np.argsort(bound, kind="stable")
-            for start in range(0, len(order), SLICE):
-                which = order[start : start + SLICE]
-                part = select(columns, which), bound[which]
-                heapq.heappush(open_[level], (float(part[1][0]), next(serial), *part))
+            wait(level, columns, order, bound[order])
 
         push(0, *self._blocks())
         while any(open_) and self.pricer.rows < MOST_ROWS:
             # Orders that are seldom of use come when the best is known.
             level = max((i for i in range(last) if open_[i]), default=last)
-            _, _, columns, bound = heapq.heappop(open_[level])
-            columns, bound = self._within(columns, bound)
-            if len(bound):
-                columns, bound = levels[level](columns, bound)
+            _, _, columns, order, bound = heapq.heappop(open_[level])
+            fast = self.completer.faster(bound)
+            order, bound = order[fast], bound[fast]
+            wait(level, columns, order[SLICE:], bound[SLICE:])
+            if len(order):
+                columns = select(columns, order[:SLICE])
+                columns, bound = levels[level](columns, bound[:SLICE])
                 if level < last:
-                    push(level + 1, *self._within(columns, bound))
+                    push(level + 1, columns, bound)
         self.rows, self.slower = join(self._found), join(self._slower)
         left = [waiting[0][0] for waiting in open_ if waiting]
         return min([self.completer.threshold, *left])
-
-    def _within(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Those that can still be among the best."""
-        keep = self.completer.faster(bound)
-        return select(columns, keep), bound[keep]
 
     def _grow(
         self,
