@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-config = typer.Typer(
+app = typer.Typer(
     name="config",
     help="Look at a recipe the way a run would see it.",
     no_args_is_help=True,
@@ -16,7 +16,7 @@ config = typer.Typer(
 )
 
 
-@config.command()
+@app.command()
 def show(
     recipe: Annotated[Path, typer.Argument(help="Recipe, YAML or JSON.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Values as a.b=c.")] = None,

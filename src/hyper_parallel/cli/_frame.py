@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -101,6 +102,8 @@ def run(app: typer.Typer) -> None:
         sys.exit(1)
     except Exception as error:
         _defect(error)
+    finally:
+        gc.freeze()  # the process ends: reference cycles need not be looked for
 
 
 def _defect(error: Exception) -> NoReturn:
