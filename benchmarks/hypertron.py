@@ -1,7 +1,7 @@
 """What the full strategy space is predicted to gain over the 5-D space of Megatron-LM and DeepSpeed on supernodes.
 
 Dense 310B and Mixtral-8x22B on 2,048 dies of CloudMatrix384-class supernodes. Everything here is a prediction of the
-cost model; nothing was run on such a machine. Hypertron (SC'25) published 56.7 % MFU on 2,048 NPUs and 1.33x over the
+cost model, strategies that this version cannot run included; nothing was run on such a machine. Hypertron (SC'25) published 56.7 % MFU on 2,048 NPUs and 1.33x over the
 best configuration of existing frameworks, without its tables; the two numbers are printed for orientation only.
 
     python benchmarks/hypertron.py            # a table
@@ -49,7 +49,10 @@ def best(
     plans = []
     for some in pins:
         try:
-            plans.append(plan(model, topology, WORKLOAD, num_devices=devices, pins=some, top=1))
+            made = plan(
+                model, topology, WORKLOAD, num_devices=devices, pins=some, top=1, all_layouts=True
+            )
+            plans.append(made)
         except HyperParallelError:
             continue
     return min(plans, key=lambda p: p.step_s, default=None)

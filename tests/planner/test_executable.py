@@ -17,7 +17,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Workload
 from hyper_parallel.model import spec_from_config
-from hyper_parallel.planner import plan_recipe
+from hyper_parallel.planner import plan, plan_recipe
 from hyper_parallel.planner._pins import check_pins
 from hyper_parallel.planner._plan import search
 from hyper_parallel.planner._refine import find
@@ -167,3 +167,11 @@ def test_auto_takes_two_axes_where_they_are_faster():
     )
     assert chosen.strategy.tp_y > 1
     assert chosen.layouts
+
+
+def test_layouts_that_are_pinned_and_refused_are_no_lack_of_memory():
+    """Some of these strategies do not fit, those that do need layouts that GPT-2's stacked projections have not."""
+    pins = {"tp_x": 4, "tp_y": 2, "cp": 2, "microbatch": 1, "dp_replicate": 1}
+    made = plan("megatron-310b", "cloudmatrix384", num_devices=256, pins=pins)
+    assert (made.strategy.tp_x, made.strategy.tp_y) == (4, 2)
+    assert any("cannot run this plan" in note for note in made.notes)

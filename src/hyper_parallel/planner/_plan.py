@@ -93,7 +93,7 @@ def require(request: PlanRequest, outcome: Outcome) -> None:
     if outcome.fits:
         return
     least_bytes = outcome.search.completer.least_bytes
-    if not outcome.search.legal or np.isinf(least_bytes):
+    if not outcome.search.legal or outcome.search.refused or np.isinf(least_bytes):
         raise nothing_legal(request, outcome.search.space.ruled_out)
     raise nothing_fits(request, int(least_bytes))
 

@@ -76,6 +76,7 @@ class BranchAndBound:
         slower: Other complete strategies that were priced; whether this version runs them was not asked.
         bound: Seconds per token that everything that was not completed exceeds.
         legal: Whether there is a legal combination of degrees and microbatch.
+        refused: Complete strategies that fit and whose layouts this version cannot run.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class BranchAndBound:
         self.completer = Completer(self.pricer, at_most_s_per_token or np.inf)
         self.domains = link_domains(self.pricer.machine)
         self.rows = self.slower = join([])
+        self.refused = 0
         self._found: list[Columns] = []
         self._slower: list[Columns] = []
         self._lost: list[Columns] = []
@@ -247,7 +249,10 @@ class BranchAndBound:
     def runs(self, rows: Columns, position: int) -> bool:
         """Whether this version can run a strategy; counted when it cannot."""
         reason = self.space.refusal_of(*(int(rows[name][position]) for name in _LAID_OUT))
-        return reason is None or not self.space.refused(reason)
+        if reason is not None:
+            self.space.refused(reason)
+            self.refused += 1
+        return reason is None
 
     def _take(self, rows: Columns) -> None:
         """Keep what runs and can be among the best, fastest first; each lowers what the others must beat.
