@@ -25,7 +25,7 @@ model: {{path: {root}/model.json}}
 data: {{source: {root}/text.txt, seq_len: 32, vocab_size: 384, cache_dir: {root}/cache}}
 training:
   {{steps: 3, dtype: float64, tokens_per_step: 256, lr: 1.0e-2, warmup_steps: 1, lr_schedule: constant,
-    eval_tokens: 500}}
+    eval_tokens: 200}}
 parallel: {{dp_shard: 1}}
 """
 

@@ -36,7 +36,7 @@ ON_EIGHT = (
     Strategy(dp_replicate=2, dp_shard=2, tp_x=2),
 )
 """On eight ranks: more of them than rows and heads. Products of more axes there are drawn by `test_fuzz.py`."""
-ON_FOUR = ("qwen3-tied-accumulated", "qwen3-uneven")
+ON_FOUR = ("qwen3-uneven",)
 """Cases that run on every layout of four ranks; the others where both axes, or only tensor parallelism, cut them."""
 
 
