@@ -1,9 +1,10 @@
-"""Our losses and TRL's own functions on the same batch: log-probabilities, DPO and its kin, ORPO, KTO.
+"""Our losses and TRL's own functions on the same batch: log-probabilities, DPO and its kin, ORPO, KTO, reward models.
 
 make test-llamafactory
 """
 
 import json
+from collections import defaultdict
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -11,18 +12,29 @@ import llamafactory.extras.packages  # noqa: F401  TRL 0.24 reads availability o
 import numpy as np
 import pytest
 import torch
-from trl import CPOTrainer, DPOTrainer, KTOTrainer, ORPOTrainer
+from trl import CPOTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer
 from trl.trainer.dpo_config import FDivergenceType
 
 import hyper_parallel as hp
-from hyper_parallel.config import Data, Dpo, Kto
-from hyper_parallel.trainer.data import Batches, prepare
+from hyper_parallel.backends.torch._token_scores import score_every_token
+from hyper_parallel.config import Data, Dpo, Kto, Rm
+from hyper_parallel.trainer.data import Batches, load_tokenizer, prepare
 from hyper_parallel.trainer.stages._dpo import WITHOUT_REFERENCE, DpoStage
 from hyper_parallel.trainer.stages._kto import KtoStage
 from hyper_parallel.trainer.stages._reference import Reference
+from hyper_parallel.trainer.stages._reward_model import RewardModelStage
 
 BETA, SMOOTH, GAMMA, GOOD, BAD = 0.3, 0.1, 0.7, 1.2, 0.6
 SEQ_LEN = 64
+ROWS = 16
+SIZES = {
+    "vocab_size": 280, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+WORK = hp.Workload(
+    SEQ_LEN, tokens_per_step=ROWS * SEQ_LEN, microbatch=4, accumulation_steps=4,
+    compute_dtype="float32", param_dtype="float32", reduce_dtype="float32",
+)  # fmt: skip
 TEXTS = [(f"What is {i}+{i % 7}?", f"It is {i + i % 7}" + "!" * (i % 5), f"{i}?") for i in range(8)]
 
 
@@ -35,6 +47,8 @@ class Accelerator:
     def gather_for_metrics(value):
         return value
 
+    gather = gather_for_metrics
+
 
 def moved(model):
     """Another model that is near to one."""
@@ -46,11 +60,9 @@ def moved(model):
     return other
 
 
-def make_step(name, place):
-    """A step of a stage: the rows, and log-probabilities of both models by TRL's function from plain transformers."""
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-    if name == "dpo":
+def make_rows(name, place):
+    """The data of a stage, as it is prepared."""
+    if name in ("dpo", "rm"):
         records = [{"prompt": q, "chosen": a, "rejected": b} for q, a, b in TEXTS]
     else:
         records = [
@@ -61,15 +73,19 @@ def make_step(name, place):
     data = Data(source=str(place / "rows.jsonl"), seq_len=SEQ_LEN, packing=False, holdout=0.0,
                 vocab_size=280, cache_dir=str(place / "cache"))  # fmt: skip
     packed = prepare(data, stage=name, model_path=None, seed=0, progress=False)
-    rows = len(packed.train)
-    assert rows == 16
+    assert len(packed.train) == ROWS
+    return packed
+
+
+def make_step(name, place):
+    """A step of a stage: the rows, and log-probabilities of both models by TRL's function from plain transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    packed = make_rows(name, place)
     set_seed(0)
-    before = LlamaForCausalLM(LlamaConfig(
-        vocab_size=280, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )).eval()  # fmt: skip
+    before = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
     after = moved(before)
-    at = np.arange(rows)
+    at = np.arange(ROWS)
     ids, targets = (torch.from_numpy(a) for a in packed.train.read(at))
     # TRL moves labels itself.
     whole = torch.cat([ids, torch.zeros_like(ids[:, :1])], 1)
@@ -80,14 +96,10 @@ def make_step(name, place):
             logits = model(input_ids=whole).logits
         return KTOTrainer.get_batch_logps(logits, labels, average_log_prob=average)
 
-    work = hp.Workload(
-        SEQ_LEN, tokens_per_step=rows * SEQ_LEN, microbatch=4, accumulation_steps=4,
-        compute_dtype="float32", param_dtype="float32", reduce_dtype="float32",
-    )  # fmt: skip
     model = deepcopy(before)
-    plan = hp.plan_of(model, "", work)
+    plan = hp.plan_of(model, "", WORK)
     hp.parallelize(model, plan)
-    batches = Batches(packed.train, sequences_per_step=rows, shuffle=False, together=2)
+    batches = Batches(packed.train, sequences_per_step=ROWS, shuffle=False, together=2)
     reference = Reference(model, plan, 0, True, place, None, torch.device("cpu"))
     reference.begin(packed.train)
     reference.source = place  # the run goes on: its model is another one now
@@ -178,3 +190,42 @@ def test_the_loss_of_good_and_bad_answers_is_trls(answers):
     assert loss == pytest.approx(float(losses.nanmean()), rel=1e-5)
     assert record["chosen"] == pytest.approx(float(chosen.mean()), rel=1e-4)
     assert record["rejected"] == pytest.approx(float(rejected.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("coefficient", [None, 0.01])
+def test_the_loss_of_a_reward_model_is_trls(tmp_path, coefficient):
+    from transformers import LlamaConfig, LlamaForSequenceClassification, set_seed
+
+    packed, at = make_rows("rm", tmp_path), np.arange(ROWS)
+    ids, targets = (torch.from_numpy(a) for a in packed.train.read(at))
+    set_seed(0)
+    padding = load_tokenizer(packed.tokenizer_dir).pad_token_id
+    config = LlamaConfig(**SIZES, num_labels=1, pad_token_id=padding)
+    theirs = LlamaForSequenceClassification(config)
+    with torch.no_grad():
+        theirs.score.weight *= 20  # scores that are not all near 0
+    # TRL's collator puts the chosen answers first.
+    order = [*at[0::2], *at[1::2]]
+    ends = (targets != -100).int().argmax(1)
+    mask = (torch.arange(SEQ_LEN) <= ends[:, None]).long()
+    given = {"input_ids": ids[order], "attention_mask": mask[order]}
+    trl = SimpleNamespace(
+        args=SimpleNamespace(center_rewards_coefficient=coefficient), accelerator=Accelerator,
+        model=theirs.train(), _metrics={"train": defaultdict(list)}, _total_train_tokens=0,
+    )  # fmt: skip
+    wanted = RewardTrainer.compute_loss(trl, theirs, given)
+    mine = deepcopy(theirs)
+    score_every_token(mine)
+    plan = hp.plan_of(mine, "", WORK)
+    hp.parallelize(mine, plan)
+    stage = RewardModelStage(Rm(center_rewards_coefficient=coefficient), plan, torch.device("cpu"))
+    step = SimpleNamespace(model=mine, batches=None, ids=ids, targets=targets, rows=at)
+    loss, record = ours(step, stage)
+    metrics = trl._metrics["train"]
+    assert loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert 0 < record["accuracy"] < 1
+    assert record["accuracy"] == pytest.approx(metrics["accuracy"][0])
+    assert record["margin"] == pytest.approx(metrics["margin"][0], rel=1e-5)
+    assert (record["chosen"] + record["rejected"]) / 2 == pytest.approx(
+        metrics["mean_reward"][0], rel=1e-5
+    )

@@ -167,6 +167,8 @@ def said(root, *overrides):
           "training.max_grad_norm": None}),
         ("stage=dpo dataset=pairs pref_loss=ipo pref_beta=0.3 val_size=0 eval_strategy=no",
          {"data.format": "preference", "training.microbatch": 4, "dpo.loss_type": "ipo", "dpo.beta": 0.3}),
+        ("stage=rm dataset=pairs val_size=0 eval_strategy=no",
+         {"data.format": "preference", "training.microbatch": 4, "dpo.beta": 0.1}),
         ("stage=kto dataset=tagged pref_beta=0.3 kto_rejected_weight=1.5 val_size=0 eval_strategy=no",
          {"data.format": "alpaca", "training.microbatch": 4, "kto.beta": 0.3, "kto.undesirable_weight": 1.5,
           "kto.desirable_weight": 1.0, "dpo.beta": 0.1}),
@@ -192,7 +194,7 @@ def test_keys_mean_what_they_mean_there(root, words, wanted):
     [
         ("lora_rnk=8", "HP101", "lora_rank"),
         ("quantization_bit=4", "HP104", "`quantization_bit` of LlamaFactory is not done here"),
-        ("stage=rm", "HP102", "pt, sft, dpo, kto"),
+        ("stage=ppo", "HP102", "pt, sft, dpo, kto, rm"),
         ("do_train=false", "HP102", "do_train"),
         ("template=qwen", "HP104", "template=null"),
         ("template=llama3", "HP104", "start_header_id"),

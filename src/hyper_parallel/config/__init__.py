@@ -1,6 +1,6 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
-from hyper_parallel.config._comparisons import COMPARED, PAIRED, Dpo, Grpo, Kto, Orpo
+from hyper_parallel.config._comparisons import COMPARED, PAIRED, Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._launch_section import Launch
 from hyper_parallel.config._load_recipe import (
     DEGREES,
@@ -42,6 +42,7 @@ __all__ = [
     "Orpo",
     "Parallel",
     "Recipe",
+    "Rm",
     "Section",
     "Training",
     "describe",

@@ -12,10 +12,11 @@ COMPARED: Final = {
     "dpo": "pairs of answers",
     "orpo": "pairs of answers",
     "kto": "answers with labels",
+    "rm": "pairs of answers",
     "grpo": "prompts with answers",
 }
 """Stages that compare answers, and what they read."""
-PAIRED: Final = ("dpo", "orpo", "kto")
+PAIRED: Final = ("dpo", "orpo", "kto", "rm")
 """Those of them whose rows of the data belong together in twos."""
 
 
@@ -70,6 +71,13 @@ class Orpo(Section):
 
     beta: float = Field(default=0.1, gt=0)
     """Weight of the odds ratio beside the cross entropy of the chosen answer."""
+
+
+class Rm(Section):
+    """Learning a score of answers from pairs of them with `stage: rm`."""
+
+    center_rewards_coefficient: float | None = Field(default=None, ge=0)
+    """How much it counts that the scores of a pair do not add up to 0 (TRL's name). None: 0."""
 
 
 class Kto(Section):

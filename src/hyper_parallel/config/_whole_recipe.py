@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hyper_parallel.config._comparisons import Dpo, Grpo, Kto, Orpo
+from hyper_parallel.config._comparisons import Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._launch_section import Launch
 from hyper_parallel.config._low_rank import Lora
 from hyper_parallel.config._sections import (
@@ -28,10 +28,10 @@ class Recipe(Section):
 
     model: Model
     """Which model."""
-    stage: Literal["pt", "sft", "dpo", "orpo", "kto", "grpo"] = "pt"
+    stage: Literal["pt", "sft", "dpo", "orpo", "kto", "rm", "grpo"] = "pt"
     """Loss on every token (pt), on the assistant's tokens of conversations (sft), on which of two answers is preferred
-    (dpo, orpo), on which answers are good or bad (kto), or on the rewards of the model's own answers to prompts
-    (grpo)."""
+    (dpo, orpo; rm: of a score in place of next tokens), on which answers are good or bad (kto), or on the rewards of
+    the model's own answers to prompts (grpo)."""
     data: Data = Field(default_factory=Data)
     """What it reads."""
     training: Training = Field(default_factory=Training)
@@ -44,6 +44,8 @@ class Recipe(Section):
     """How pairs of answers are compared without a reference."""
     kto: Kto = Field(default_factory=Kto)
     """How good and bad answers are weighed."""
+    rm: Rm = Field(default_factory=Rm)
+    """How scores of answers are learned."""
     grpo: Grpo = Field(default_factory=Grpo)
     """How completions are made and rewarded."""
     lora: Lora | None = None

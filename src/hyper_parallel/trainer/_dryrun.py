@@ -77,6 +77,13 @@ def dry_run(
             where="--dry-run",
             hint="start it without torchrun",
         )
+    if recipe.stage == "rm":
+        raise Contradiction(
+            "a dry run traces the cross entropy of next tokens, and a reward model has none",
+            where=loaded.where("stage"),
+            got="stage=rm, --dry-run",
+            hint="stage=dpo",
+        )
     spec = read_spec(recipe.model.path, loaded.where("model.path"))
     plan = plan_recipe(recipe, num_ranks, loaded.where, spec)
     size = plan.strategy.world_size

@@ -248,7 +248,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     _check_checkpoint(loaded)
     trusted = recipe.model.trust_remote_code
     where, searched = loaded.where("model.path"), recipe.parallel.auto
-    spec = read_spec(recipe.model.path, where, trusted=trusted, tried=searched)
+    scores = recipe.stage == "rm"
+    spec = read_spec(recipe.model.path, where, trusted=trusted, tried=searched, scores=scores)
     weights = weights_directory(recipe, loaded.where("model.path"))
     if weights is not None:
         WeightFiles(weights)

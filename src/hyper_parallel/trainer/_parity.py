@@ -48,7 +48,15 @@ _LEFT_OUT: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
 """Axes that are left out where there are too many, the ones that most layouts have in common first."""
 _MOST_WHOLE: Final = 50_000_000
 """Parameters of a model that is made shorter only, where the narrow one does not work."""
-_SEQ_LEN: Final = {"pt": 64, "sft": 512, "dpo": 512, "orpo": 512, "kto": 512, "grpo": 512}
+_SEQ_LEN: Final = {
+    "pt": 64,
+    "sft": 512,
+    "dpo": 512,
+    "orpo": 512,
+    "kto": 512,
+    "rm": 512,
+    "grpo": 512,
+}
 _MICROBATCHES: Final = 4  # as many as stages of two virtual ones on two ranks need
 
 Steps = list[dict[str, float]]
@@ -162,6 +170,7 @@ def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
         loaded.where("model.path"),
         trusted=recipe.model.trust_remote_code,
         tried=recipe.parallel.auto,
+        scores=recipe.stage == "rm",
     )
     whole = plan_recipe(recipe, None, loaded.where, spec).strategy
     hybrid = whole.cp_kind == "hybrid" and whole.cp > 2

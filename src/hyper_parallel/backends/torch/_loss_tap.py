@@ -6,6 +6,8 @@ of the vocabulary, or of its piece of the tokens (tensor parallelism). Two thing
     logprobs   [B, S]  log-probability of every target, whole sequences in order, the same on every rank of tp x cp;
                        backward takes each rank's own part once
     logits     [N, V]  all columns for this rank's own tokens; every token is on one rank of tp x cp
+
+Of a model that scores tokens, which has one logit for each, `scores` [B, S] are what log-probabilities are of others.
 """
 
 from __future__ import annotations
@@ -63,13 +65,24 @@ class LossTap:
 
     def logprobs(self, logits: Tensor, targets: Tensor) -> Tensor:
         """[B, S] from this rank's logits and targets; 0 where the target is -100."""
+        own = cross_entropy(self.tp, logits, targets.reshape(-1), summed=False)
+        # No view leaves the model: FSDP hangs its hooks on what it returns.
+        return -self._whole(own, targets)
+
+    def scores(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """[B, S], in float32 at least, of [B, S / cp, 1] or of this rank's piece of the tokens."""
+        if self.tp is not None:
+            self.tp.loss_taken = True
+        wide = logits.reshape(-1).to(torch.promote_types(logits.dtype, torch.float32))
+        return self._whole(wide, targets).clone()
+
+    def _whole(self, own: Tensor, targets: Tensor) -> Tensor:
+        """[B, S] of one number for each token that this rank's head has seen."""
         tp = self.tp
-        own = cross_entropy(tp, logits, targets.reshape(-1), summed=False)
         if tp is not None and tp.head == "tokens":
             own = join(own, 0, tp.group)[: targets.numel()]
         own = own.view(targets.shape)
-        # No view leaves the model: FSDP hangs its hooks on what it returns.
-        return -own if self.context is None else -join_sequences(self.context, own)
+        return own if self.context is None else join_sequences(self.context, own)
 
     def own_logits(self, logits: Tensor, index: Tensor) -> Tensor:
         """[N, V] of the tokens of `own_tokens`."""

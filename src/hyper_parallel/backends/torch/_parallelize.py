@@ -19,6 +19,7 @@ from hyper_parallel.backends.torch._resolve import (
     layers_of,
     resolve_layouts,
 )
+from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch._trial_flow import follow
 from hyper_parallel.backends.torch.context._apply import (
     apply_context_parallel,
@@ -155,6 +156,8 @@ def apply_plan(
         usual = loss_function(tp, balance.add_to if whole else None)
         model.loss_function = tap = LossTap(usual, tp, context)
         loss_of_logits(model)
+    elif scores_tokens(model):
+        model.loss_function = tap = LossTap(loss_function(tp, None), tp, context)
     if stages is not None:
         stages.install(model)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.backends.torch._token_scores import head_of
 from hyper_parallel.backends.torch.weights._lora import Adapter, adapt
 from hyper_parallel.config import NAMES_OF_EXPERTS
 from hyper_parallel.errors import (
@@ -100,7 +101,7 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
 
 def _linear_modules(model: nn.Module) -> set[str]:
     """Ends of the names of linear modules, but the head."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     modules = (n for n, m in model.named_modules() if type(m) is nn.Linear and m is not head)
     return {name.rpartition(".")[2] for name in modules}
 
@@ -120,7 +121,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    head = model.get_output_embeddings()
+    head = head_of(model)
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, ModulesToSaveWrapper):

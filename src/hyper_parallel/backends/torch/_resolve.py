@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
 from hyper_parallel.backends.torch.weights._initialise import base_parameters
 from hyper_parallel.backends.torch.weights._lora import adapter_layouts
 from hyper_parallel.errors import PlanMismatch, UnsupportedSharding
@@ -310,7 +311,8 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
     if whole and one:
         return ()
     ends = {style: module for style, module in ends.items() if style not in whole}
-    return tuple(Rule(names[id(module)], style) for style, module in ends.items())
+    scores = (Rule(SCORE, "replicate"),) if scores_tokens(model) else ()
+    return (*(Rule(names[id(module)], style) for style, module in ends.items()), *scores)
 
 
 def _splits_rows(module: nn.Module) -> bool:

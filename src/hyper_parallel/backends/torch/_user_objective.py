@@ -20,6 +20,7 @@ from hyper_parallel.backends.torch._collectives import purpose, sum_forward
 from hyper_parallel.backends.torch._handle import Handle, handle
 from hyper_parallel.backends.torch._loss import cross_entropy, shifted
 from hyper_parallel.backends.torch._loss_tap import cut_batch
+from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.errors import BadObjective, BadValue, NoLoss, UnsupportedSharding
 from hyper_parallel.ir import Purpose
 
@@ -86,7 +87,8 @@ def objective_loss(
     over: Over | None,
 ) -> Tensor:
     """Root of the backward of one microbatch; the values add up over cp and data ranks to that of the objective."""
-    over = over or ("logprobs" if _gives_loss(model, attached) else "output")
+    scores = over is None and scores_tokens(model)
+    over = over or ("logprobs" if scores or _gives_loss(model, attached) else "output")
     value: Tensor
     if over == "output":
         if attached.pipeline is not None:
@@ -98,7 +100,8 @@ def objective_loss(
             )
         value = _value(objective, model(**_for_model(model, batch)), batch)
     elif over == "logprobs":
-        value = _value(objective, _logprobs(model, attached, batch), batch)
+        first = _scores(model, attached, batch) if scores else _logprobs(model, attached, batch)
+        value = _value(objective, first, batch)
     elif over == "logits":
         first, own = _own_logits(model, attached, batch)
         value = _value(objective, first, own)
@@ -146,6 +149,12 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
         )
     flat = targets.to(logits.device).reshape(-1)
     return -cross_entropy(None, logits, flat, summed=False).view(targets.shape)
+
+
+def _scores(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> Tensor:
+    """[B, S] scores of every token."""
+    assert attached.loss is not None
+    return _tapped(model, attached, batch, targets_of(model, batch), attached.loss.scores)
 
 
 def _own_logits(
@@ -239,7 +248,8 @@ def _named(model: nn.Module) -> dict[str, inspect.Parameter]:
 def _gives_loss(model: nn.Module, attached: Handle) -> bool:
     """Whether a model gives the loss of next tokens; labels of an encoder and decoder are not moved."""
     takes = "labels" in _named(model) or _free(model)
-    return attached.loss is not None and takes and not _translates(model)
+    classifies = _translates(model) or scores_tokens(model)
+    return attached.loss is not None and takes and not classifies
 
 
 def _translates(model: nn.Module) -> bool:

@@ -42,7 +42,7 @@ SAME: Final[dict[str, tuple[str, Any]]] = {
 
 WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "flash_attn": {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"},
-    "stage": {"pt": "pt", "sft": "sft", "dpo": "dpo", "kto": "kto"},
+    "stage": {"pt": "pt", "sft": "sft", "dpo": "dpo", "kto": "kto", "rm": "rm"},
     "lr_scheduler_type": {
         "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
     },

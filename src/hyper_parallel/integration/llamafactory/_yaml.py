@@ -105,7 +105,8 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
     )
     yield "disable_shuffling", {"data.shuffle": not v["disable_shuffling"]}
     if stage in PAIRED:
-        yield "pref_beta", {f"{stage}.beta": v["pref_beta"]}
+        if stage != "rm":
+            yield "pref_beta", {f"{stage}.beta": v["pref_beta"]}
         yield (
             "per_device_train_batch_size",
             {"training.microbatch": 2 * v["per_device_train_batch_size"]},

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from hyper_parallel.backends.torch import load_pretrained
+from hyper_parallel.backends.torch._token_scores import SCORE
 from hyper_parallel.backends.torch.weights._initialise import allocate_and_fill_buffers
 from hyper_parallel.backends.torch.weights._lora import merge_adapters
 from hyper_parallel.config import Lora, Model, Recipe
@@ -14,7 +15,7 @@ from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.trainer.checkpoints._adapter import allocate_trained, export_adapter
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer, stored_dtypes
 from hyper_parallel.trainer.checkpoints._export import export_hf
-from hyper_parallel.trainer.engine._model import GENERATION, build_model
+from hyper_parallel.trainer.engine._model import GENERATION, build_model, take_padding
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,16 +55,17 @@ def export_checkpoint(
     """
     if dtype is not None and dtype not in _DTYPES:
         raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
+    loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
+    found, _, index = loader.newest_intact(step)
+    dtypes = stored_dtypes(index)
+    scores = f"{SCORE}.weight" in dtypes  # which no language model has
     model_dir = model_dir.expanduser()
     try:
         # Every model has eager attention, and an export does not say which one was trained with.
         chosen = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
-        model = build_model(Recipe(model=chosen, lora=lora))
+        model = build_model(Recipe(model=chosen, lora=lora, stage="rm" if scores else "pt"))
     except UnknownModel as error:
         raise ModelUnreadable(error.what, where=str(model_dir), hint=error.hint) from error
-    loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)
-    found, _, index = loader.newest_intact(step)
-    dtypes = stored_dtypes(index)
     for name, parameter in model.named_parameters():
         kept = next(iter(dtypes.values())) if lora is not None else parameter.dtype
         parameter.data = parameter.data.to(dtypes.get(name, kept))
@@ -81,6 +83,8 @@ def export_checkpoint(
         export_adapter(model.to(dtype=stored), tokenizer_dir, out_dir)
         return found
     merge_adapters(model)
+    if scores and tokenizer_dir is not None:
+        take_padding(model, tokenizer_dir)
     generation = model_dir / GENERATION
     export_hf(model, model.config, tokenizer_dir, out_dir, stored, generation=generation)
     return found

@@ -37,6 +37,7 @@ class Flat:
     learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
     pairs: bool = False  # two neighbours are answers to one prompt
     good: frozenset[int] | None = None  # where documents begin whose answer is good; None: unknown
+    scored: bool = False  # the one target is the last token itself, which says that it is read
 
 
 def pack(
@@ -108,7 +109,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
         if stage == "kto" and spans:  # the first prompt's other answer is the last record's
             spans.insert(1, spans.pop())
         labels = frozenset(good) if stage == "kto" else None
-        return Flat(tokens, spans, learn, stage in PAIRED, labels)
+        return Flat(tokens, spans, learn, stage in PAIRED, labels, stage == "rm")
 
 
 def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
@@ -215,13 +216,15 @@ def write_rows(
 ) -> list[str]:
     """Put documents into rows of `seq_len`; write inputs, shifted labels, labels per row and, `masked`, positions.
 
-    A document of T tokens takes T - 1 positions (its last token is only a label) of a row that it shares with others,
-    or without packing of its own. A longer text is cut into pieces that share one token, so that every token but its
-    first is a label once; a longer conversation keeps its first `seq_len` + 1 tokens. One without a token to learn is
-    left out. Positions begin at 0 with every document and with the padding. Returns how many were cut, in words.
+    A document of T tokens takes T - 1 positions (its last token is only a label; T where it is scored) of a row that
+    it shares with others, or without packing of its own. A longer text is cut into pieces that share one token, so
+    that every token but its first is a label once; a longer conversation keeps its first `seq_len` + 1 tokens, of which
+    `seq_len` are scored. One without a token to learn is left out. Positions begin at 0 with every document and with
+    the padding. Returns how many were cut, in words.
     """
     seq_len, learn = data.seq_len, flat.learn
-    kept = [slice(s.start, min(s.stop, s.start + seq_len + 1)) for s in spans]
+    more = 0 if flat.scored else 1  # tokens that are a label only
+    kept = [slice(s.start, min(s.stop, s.start + seq_len + more)) for s in spans]
     if learn is None:
         used = [
             slice(at, min(s.stop, at + seq_len + 1))
@@ -236,18 +239,12 @@ def write_rows(
         if flat.good is not None:
             good = np.array([k.start in flat.good for k in used], np.bool_)
             np.save(path.with_name(f"{path.name}_good.npy"), good)
-    lengths = [_length(s) - 1 for s in used]
+    lengths = [_length(s) - more for s in used]
     rows = first_fit(lengths, seq_len) if data.packing else [[i] for i in range(len(used))]
     inputs = np.empty((len(rows), seq_len), flat.tokens.dtype)
     labels, positions = (np.empty((len(rows), seq_len), np.int32) for _ in range(2))
     for row, members in enumerate(rows):
-        pieces = []
-        for member in members:
-            tokens = flat.tokens[used[member]]
-            targets = tokens[1:].astype(np.int32)
-            if learn is not None:
-                targets = np.where(learn[used[member]][1:], targets, IGNORE_INDEX)
-            pieces.append((tokens[:-1], targets))
+        pieces = [_piece(flat, used[member], pad_id) for member in members]
         inputs[row], labels[row], positions[row] = fill_row(pieces, seq_len, pad_id)
     num_valid = (labels != IGNORE_INDEX).sum(1, dtype=np.int64)
     arrays = {"": inputs, "_labels": labels, "_num_valid": num_valid}
@@ -262,6 +259,20 @@ def write_rows(
     return [
         f"{count} {path.name} conversations {what}" for what, count in left_out.items() if count
     ]
+
+
+def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Inputs of a document and their targets."""
+    tokens = flat.tokens[span]
+    if flat.scored:  # where transformers reads the score: at the last token that does not pad
+        last = np.flatnonzero(tokens != pad_id)[-1:]
+        targets = np.full(len(tokens), IGNORE_INDEX, np.int32)
+        targets[last] = tokens[last]
+        return tokens, targets
+    targets = tokens[1:].astype(np.int32)
+    if flat.learn is not None:
+        targets = np.where(flat.learn[span][1:], targets, IGNORE_INDEX)
+    return tokens[:-1], targets
 
 
 def fill_row(

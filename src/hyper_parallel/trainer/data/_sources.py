@@ -197,14 +197,14 @@ def resolve(data: Data, stage: str) -> Source:
     )
     pairs = shape == "preference"
     turns = stage in ("sft", "kto") and not source.is_conversations
-    if (stage in ("dpo", "orpo")) != pairs or turns:
+    if (stage in ("dpo", "orpo", "rm")) != pairs or turns:
         wanted = {"sft": "the assistant's turns", **COMPARED}.get(stage, "one text each")
         held = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
             f"`stage: {stage}` trains on {wanted}, and the source holds {held}",
             where=f"data.source: {data.source}",
             got=f"stage={stage}, records={shape}",
-            allowed="dpo, orpo: preference; sft, kto: sharegpt, alpaca, prompt_completion; pt: any other",
+            allowed="dpo, orpo, rm: preference; sft, kto: sharegpt, alpaca, prompt_completion; pt: any other",
             hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
         )
     return source

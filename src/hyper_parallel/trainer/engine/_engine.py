@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import load_pretrained, local, materialize
+from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch.weights._lora import initialise_adapters
 from hyper_parallel.ir import Timeline
 from hyper_parallel.runtime import Deadlines, World, parallelize
@@ -36,6 +37,7 @@ from hyper_parallel.trainer.engine._model import (
     build_model,
     compile_layers,
     routing_of,
+    take_padding,
     take_tokens,
 )
 from hyper_parallel.trainer.engine._offload import PlannedSteps
@@ -280,6 +282,8 @@ class TorchEngine:
             return
         if job.weights is None:
             take_tokens(self._model, job.packed.tokenizer_dir)
+        if scores_tokens(self._model):
+            take_padding(self._model, job.packed.tokenizer_dir)
         generation = job.model_dir / GENERATION
         export_hf(
             self._model,
@@ -319,7 +323,7 @@ class TorchEngine:
         if directory is None:
             materialize(model, seed=recipe.training.seed, device=self._world.device)
         else:
-            load_pretrained(model, directory, device=self._world.device)
+            load_pretrained(model, directory, device=self._world.device, seed=recipe.training.seed)
         if recipe.lora is not None:
             gaussian = recipe.lora.init_lora_weights == "gaussian"
             initialise_adapters(model, recipe.training.seed, gaussian=gaussian)

@@ -18,6 +18,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts, unsplit_axes
 from hyper_parallel.backends.torch._peft import add_adapters, import_peft
+from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
 from hyper_parallel.backends.torch.context._apply import FORGETFUL
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import (
@@ -30,13 +31,13 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import (
     FAMILIES_READ,
-    ConfigFile,
     ModelSpec,
     is_read,
     load_model,
     read_config,
 )
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.engine._auto_model import on_meta
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def build_model(recipe: Recipe) -> nn.Module:
         _DTYPES[recipe.training.dtype],
         recipe.model.attn_implementation,
         trusted=recipe.model.trust_remote_code,
+        scores=recipe.stage == "rm",
     ).train()
     if recipe.lora is not None:
         add_adapters(model, lora_config(recipe))
@@ -80,10 +82,12 @@ def lora_config(recipe: Recipe) -> Any:
     """The recipe's `lora` section as a `peft.LoraConfig`."""
     assert recipe.lora is not None
     values, path = recipe.lora.model_dump(mode="json"), Path(recipe.model.path).expanduser()
+    scores = recipe.stage == "rm"
+    whole = [*values["modules_to_save"], *([SCORE] if scores else [])]
     return import_peft().LoraConfig(
-        **values | {"modules_to_save": values["modules_to_save"] or None},
+        **values | {"modules_to_save": whole or None},
         base_model_name_or_path=str(path.resolve()) if path.exists() else recipe.model.path,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
     )
 
 
@@ -117,80 +121,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def on_meta(
-    file: ConfigFile, dtype: torch.dtype, attention: str | None = None, *, trusted: bool = False
-) -> nn.Module:
-    """The model of a config; `trusted`: code that lies beside the config may run, where transformers has none."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    family = file.values.get("model_type")
-    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values
-    trusted = trusted and own_code and file.directory is not None
-    if family not in CONFIG_MAPPING and not trusted:
-        raise ModelUnreadable(
-            "transformers has no model of this type"
-            + (", and code that comes with it is not run unless you say so" if own_code else ""),
-            where=f"{file.where}: model_type",
-            got=family,
-            hint="set `model.trust_remote_code=true` in the recipe, or give --trust-remote-code"
-            if own_code
-            else None,
-        )
-    auto = AutoModelForCausalLM if trusted else _auto_class(file)
-    try:
-        if trusted:
-            config = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
-        else:
-            config = AutoConfig.for_model(**file.values)
-        with torch.device("meta"):
-            given = {"dtype": dtype, "attn_implementation": attention}
-            model: nn.Module = (
-                auto.from_config(config, trust_remote_code=trusted, **given)
-                if hasattr(auto, "from_config")
-                else auto._from_config(config, **given)
-            )
-    except Exception as error:
-        # transformers raises many classes here: for keys, for attention it does not have, for no such model.
-        of_attention = attention not in (None, "eager") and "attn_implementation" in str(error)
-        raise ModelUnreadable(
-            f"transformers makes no language model of this `{family}` config",
-            where=file.where,
-            got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint="set `model.attn_implementation=eager`" if of_attention else None,
-        ) from error
-    return model
-
-
-def _auto_class(file: ConfigFile) -> Any:
-    """The class of transformers that makes a language model of this type: of text, else of images and text.
-
-    Some types are parts of others: their class is the one that the config names, if another type's config makes it too.
-    """
-    import transformers
-    from transformers.models.auto import modeling_auto as auto
-
-    family: str = file.values["model_type"]
-    if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return transformers.AutoModelForCausalLM
-    paired = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not paired:
-        return transformers.AutoModelForImageTextToText
-    name = (file.values.get("architectures") or [""])[0]
-    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        named = getattr(transformers, name)
-        if named.config_class.model_type == family:
-            return named
-    raise ModelUnreadable(
-        f"`{family}` is {'an encoder-decoder' if paired else 'no language'} model",
-        where=f"{file.where}: model_type",
-        got=family,
-        allowed="causal language models, and models of images and text",
-    )
-
-
 def read_spec(
-    path: str, where: str | None = None, *, trusted: bool = False, tried: bool = False
+    path: str,
+    where: str | None = None,
+    *,
+    trusted: bool = False,
+    tried: bool = False,
+    scores: bool = False,
 ) -> ModelSpec:
     """A model for planning: read from its files where its family is known, else from the module transformers makes.
 
@@ -199,6 +136,7 @@ def read_spec(
         where: Where the value came from, for errors.
         trusted: The recipe's `model.trust_remote_code`.
         tried: Also try which axes the forward pass of a module fits, for a search to leave out the others.
+        scores: Of the model as a sequence classifier of one label.
 
     Raises:
         ModelUnreadable: HP305 when transformers makes no language model of the config either.
@@ -206,11 +144,10 @@ def read_spec(
     """
     file = read_config(path, where=where)
     # A reader takes the language part alone of a model with several; what trains is the whole.
-    if "model_type" not in file.values or (
-        is_read(file.values) and "text_config" not in file.values
-    ):
+    known = is_read(file.values) and "text_config" not in file.values
+    if not scores and ("model_type" not in file.values or known):
         return load_model(path, where=where)
-    model = on_meta(file, torch.float32, trusted=trusted)
+    model = on_meta(file, torch.float32, trusted=trusted, scores=scores)
     spec = read_model(model, file.name)
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
 
@@ -348,6 +285,14 @@ def take_tokens(model: nn.Module, tokenizer_dir: str | Path) -> None:
             config.eos_token_id = tokenizer.eos_token_id
 
 
+def take_padding(model: nn.Module, tokenizer_dir: str | Path) -> None:
+    """Tell a classifier which token pads: it reads its score at the last other one."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    pad = tokenizer.pad_token_id
+    for config in (model.config, model.config.get_text_config()):
+        config.pad_token_id = tokenizer.eos_token_id if pad is None else pad
+
+
 def model_files(
     model: nn.Module, tokenizer_dir: str | Path, weights: Path | None
 ) -> dict[str, str]:
@@ -360,6 +305,8 @@ def model_files(
     """
     if weights is None:
         take_tokens(model, tokenizer_dir)
+    if scores_tokens(model):
+        take_padding(model, tokenizer_dir)
     model.config.architectures = [type(model).__name__]
     files = {"config.json": model.config.to_json_string()}
     if weights is not None and (weights / GENERATION).is_file():

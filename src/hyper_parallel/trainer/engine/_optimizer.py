@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch._token_scores import head_of
 from hyper_parallel.config import Recipe, Training
 from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
@@ -169,7 +170,7 @@ def check_optimizer(recipe: Recipe, plan: Plan, where: Callable[[str], str]) -> 
 def _hidden_apart(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups, each parted by whether Muon is for it: matrices that are neither embedding nor head."""
     ends = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = head_of(model)
     ends |= set() if head is None else set(head.parameters())
     parted = []
     for group in groups:

@@ -27,8 +27,8 @@ class LearningStage(Protocol):
             step: Optimizer step, from 1.
         """
 
-    def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of a microbatch, from [B, S] log-probabilities of its targets."""
+    def objective(self, first: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
+        """The loss of a microbatch, from [B, S] log-probabilities of its targets, or scores of its tokens."""
 
     def end(self) -> None:
         """The last step of the process is over."""

@@ -16,6 +16,7 @@ from hyper_parallel.trainer.stages._grpo import GrpoStage
 from hyper_parallel.trainer.stages._kto import KtoStage
 from hyper_parallel.trainer.stages._reference import Reference
 from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
+from hyper_parallel.trainer.stages._reward_model import RewardModelStage
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def build_stage(job: Job, world: World, model: nn.Module, done: int) -> Learning
             settings = Dpo(loss_type="orpo", beta=recipe.orpo.beta)
         free = settings.loss_type in WITHOUT_REFERENCE
         return DpoStage(settings, job.plan, world.device, None if free else reference)
+    if recipe.stage == "rm":
+        return RewardModelStage(recipe.rm, job.plan, world.device)
     if recipe.stage == "kto":
         return KtoStage(recipe.kto, reference)
     return None

@@ -20,8 +20,8 @@ from torch import Tensor
 from hyper_parallel.config import Dpo
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.stages._pair_scores import PairScores, pairs_of_step
 from hyper_parallel.trainer.stages._reference import Reference
-from hyper_parallel.trainer.stages._sampling import added
 
 WITHOUT_REFERENCE: Final = ("orpo", "simpo")
 """Losses that need none."""
@@ -42,7 +42,10 @@ class DpoStage:
     plan: Plan
     device: torch.device
     reference: Reference | None = None
-    _seen: list[Tensor] = field(default_factory=list)
+    _seen: PairScores = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seen = PairScores(self.device)
 
     def begin(self, batches: Any) -> None:
         """As `Reference.begin`."""
@@ -53,7 +56,7 @@ class DpoStage:
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
         """Add the reference of every answer."""
-        self._seen.clear()
+        self._seen.begin()
         size, parts = len(microbatches[0]["input_ids"]), []
         for number, part in enumerate(microbatches):
             at = rows[number * size : (number + 1) * size]
@@ -66,8 +69,6 @@ class DpoStage:
         settings, beta = self.settings, self.settings.beta
         lengths = (batch["shift_labels"] != IGNORE_INDEX).sum(-1)
         sums, mean = logprobs.sum(-1), logprobs.sum(-1) / lengths
-        work = self.plan.workload
-        pairs = (work.tokens_per_step or 0) // work.seq_len / 2
         scores = (sums - batch.get("reference", 0.0)) * beta
         if settings.loss_type == "ipo":
             scores = (sums - batch["reference"]) / lengths
@@ -88,22 +89,12 @@ class DpoStage:
             losses = -F.logsigmoid(margin - settings.simpo_gamma)
         else:
             losses = -mean[0::2] - beta * F.logsigmoid(margin)
-        facts = [chosen.sum(), rejected.sum(), (margin > 0).sum(), torch.tensor(len(margin))]
-        self._seen.append(torch.stack([f.detach().double().to(logprobs.device) for f in facts]))
-        return losses.sum() / pairs
+        self._seen.add(chosen, rejected)
+        return losses.sum() / pairs_of_step(self.plan)
 
     def end(self) -> None:
         """Nothing is left to do."""
 
     def record(self) -> dict[str, Any]:
         """Mean scores of chosen and rejected answers, and the share of pairs in the right order."""
-        none = torch.zeros(4, dtype=torch.float64, device=self.device)
-        chosen, rejected, right, count = added(torch.stack([none, *self._seen]).sum(0))
-        return {
-            "preference": {
-                "chosen": chosen / count,
-                "rejected": rejected / count,
-                "margin": (chosen - rejected) / count,
-                "accuracy": right / count,
-            }
-        }
+        return {"preference": self._seen.record()}

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hyper_parallel.backends.torch._loss import has_causal_loss, loss_of_logits
 from hyper_parallel.backends.torch._marks import OWN, POSITIONS, TOKENS, Marks
+from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch._trial_flow import as_it_was, refused, run_hollow
 from hyper_parallel.backends.torch.context._attention import ATTRIBUTE, INTERFACE, TRIAL, register
 from hyper_parallel.errors import UnsupportedSharding
@@ -78,7 +79,7 @@ class _Probe:
                 if module.__dict__.get("config") is self.config:
                     module.config = own
                 object.__setattr__(module, ATTRIBUTE, self)
-            if has_causal_loss(model):
+            if has_causal_loss(model) or scores_tokens(model):
                 model.loss_function = self._loss
                 loss_of_logits(model)
             hooks = count_places(self.base, lambda: positions[0])

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch._collectives import sum_both, sum_forward
 from hyper_parallel.backends.torch._resolve import final_norm
+from hyper_parallel.backends.torch._token_scores import head_of
 from hyper_parallel.backends.torch.tensor._collectives import join
 from hyper_parallel.backends.torch.tensor._gradients import Summed, show_local
 from hyper_parallel.backends.torch.tensor._packed import exchange_packed, show_local_heads
@@ -177,7 +178,7 @@ class TensorParallel:
 
     def apply_to_decoder(self, base: nn.Module, layers: nn.ModuleList) -> None:
         """Wrap embedding, regions, layers, final norm and head of a Hugging Face model."""
-        embedding, head = base.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding, head = base.get_input_embeddings(), head_of(self.model)
         names = {m: n for n, m in self.modules.items()}
         for name, style in self.styles.items():
             module = self.modules[name]

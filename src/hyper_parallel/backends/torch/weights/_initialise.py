@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -87,17 +87,29 @@ def materialize(model: nn.Module, *, seed: int, device: torch.device | str | Non
 
 
 def allocate_and_fill_buffers(
-    model: nn.Module, *, device: torch.device | str | None = None
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    fresh: Collection[str] = (),
+    seed: int = 0,
 ) -> None:
-    """`allocate`, and compute the buffers that were on the meta device: rotary frequencies are in no file."""
-    _initialise(model, 0, device, parameters=False)
+    """`allocate`, and compute the buffers that were on the meta device: rotary frequencies are in no file.
+
+    The parameters `fresh` get the initial values of `seed`.
+    """
+    _initialise(model, seed, device, parameters=False, fresh=fresh)
 
 
 @torch.no_grad()
 def _initialise(
-    model: nn.Module, seed: int, device: torch.device | str | None, *, parameters: bool
+    model: nn.Module,
+    seed: int,
+    device: torch.device | str | None,
+    *,
+    parameters: bool,
+    fresh: Collection[str] = (),
 ) -> None:
-    """Run the rules; keep the values of parameters (if asked for) and of buffers that were on the meta device."""
+    """Run the rules; keep the values of parameters, all or `fresh`, and of buffers that were on the meta device."""
     before = named_tensors(model)
     # A tied parameter belongs to the first module that holds it; the rule of a later one must not overwrite it.
     first: dict[int, str] = {}
@@ -108,6 +120,7 @@ def _initialise(
         if not is_adapter(name)
         and (parameters if isinstance(before[name], nn.Parameter) else before[name].is_meta)
     }
+    required |= owned & {*fresh}
     allocate(model, device=device)
     after = named_tensors(model)
     rules = _Rules(model, seed)

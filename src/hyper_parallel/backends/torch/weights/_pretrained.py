@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
 from hyper_parallel.backends.torch.weights._huggingface import (
     Box,
     Conversion,
@@ -45,7 +46,11 @@ class LoadReport:
 
 
 def load_pretrained(
-    model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
 ) -> LoadReport:
     """Fill a model from a Hugging Face directory of safetensors files, or of PyTorch's where there are none.
 
@@ -56,6 +61,7 @@ def load_pretrained(
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
         directory: Holds `model.safetensors` or `pytorch_model.bin`, or shards with their index.
         device: Where plain tensors on the meta device go; None: the CPU.
+        seed: Of the first values of a head of scores, where no file holds it; another head is left out then.
 
     Raises:
         WeightsUnreadable: HP703 naming the file and the parameter: missing, truncated, unexpected, or of another
@@ -69,16 +75,19 @@ def load_pretrained(
     # A pipeline rank holds a part of the model; the files hold all of it.
     wanted = set(targets) | (set(reference.state_dict()) if reference is not None else set())
     boxed, conversions, unknown = boxes(reference, wanted, shapes)
-    _check_unknown(unknown, reference, source)
+    fresh = {f"{SCORE}.weight"} - boxed.keys() if scores_tokens(model) else set()
+    inside = f"{model.base_model_prefix}." if fresh else ""
+    _check_unknown([key for key in unknown if key.startswith(inside)], reference, source)
     assigned: dict[str, Assigned] = {**boxed}
     for conversion in conversions:
         made = conversion.run(lambda key: torch.empty(shapes[key], device="meta"))
         assigned |= {name: (conversion, name, tuple(value.shape)) for name, value in made.items()}
-    chosen = _choose(targets, assigned, reference, source)
+    given = {name: target for name, target in targets.items() if name not in fresh}
+    chosen = _choose(given, assigned, reference, source)
     for name, parts in chosen.items():
         _check_shape(name, tuple(targets[name].shape), parts, source)
     ranges = {name: local_ranges(targets[name], name) for name in chosen}
-    allocate_and_fill_buffers(model, device=device)
+    allocate_and_fill_buffers(model, device=device, fresh=fresh, seed=seed)
     targets = _targets(model)
     with torch.no_grad():
         for name, parts in chosen.items():

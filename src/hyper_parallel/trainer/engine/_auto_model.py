@@ -1,0 +1,99 @@
+"""Which class of transformers makes the model of a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.backends.torch._token_scores import score_every_token
+from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.model import ConfigFile
+
+
+def on_meta(
+    file: ConfigFile,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    *,
+    trusted: bool = False,
+    scores: bool = False,
+) -> nn.Module:
+    """The model of a config; `trusted`: code that lies beside the config may run, where transformers has none.
+
+    With `scores` it is a sequence classifier of one label that scores every token, in place of a language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = file.values.get("model_type")
+    own_code = family not in CONFIG_MAPPING and "auto_map" in file.values
+    trusted = trusted and own_code and file.directory is not None
+    if family not in CONFIG_MAPPING and not trusted:
+        raise ModelUnreadable(
+            "transformers has no model of this type"
+            + (", and code that comes with it is not run unless you say so" if own_code else ""),
+            where=f"{file.where}: model_type",
+            got=family,
+            hint="set `model.trust_remote_code=true` in the recipe, or give --trust-remote-code"
+            if own_code
+            else None,
+        )
+    if scores:
+        auto, kind = AutoModelForSequenceClassification, "sequence classifier"
+    else:
+        auto, kind = AutoModelForCausalLM if trusted else _auto_class(file), "language model"
+    try:
+        if trusted:
+            config = AutoConfig.from_pretrained(str(file.directory), trust_remote_code=True)
+        else:
+            config = AutoConfig.for_model(**file.values)
+        if scores:
+            config.num_labels = 1
+        with torch.device("meta"):
+            given = {"dtype": dtype, "attn_implementation": attention}
+            model: nn.Module = (
+                auto.from_config(config, trust_remote_code=trusted, **given)
+                if hasattr(auto, "from_config")
+                else auto._from_config(config, **given)
+            )
+    except Exception as error:
+        # transformers raises many classes here: for keys, for attention it does not have, for no such model.
+        of_attention = attention not in (None, "eager") and "attn_implementation" in str(error)
+        raise ModelUnreadable(
+            f"transformers makes no {kind} of this `{family}` config",
+            where=file.where,
+            got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+            hint="set `model.attn_implementation=eager`" if of_attention else None,
+        ) from error
+    if scores:
+        score_every_token(model)
+    return model
+
+
+def _auto_class(file: ConfigFile) -> Any:
+    """The class of transformers that makes a language model of this type: of text, else of images and text.
+
+    Some types are parts of others: their class is the one that the config names, if another type's config makes it too.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    family: str = file.values["model_type"]
+    if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return transformers.AutoModelForCausalLM
+    paired = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if family in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not paired:
+        return transformers.AutoModelForImageTextToText
+    name = (file.values.get("architectures") or [""])[0]
+    if name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        named = getattr(transformers, name)
+        if named.config_class.model_type == family:
+            return named
+    raise ModelUnreadable(
+        f"`{family}` is {'an encoder-decoder' if paired else 'no language'} model",
+        where=f"{file.where}: model_type",
+        got=family,
+        allowed="causal language models, and models of images and text",
+    )

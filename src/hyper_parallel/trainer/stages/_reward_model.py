@@ -1,0 +1,70 @@
+"""Learning to score answers: the chosen one of a pair is to have a higher score than the rejected one.
+
+Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1 (of Bradley and Terry). Scores are centred as by
+Eisenstein et al. 2023, arXiv:2312.09244, and TRL's `center_rewards_coefficient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hyper_parallel.config import Rm
+from hyper_parallel.ir import Plan
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.stages._pair_scores import PairScores, pairs_of_step
+
+
+@dataclass
+class RewardModelStage:
+    """Compares the scores of the two answers of every pair, each read at the last token of its row.
+
+    Attributes:
+        settings: Section `rm` of the recipe.
+        plan: The plan of the run.
+        device: Of the model.
+    """
+
+    settings: Rm
+    plan: Plan
+    device: torch.device
+    _seen: PairScores = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seen = PairScores(self.device)
+
+    def begin(self, batches: Any) -> None:
+        """Nothing is prepared."""
+
+    def inputs(
+        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
+        """The data's; its one target of a row says where the score is read."""
+        self._seen.begin()
+        return microbatches, None
+
+    def objective(self, scores: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
+        """The loss of the pairs of a microbatch, divided by the pairs of the step."""
+        read = batch["shift_labels"] != IGNORE_INDEX
+        rewards = torch.where(read, scores, 0.0).sum(-1)
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        losses = -F.logsigmoid(chosen - rejected)
+        if self.settings.center_rewards_coefficient is not None:
+            centred = (chosen + rejected) ** 2
+            losses = losses + self.settings.center_rewards_coefficient * centred
+        self._seen.add(chosen, rejected)
+        return losses.sum() / pairs_of_step(self.plan)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def record(self) -> dict[str, Any]:
+        """Mean scores of chosen and rejected answers, and the share of pairs in the right order."""
+        return {"preference": self._seen.record()}

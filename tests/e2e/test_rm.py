@@ -1,0 +1,194 @@
+"""Reward models through the command: the loss on plain transformers, every layout, adapters, and what is exported."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import hyper_parallel as hp
+from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.config import Rm, load_recipe
+from hyper_parallel.errors import Contradiction, ModelUnreadable
+from hyper_parallel.trainer._job import prepare_job
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.stages._reward_model import RewardModelStage
+from tests.e2e.runs import CONFIG, assert_same_curve, command, curve, rows, train
+
+pytestmark = pytest.mark.e2e
+
+CENTRED = "rm.center_rewards_coefficient=0.05"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("rm")
+    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
+    pairs = [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"}
+        for a in range(4)
+        for b in range(3)
+    ]
+    (place / "pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
+    recipe = {
+        "model": {"path": "model.json"},
+        "stage": "rm",
+        "data": {
+            "source": "pairs.jsonl",
+            "seq_len": 64,
+            "packing": False,
+            "holdout": 0,
+            "vocab_size": 264,
+        },
+        "training": {
+            "steps": 3,
+            "dtype": "float64",
+            "tokens_per_step": 8 * 64,
+            "lr": 1e-2,
+            "lr_schedule": "constant",
+            "microbatch": 2,
+        },
+        "parallel": {"dp_shard": 1},
+        "checkpoint": {"export": False},
+    }
+    (place / "recipe.yaml").write_text(json.dumps(recipe))
+    return place
+
+
+@pytest.fixture(scope="module")
+def one(place):
+    """Three steps on one rank."""
+    train(place, place / "one", CENTRED, "checkpoint.export=true")
+    return rows(place / "one" / "metrics.jsonl")
+
+
+def scored(directory, ids):
+    """Scores by transformers, which finds the last token itself."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float64)
+    keep_float64(model)
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits.squeeze(-1)
+
+
+def step_rows(run, step):
+    """Inputs and targets of a step, counted from 1."""
+    kept = load_recipe(run / "config.yaml", ["checkpoint.resume=never"])
+    job = prepare_job(kept, progress=False)
+    at = job.train_batches().step_batch(step - 1)
+    return tuple(torch.from_numpy(a) for a in job.packed.train.read(at))
+
+
+def test_every_layout_learns_what_one_rank_does_and_goes_on_bit_for_bit(place, one):
+    assert one[-1]["preference"]["accuracy"] > 0.5
+    train(place, place / "eight", CENTRED, "parallel.pp=2", "parallel.cp=2", "parallel.tp=2")
+    train(place, place / "two", CENTRED, "parallel.dp_shard=2")
+    for name in ("eight", "two"):
+        assert_same_curve(curve(place / name), curve(place / "one"))
+        for mine, theirs in zip(rows(place / name / "metrics.jsonl"), one, strict=True):
+            assert mine["valid_tokens"] == theirs["valid_tokens"] == 8, "one score of each row"
+            assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
+    train(place, place / "resumed", CENTRED, "checkpoint.every=2", "training.steps=2")
+    train(place, place / "resumed", CENTRED, "checkpoint.every=2")
+    assert curve(place / "resumed") == curve(place / "one")
+
+
+def test_the_last_step_is_that_of_plain_transformers_on_the_exported_model(place, one):
+    train(place, place / "two_steps", CENTRED, "training.steps=2", "checkpoint.export=true")
+    ids, targets = step_rows(place / "one", 3)
+    scores = scored(place / "two_steps" / "export", ids)
+    chosen, rejected = scores[0::2], scores[1::2]
+    loss = -logsigmoid(chosen - rejected).mean() + 0.05 * ((chosen + rejected) ** 2).mean()
+    last = one[2]
+    assert last["loss"] == pytest.approx(float(loss), rel=1e-10)
+    assert last["preference"]["margin"] == pytest.approx(float((chosen - rejected).mean()))
+    # The token that is read is the last one that does not pad, in the answer.
+    read = targets != IGNORE_INDEX
+    assert (read.sum(1) == 1).all()
+    assert (targets[read] == ids[read]).all()
+    config = json.loads((place / "one" / "export" / "config.json").read_text())
+    padding = config["pad_token_id"]
+    assert [int((row != padding).nonzero()[-1]) for row in ids] == read.int().argmax(1).tolist()
+    assert len(config["id2label"]) == 1
+
+
+def test_an_answer_that_is_too_long_is_scored_where_it_is_cut(place):
+    train(
+        place,
+        place / "short",
+        "data.seq_len=36",
+        "training.tokens_per_step=144",
+        "training.steps=1",
+    )
+    ids, targets = step_rows(place / "short", 1)
+    assert ids.shape[1] == 36
+    assert ((targets != IGNORE_INDEX).sum(1) == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own, about transformers
+def test_adapters_and_the_head_learn_on_a_layout_what_they_do_on_one_rank(place, one):
+    causal = place / "causal"
+    train(place, causal, "stage=dpo", "training.steps=1", "checkpoint.export=true")
+    AutoModelForCausalLM.from_pretrained(causal / "export")  # has no head `score`
+    start = (
+        f"model.path={causal / 'export'}",
+        "lora.r=2",
+        "training.lr=0.05",
+        "checkpoint.every=2",
+    )
+    train(place, place / "lora", *start, "checkpoint.export=true")
+    train(place, place / "lora2", *start, "parallel.pp=2", "parallel.tp=2")
+    assert_same_curve(curve(place / "lora2"), curve(place / "lora"))
+    first, *_, last = rows(place / "lora" / "metrics.jsonl")
+    assert first["loss"] == pytest.approx(math.log(2), rel=0.2)
+    assert last["loss"] < first["loss"]
+    from peft import PeftModel
+
+    ids, _ = step_rows(place / "lora", 1)
+    padding = json.loads((place / "lora" / "model" / "config.json").read_text())["pad_token_id"]
+    base = AutoModelForSequenceClassification.from_pretrained(
+        causal / "export", num_labels=1, pad_token_id=padding, dtype=torch.float64
+    )
+    adapted = PeftModel.from_pretrained(base, place / "lora" / "export")
+    keep_float64(adapted)
+    command("checkpoint", "export", str(place / "lora2"), "--merge")
+    with torch.no_grad():
+        by_peft = adapted.eval()(input_ids=ids).logits.squeeze(-1)
+    merged = scored(place / "lora2" / "merged", ids)
+    assert merged.numpy() == pytest.approx(by_peft.numpy(), rel=1e-6)
+
+
+def test_the_loss_is_that_of_its_formula():
+    plan = hp.plan_of(torch.nn.Linear(2, 2), "", hp.Workload(4, tokens_per_step=16, microbatch=4))
+    scores = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ends = np.array([3, 1, 2, 0])
+    targets = torch.full((4, 4), IGNORE_INDEX)
+    targets[torch.arange(4), torch.from_numpy(ends)] = 7
+    r = scores[torch.arange(4), torch.from_numpy(ends)]
+    for coefficient in (None, 0.3):
+        stage = RewardModelStage(Rm(center_rewards_coefficient=coefficient), plan, scores.device)
+        given = scores.clone().requires_grad_()
+        loss = stage.objective(given, {"shift_labels": targets})
+        wanted = -logsigmoid(r[0::2] - r[1::2]) + (coefficient or 0) * (r[0::2] + r[1::2]) ** 2
+        assert loss.item() == pytest.approx(wanted.mean().item(), rel=1e-12)
+        loss.backward()
+        assert ((given.grad != 0) == (targets != IGNORE_INDEX)).all()
+
+
+def test_what_does_not_go_together_is_refused_by_name(place):
+    for change, match in (
+        ("sample_prompt=hello", "predicts no next token"),
+        ("stage=dpo", "`rm.center_rewards_coefficient` has no effect in another stage"),
+        ("training.microbatch=1", "in one microbatch"),
+    ):
+        with pytest.raises(Contradiction, match=match):
+            train(place, place / "refused", CENTRED, change)
+    # A family whose classifier has no linear head of the last hidden state, and one without a classifier.
+    for family, match in (("cohere", "no sequence classifier"), ("bert", "has no head `score`")):
+        (place / f"{family}.json").write_text(json.dumps({**CONFIG, "model_type": family}))
+        with pytest.raises(ModelUnreadable, match=match):
+            train(place, place / "refused", f"model.path={place / family}.json")
+    with pytest.raises(Contradiction, match="a reward model has none"):
+        train(place, place / "refused", "--dry-run", "--topology", "local-cpu")
