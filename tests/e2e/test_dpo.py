@@ -16,6 +16,7 @@ from hyper_parallel.errors import CheckpointMismatch, Contradiction
 from hyper_parallel.trainer._job import prepare_job
 from hyper_parallel.trainer.data._records import conversations_of, shape_of
 from hyper_parallel.trainer.stages._dpo import DpoStage
+from hyper_parallel.trainer.stages._pair_scores import PairScores
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
 
 pytestmark = pytest.mark.e2e
@@ -159,7 +160,7 @@ def test_losses_are_those_of_their_papers():
     for name, losses in wanted.items():
         smooth = 0.1 if name == "sigmoid" else 0.0
         settings = Dpo(loss_type=name, beta=0.2, label_smoothing=smooth)
-        stage = DpoStage(settings, plan, torch.device("cpu"))
+        stage = DpoStage(settings, PairScores(plan, torch.device("cpu")))
         given = {"shift_labels": labels} | (
             {} if name in ("orpo", "simpo") else {"reference": reference}
         )
@@ -207,7 +208,6 @@ def test_what_does_not_go_together_is_refused_by_name(place):
         ("stage=sft", "the source holds pairs"),
         ("training.microbatch=1", "in one microbatch"),
         ("training.tokens_per_step=192", "whole pairs"),
-        ("data.holdout=0.1", "does not work with `data.holdout`"),
     ):
         with pytest.raises(Contradiction, match=match):
             train(

@@ -15,6 +15,7 @@ from hyper_parallel.config import Rm, load_recipe
 from hyper_parallel.errors import Contradiction, ModelUnreadable
 from hyper_parallel.trainer._job import prepare_job
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.stages._pair_scores import PairScores
 from hyper_parallel.trainer.stages._reward_model import RewardModelStage
 from tests.e2e.runs import CONFIG, assert_same_curve, command, curve, rows, train
 
@@ -168,7 +169,9 @@ def test_the_loss_is_that_of_its_formula():
     targets[torch.arange(4), torch.from_numpy(ends)] = 7
     r = scores[torch.arange(4), torch.from_numpy(ends)]
     for coefficient in (None, 0.3):
-        stage = RewardModelStage(Rm(center_rewards_coefficient=coefficient), plan, scores.device)
+        stage = RewardModelStage(
+            Rm(center_rewards_coefficient=coefficient), PairScores(plan, scores.device)
+        )
         given = scores.clone().requires_grad_()
         loss = stage.objective(given, {"shift_labels": targets})
         wanted = -logsigmoid(r[0::2] - r[1::2]) + (coefficient or 0) * (r[0::2] + r[1::2]) ** 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hyper_parallel.config._comparisons import COMPARED
+from hyper_parallel.config._comparisons import COMPARED, PAIRED
 from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
 
@@ -308,7 +308,8 @@ def _of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
         ("data.max_bytes", data.max_bytes, None, "data.max_bytes=null"),
         ("offload", recipe.offload.on, False, "offload.budget=null offload.max_slowdown=null"),
     ):
-        if value != wanted:
+        evaluates = stage in PAIRED and key in ("data.holdout", "data.validation")
+        if value != wanted and not evaluates:
             packed = key == "data.packing"
             clash(
                 key,

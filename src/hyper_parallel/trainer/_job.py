@@ -148,15 +148,23 @@ class Job:
     def holdout_batches(self) -> Batches | None:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
         held_out = self.packed.holdout
-        tokens = self.recipe.training.eval_tokens
-        if held_out is None or self.recipe.stage in COMPARED:
+        tokens, stage = self.recipe.training.eval_tokens, self.recipe.stage
+        if held_out is None or stage == "grpo":
             return None
-        count = min(len(held_out), max(1, tokens // self.recipe.data.seq_len))
+        rows = 2 if stage in PAIRED else 1
+        count = min(len(held_out), max(rows, tokens // self.recipe.data.seq_len)) // rows
         if count == 0:
             return None
         unit = self.plan.strategy.dp * (self.plan.workload.microbatch or 1)
-        size = math.ceil(count / unit) * unit
-        return Batches(held_out, sequences_per_step=size, shuffle=False, tail="pad", limit=count)
+        size = math.ceil(count * rows / unit) * unit
+        return Batches(
+            held_out,
+            sequences_per_step=size,
+            shuffle=False,
+            tail="pad",
+            limit=count,
+            together=rows,
+        )
 
     def write(self, plan: Plan) -> None:
         """Write what the run says of itself: recipe, plan, simulated step, the model's config and tokenizer.

@@ -257,14 +257,14 @@ class Batches:
     @property
     def steps_per_epoch(self) -> int:
         """Steps that visit every sequence at least once, counted from the start of an epoch."""
-        return -(-self.num_sequences // self.sequences_per_step)
+        return -(-self.num_sequences * self.unit // self.sequences_per_step)
 
     def step_batch(self, step: int) -> Int64:
         """Indices of the sequences of a step over all ranks, [sequences_per_step]; -1 is a dummy row."""
         size = self.sequences_per_step
         if self.tail == "pad":
             epoch, within = divmod(step, self.steps_per_epoch)
-            part = self._epoch(epoch)[within * size : (within + 1) * size]
+            part = self._rows(self._epoch(epoch))[within * size : (within + 1) * size]
             return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
         at, end = (self._origin + i * size for i in (step, step + 1))
         at, end = at // self.unit, end // self.unit
@@ -277,7 +277,11 @@ class Batches:
             epoch, within = divmod(at, self.num_sequences)
             parts.append(self._epoch(epoch)[within : within + end - at])
             at += len(parts[-1])
-        found = np.concatenate(parts)[:, None] * self._together + np.arange(self._together)
+        return self._rows(np.concatenate(parts))
+
+    def _rows(self, sequences: Int64) -> Int64:
+        """Indices of all rows of some of `num_sequences`."""
+        found = sequences[:, None] * self._together + np.arange(self._together)
         return found.ravel().repeat(self._repeats)
 
     def _mixed(self, block: int) -> Int64:

@@ -167,9 +167,10 @@ def split_documents(
 
     `round(share * documents)` documents are drawn with the seed, and more of them until they fill one sequence. When
     that number is zero, the longest document gives its tail: `share` of all tokens, at least one sequence. A
-    conversation is never cut: of few conversations one is held out.
+    conversation is never cut: of few conversations one is held out. Two that belong together are drawn as one.
     """
-    spans, count = flat.spans, len(flat.spans)
+    unit = 2 if flat.pairs else 1
+    spans, count = flat.spans, len(flat.spans) // unit
     if share == 0 or count == 0:
         return spans, []
     wanted = round(share * count)
@@ -183,8 +184,9 @@ def split_documents(
         if len(held) >= max(wanted, 1) and (flat.learn is not None or tokens > seq_len):
             break
         held.add(document)
-        tokens += _length(spans[document])
-    return [s for d, s in enumerate(spans) if d not in held], [spans[d] for d in sorted(held)]
+        tokens += _length(spans[document * unit])
+    kept = [s for i, s in enumerate(spans) if i // unit not in held]
+    return kept, [s for i, s in enumerate(spans) if i // unit in held]
 
 
 def _hold_out_tail(spans: list[slice], num_tokens: int) -> tuple[list[slice], list[slice]]:

@@ -44,7 +44,14 @@ from hyper_parallel.trainer.engine._offload import PlannedSteps
 from hyper_parallel.trainer.engine._offload_machine import Assumed
 from hyper_parallel.trainer.engine._offload_record import with_memory, write_timelines
 from hyper_parallel.trainer.engine._optimizer import build_optimizer
-from hyper_parallel.trainer.loop import Display, LrSchedule, StepResult, Summary, Trainer
+from hyper_parallel.trainer.loop import (
+    Display,
+    EvalResult,
+    LrSchedule,
+    StepResult,
+    Summary,
+    Trainer,
+)
 from hyper_parallel.trainer.stages._build_stage import build_stage
 
 if TYPE_CHECKING:
@@ -207,7 +214,7 @@ class TorchEngine:
         with self._profiled(step):
             return (self._planned or self._loop).step(step, batches, lr)
 
-    def evaluate(self, batches: Batches | StreamBatches) -> tuple[float, int]:
+    def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
         """Mean loss over the first step of `batches`, and how many tokens counted."""
         with self._lent():
             return self._loop.evaluate(batches)

@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import (
@@ -34,7 +36,7 @@ from hyper_parallel.trainer.engine._gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.engine._loss_scale import LossScale
 from hyper_parallel.trainer.engine._nonfinite import first_not_finite
 from hyper_parallel.trainer.engine._optimizer import set_lr, step_unless
-from hyper_parallel.trainer.loop import StepResult
+from hyper_parallel.trainer.loop import EvalResult, StepResult
 
 if TYPE_CHECKING:
     from hyper_parallel.runtime import World
@@ -187,7 +189,7 @@ class Loop:
         with self.gauge.step():
             inputs = self.inputs(batches, step, lr)
             if self.stage is not None:
-                rows = batches.step_batch(step - 1).reshape(self.plan.strategy.dp, -1)[self._share]
+                rows = self._rows(batches, step - 1)
                 with self.recorder.span("rollout", "compute"):
                     parts, count = self.stage.inputs(inputs.microbatches, rows, step)
                 count = inputs.valid_tokens if count is None else count
@@ -231,16 +233,24 @@ class Loop:
         return loss_sum, grad_norm, self.count_routing()
 
     @torch.no_grad()
-    def evaluate(self, batches: Batches | StreamBatches) -> tuple[float, int]:
+    def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
         """Mean loss over the first step of `batches` and how many tokens counted."""
         self.recorder.begin_step(None)
         self.model.eval()
         with self.recorder.span("evaluation", "evaluation"):
             inputs = self._fetch(batches, 0)
-            loss_sum = forward_loss(self.model, inputs.microbatches, int(inputs.valid_tokens))
+            count, parts = int(inputs.valid_tokens), inputs.microbatches
+            if self.stage is None:
+                loss_sum = forward_loss(self.model, parts, count)
+            else:
+                parts, own = self.stage.held_out(parts, self._rows(batches, 0), batches)
+                count = count if own is None else own
+                whole = forward_loss(self.model, parts, objective=self.stage.objective)
+                loss_sum = whole / self.world.world_size
             mean = self.share(loss_sum, 0)[-2].item()
+            found = {} if self.stage is None else self.stage.record()
         self.model.train()
-        return mean, int(inputs.valid_tokens)
+        return EvalResult(mean, count, found.get("preference"))
 
     def inputs(
         self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None
@@ -345,6 +355,11 @@ class Loop:
             return None
         with self.recorder.span("routing", "communication"):
             return count_routing(self.model)
+
+    def _rows(self, batches: Any, index: int) -> NDArray[np.int64]:
+        """Numbers of this rank's rows of a step, counted from 0, in the data; -1 is a dummy row."""
+        found: NDArray[np.int64] = batches.step_batch(index)
+        return found.reshape(self.plan.strategy.dp, -1)[self._share]
 
     @property
     def _share(self) -> int:

@@ -4,13 +4,14 @@ from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._display import Display, startup_panel
 from hyper_parallel.trainer.loop._metrics import EvalRecord, MetricsLog, StepRecord, log_line
 from hyper_parallel.trainer.loop._schedule import LrSchedule
-from hyper_parallel.trainer.loop._trainer import Engine, StepResult, Summary, Trainer
+from hyper_parallel.trainer.loop._trainer import Engine, EvalResult, StepResult, Summary, Trainer
 
 __all__ = [
     "Callback",
     "Display",
     "Engine",
     "EvalRecord",
+    "EvalResult",
     "LrSchedule",
     "MetricsLog",
     "StepRecord",

@@ -59,6 +59,7 @@ class EvalRecord:
     loss: float
     tokens: int
     seconds: float
+    preference: dict[str, Any] | None = None  # scores of pairs of answers
 
 
 class MetricsLog:
@@ -104,7 +105,7 @@ class MetricsLog:
     def evaluation(self, record: EvalRecord) -> None:
         """Append an evaluation."""
         self._append("eval", record)
-        self._draw(record.step, "eval", {"loss": record.loss})
+        self._draw(record.step, "eval", {"loss": record.loss, **(record.preference or {})})
 
     def close(self) -> None:
         """Flush and close all files."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hyper_parallel.ir import Plan, Timeline
 from hyper_parallel.trainer._files import write_text, write_timeline, written
@@ -58,6 +58,14 @@ class StepResult:
     save: bool = False  # a rank wishes a checkpoint after this step
 
 
+class EvalResult(NamedTuple):
+    """What an evaluation measured; equal on every rank."""
+
+    loss: float  # mean over the held-out tokens, or pairs of answers
+    tokens: int  # tokens that counted
+    preference: dict[str, Any] | None = None  # scores of pairs of answers
+
+
 class Engine(Protocol):
     """Model, optimizer and ranks of a back end; every rank calls the same methods in the same order.
 
@@ -87,8 +95,8 @@ class Engine(Protocol):
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
         """
 
-    def evaluate(self, batches: Batches | StreamBatches) -> tuple[float, int]:
-        """Mean loss over the first step of `batches`, and how many tokens counted."""
+    def evaluate(self, batches: Batches | StreamBatches) -> tuple[Any, ...]:
+        """Mean loss over the first step of `batches`, and how many tokens counted: fields of an `EvalResult`."""
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
         """Save a checkpoint after a step; may return before it is written."""
@@ -255,15 +263,20 @@ class Trainer:
         if self._holdout is None:
             return math.nan
         start = time.perf_counter()
-        loss, tokens = self._engine.evaluate(self._holdout)
-        record = EvalRecord(step, loss, tokens, time.perf_counter() - start)
+        loss, tokens, preference = EvalResult(*self._engine.evaluate(self._holdout))
+        record = EvalRecord(step, loss, tokens, time.perf_counter() - start, preference)
         for callback in self._callbacks:
             self._asked |= callback.on_evaluate(step, as_line(record)) is True
         if self._log:
             with written(self._job.output_dir):
                 self._log.evaluation(record)
+            scores = "".join(
+                f", {name} {preference[name]:.4g}"
+                for name in ("accuracy", "margin")
+                if preference and name in preference
+            )
             self._display.line(
-                f"eval after step {step}: held-out loss {loss:.4f} ({tokens:,} tokens)"
+                f"eval after step {step}: held-out loss {loss:.4f}{scores} ({tokens:,} tokens)"
             )
         return loss
 

@@ -27,6 +27,11 @@ class LearningStage(Protocol):
             step: Optimizer step, from 1.
         """
 
+    def held_out(
+        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
+        """As `inputs`, of held-out rows, of which -1 is a dummy one; `batches` has all of them as its first step."""
+
     def objective(self, first: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a microbatch, from [B, S] log-probabilities of its targets, or scores of its tokens."""
 

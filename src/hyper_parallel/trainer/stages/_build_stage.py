@@ -14,6 +14,7 @@ from hyper_parallel.trainer.stages import LearningStage
 from hyper_parallel.trainer.stages._dpo import WITHOUT_REFERENCE, DpoStage
 from hyper_parallel.trainer.stages._grpo import GrpoStage
 from hyper_parallel.trainer.stages._kto import KtoStage
+from hyper_parallel.trainer.stages._pair_scores import PairScores
 from hyper_parallel.trainer.stages._reference import Reference
 from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages._reward_model import RewardModelStage
@@ -45,14 +46,15 @@ def build_stage(job: Job, world: World, model: nn.Module, done: int) -> Learning
         return GrpoStage(sampler, job.plan, share, others, reference)
     writes = world.rank == 0
     reference = Reference(model, job.plan, share, writes, job.output_dir, before, world.device)
+    scores = PairScores(job.plan, world.device)
     if recipe.stage in ("dpo", "orpo"):
         settings = recipe.dpo
         if recipe.stage == "orpo":
             settings = Dpo(loss_type="orpo", beta=recipe.orpo.beta)
         free = settings.loss_type in WITHOUT_REFERENCE
-        return DpoStage(settings, job.plan, world.device, None if free else reference)
+        return DpoStage(settings, scores, None if free else reference)
     if recipe.stage == "rm":
-        return RewardModelStage(recipe.rm, job.plan, world.device)
+        return RewardModelStage(recipe.rm, scores)
     if recipe.stage == "kto":
         return KtoStage(recipe.kto, reference)
     return None

@@ -8,7 +8,7 @@ arXiv:2403.07691; SimPO, Meng et al. 2024, arXiv:2405.14734.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.config import Dpo
-from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
-from hyper_parallel.trainer.stages._pair_scores import PairScores, pairs_of_step
+from hyper_parallel.trainer.stages._pair_scores import PairScores
 from hyper_parallel.trainer.stages._reference import Reference
 
 WITHOUT_REFERENCE: Final = ("orpo", "simpo")
@@ -33,19 +32,13 @@ class DpoStage:
 
     Attributes:
         settings: Section `dpo` of the recipe.
-        plan: The plan of the run.
-        device: Of the model.
+        scores: Of the pairs.
         reference: Of all answers; None for losses without one.
     """
 
     settings: Dpo
-    plan: Plan
-    device: torch.device
+    scores: PairScores
     reference: Reference | None = None
-    _seen: PairScores = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._seen = PairScores(self.device)
 
     def begin(self, batches: Any) -> None:
         """As `Reference.begin`."""
@@ -56,18 +49,35 @@ class DpoStage:
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
         """Add the reference of every answer."""
-        self._seen.begin()
+        self.scores.begin()
+        return self._referred(microbatches, rows, self.reference), None
+
+    def held_out(
+        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
+        """As `inputs`, with the reference of the held-out answers."""
+        self.scores.begin(batches)
+        held = None if self.reference is None else self.reference.held_out(batches.sequences)
+        return self._referred(microbatches, rows, held), None
+
+    @staticmethod
+    def _referred(
+        microbatches: list[dict[str, Tensor]],
+        rows: NDArray[np.int64],
+        reference: Reference | None,
+    ) -> list[dict[str, Tensor]]:
         size, parts = len(microbatches[0]["input_ids"]), []
         for number, part in enumerate(microbatches):
             at = rows[number * size : (number + 1) * size]
-            given = {} if self.reference is None else {"reference": self.reference.of(at)}
+            given = {} if reference is None else {"reference": reference.of(at)}
             parts.append({**part, **given})
-        return parts, None
+        return parts
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss of the pairs of a microbatch, divided by the pairs of the step."""
         settings, beta = self.settings, self.settings.beta
         lengths = (batch["shift_labels"] != IGNORE_INDEX).sum(-1)
+        real, lengths = lengths[0::2] > 0, lengths.clamp(min=1)
         sums, mean = logprobs.sum(-1), logprobs.sum(-1) / lengths
         scores = (sums - batch.get("reference", 0.0)) * beta
         if settings.loss_type == "ipo":
@@ -89,12 +99,11 @@ class DpoStage:
             losses = -F.logsigmoid(margin - settings.simpo_gamma)
         else:
             losses = -mean[0::2] - beta * F.logsigmoid(margin)
-        self._seen.add(chosen, rejected)
-        return losses.sum() / pairs_of_step(self.plan)
+        return self.scores.mean(losses, chosen, rejected, real)
 
     def end(self) -> None:
         """Nothing is left to do."""
 
     def record(self) -> dict[str, Any]:
         """Mean scores of chosen and rejected answers, and the share of pairs in the right order."""
-        return {"preference": self._seen.record()}
+        return self.scores.record()

@@ -82,6 +82,12 @@ class GrpoStage:
         if self.others is not None:
             self.others.end()
 
+    def held_out(
+        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
+        """No recipe has any."""
+        raise NotImplementedError
+
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.config import Kto
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._reference import Reference
 from hyper_parallel.trainer.stages._sampling import added
 
@@ -52,20 +53,39 @@ class KtoStage:
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
         """The first rows with their `reference`, whether they are `desirable`, and z of the step as `moved`."""
+        everyone = self._batches.step_batch(step - 1)
+        return self._taken(microbatches, rows, everyone, self._batches.sequences, self.reference)
+
+    def held_out(
+        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
+        """As `inputs`, with z of the held-out answers."""
+        held = self.reference.held_out(batches.sequences)
+        return self._taken(microbatches, rows, batches.step_batch(0), batches.sequences, held)
+
+    def _taken(
+        self,
+        microbatches: list[dict[str, Tensor]],
+        rows: NDArray[np.int64],
+        everyone: NDArray[np.int64],
+        sequences: Any,
+        reference: Reference,
+    ) -> tuple[list[dict[str, Tensor]], int]:
+        """Of this rank's `rows` of all ranks' `everyone`."""
         self._seen.clear()
-        device, sequences = self.reference.device, self._batches.sequences
+        device = reference.device
         size, parts = len(microbatches[0]["input_ids"]), []
         total = torch.zeros(1, dtype=torch.float64, device=device)
         for number, part in enumerate(microbatches):
             at = rows[number * size : (number + 1) * size]
             others = {name: value[1::2].contiguous() for name, value in part.items()}
-            total += (self.reference.now(others) - self.reference.of(at[1::2])).sum()
+            total += (reference.now(others) - reference.of(at[1::2])).sum()
             given = {name: value[0::2].contiguous() for name, value in part.items()}
-            given["reference"] = self.reference.of(at[0::2])
+            given["reference"] = reference.of(at[0::2])
             given["desirable"] = torch.from_numpy(sequences.desirable(at[0::2])).to(device)
             parts.append(given)
-        learned = self._batches.step_batch(step - 1)[0::2]
-        self._answers = len(learned)
+        learned = everyone[0::2]
+        self._answers = int((learned >= 0).sum())
         self._moved = max(float(self.reference.summed(total)[0]) / self._answers, 0.0)
         moved = torch.tensor(self._moved, dtype=torch.float64, device=device)
         return [{**part, "moved": moved} for part in parts], sequences.num_valid(learned)
@@ -73,6 +93,7 @@ class KtoStage:
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss of the answers of a microbatch, divided by the answers of the step."""
         settings, good = self.settings, batch["desirable"]
+        real = (batch["shift_labels"] != IGNORE_INDEX).any(-1)
         ratio = logprobs.sum(-1) - batch["reference"]
         gain = torch.where(good, ratio - batch["moved"], batch["moved"] - ratio)
         losses = 1 - torch.sigmoid(settings.beta * gain)
@@ -80,9 +101,10 @@ class KtoStage:
             good, settings.desirable_weight * losses, settings.undesirable_weight * losses
         )
         score = (settings.beta * ratio).detach().double()
-        facts = [score[good].sum(), score[~good].sum(), good.sum(), (~good).sum()]
+        good, bad = good & real, ~good & real
+        facts = [score[good].sum(), score[bad].sum(), good.sum(), bad.sum()]
         self._seen.append(torch.stack([fact.double() for fact in facts]))
-        return weighted.sum() / self._answers
+        return torch.where(real, weighted, 0.0).sum() / self._answers
 
     def end(self) -> None:
         """Nothing is left to do."""

@@ -1,12 +1,12 @@
 """Log-probabilities of all answers under the model before the first step: the reference of DPO and KTO.
 
-They are computed then, once, and kept in `reference.npy` of the run for those that go on with it. No second model is
-held.
+They are computed then, once, and kept in `reference.npy`, of held-out answers in `reference_holdout.npy`, for runs that
+go on. No second model is held.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from hyper_parallel.trainer._files import written
 from hyper_parallel.trainer.stages._sampling import added
 
 REFERENCE: Final = "reference.npy"
+HELD_OUT: Final = "reference_holdout.npy"
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Reference:
         directory: The run's own directory.
         source: Directory of the run that this one goes on with; None: it begins.
         device: Of the model.
+        file: Where it is kept.
     """
 
     model: nn.Module
@@ -45,7 +47,9 @@ class Reference:
     directory: Path
     source: Path | None
     device: torch.device
+    file: str = REFERENCE
     _kept: Tensor | None = None
+    _held: Reference | None = None
 
     def begin(self, sequences: Any) -> None:
         """Compute the reference of all rows, or read that of the run that goes on.
@@ -55,7 +59,7 @@ class Reference:
         """
         rows = len(sequences)
         if self.source is not None:
-            path = self.source / REFERENCE
+            path = self.source / self.file
             try:
                 kept = np.load(path)
             except (OSError, ValueError):  # absent, or damaged
@@ -71,17 +75,25 @@ class Reference:
         else:
             kept = self._of_all(sequences, rows)
         if self.writes and self.directory != self.source:  # else other ranks may be reading it
-            partial = self.directory / f".{REFERENCE}.part"
-            with written(self.directory / REFERENCE):
+            partial = self.directory / f".{self.file}.part"
+            with written(self.directory / self.file):
                 with partial.open("wb") as file:
                     np.save(file, kept)
-                partial.replace(self.directory / REFERENCE)
+                partial.replace(self.directory / self.file)
         self._kept = torch.from_numpy(kept).to(self.device)
 
+    def held_out(self, sequences: Any) -> Reference:
+        """The reference of held-out rows, which the first evaluation of a run computes, before the first step."""
+        if self._held is None:
+            self._held = replace(self, file=HELD_OUT, _kept=None)
+            self._held.begin(sequences)
+        return self._held
+
     def of(self, rows: NDArray[np.int64]) -> Tensor:
-        """[len(rows)] log-probability of the answer of each row."""
+        """[len(rows)] log-probability of the answer of each row; 0 of a dummy row."""
         assert self._kept is not None
-        return self._kept[torch.from_numpy(rows).to(self.device)]
+        at = torch.from_numpy(rows).to(self.device)
+        return torch.where(at < 0, 0.0, self._kept[at])
 
     @torch.no_grad()
     def now(self, batch: dict[str, Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ Eisenstein et al. 2023, arXiv:2312.09244, and TRL's `center_rewards_coefficient`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.config import Rm
-from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
-from hyper_parallel.trainer.stages._pair_scores import PairScores, pairs_of_step
+from hyper_parallel.trainer.stages._pair_scores import PairScores
 
 
 @dataclass
@@ -28,17 +27,11 @@ class RewardModelStage:
 
     Attributes:
         settings: Section `rm` of the recipe.
-        plan: The plan of the run.
-        device: Of the model.
+        scores: Of the pairs.
     """
 
     settings: Rm
-    plan: Plan
-    device: torch.device
-    _seen: PairScores = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._seen = PairScores(self.device)
+    scores: PairScores
 
     def begin(self, batches: Any) -> None:
         """Nothing is prepared."""
@@ -47,7 +40,14 @@ class RewardModelStage:
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
     ) -> tuple[list[dict[str, Tensor]], int | None]:
         """The data's; its one target of a row says where the score is read."""
-        self._seen.begin()
+        self.scores.begin()
+        return microbatches, None
+
+    def held_out(
+        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
+    ) -> tuple[list[dict[str, Tensor]], int | None]:
+        """The data's."""
+        self.scores.begin(batches)
         return microbatches, None
 
     def objective(self, scores: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
@@ -59,12 +59,11 @@ class RewardModelStage:
         if self.settings.center_rewards_coefficient is not None:
             centred = (chosen + rejected) ** 2
             losses = losses + self.settings.center_rewards_coefficient * centred
-        self._seen.add(chosen, rejected)
-        return losses.sum() / pairs_of_step(self.plan)
+        return self.scores.mean(losses, chosen, rejected, read.any(-1)[0::2])
 
     def end(self) -> None:
         """Nothing is left to do."""
 
     def record(self) -> dict[str, Any]:
         """Mean scores of chosen and rejected answers, and the share of pairs in the right order."""
-        return {"preference": self._seen.record()}
+        return self.scores.record()

@@ -1,0 +1,173 @@
+"""Held-out pairs and answers through the command: loss, accuracy and margin on every layout, and by plain torch."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.config import load_recipe
+from hyper_parallel.errors import CheckpointMismatch, Contradiction
+from hyper_parallel.trainer._job import prepare_job
+from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
+
+pytestmark = pytest.mark.e2e
+
+STAGES = {
+    "dpo": ("dpo.beta=0.5",),
+    "orpo": (),
+    "kto": ("kto.beta=0.5", "kto.undesirable_weight=0.75"),
+    "rm": ("rm.center_rewards_coefficient=0.05",),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("held_out")
+    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
+    numbers = [(a, b) for a in range(4) for b in range(3)]
+    pairs = [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"}
+        for a, b in numbers
+    ]
+    answers = [
+        {"prompt": f"{a}+{b}=", "completion": f"it is {a + b}" if b else "no", "label": bool(b)}
+        for a, b in numbers
+    ]
+    for name, records in {"pairs": pairs, "answers": answers, "few": pairs[:2]}.items():
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    recipe = {
+        "model": {"path": "model.json"},
+        "stage": "dpo",
+        "data": {
+            "source": "pairs.jsonl",
+            "seq_len": 32,
+            "packing": False,
+            "holdout": 0.25,
+            "vocab_size": 264,
+        },
+        "training": {
+            "steps": 2,
+            "dtype": "float64",
+            "tokens_per_step": 8 * 32,
+            "lr": 1e-2,
+            "lr_schedule": "constant",
+            "microbatch": 2,
+            "eval_every": 1,
+        },
+        "parallel": {"dp_shard": 1},
+        "checkpoint": {"export": False, "every": 1},
+    }
+    (place / "recipe.yaml").write_text(json.dumps(recipe))
+    return place
+
+
+def run(place, stage, out, *overrides):
+    source = () if stage != "kto" else (f"data.source={place / 'answers.jsonl'}",)
+    train(place, place / out, f"stage={stage}", *STAGES[stage], *source, *overrides)
+    return rows(place / out / "eval.jsonl")
+
+
+@pytest.fixture(scope="module")
+def one(place):
+    """The evaluations of two steps on one rank, by stage."""
+    return {stage: run(place, stage, stage, "checkpoint.export=true") for stage in STAGES}
+
+
+def held_out(place, stage):
+    kept = load_recipe(place / stage / "config.yaml", ["checkpoint.resume=never"])
+    packed = prepare_job(kept, progress=False).packed
+    at = torch.arange(len(packed.holdout)).numpy()
+    assert len(at) == 6, "three of twelve, in twos"
+    assert len(packed.train) == 18
+    return packed.holdout, at, *(torch.from_numpy(a) for a in packed.holdout.read(at))
+
+
+def logps(place, name, ids, targets):
+    model = AutoModelForCausalLM.from_pretrained(place / name / "export", dtype=torch.float64)
+    keep_float64(model)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits.log_softmax(-1)
+    picked = logits.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    return (picked * (targets != -100)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "axes"), [("dpo", "tp cp"), ("orpo", "pp"), ("kto", "tp pp"), ("rm", "cp pp")]
+)
+def test_every_layout_measures_what_one_rank_does(place, one, stage, axes):
+    assert [r["step"] for r in one[stage]] == [0, 1, 2]
+    # With two data ranks, of one pair each in a round, there is a dummy pair.
+    words = [f"parallel.{axis}=2" for axis in ("dp_shard", *axes.split())]
+    found = run(place, stage, f"{stage}_ranks", *words)
+    assert_same_curve(curve(place / f"{stage}_ranks"), curve(place / stage))
+    for mine, theirs in zip(found, one[stage], strict=True):
+        assert mine["tokens"] == theirs["tokens"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
+        if mine[
+            "step"
+        ]:  # before it the model is its reference, and rounding says which answer is better
+            assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_evaluation_leaves_no_trace_and_a_resumed_run_measures_the_same(place, one, stage):
+    run(place, stage, f"{stage}_blind", "training.eval_every=0")
+    assert curve(place / f"{stage}_blind") == curve(place / stage)
+    run(place, stage, f"{stage}_resumed", "training.steps=1")
+    found = run(place, stage, f"{stage}_resumed")
+    assert [(r["step"], r["loss"]) for r in found] == [
+        (r["step"], r["loss"]) for r in (*one[stage][:2], *one[stage][1:])
+    ]
+    reference = place / f"{stage}_resumed" / "reference_holdout.npy"
+    assert reference.exists() == (stage in ("dpo", "kto"))
+    if reference.exists():
+        reference.unlink()
+        with pytest.raises(CheckpointMismatch, match="no reference"):
+            run(place, stage, f"{stage}_resumed", "training.steps=3")
+
+
+def test_the_numbers_are_those_of_plain_transformers(place, one):
+    run(place, "dpo", "before", "training.steps=1", "training.lr=1e-30", "checkpoint.export=true")
+    _, _, ids, targets = held_out(place, "dpo")
+    score = 0.5 * (logps(place, "dpo", ids, targets) - logps(place, "before", ids, targets))
+    margin = score[0::2] - score[1::2]
+    last = one["dpo"][-1]
+    assert last["loss"] == pytest.approx(float(-logsigmoid(margin).mean()), rel=1e-10)
+    assert last["preference"]["margin"] == pytest.approx(float(margin.mean()), rel=1e-8)
+    assert last["preference"]["accuracy"] == float((margin > 0).double().mean())
+    assert last["tokens"] == int((targets != -100).sum())
+
+    _, _, ids, _ = held_out(place, "rm")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        place / "rm" / "export", dtype=torch.float64
+    )
+    keep_float64(model)
+    with torch.no_grad():
+        chosen, rejected = model.eval()(input_ids=ids).logits.view(-1, 2).unbind(1)
+    loss = -logsigmoid(chosen - rejected).mean() + 0.05 * ((chosen + rejected) ** 2).mean()
+    last = one["rm"][-1]
+    assert last["loss"] == pytest.approx(float(loss), rel=1e-10)
+    assert last["preference"]["accuracy"] == float((chosen > rejected).double().mean())
+
+    sequences, at, ids, targets = held_out(place, "kto")
+    moved = logps(place, "kto", ids, targets) - logps(place, "before", ids, targets)
+    answers, kl = moved[0::2], moved[1::2].mean().clamp(min=0)
+    good = torch.from_numpy(sequences.desirable(at[0::2]))
+    gain = torch.where(good, answers - kl, kl - answers)
+    losses = (1 - torch.sigmoid(0.5 * gain)) * torch.where(good, 1.0, 0.75)
+    last = one["kto"][-1]
+    assert last["loss"] == pytest.approx(float(losses.mean()), rel=1e-10)
+    assert last["preference"]["kl"] == pytest.approx(float(kl), rel=1e-8, abs=1e-12)
+    assert last["tokens"] == int((targets[0::2] != -100).sum())
+
+
+def test_pairs_of_a_file_of_their_own_and_what_is_refused(place):
+    words = ("data.holdout=0", f"data.validation={place / 'few.jsonl'}", "training.steps=1")
+    found = run(place, "orpo", "validation", *words)
+    assert [len(rows(place / "few.jsonl")), len(found)] == [2, 2]
+    assert found[-1]["preference"]["accuracy"] in (0, 0.5, 1)
+    with pytest.raises(Contradiction, match=r"does not work with `data.holdout`"):
+        train(place, place / "refused", "stage=grpo", "checkpoint.every=0")
