@@ -167,6 +167,8 @@ def said(root, *overrides):
           "training.max_grad_norm": None}),
         ("stage=dpo dataset=pairs pref_loss=ipo pref_beta=0.3 val_size=0 eval_strategy=no",
          {"data.format": "preference", "training.microbatch": 4, "dpo.loss_type": "ipo", "dpo.beta": 0.3}),
+        ("early_stopping_steps=3 metric_for_best_model=eval_loss eval_strategy=steps eval_steps=5 val_size=0.1",
+         {"training.early_stopping_patience": 3, "training.eval_every": 5}),
         ("stage=rm dataset=pairs val_size=0 eval_strategy=no",
          {"data.format": "preference", "training.microbatch": 4, "dpo.beta": 0.1}),
         ("stage=kto dataset=tagged pref_beta=0.3 kto_rejected_weight=1.5 val_size=0 eval_strategy=no",

@@ -162,6 +162,22 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"set `data.{'validation=FILE' if data.streaming else 'holdout=0.02'}`, or `training.eval_every=0`",
         )
 
+    patience = training.early_stopping_patience
+    if patience is not None and not training.eval_every:
+        clash(
+            "training.early_stopping_patience",
+            "a run is ended early by evaluations, and none is asked for",
+            f"early_stopping_patience={patience}, eval_every=0",
+            "set `training.eval_every=100`, or `training.early_stopping_patience=null`",
+        )
+    if training.early_stopping_threshold and patience is None:
+        clash(
+            "training.early_stopping_threshold",
+            "`training.early_stopping_threshold` has no effect where no run is ended early",
+            f"early_stopping_threshold={training.early_stopping_threshold:g}, early_stopping_patience=null",
+            "set `training.early_stopping_patience=3`, or `training.early_stopping_threshold=0`",
+        )
+
     if checkpoint.keep_best and (
         not training.eval_every or not checkpoint.every or checkpoint.every % training.eval_every
     ):

@@ -213,6 +213,10 @@ class Training(Section):
     """Compile each decoder layer with torch.compile."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out text; 0: only before the first and after the last step."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Evaluations in a row without a better held-out loss that end the run, by the rule of transformers. None: none."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """By how much a held-out loss has to be below the least one before to be better."""
     log_every: int = Field(default=1, ge=1)
     """Steps between printed lines; metrics.jsonl has every step."""
     eval_tokens: int = Field(default=65536, ge=1)

@@ -23,6 +23,7 @@ SAME: Final[dict[str, tuple[str, Any]]] = {
     "per_device_train_batch_size": ("training.microbatch", 8),
     "gradient_accumulation_steps": ("training.accumulation_steps", 1),
     "seed": ("training.seed", 42),
+    "early_stopping_steps": ("training.early_stopping_patience", None),
     "full_determinism": ("training.deterministic", False),
     "logging_steps": ("training.log_every", 500),
     "save_steps": ("checkpoint.every", 500),
@@ -49,6 +50,8 @@ WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"},
     "pref_loss": {word: word for word in ("sigmoid", "hinge", "ipo", "orpo", "simpo")},
     "finetuning_type": {word: word for word in ("full", "freeze", "lora")},
+    "metric_for_best_model": {None: None, "loss": "loss", "eval_loss": "loss"},
+    "greater_is_better": {None: None, False: False},
     "do_train": {True: True},
     "freeze_trainable_modules": {"all": "all"},
     "mix_strategy": {"concat": "concat"},
@@ -91,6 +94,8 @@ TOGETHER: Final[dict[str, tuple[str, Any]]] = {
     "eval_steps": ("training.eval_every", None),
     "save_strategy": ("checkpoint.every", "steps"),
     "overwrite_output_dir": ("checkpoint.resume", False),
+    "metric_for_best_model": ("", None),
+    "greater_is_better": ("", None),
     "report_to": ("training.report_to", "none"),
 }
 """Keys that are read together with others; as `SAME`."""
@@ -114,7 +119,7 @@ REFUSED: Final = (
     "train_on_prompt", "mask_history", "tokenized_path", "interleave_probs", "eval_on_each_dataset", "do_predict",
     "predict_with_generate", "compute_accuracy", "label_smoothing_factor", "group_by_length", "streaming",
     "freeze_extra_modules", "resize_vocab", "use_llama_pro", "use_dft_loss", "use_asft_loss", "push_to_hub",
-    "resume_from_checkpoint", "hyper_parallel_args", "tool_format", "media_dir",
+    "resume_from_checkpoint", "load_best_model_at_end", "hyper_parallel_args", "tool_format", "media_dir",
 )  # fmt: skip
 """Keys that would change what is learned and are not done here; nothing, false, 0 and none are fine."""
 

@@ -22,6 +22,7 @@ from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._user_code import load_class
 from hyper_parallel.trainer.loop._callback import Callback
 from hyper_parallel.trainer.loop._display import Display
+from hyper_parallel.trainer.loop._early_stopping import EarlyStopping
 from hyper_parallel.trainer.loop._metrics import (
     EvalRecord,
     MetricsLog,
@@ -173,6 +174,14 @@ class Trainer:
             if done >= training.steps:
                 self._display.line(f"nothing is left to train: training.steps is {training.steps}")
             history = [*history, {"step": done, "changed": changed}]
+        stopping = EarlyStopping(
+            training.early_stopping_patience,
+            training.early_stopping_threshold,
+            **extra.get("early_stopping", {}),
+        )
+        if stopping.over:
+            self._display.line(f"nothing is left to train: {stopping.why}")
+        last_step = done if stopping.over else training.steps
         facts = {"run": run_facts(job), "resumes": history}
         schedule = LrSchedule.of(training)
         begin = time.perf_counter()
@@ -196,7 +205,7 @@ class Trainer:
                 callback.on_train_begin(job)
             first = last = self._evaluate(done)
             loss, stopped, self._saved_s = math.nan, False, time.monotonic()
-            for step in range(done + 1, training.steps + 1):
+            for step in range(done + 1, last_step + 1):
                 lr = schedule.lr(step)
                 result = engine.step(step, self._batches, lr)
                 loss = result.loss
@@ -209,11 +218,15 @@ class Trainer:
                 ):
                     last = self._evaluate(step)
                     metrics = {"loss": last} if math.isfinite(last) else {}
-                    final = final or self._stops()
+                    stopping.take(last)
+                    if stopping.over:
+                        self._display.line(f"ended after step {step}: {stopping.why}")
+                    final = final or self._stops() or stopping.over
                 snaps = snapshot_every and step % snapshot_every == 0 and not final
                 saves = final or result.save or (every and step % every == 0)
                 if snaps or saves:
                     extra = {"data": self._batches.state_dict(step), "metrics": metrics, **facts}
+                    extra["early_stopping"] = stopping.state_dict()
                 if snaps:
                     engine.snapshot(step, extra)
                 if saves:
