@@ -169,6 +169,7 @@ def said(root, *overrides):
          {"data.format": "preference", "training.microbatch": 4, "dpo.loss_type": "ipo", "dpo.beta": 0.3}),
         ("early_stopping_steps=3 metric_for_best_model=eval_loss eval_strategy=steps eval_steps=5 val_size=0.1",
          {"training.early_stopping_patience": 3, "training.eval_every": 5}),
+        ("neftune_noise_alpha=5", {"training.neftune_noise_alpha": 5.0}),
         ("stage=rm dataset=pairs val_size=0 eval_strategy=no",
          {"data.format": "preference", "training.microbatch": 4, "dpo.beta": 0.1}),
         ("stage=kto dataset=tagged pref_beta=0.3 kto_rejected_weight=1.5 val_size=0 eval_strategy=no",

@@ -162,6 +162,16 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
             f"set `data.{'validation=FILE' if data.streaming else 'holdout=0.02'}`, or `training.eval_every=0`",
         )
 
+    noise = training.neftune_noise_alpha
+    if noise is not None and (offload.on or recipe.stage == "grpo"):
+        clash(
+            "training.neftune_noise_alpha",
+            "a memory plan repeats one program, and noise differs from step to step"
+            if offload.on
+            else "completions are sampled without noise, and weighed by their likelihood with it",
+            f"neftune_noise_alpha={noise:g}, {'offload' if offload.on else 'stage=grpo'}",
+            "set `training.neftune_noise_alpha=null`",
+        )
     patience = training.early_stopping_patience
     if patience is not None and not training.eval_every:
         clash(

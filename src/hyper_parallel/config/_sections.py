@@ -205,6 +205,8 @@ class Training(Section):
     """Global gradient norm above which a step is left out, as a spike. None: never."""
     freeze: tuple[str, ...] = ()
     """Globs over names of parameters that stay as they are, without gradient and state (`model.embed_tokens.*`)."""
+    neftune_noise_alpha: float | None = Field(default=None, gt=0)
+    """Uniform noise on embeddings while training, at most so much over the root of tokens x features. None: none."""
     recompute: Literal["none", "full"] = "none"
     """Activations redone in backward: none, or all of each decoder layer."""
     recompute_layers: int | None = Field(default=None, ge=1)

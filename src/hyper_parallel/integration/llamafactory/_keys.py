@@ -24,6 +24,7 @@ SAME: Final[dict[str, tuple[str, Any]]] = {
     "gradient_accumulation_steps": ("training.accumulation_steps", 1),
     "seed": ("training.seed", 42),
     "early_stopping_steps": ("training.early_stopping_patience", None),
+    "neftune_noise_alpha": ("training.neftune_noise_alpha", None),
     "full_determinism": ("training.deterministic", False),
     "logging_steps": ("training.log_every", 500),
     "save_steps": ("checkpoint.every", 500),
@@ -114,7 +115,7 @@ WITHOUT_EFFECT: Final = (
 
 REFUSED: Final = (
     "quantization_bit", "use_unsloth", "use_galore", "use_badam", "use_apollo", "use_muon", "use_dora", "pissa_init",
-    "loraplus_lr_ratio", "neftune_noise_alpha", "rope_scaling", "shift_attn", "mixture_of_depths", "pure_bf16",
+    "loraplus_lr_ratio", "rope_scaling", "shift_attn", "mixture_of_depths", "pure_bf16",
     "adapter_name_or_path", "create_new_adapter", "ref_model", "ref_model_adapters", "reward_model", "pref_ftx",
     "train_on_prompt", "mask_history", "tokenized_path", "interleave_probs", "eval_on_each_dataset", "do_predict",
     "predict_with_generate", "compute_accuracy", "label_smoothing_factor", "group_by_length", "streaming",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import load_pretrained, local, materialize
+from hyper_parallel.backends.torch._embedding_noise import EmbeddingNoise
 from hyper_parallel.backends.torch._token_scores import scores_tokens
 from hyper_parallel.backends.torch.weights._lora import initialise_adapters
 from hyper_parallel.ir import Timeline
@@ -113,6 +114,8 @@ class TorchEngine:
         self._model = self._make_model()
         # Drawn after `parallelize`, which gives ranks that must drop the same one stream of random numbers.
         self._stream = int(torch.randint(1 << 62, ()))
+        alpha = training.neftune_noise_alpha
+        self._noise = None if alpha is None else EmbeddingNoise.attach(self._model, alpha)
         self._optimizer = build_optimizer(self._model, training)
         self._parameters = list(
             self._model.parameters()
@@ -341,6 +344,8 @@ class TorchEngine:
     def _seed(self, step: int) -> None:
         """Begin the random numbers of a step: a function of seed, rank and step."""
         number = _mixed(self._stream, step)
+        if self._noise is not None:
+            self._noise.key = _mixed(self._recipe.training.seed, step)  # the same on all ranks
         torch.manual_seed(number)  # of the CPU and of every accelerator
         random.seed(number)
         np.random.seed(number % 2**32)  # noqa: NPY002  the generator that other people's code draws from
