@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -14,6 +15,7 @@ from hyper_parallel.backends.torch._forward import keep_float64
 from hyper_parallel.config import Rm, load_recipe
 from hyper_parallel.errors import Contradiction, ModelUnreadable
 from hyper_parallel.trainer._job import prepare_job
+from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._pair_scores import PairScores
 from hyper_parallel.trainer.stages._reward_model import RewardModelStage
@@ -159,6 +161,48 @@ def test_adapters_and_the_head_learn_on_a_layout_what_they_do_on_one_rank(place,
         by_peft = adapted.eval()(input_ids=ids).logits.squeeze(-1)
     merged = scored(place / "lora2" / "merged", ids)
     assert merged.numpy() == pytest.approx(by_peft.numpy(), rel=1e-6)
+
+
+def test_completions_are_rewarded_by_a_reward_model(place, one):
+    (place / "sums.jsonl").write_text(
+        "".join(f'{{"prompt": "{a}+1=", "completion": "{a + 1}"}}\n' for a in range(4))
+    )
+    directory = place / "one" / "export"
+    grpo = (
+        "stage=grpo", f"data.source={place / 'sums.jsonl'}", f"data.tokenizer={directory}", "grpo.num_generations=4",
+        "grpo.max_completion_length=6", f"grpo.reward_funcs=[{directory},exact_match]", "training.tokens_per_step=1024",
+        "training.steps=1",
+    )  # fmt: skip
+    words = ("training.deterministic=true", "grpo.rollout_ranks=1")
+    train(place, place / "grpo", *grpo, *words)
+    train(place, place / "grpo_two", *grpo, "parallel.dp_shard=2")
+    record, two = (rows(place / n / "metrics.jsonl")[0]["rollout"] for n in ("grpo", "grpo_two"))
+    made = load_file(place / "grpo" / "rollouts" / "step_00000001.0.safetensors")
+    assert 0 < made["stopped"].sum() < 16
+    # ChatML writes one behind the token that ends an answer.
+    (line_break,) = load_tokenizer(directory)("\n", add_special_tokens=False)["input_ids"]
+    scores = []
+    for tokens, end, stopped in zip(made["tokens"], made["ends"], made["stopped"], strict=True):
+        ids = [*tokens[:end].tolist(), *([line_break] if stopped else [])]
+        assert len(ids) > 10
+        scores.append(scored(directory, torch.tensor([ids])).item())
+    assert record["reward_export"] == pytest.approx(np.mean(scores), rel=1e-5)
+    assert np.std(scores) > 1e-3
+    assert two["reward_export"] == pytest.approx(record["reward_export"], rel=1e-5)
+    causal = train(
+        place, place / "other", "stage=dpo", "training.steps=1", "checkpoint.export=true"
+    )
+    assert causal.exit_code == 0
+    for changes, error, match in (
+        (
+            (f"grpo.reward_funcs=[{place / 'other' / 'export'}]",),
+            ModelUnreadable,
+            "is a reward model",
+        ),
+        (("data.tokenizer=null",), Contradiction, "reads other tokens"),
+    ):
+        with pytest.raises(error, match=match):
+            train(place, place / "refused", *grpo, *changes)
 
 
 def test_the_loss_is_that_of_its_formula():

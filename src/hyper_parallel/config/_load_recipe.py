@@ -344,7 +344,9 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         else:
             changed = owner.model_copy(update={name: absolute(value, key in _WRITTEN)})
         recipe = recipe.model_copy(update={section: changed}) if section else changed
-    return recipe
+    names = [absolute(n, False) if "/" in n else n for n in recipe.grpo.reward_funcs]
+    grpo = recipe.grpo.model_copy(update={"reward_funcs": tuple(names)})
+    return recipe.model_copy(update={"grpo": grpo})
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:

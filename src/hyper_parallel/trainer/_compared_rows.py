@@ -46,6 +46,17 @@ def check_rows(loaded: LoadedRecipe, plan: Plan, *, launched: bool) -> None:
         )
 
 
+def check_reward_models(loaded: LoadedRecipe, tokenizer_dir: str) -> None:
+    """Refuse reward models that cannot score what the run's tokenizer writes; see `ModelReward.check`."""
+    from hyper_parallel.trainer.stages._model_reward import ModelReward
+    from hyper_parallel.trainer.stages._rewards import reward_functions
+
+    where = loaded.where("grpo.reward_funcs")
+    for reward in reward_functions(loaded.recipe.grpo.reward_funcs, where):
+        if isinstance(reward, ModelReward):
+            reward.check(tokenizer_dir, where)
+
+
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, launched: bool) -> None:
     """Raise when ranks that only sample cannot be started, or would not have as many sequences each."""
     grpo = loaded.recipe.grpo

@@ -31,8 +31,9 @@ from hyper_parallel.backends.torch._slots import why_no_slots
 from hyper_parallel.backends.torch._user_objective import token_logprobs
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.stages._model_reward import ModelReward
 from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
-from hyper_parallel.trainer.stages._rewards import reward_functions, score
+from hyper_parallel.trainer.stages._rewards import reward_functions, score, short_name
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 from hyper_parallel.trainer.stages._sampling import Completions, added, largest
 
@@ -144,7 +145,7 @@ class GrpoStage:
                 else {"age": largest(torch.tensor(float(self._age))), "wait_s": waited_s}
             ),
             **{
-                f"reward_{name.rpartition('.')[2]}": value / total
+                f"reward_{short_name(name)}": value / total
                 for name, value in zip(self.settings.reward_funcs, named, strict=True)
             },
         }
@@ -226,7 +227,17 @@ class GrpoStage:
             "answer": answers,
         }
         names = self.settings.reward_funcs
-        found = [score(n, f, given) for n, f in zip(names, self._rewards, strict=True)]
+        by_model = {
+            **given,
+            "rows": [row[:end].tolist() for row, end in zip(made.tokens, made.ends, strict=True)],
+            "stopped": made.stopped.tolist(),
+            "microbatch": self.plan.workload.microbatch or 1,
+            "device": starts.device,
+        }
+        found = [
+            score(n, f, by_model if isinstance(f, ModelReward) else given)
+            for n, f in zip(names, self._rewards, strict=True)
+        ]
         weights = self.settings.reward_weights or [1.0] * len(found)
         whole = [
             sum(w * r for w, r in zip(weights, row, strict=True))

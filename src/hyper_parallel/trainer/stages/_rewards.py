@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.trainer._user_code import load_function
+from hyper_parallel.trainer.stages._model_reward import ModelReward
 
 Reward = Callable[..., Sequence[float]]
 
@@ -45,16 +47,26 @@ def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
     """The functions of a recipe.
 
     Args:
-        names: Names of this file, or dotted paths.
+        names: Names of this file, dotted paths, or directories of reward models.
         where: Origin of the names, for errors.
 
     Raises:
         NotImportable: HP109 when there is no such function.
     """
-    return [REWARDS.get(name) or load_function(name, where, tuple(REWARDS)) for name in names]
+    return [
+        ModelReward(Path(name).expanduser())
+        if Path(name).expanduser().is_dir()
+        else REWARDS.get(name) or load_function(name, where, tuple(REWARDS))
+        for name in names
+    ]
 
 
-def score(name: str, function: Reward, texts: dict[str, list[str]]) -> list[float]:
+def short_name(name: str) -> str:
+    """Last part of the name of a reward, for records."""
+    return name.rstrip("/").rpartition("/")[2].rpartition(".")[2]
+
+
+def score(name: str, function: Reward, texts: dict[str, Any]) -> list[float]:
     """Rewards of one function, checked.
 
     Raises:
