@@ -64,8 +64,9 @@ def measure(
     training: Training,
     batch: Callable[[], dict[str, Tensor]],
     steps: int = 3,
+    ranks: tuple[int, ...] = (0,),
 ) -> Measured:
-    """Train some steps on this rank and count; call it in every rank."""
+    """Train some steps and count on `ranks`; call it in every rank. A profile takes longer than the steps."""
     with World.join("cpu") as world:
         step, state_bytes = _prepare(build, plan, training, batch, world)
         counter = CommCounter(plan.mesh, world.rank)
@@ -74,8 +75,12 @@ def measure(
         # The thread that waits gives way to gloo's threads, so they let go of buffers first.
         os.setpriority(os.PRIO_PROCESS, 0, 19)
         peaks: list[int] = []
+        counts = world.rank in ranks
         for _ in range(_ROUNDS):
             for _ in range(steps):
+                if not counts:
+                    step()
+                    continue
                 with (
                     _Marked(),
                     profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
@@ -87,7 +92,7 @@ def measure(
                     most = max(most, live)
                 if live == 0:
                     peaks.append(state_bytes() + most)
-            if _on_every_rank(bool(peaks), world):
+            if _on_every_rank(bool(peaks) or not counts, world):
                 break
         return Measured(min(peaks, default=0), by_group(counter.collectives))
 

@@ -79,7 +79,9 @@ def test_every_rank_can_be_traced():
     case = Case(**{**SIZES, "vocab": 510, "mlp": 378})
     plan = case.plan(Strategy(dp_shard=4))
     real = launch(
-        lambda rank: measure(lambda: _build(case), plan, TRAINING, lambda: _batch(case, plan)),
+        lambda rank: measure(
+            lambda: _build(case), plan, TRAINING, lambda: _batch(case, plan), ranks=(0, 3)
+        ),
         4,
         timeout_s=180,
     )
