@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +23,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.planner import plan, recheck
+from hyper_parallel.topology import Quantity, load_topology
 from tests.cost.machines import machine, small_model
 
 pytestmark = pytest.mark.unit
@@ -37,6 +41,15 @@ def test_every_plan_adds_up(devices, layers):
     assert all(r.strategy.world_size == devices for r in chosen.rejected)
     fitting = [r for r in chosen.rejected if r.memory_bytes <= chosen.memory_capacity_bytes]
     assert all(r.step_s >= chosen.step_s * (1 - 1e-9) for r in fitting)
+
+
+def test_a_machine_beyond_any_other_has_finite_steps():
+    """With a peak of 1e24 FLOP/s no product is large enough to be fast: a step has over 2^63 nanoseconds."""
+    h100 = load_topology("dgx-h100")
+    peaks = {**h100.device.peak_flops, "bfloat16": Quantity(1e24, "test", "inferred")}
+    device = replace(h100.device, peak_flops=peaks)
+    made = plan("llama-3-8b", replace(h100, device=device), pins={"pp": 2})
+    assert 1e8 < made.step_s < math.inf
 
 
 def test_runners_up_say_why():

@@ -30,6 +30,8 @@ ONCE: Final = ("data-parallel reduction", "gradient norm", "optimizer", COPIES, 
 """Terms that come once per step, after the last microbatch."""
 MOST_ACTIONS: Final = 20_000
 """Computations that one simulation may have; longer steps are simulated for fewer microbatches and continued."""
+LONGEST_S: Final = 1e8
+"""Seconds of a step, three years, beyond which its schedule is not simulated: nanoseconds would exceed 64 bits."""
 WORTH: Final = 1e-4
 """Share of the step below which a simulation agrees with the closed form: the rest is rounding and links."""
 
@@ -92,9 +94,9 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     costs = _layer_seconds(request, setting, plain, share)
     stages = _stages(strategy, workload, cost, costs, _one(sends.inputs["send_s"]), layers * kept)
     priced = PricedStrategy(strategy, workload, cost, memory, stages)
-    if strategy.pp == 1:
-        return priced
     closed = sum(t.seconds for t in cost if t.name not in (*ONCE, "stragglers"))
+    if strategy.pp == 1 or closed > LONGEST_S:
+        return priced
     longer = pipeline_s(priced, request.machine.paces(strategy.pp)) - closed
     if longer <= max(0.0, WORTH * priced.step_s):
         return priced
