@@ -1,7 +1,7 @@
 """Reinforcement learning on two processes: both train and sample in turn, or one samples, in step or ahead.
 
     python benchmarks/rollout_modes.py --json                    120 steps of each, twice, in turn
-    python benchmarks/rollout_modes.py --steps 600 --rounds 1    to the end of the recipe
+    python benchmarks/rollout_modes.py --steps 800 --rounds 1    to the end of the recipe
 
 Each is `hyper-parallel train recipes/grpo_arithmetic.yaml` in a process of its own; seconds are those of
 metrics.jsonl, of the median step after the first ten. A step of the second way gives the seconds of its parts: waiting
@@ -40,7 +40,12 @@ def run(mode: str, steps: int, place: Path) -> list[dict[str, object]]:
     """Rows of metrics.jsonl of one run."""
     out = place / mode
     # Without the pass of the reference, which one role alone makes.
-    words = [f"training.steps={steps}", f"output_dir={out}", "checkpoint.resume=never", "grpo.beta=0"]
+    words = [
+        f"training.steps={steps}",
+        f"output_dir={out}",
+        "checkpoint.resume=never",
+        "grpo.beta=0",
+    ]
     command = [sys.executable, "-m", "hyper_parallel", "-q", "train", str(RECIPE), "--no-calibrate"]
     words.append("checkpoint.export=false")
     subprocess.run([*command, *MODES[mode], *words], check=True, stdout=sys.stderr)
