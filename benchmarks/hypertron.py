@@ -1,8 +1,9 @@
 """What the full strategy space is predicted to gain over the 5-D space of Megatron-LM and DeepSpeed on supernodes.
 
 Dense 310B and Mixtral-8x22B on 2,048 dies of CloudMatrix384-class supernodes. Everything here is a prediction of the
-cost model, strategies that this version cannot run included; nothing was run on such a machine. Hypertron (SC'25) published 56.7 % MFU on 2,048 NPUs and 1.33x over the
-best configuration of existing frameworks, without its tables; the two numbers are printed for orientation only.
+cost model, strategies that this version cannot run included; nothing was run on such a machine. Hypertron (SC'25)
+published 56.7 % MFU on 2,048 NPUs and 1.33x over the best configuration of existing frameworks, without its tables;
+the two numbers are printed for orientation only.
 
     python benchmarks/hypertron.py            # a table
     python benchmarks/hypertron.py --json     # the same as JSON
