@@ -110,7 +110,7 @@ training:
   lr: 1.0e-2
   warmup_steps: 2
   lr_schedule: constant
-  eval_tokens: 200
+  eval_tokens: 1000
 parallel: {{dp_shard: 1}}
 """
     )
