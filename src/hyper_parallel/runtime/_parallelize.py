@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Sequence
 
 from torch import nn
@@ -44,7 +45,7 @@ def parallelize(
     """
     if world is None:
         world = World.join()
-        atexit.register(world.leave)
+        atexit.register(_end, world)
     strategy = plan.strategy
     mixed = plan.workload.compute_dtype != plan.workload.param_dtype
     if strategy.world_size == 1 and world.world_size == 1 and not mixed:
@@ -54,3 +55,13 @@ def parallelize(
     position = mesh.mesh.flatten().tolist().index(world.rank)
     placed = Ranks(mesh, position, world.device, world.group(mesh), expert_mesh)
     return apply_plan(model, plan, placed, routing, average=average)
+
+
+def _end(world: World) -> None:
+    """Leave the world while Python still runs, and let go of models that nobody holds any more, with their groups.
+
+    A process group ends with the last reference to it, whoever has destroyed it. One that outlives Python may have a
+    thread that drops a tensor of its last collective too late: that is the end of the process by SIGABRT.
+    """
+    world.leave()
+    gc.collect()

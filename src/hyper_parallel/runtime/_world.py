@@ -225,10 +225,12 @@ class World:
     def leave(self) -> None:
         """Leave the world without waiting for the other ranks."""
         self._watched.close()
+        made = bool(self._meshes)
         self._meshes.clear()
         self._groups.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+        if made and not dist.is_initialized():  # ended here, or by the one who had begun it
             forget_meshes()
         self._owns_group = False
 
