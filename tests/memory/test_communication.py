@@ -268,6 +268,32 @@ def test_what_other_ranks_still_read_is_there_for_a_recomputation():
     check(plan_memory(program, machine, max_slowdown=0.38), program, machine)
 
 
+def test_a_copy_for_a_recomputation_that_is_not_needed_ends_before_its_bytes_go():
+    """`made` is to be made again from `kept`, which comes back for it; other ranks use `made` so long that it stays."""
+    storages = (
+        Storage("kept", 287, "activation", False, True),
+        Storage("gradient", 266, "activation"),
+        Storage("part", 0, "activation", False, True),
+        Storage("made", 86, "activation", False, True),
+        Storage("sum", 0, "activation", False, True),
+        Storage("whole", 181, "activation", False, True),
+    )
+    ops = (
+        Operator("gather", (), (), (0,), group="dp", ordered=True),
+        Operator("share", comm_s=2.0, group="dp", ordered=True, phase="backward"),
+        Operator("work", (), (), (1,), ordered=True, phase="backward"),
+        Operator("part", (), (), (2,), comm_s=0.5, group="dp", ordered=True, phase="backward"),
+        Operator("into", (1,), (2,), (), phase="backward"),
+        Operator("make", (0,), (), (3,), repeatable=True, ordered=True, phase="optimizer"),
+        Operator("sum", (), (), (4,), comm_s=0.5, group="dp", ordered=True, phase="optimizer"),
+        Operator("add", (3,), (4,), (), phase="optimizer"),
+        Operator("whole", (3,), (), (5,), group="dp", ordered=True, phase="optimizer"),
+    )
+    program = MemoryProgram("not made again", storages, ops, 1)
+    machine = MemoryMachine(Channel(200.0, 0.0), Channel(20.0, 0.0))
+    check(plan_memory(program, machine, max_slowdown=0.281), program, machine)
+
+
 @st.composite
 def communicating(draw):
     """A random program in which other ranks take part in some operators."""

@@ -133,11 +133,8 @@ class Emitter:
         ledger, copies = self.ledger, self.copies
         operators, current, sizes = self.program.operators, ledger.current, self.program.sizes
         op = operators[index]
-        rerun = [
-            i
-            for i in self.recomputes.rerun.get(position, ())
-            if any("device" not in current[s] for s in operators[i].allocs)
-        ]
+        meant = self.recomputes.rerun.get(position, ())
+        rerun = [i for i in meant if any("device" not in current[s] for s in operators[i].allocs)]
         touched, wanted = self.program.touched[index], self.program.operands[index]
         remade = [s for i in rerun for s in operators[i].allocs]
         if rerun:
@@ -157,7 +154,8 @@ class Emitter:
             if copies.leaving or self.comms or "device" not in current[s]:
                 self._bring(s)
         if copies.arriving:
-            for s in wanted:
+            spared = [s for i in meant if i not in rerun for s in operators[i].reads]
+            for s in (*wanted, *spared):  # what was to be read is waited for: its bytes may go now
                 self._arrive(s, position)
         for s in op.writes if copies.leaving else ():
             for item in [p for p in copies.leaving if p.storage == s]:
