@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,52 @@ training:
 parallel: {{dp_shard: 1}}
 """
     )
+    return root
+
+
+SUMS = [(a, b) for a in range(4) for b in range(3)]
+PAIRS = [
+    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"} for a, b in SUMS
+]
+QUESTIONS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for b in range(4)]
+ANSWERS = [
+    {"prompt": f"{a}+{b}=", "completion": f"it is {a + b}" if b else "no", "label": bool(b)}
+    for a, b in SUMS
+]
+
+
+def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """A file with one object per line."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def make_stage_place(
+    root: Path,
+    stage: str,
+    records: Sequence[dict[str, Any]],
+    *,
+    seq_len: int = 64,
+    sequences: int = 8,
+    microbatch: int = 2,
+    **changes: dict[str, Any],
+) -> Path:
+    """A directory with a model config, records and a recipe of three steps; `changes` are by section of it."""
+    (root / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
+    write_records(root / "records.jsonl", records)
+    recipe: dict[str, Any] = {
+        "model": {"path": "model.json"}, "stage": stage,
+        "data": {
+            "source": "records.jsonl", "seq_len": seq_len, "packing": False, "holdout": 0, "vocab_size": 264,
+        },
+        "training": {
+            "steps": 3, "dtype": "float64", "tokens_per_step": sequences * seq_len, "lr": 1e-2,
+            "lr_schedule": "constant", "microbatch": microbatch,
+        },
+        "parallel": {"dp_shard": 1}, "checkpoint": {"export": False},
+    }  # fmt: skip
+    for section, keys in changes.items():
+        recipe[section] = recipe.get(section, {}) | keys
+    (root / "recipe.yaml").write_text(json.dumps(recipe))
     return root
 
 

@@ -17,50 +17,30 @@ from hyper_parallel.trainer._job import prepare_job
 from hyper_parallel.trainer.data._records import conversations_of, shape_of
 from hyper_parallel.trainer.stages._dpo import DpoStage
 from hyper_parallel.trainer.stages._pair_scores import PairScores
-from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
+from tests.e2e.runs import (
+    PAIRS,
+    assert_same_curve,
+    curve,
+    make_stage_place,
+    rows,
+    train,
+    write_records,
+)
 
 pytestmark = pytest.mark.e2e
 
-CONSTANT = ("training.lr_schedule=constant", "checkpoint.export=true")
+EXPORT = "checkpoint.export=true"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("dpo")
-    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
-    pairs = [
-        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"}
-        for a in range(4)
-        for b in range(3)
-    ]
-    (place / "pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
-    (place / "plain.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)
-    recipe = {
-        "model": {"path": "model.json"},
-        "stage": "dpo",
-        "data": {
-            "source": "pairs.jsonl",
-            "seq_len": 64,
-            "packing": False,
-            "holdout": 0,
-            "vocab_size": 264,
-        },
-        "training": {
-            "steps": 3,
-            "dtype": "float64",
-            "tokens_per_step": 8 * 64,
-            "lr": 1e-2,
-            "microbatch": 2,
-        },
-        "parallel": {"dp_shard": 1},
-        "checkpoint": {"export": False},
-    }
-    (place / "recipe.yaml").write_text(json.dumps(recipe))
-    return place
+    write_records(place / "plain.jsonl", [{"prompt": "a", "completion": "b"}] * 9)
+    return make_stage_place(place, "dpo", PAIRS)
 
 
 def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_reference(place):
-    train(place, place / "one", *CONSTANT)
+    train(place, place / "one", EXPORT)
     one = rows(place / "one" / "metrics.jsonl")
     assert one[0]["loss"] == pytest.approx(math.log(2), rel=1e-12), "the model is its reference"
     assert one[0]["preference"]["accuracy"] == 0
@@ -68,7 +48,7 @@ def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_refe
     train(
         place,
         place / "four",
-        *CONSTANT,
+        EXPORT,
         "parallel.pp=2",
         "parallel.cp=2",
         "checkpoint.every=2",
@@ -77,7 +57,7 @@ def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_refe
     train(
         place,
         place / "four",
-        *CONSTANT,
+        EXPORT,
         "parallel.dp_shard=2",
         "parallel.tp=2",
         "checkpoint.every=2",
@@ -89,28 +69,26 @@ def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_refe
         assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
     reference = place / "four" / "reference.npy"
     written = reference.stat()
-    train(place, place / "four", *CONSTANT, "training.steps=4")
+    train(place, place / "four", EXPORT, "training.steps=4")
     assert reference.stat().st_mtime_ns == written.st_mtime_ns, "it is read by all ranks meanwhile"
     reference.write_bytes(reference.read_bytes()[:100])
     with pytest.raises(CheckpointMismatch, match="no reference"):
-        train(place, place / "four", *CONSTANT, "training.steps=5")
+        train(place, place / "four", EXPORT, "training.steps=5")
     reference.unlink()
     with pytest.raises(CheckpointMismatch, match="no reference"):
-        train(place, place / "four", *CONSTANT, "training.steps=5")
+        train(place, place / "four", EXPORT, "training.steps=5")
 
 
 def test_the_second_step_is_that_of_plain_transformers(place):
     def exported(name, *changes):
-        train(
-            place, place / name, "checkpoint.export=true", "training.lr_schedule=constant", *changes
-        )
+        train(place, place / name, EXPORT, *changes)
         model = AutoModelForCausalLM.from_pretrained(place / name / "export", dtype=torch.float64)
         keep_float64(model)
         return model
 
     before = exported("before", "training.steps=1", "training.lr=1e-30")
     after = exported("after", "training.steps=1")
-    train(place, place / "both", "training.lr_schedule=constant", "training.steps=2")
+    train(place, place / "both", "training.steps=2")
     job = prepare_job(
         load_recipe(place / "both" / "config.yaml", ["checkpoint.resume=never"]), progress=False
     )
@@ -224,7 +202,7 @@ def test_pairs_stay_neighbours_in_every_order(place):
     )
     batches = job.train_batches()
     assert batches.num_sequences == 12
-    parts = [{"source": str(place / "pairs.jsonl"), "weight": w} for w in (3, 1)]
+    parts = [{"source": str(place / "records.jsonl"), "weight": w} for w in (3, 1)]
     job = prepare_job(
         load_recipe(place / "recipe.yaml", [f"data.source={json.dumps(parts)}"]), progress=False
     )
@@ -241,7 +219,7 @@ def test_pairs_stay_neighbours_in_every_order(place):
 
 
 def test_orpo_is_a_stage_too_with_adapters_on_eight_ranks_as_on_one(place):
-    adapters = ("lora.r=2", "training.lr_schedule=constant", "data.seq_len=32", "training.steps=2")
+    adapters = ("lora.r=2", "data.seq_len=32", "training.steps=2")
     tokens = "training.tokens_per_step=256"
     train(place, place / "loss", *adapters, tokens, "dpo.loss_type=orpo", "dpo.beta=0.3")
     axes = ("parallel.tp=2", "parallel.cp=2", "parallel.pp=2")

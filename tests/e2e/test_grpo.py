@@ -1,7 +1,5 @@
 """Reinforcement learning through the command: completions, rewards, advantages, and the same on every layout."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from hyper_parallel.errors import BadValue, Contradiction, NotImportable
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.stages._rewards import exact_match, prefix_match
 from hyper_parallel.trainer.stages._sampling import sample, uniform
-from tests.e2e.runs import CONFIG, rows, train
+from tests.e2e.runs import CONFIG, QUESTIONS, make_stage_place, rows, train
 
 pytestmark = pytest.mark.e2e
 
@@ -31,37 +29,14 @@ def wrong(prompts, completions, answer):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("grpo")
-    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
-    sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for b in range(4)]
-    (place / "sums.jsonl").write_text("".join(json.dumps(s) + "\n" for s in sums))
     (place / "own_rewards.py").write_text(OWN)
-    recipe = {
-        "model": {"path": "model.json"},
-        "stage": "grpo",
-        "data": {
-            "source": "sums.jsonl",
-            "seq_len": 56,
-            "packing": False,
-            "holdout": 0,
-            "vocab_size": 264,
-        },
-        "grpo": {
-            "num_generations": 4,
-            "max_completion_length": 3,
-            "reward_funcs": ["own_rewards.digits", "exact_match"],
-        },
-        "training": {
-            "steps": 3,
-            "dtype": "float64",
-            "tokens_per_step": 16 * 56,
-            "lr": 1e-2,
-            "microbatch": 4,
-        },
-        "parallel": {"dp_shard": 1},
-        "checkpoint": {"export": False},
+    grpo = {
+        "num_generations": 4,
+        "max_completion_length": 3,
+        "reward_funcs": ["own_rewards.digits", "exact_match"],
     }
-    (place / "recipe.yaml").write_text(json.dumps(recipe))
-    return place
+    shape = {"seq_len": 56, "sequences": 16, "microbatch": 4}
+    return make_stage_place(place, "grpo", QUESTIONS, **shape, grpo=grpo)
 
 
 @pytest.fixture(autouse=True)

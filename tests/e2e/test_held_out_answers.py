@@ -1,7 +1,5 @@
 """Held-out pairs and answers through the command: loss, accuracy and margin on every layout, and by plain torch."""
 
-import json
-
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
@@ -11,7 +9,16 @@ from hyper_parallel.backends.torch._forward import keep_float64
 from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import CheckpointMismatch, Contradiction
 from hyper_parallel.trainer._job import prepare_job
-from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
+from tests.e2e.runs import (
+    ANSWERS,
+    PAIRS,
+    assert_same_curve,
+    curve,
+    make_stage_place,
+    rows,
+    train,
+    write_records,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -26,42 +33,14 @@ STAGES = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("held_out")
-    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
-    numbers = [(a, b) for a in range(4) for b in range(3)]
-    pairs = [
-        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"}
-        for a, b in numbers
-    ]
-    answers = [
-        {"prompt": f"{a}+{b}=", "completion": f"it is {a + b}" if b else "no", "label": bool(b)}
-        for a, b in numbers
-    ]
-    for name, records in {"pairs": pairs, "answers": answers, "few": pairs[:2]}.items():
-        (place / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    recipe = {
-        "model": {"path": "model.json"},
-        "stage": "dpo",
-        "data": {
-            "source": "pairs.jsonl",
-            "seq_len": 32,
-            "packing": False,
-            "holdout": 0.25,
-            "vocab_size": 264,
-        },
-        "training": {
-            "steps": 2,
-            "dtype": "float64",
-            "tokens_per_step": 8 * 32,
-            "lr": 1e-2,
-            "lr_schedule": "constant",
-            "microbatch": 2,
-            "eval_every": 1,
-        },
-        "parallel": {"dp_shard": 1},
-        "checkpoint": {"export": False, "every": 1},
+    write_records(place / "answers.jsonl", ANSWERS)
+    write_records(place / "few.jsonl", PAIRS[:2])
+    changes = {
+        "data": {"holdout": 0.25},
+        "training": {"steps": 2, "eval_every": 1},
+        "checkpoint": {"every": 1},
     }
-    (place / "recipe.yaml").write_text(json.dumps(recipe))
-    return place
+    return make_stage_place(place, "dpo", PAIRS, seq_len=32, **changes)
 
 
 def run(place, stage, out, *overrides):
@@ -95,7 +74,7 @@ def logps(place, name, ids, targets):
 
 
 @pytest.mark.parametrize(
-    ("stage", "axes"), [("dpo", "tp cp"), ("orpo", "pp"), ("kto", "tp pp"), ("rm", "cp pp")]
+    ("stage", "axes"), [("dpo", "tp"), ("orpo", "pp"), ("kto", "cp"), ("rm", "pp")]
 )
 def test_every_layout_measures_what_one_rank_does(place, one, stage, axes):
     assert [r["step"] for r in one[stage]] == [0, 1, 2]

@@ -13,7 +13,7 @@ from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import Contradiction, NoData
 from hyper_parallel.trainer._job import prepare_job
 from hyper_parallel.trainer.data import load_tokenizer
-from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
+from tests.e2e.runs import ANSWERS, assert_same_curve, curve, make_stage_place, rows, train
 
 pytestmark = pytest.mark.e2e
 
@@ -22,37 +22,8 @@ KTO = ("kto.beta=0.5", "kto.desirable_weight=1.25", "kto.undesirable_weight=0.75
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = tmp_path_factory.mktemp("kto")
-    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
-    answers = [
-        {"prompt": f"{a}+{b}=", "completion": f"it is {a + b}" if b else "no", "label": bool(b)}
-        for a in range(4)
-        for b in range(3)
-    ]
-    (place / "answers.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
-    recipe = {
-        "model": {"path": "model.json"},
-        "stage": "kto",
-        "data": {
-            "source": "answers.jsonl",
-            "seq_len": 32,
-            "packing": False,
-            "holdout": 0,
-            "vocab_size": 264,
-        },
-        "training": {
-            "steps": 3,
-            "dtype": "float64",
-            "tokens_per_step": 16 * 32,
-            "lr": 1e-2,
-            "lr_schedule": "constant",
-            "microbatch": 4,
-        },
-        "parallel": {"dp_shard": 1},
-        "checkpoint": {"export": False},
-    }
-    (place / "recipe.yaml").write_text(json.dumps(recipe))
-    return place
+    root = tmp_path_factory.mktemp("kto")
+    return make_stage_place(root, "kto", ANSWERS, seq_len=32, sequences=16, microbatch=4)
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +37,15 @@ def test_every_layout_learns_what_one_rank_does_and_goes_on_bit_for_bit(place, o
     assert one[0]["preference"]["kl"] == 0, "the model is its reference"
     assert one[1]["preference"]["kl"] > 0.01
     assert one[-1]["preference"]["margin"] > 0
-    train(place, place / "eight", *KTO, "parallel.pp=2", "parallel.cp=2", "parallel.tp=2")
-    train(place, place / "two", *KTO, "parallel.dp_shard=2", "training.microbatch=2")
-    for name in ("eight", "two"):
-        assert_same_curve(curve(place / name), curve(place / "one"))
-        for mine, theirs in zip(rows(place / name / "metrics.jsonl"), one, strict=True):
-            assert mine["valid_tokens"] == theirs["valid_tokens"]
-            assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
-    train(place, place / "resumed", *KTO, "checkpoint.every=2", "training.steps=2")
-    train(place, place / "resumed", *KTO, "checkpoint.every=2")
+    again = ("checkpoint.every=2", "training.steps=2")
+    train(place, place / "four", *KTO, *again, "parallel.pp=2", "parallel.cp=2")
+    train(place, place / "four", *KTO, "parallel.dp_shard=2", "parallel.tp=2")
+    assert_same_curve(curve(place / "four"), curve(place / "one"))
+    for mine, theirs in zip(rows(place / "four" / "metrics.jsonl"), one, strict=True):
+        assert mine["valid_tokens"] == theirs["valid_tokens"]
+        assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
+    train(place, place / "resumed", *KTO, *again)
+    train(place, place / "resumed", *KTO)
     assert curve(place / "resumed") == curve(place / "one")
 
 

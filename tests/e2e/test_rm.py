@@ -19,7 +19,16 @@ from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._pair_scores import PairScores
 from hyper_parallel.trainer.stages._reward_model import RewardModelStage
-from tests.e2e.runs import CONFIG, assert_same_curve, command, curve, rows, train
+from tests.e2e.runs import (
+    CONFIG,
+    PAIRS,
+    assert_same_curve,
+    command,
+    curve,
+    make_stage_place,
+    rows,
+    train,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -28,37 +37,7 @@ CENTRED = "rm.center_rewards_coefficient=0.05"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    place = tmp_path_factory.mktemp("rm")
-    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
-    pairs = [
-        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a + b + 1} or so"}
-        for a in range(4)
-        for b in range(3)
-    ]
-    (place / "pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
-    recipe = {
-        "model": {"path": "model.json"},
-        "stage": "rm",
-        "data": {
-            "source": "pairs.jsonl",
-            "seq_len": 64,
-            "packing": False,
-            "holdout": 0,
-            "vocab_size": 264,
-        },
-        "training": {
-            "steps": 3,
-            "dtype": "float64",
-            "tokens_per_step": 8 * 64,
-            "lr": 1e-2,
-            "lr_schedule": "constant",
-            "microbatch": 2,
-        },
-        "parallel": {"dp_shard": 1},
-        "checkpoint": {"export": False},
-    }
-    (place / "recipe.yaml").write_text(json.dumps(recipe))
-    return place
+    return make_stage_place(tmp_path_factory.mktemp("rm"), "rm", PAIRS)
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +65,15 @@ def step_rows(run, step):
 
 def test_every_layout_learns_what_one_rank_does_and_goes_on_bit_for_bit(place, one):
     assert one[-1]["preference"]["accuracy"] > 0.5
-    train(place, place / "eight", CENTRED, "parallel.pp=2", "parallel.cp=2", "parallel.tp=2")
-    train(place, place / "two", CENTRED, "parallel.dp_shard=2")
-    for name in ("eight", "two"):
-        assert_same_curve(curve(place / name), curve(place / "one"))
-        for mine, theirs in zip(rows(place / name / "metrics.jsonl"), one, strict=True):
-            assert mine["valid_tokens"] == theirs["valid_tokens"] == 8, "one score of each row"
-            assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
-    train(place, place / "resumed", CENTRED, "checkpoint.every=2", "training.steps=2")
-    train(place, place / "resumed", CENTRED, "checkpoint.every=2")
+    again = ("checkpoint.every=2", "training.steps=2")
+    train(place, place / "four", CENTRED, *again, "parallel.pp=2", "parallel.cp=2")
+    train(place, place / "four", CENTRED, "parallel.dp_shard=2", "parallel.tp=2")
+    assert_same_curve(curve(place / "four"), curve(place / "one"))
+    for mine, theirs in zip(rows(place / "four" / "metrics.jsonl"), one, strict=True):
+        assert mine["valid_tokens"] == theirs["valid_tokens"] == 8, "one score of each row"
+        assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
+    train(place, place / "resumed", CENTRED, *again)
+    train(place, place / "resumed", CENTRED)
     assert curve(place / "resumed") == curve(place / "one")
 
 

@@ -14,7 +14,7 @@ from hyper_parallel.config import Grpo
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.trainer.stages._grpo import GrpoStage
 from hyper_parallel.trainer.stages._rollouts import Sampler
-from tests.e2e.runs import CONFIG, rows, start, train, wait_for_steps
+from tests.e2e.runs import QUESTIONS, make_stage_place, rows, start, train, wait_for_steps
 
 pytestmark = pytest.mark.e2e
 
@@ -36,21 +36,14 @@ ASYNC = ("grpo.rollout_ranks=1", "grpo.max_staleness=2", "training.deterministic
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("rollouts")
-    (place / "model.json").write_text(json.dumps({**CONFIG, "vocab_size": 264}))
-    sums = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(4) for b in range(4)]
-    (place / "sums.jsonl").write_text("".join(json.dumps(s) + "\n" for s in sums))
     (place / "late_rewards.py").write_text(REWARD)
-    recipe = {
-        "model": {"path": "model.json"},
-        "stage": "grpo",
-        "data": {"source": "sums.jsonl", "seq_len": 56, "packing": False, "holdout": 0, "vocab_size": 264},
-        "grpo": {"num_generations": 4, "max_completion_length": 3, "reward_funcs": ["late_rewards.digits"]},
-        "training": {"steps": 6, "dtype": "float64", "tokens_per_step": 896, "lr": 1e-2, "microbatch": 4},
-        "parallel": {"dp_shard": 1},
-        "checkpoint": {"export": False},
-    }  # fmt: skip
-    (place / "recipe.yaml").write_text(json.dumps(recipe))
-    return place
+    grpo = {
+        "num_generations": 4,
+        "max_completion_length": 3,
+        "reward_funcs": ["late_rewards.digits"],
+    }
+    shape = {"seq_len": 56, "sequences": 16, "microbatch": 4}
+    return make_stage_place(place, "grpo", QUESTIONS, **shape, grpo=grpo, training={"steps": 6})
 
 
 @pytest.fixture(autouse=True)
