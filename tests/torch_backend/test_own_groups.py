@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-
 OWN_GROUPS = """
 import atexit, sys
 from pathlib import Path
