@@ -28,7 +28,7 @@ def would_start(launcher: str, job: Job, words: Sequence[str]) -> str:
         job: The run.
         words: Arguments of `hyper-parallel` in every rank.
     """
-    ranks, launch = job.plan.strategy.world_size, job.recipe.launch
+    ranks, launch = job.ranks, job.recipe.launch
     by_hand = torchrun_command(job, words)
     if launcher == "slurm":
         return f"would write {_script(job)} and submit it with sbatch:\n\n{_sbatch(job, words)}"
@@ -79,14 +79,14 @@ def torchrun_command(job: Job, words: Sequence[str]) -> str:
     """The command that starts the ranks of this machine by hand; arguments as of `would_start`."""
     from hyper_parallel.runtime import torchrun_words
 
-    ranks = job.plan.strategy.world_size
+    ranks = job.ranks
     return shlex.join(["torchrun", *torchrun_words(job.recipe, ranks, _shown(words))])
 
 
 def _sbatch(job: Job, words: Sequence[str]) -> str:
     from hyper_parallel.runtime import sbatch_script
 
-    ranks = job.plan.strategy.world_size
+    ranks = job.ranks
     return sbatch_script(job.recipe, ranks, _shown(words), job.output_dir)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -57,12 +60,18 @@ class World:
         self._hosts: Hosts | None = None
         self._watched = ExitStack()
         self._timeout: timedelta | None = None
+        self._part: _Part | None = None
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @classmethod
     def join(
-        cls, device: str | None = None, deadlines: Deadlines | None = None, *, debug: bool = False
+        cls,
+        device: str | None = None,
+        deadlines: Deadlines | None = None,
+        *,
+        debug: bool = False,
+        worlds: Sequence[int] = (),
     ) -> World:
         """Join the world the environment describes: our launcher's, torchrun's, or a world of one.
 
@@ -71,15 +80,22 @@ class World:
             deadlines: How long a rank may stay in one phase before the ranks of this machine are ended; None: for ever.
                 Ranks of our launcher are watched by it.
             debug: Have torch compare every collective of all ranks before it runs, which is slow.
+            worlds: Ranks of each of several worlds that another launcher's ranks are cut into, in rank order; they have
+                all been started when this returns. Our launcher cuts them itself. (): one world of all.
 
         Raises:
             DeviceUnavailable: HP502 when this process finds no accelerator of its own.
             LauncherIncomplete: HP315 when the environment is that of no launcher.
         """
         rank, world_size, local_rank = launched_rank()
+        part = None
+        if len(worlds) > 1 and INIT_METHOD not in os.environ:
+            part = _Part.of(rank, worlds)
+            rank, world_size = part.rank, part.world_size
         found = torch.accelerator.current_accelerator(check_available=True)
         kind = device or ("cpu" if found is None else found.type)
         world = cls(rank, world_size, local_rank, _device(kind, local_rank), "")
+        world._part = part
         if debug:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
         if "RANK" in os.environ:
@@ -119,13 +135,12 @@ class World:
         if init_method:
             options = {"init_method": init_method, "timeout": self._timeout}
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if init_method == "env://" and restart != "0":
+        if init_method == "env://" and (restart != "0" or self._part is not None):
             # torchrun keeps its store: a rank would look for the others where they were before the restart.
-            store, *_ = next(rendezvous(init_method))
-            options = {
-                "store": dist.PrefixStore(f"restart_{restart}", store),
-                "timeout": self._timeout,
-            }
+            store = dist.PrefixStore(f"restart_{restart}", next(rendezvous(init_method))[0])
+            if self._part is not None:
+                store = self._part.store(store)
+            options = {"store": store, "timeout": self._timeout}
         dist.init_process_group(self.backend, rank=self.rank, world_size=self.world_size, **options)
         self._owns_group = True
         each = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -142,7 +157,8 @@ class World:
             board = Board(board_of_machine(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
             if self.local_rank == 0:
                 self._watched.callback(board.path.unlink, missing_ok=True)
-            look = Sentry(board, deadlines, self.local_rank, self.rank - self.local_rank).look
+            launched = launched_rank()[0]
+            look = Sentry(board, deadlines, self.local_rank, launched - self.local_rank).look
         else:
             return
         if deadlines is not None:  # torch's own limit says less, and is not to come first
@@ -259,6 +275,38 @@ class World:
                 )
                 stamp(mismatch)
                 raise mismatch from error
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of several worlds that a launcher's ranks are cut into.
+
+    Attributes:
+        number: Of this world.
+        rank: Of this process in it.
+        world_size: Its ranks.
+        launched: Ranks of all worlds.
+    """
+
+    number: int
+    rank: int
+    world_size: int
+    launched: int
+
+    @classmethod
+    def of(cls, rank: int, worlds: Sequence[int]) -> _Part:
+        """The part that a rank of the launcher belongs to."""
+        ends = list(accumulate(worlds))
+        number = bisect_right(ends, rank)
+        size = worlds[number]
+        return cls(number, rank - ends[number] + size, size, ends[-1])
+
+    def store(self, store: dist.Store) -> dist.Store:
+        """This world's part of the launcher's store, once the ranks of all worlds have come to it."""
+        if store.add("joined", 1) == self.launched:
+            store.set("all_joined", "")
+        store.wait(["all_joined"])
+        return dist.PrefixStore(f"world_{self.number}", store)
 
 
 def _ignore() -> None:

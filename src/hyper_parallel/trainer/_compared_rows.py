@@ -7,13 +7,12 @@ from hyper_parallel.errors import Contradiction
 from hyper_parallel.ir import Plan
 
 
-def check_rows(loaded: LoadedRecipe, plan: Plan, *, launched: bool) -> None:
+def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     """Refuse a step whose ranks would not have whole groups or pairs of answers, and a reward that is no function.
 
     Args:
         loaded: The recipe.
         plan: The plan of the run.
-        launched: Another launcher has started this process as a rank.
 
     Raises:
         Contradiction: HP104.
@@ -25,7 +24,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan, *, launched: bool) -> None:
     rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of rows"
     if recipe.stage == "grpo":
         size, what = recipe.grpo.num_generations, "groups of completions"
-        _check_rollout_ranks(loaded, rows, launched)
+        _check_rollout_ranks(loaded, rows)
         reward_functions(recipe.grpo.reward_funcs, loaded.where("grpo.reward_funcs"))
     if rows % (size * dp):
         better = max(1, round(rows / (size * dp))) * size * dp * work.seq_len
@@ -57,8 +56,8 @@ def check_reward_models(loaded: LoadedRecipe, tokenizer_dir: str) -> None:
             reward.check(tokenizer_dir, where)
 
 
-def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, launched: bool) -> None:
-    """Raise when ranks that only sample cannot be started, or would not have as many sequences each."""
+def _check_rollout_ranks(loaded: LoadedRecipe, rows: int) -> None:
+    """Raise when ranks that only sample form no whole groups, or would not have as many sequences each."""
     grpo = loaded.recipe.grpo
     ranks, copies = grpo.rollout_ranks, grpo.samplers
     if ranks % grpo.rollout_tp:
@@ -68,15 +67,10 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, launched: bool) -> Non
             got=f"rollout_ranks={ranks}, rollout_tp={grpo.rollout_tp}",
             hint=f"grpo.rollout_ranks={grpo.rollout_tp}",
         )
-    launcher = "torchrun" if launched else loaded.recipe.launch.launcher
-    if ranks and (rows % copies or launcher != "local"):
+    if ranks and rows % copies:
         raise Contradiction(
-            "ranks that only sample share the sequences of a step evenly"
-            if rows % copies
-            else "ranks that only sample are started by this process, not by another launcher yet",
+            "ranks that only sample share the sequences of a step evenly",
             where=loaded.where("grpo.rollout_ranks"),
-            got=f"{copies} copies that sample, {rows} sequences in a step, launcher={launcher}",
-            hint=f"grpo.rollout_ranks={grpo.rollout_tp}"
-            if rows % copies
-            else "grpo.rollout_ranks=0",
+            got=f"{copies} copies that sample, {rows} sequences in a step",
+            hint=f"grpo.rollout_ranks={grpo.rollout_tp}",
         )

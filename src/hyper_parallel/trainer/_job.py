@@ -84,6 +84,17 @@ class Job:
     restarted: bool = False
 
     @property
+    def worlds(self) -> tuple[int, ...]:
+        """Ranks of the world that trains, and of each copy that only samples."""
+        grpo = self.recipe.grpo
+        return (self.plan.strategy.world_size, *[grpo.rollout_tp] * grpo.samplers)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all worlds."""
+        return sum(self.worlds)
+
+    @property
     def checkpoint_dir(self) -> Path:
         """Where checkpoints are written."""
         return self.output_dir / "checkpoints"
@@ -205,13 +216,21 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ
 
 
-def started_ranks() -> int | None:
-    """Ranks that another launcher has started; None when this process starts them."""
+def _training_ranks(recipe: Recipe) -> int | None:
+    """Ranks that another launcher has started and that do not only sample; None when this process starts them."""
     if "RANK" not in os.environ:
         return None
     from hyper_parallel.runtime import launched_rank
 
-    return launched_rank()[1]
+    ranks, sampling = launched_rank()[1], recipe.grpo.rollout_ranks
+    if ranks <= sampling:
+        raise Contradiction(
+            "no rank is left to train",
+            where="grpo.rollout_ranks",
+            got=f"{ranks} ranks, of which {sampling} only sample",
+            hint=f"grpo.rollout_ranks={ranks - 1}",
+        )
+    return ranks - sampling
 
 
 def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
@@ -240,7 +259,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     from hyper_parallel.trainer.engine._offload_machine import check_offload
     from hyper_parallel.trainer.engine._optimizer import check_optimizer
 
-    loaded = on_started(loaded, started_ranks())
+    training_ranks = _training_ranks(loaded.recipe)
+    loaded = on_started(loaded, training_ranks)
     recipe = loaded.recipe
     output_dir = Path(recipe.output_dir)
     check_writable(output_dir, "output_dir")
@@ -276,7 +296,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
             allowed="a directory with config.json, weights and tokenizer, such as RUN_DIR/export",
             hint="set `lora=null` or `checkpoint.export=false`, or `model.path=RUN_DIR/export`",
         )
-    plan = plan_recipe(recipe, started_ranks(), loaded.where, spec)
+    plan = plan_recipe(recipe, training_ranks, loaded.where, spec)
     model = build_model(recipe)
     check_offload(recipe, plan, model, loaded.where)
     check_optimizer(recipe, plan, loaded.where)
@@ -290,7 +310,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
         check_documents(model, loaded.where("data.mask_documents"))
     check_flow(model, plan)
     if recipe.stage in COMPARED:
-        check_rows(loaded, plan, launched=under_torchrun())
+        check_rows(loaded, plan)
     packed = prepare(
         recipe.data,
         stage="sft" if recipe.stage == "grpo" else recipe.stage,  # both read answers to prompts

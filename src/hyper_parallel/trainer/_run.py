@@ -17,6 +17,7 @@ from hyper_parallel.runtime import (
     Deadlines,
     launch,
     launch_on_ray,
+    launched_rank,
     ranks_per_node,
     with_restarts,
 )
@@ -94,7 +95,7 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
         RankFailed: HP601 with the machine of the actor that died first. As `run_job` and `launch_on_ray`.
     """
     given = replace(loaded, recipe=with_absolute_paths(loaded.recipe))
-    launch, ranks = job.recipe.launch, job.plan.strategy.world_size
+    launch, ranks = job.recipe.launch, job.ranks
     ranks_per_node(job.recipe, ranks)
 
     def rank() -> Summary | None:
@@ -132,32 +133,42 @@ def _train(
             # This process removes it: a rank that is killed cannot.
             flash = stack.enter_context(run_folder(Path(parent), job.output_dir.name))
         if logs is None:
-            return train_rank(job, flash, stop)
+            return _launched_rank(job, flash, stop)
         # The model's library is imported once, before the fork, and shared by all ranks.
         import transformers.models.auto.modeling_auto  # noqa: F401
 
-        ranks, training = job.plan.strategy.world_size, job.recipe.training
-        grpo = job.recipe.grpo
-        sampling = grpo.rollout_ranks
+        training = job.recipe.training
         RolloutFolder(job.output_dir / "rollouts").reset()
-
-        def rank_of(rank: int) -> Summary | None:
-            if rank < ranks:
-                return train_rank(job, flash, stop, snapshots)
-            sample_rank(job, (rank - ranks) // grpo.rollout_tp)
-            return None
-
         results = launch(
-            rank_of,
-            ranks + sampling,
+            lambda rank: _rank(job, rank, flash, stop, snapshots),
+            job.ranks,
             log_dir=logs,
-            threads=rank_threads(ranks + sampling),
+            threads=rank_threads(job.ranks),
             echo_rank=0,
-            worlds=(ranks, *[grpo.rollout_tp] * grpo.samplers),
+            worlds=job.worlds,
             deadlines=Deadlines(training.timeout_s, training.first_step_timeout_s),
         )
     summary: Summary | None = results[0]
     return summary
+
+
+def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary | None:
+    """Be a rank that another launcher has started."""
+    rank = launched_rank()[0]
+    if rank == 0:  # before any rank has joined its world
+        RolloutFolder(job.output_dir / "rollouts").reset()
+    return _rank(job, rank, flash, stop)
+
+
+def _rank(
+    job: Job, rank: int, flash: Path | None, stop: StopRequest, snapshots: Path | None = None
+) -> Summary | None:
+    """Train, or sample only; arguments as of `train_rank`."""
+    train = job.worlds[0]
+    if rank < train:
+        return train_rank(job, flash, stop, snapshots)
+    sample_rank(job, (rank - train) // job.recipe.grpo.rollout_tp)
+    return None
 
 
 def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:

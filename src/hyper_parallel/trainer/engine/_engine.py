@@ -76,7 +76,7 @@ def train_rank(
     training = job.recipe.training
     deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
     debug = training.debug_collectives
-    with World.join(deadlines=deadlines, debug=debug) as world:
+    with World.join(deadlines=deadlines, debug=debug, worlds=job.worlds) as world:
         display = Display(job.recipe.training.steps, world.rank == 0)
         with TorchEngine(job, world, display, flash, snapshots) as engine:
             return Trainer(job, engine, display, stop).train()

@@ -270,9 +270,8 @@ def sample_rank(job: Job, part: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the ranks that train end the run
     recipe, work = job.recipe, job.plan.workload
     training, grpo = recipe.training, recipe.grpo
-    with World.join(
-        deadlines=Deadlines(training.timeout_s, training.first_step_timeout_s)
-    ) as world:
+    deadlines = Deadlines(training.timeout_s, training.first_step_timeout_s)
+    with World.join(deadlines=deadlines, worlds=job.worlds) as world:
         if training.deterministic:
             torch.use_deterministic_algorithms(True)
         model = build_model(recipe)
