@@ -199,7 +199,9 @@ def _conclude(job: Job, summary: Summary, console: Console) -> None:
     page, trace = write_report(job.output_dir)
     first, last = summary.first_eval_loss, summary.last_eval_loss
     if is_quiet():
-        losses = f"loss {summary.loss:.4f}, held-out loss {last:.4f}"
+        losses = f"loss {summary.loss:.4f}"
+        if not math.isnan(last):
+            losses += f", held-out loss {last:.4f}"
         typer.echo(f"{summary.steps} steps in {summary.seconds:.0f} s, {losses}: {page}")
     if not math.isnan(last):
         console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
