@@ -4,8 +4,8 @@
     python benchmarks/staleness_rewards.py --seeds 1 --steps 50   a look
 
 Each run is `hyper-parallel train` with one rank that learns and one that samples ahead. The task is to name the next
-digit, which a tiny model from scratch learns from rewards alone. The reward of a run is the mean over its last steps, of
-completions as they were sampled, so by the weights of then.
+digit, which a tiny model from scratch learns from rewards alone. The reward of a run is the mean over its last steps,
+of completions as they were sampled, so by the weights of then.
 
 Bars: with every bound the mean reward over the seeds is above 0.9, and no further below that of bound 0 than two
 standard errors of the difference, or 0.02, whichever is more; no completion is older than the bound.
@@ -39,7 +39,8 @@ def write_recipe(place: Path, steps: int) -> Path:
         "model": {"path": str(MODEL)}, "stage": "grpo",
         "data": {"source": str(place / "sums.jsonl"), "seq_len": 40, "packing": False, "holdout": 0.0},
         "grpo": {
-            "num_generations": 16, "max_completion_length": 1, "reward_funcs": ["exact_match"], "rollout_ranks": 1, "beta": 0.04,
+            "num_generations": 16, "max_completion_length": 1, "reward_funcs": ["exact_match"], "beta": 0.04,
+            "rollout_ranks": 1,
         },
         "training": {
             "steps": steps, "dtype": "float32", "tokens_per_step": 256 * 40, "microbatch": 256, "lr": 1e-3,

@@ -151,28 +151,17 @@ def test_roles_that_cannot_be_are_refused_before_any_starts(place, change, match
     assert not (place / "refused").exists()
 
 
-def test_torchrun_starts_the_roles_too(place, tmp_path):
-    """Two ranks that train, and two that share a copy to sample: the run that forked ranks make, bit for bit."""
-    roles = ("parallel.dp_shard=2", "grpo.rollout_ranks=2", "grpo.rollout_tp=2", "training.steps=3")
-    train(place, place / "forked", *ASYNC[1:], *roles)
-    out = tmp_path / "torchrun"
-    with start(place, out, *ASYNC[1:], *roles, "--launcher=torchrun", path=place) as process:
-        _, errors = process.communicate(timeout=110)
-    assert process.returncode == 0, errors
-    assert "--nproc-per-node=4" in errors
-    assert curve(out) == curve(place / "forked")
-    assert ages(out) == ages(place / "forked")
-
-
 @pytest.mark.cluster
-@pytest.mark.parametrize("launcher", ["ray", "slurm"])
-def test_a_cluster_starts_the_roles_too(place, tmp_path, monkeypatch, launcher):
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "ray"])
+def test_every_launcher_starts_the_roles(place, tmp_path, monkeypatch, launcher):
+    """Two ranks that train, and two that share a copy to sample: the run that forked ranks make, bit for bit."""
     monkeypatch.setenv("PATH", slurm.install(tmp_path / "bin"))
-    roles = ("parallel.dp_shard=2", "grpo.rollout_ranks=2", "training.steps=3")
-    train(place, place / "local", *ASYNC[1:], *roles)
+    roles = ("parallel.dp_shard=2", "grpo.rollout_ranks=2", "grpo.rollout_tp=2", "training.steps=3")
+    train(place, place / launcher, *ASYNC[1:], *roles)
     out = tmp_path / "run"
     words = (f"--launcher={launcher}", f"launch.nnodes={2 if launcher == 'slurm' else 1}")
     with start(place, out, *ASYNC[1:], *roles, *words, path=place) as process:
         said, errors = process.communicate(timeout=110)
     assert process.returncode == 0, (said, errors)
-    assert curve(out) == curve(place / "local")
+    assert curve(out) == curve(place / launcher)
+    assert ages(out) == ages(place / launcher)
