@@ -60,7 +60,7 @@ class World:
         self._hosts: Hosts | None = None
         self._watched = ExitStack()
         self._timeout: timedelta | None = None
-        self._part: _Part | None = None
+        self._part: _WorldPart | None = None
         self._meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], DeviceMesh] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -90,7 +90,7 @@ class World:
         rank, world_size, local_rank = launched_rank()
         part = None
         if len(worlds) > 1 and INIT_METHOD not in os.environ:
-            part = _Part.of(rank, worlds)
+            part = _WorldPart.of(rank, worlds)
             rank, world_size = part.rank, part.world_size
         found = torch.accelerator.current_accelerator(check_available=True)
         kind = device or ("cpu" if found is None else found.type)
@@ -278,7 +278,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _WorldPart:
     """One of several worlds that a launcher's ranks are cut into.
 
     Attributes:
@@ -294,7 +294,7 @@ class _Part:
     launched: int
 
     @classmethod
-    def of(cls, rank: int, worlds: Sequence[int]) -> _Part:
+    def of(cls, rank: int, worlds: Sequence[int]) -> _WorldPart:
         """The part that a rank of the launcher belongs to."""
         ends = list(accumulate(worlds))
         number = bisect_right(ends, rank)
