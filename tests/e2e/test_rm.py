@@ -66,10 +66,11 @@ def step_rows(run, step):
 def test_every_layout_learns_what_one_rank_does_and_goes_on_bit_for_bit(place, one):
     assert one[-1]["preference"]["accuracy"] > 0.5
     again = ("checkpoint.every=2", "training.steps=2")
-    train(place, place / "four", CENTRED, *again, "parallel.pp=2", "parallel.cp=2")
-    train(place, place / "four", CENTRED, "parallel.dp_shard=2", "parallel.tp=2")
-    assert_same_curve(curve(place / "four"), curve(place / "one"))
-    for mine, theirs in zip(rows(place / "four" / "metrics.jsonl"), one, strict=True):
+    axes = ("parallel.pp=2", "parallel.cp=2", "parallel.tp=2")
+    train(place, place / "ranks", CENTRED, *again, *axes)
+    train(place, place / "ranks", CENTRED, "parallel.dp_shard=2", "parallel.tp=2")
+    assert_same_curve(curve(place / "ranks"), curve(place / "one"))
+    for mine, theirs in zip(rows(place / "ranks" / "metrics.jsonl"), one, strict=True):
         assert mine["valid_tokens"] == theirs["valid_tokens"] == 8, "one score of each row"
         assert mine["preference"] == pytest.approx(theirs["preference"], rel=1e-8, abs=1e-10)
     train(place, place / "resumed", CENTRED, *again)

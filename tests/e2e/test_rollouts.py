@@ -151,6 +151,14 @@ def test_roles_that_cannot_be_are_refused_before_any_starts(place, change, match
     assert not (place / "refused").exists()
 
 
+def test_a_launcher_has_to_start_ranks_that_train_as_well(place, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(Contradiction, match="no rank is left to train") as caught:
+        train(place, place / "refused", "grpo.rollout_ranks=1")
+    assert "grpo.rollout_ranks=0" in str(caught.value)
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm", "ray"])
 def test_every_launcher_starts_the_roles(place, tmp_path, monkeypatch, launcher):
