@@ -15,7 +15,15 @@ from hyper_parallel.errors import Contradiction
 from hyper_parallel.trainer.stages._grpo import GrpoStage
 from hyper_parallel.trainer.stages._rollouts import Sampler
 from tests.e2e import slurm
-from tests.e2e.runs import QUESTIONS, make_stage_place, rows, start, train, wait_for_steps
+from tests.e2e.runs import (
+    QUESTIONS,
+    make_stage_place,
+    rows,
+    start,
+    train,
+    wait_for_steps,
+    wait_until,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -98,6 +106,11 @@ def test_who_trains_and_who_samples_may_be_cut_otherwise(place):
     assert [r["step"] for r in rows(place / "late" / "metrics.jsonl")] == list(range(1, 13))
 
 
+def resumes(out):
+    path = out / "run.json"
+    return json.loads(path.read_text())["resumes"] if path.exists() else []
+
+
 def test_roles_that_are_killed_change_nothing(place):
     """First who samples, then, in the run that goes on, who trains."""
     words = (
@@ -110,13 +123,15 @@ def test_roles_that_are_killed_change_nothing(place):
     train(place, place / "whole", *words)
     out = place / "killed"
     with start(place, out, *words, "training.max_restarts=2", path=place) as process:
-        for steps, role in ((5, 1), (9, 0)):
+        for number, (steps, role) in enumerate(((5, 1), (9, 0))):
+            # Ahead of a rank that is killed there may be completions of the steps up to the next kill.
+            wait_until(process, lambda n=number: len(resumes(out)) == n)
             wait_for_steps(process, out, steps)
             ranks = sorted(child.pid for child in psutil.Process(process.pid).children())
             os.kill(ranks[role], signal.SIGKILL)
         _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
-    assert len(json.loads((out / "run.json").read_text())["resumes"]) == 2
+    assert len(resumes(out)) == 2
     assert curve(out) == curve(place / "whole")
     assert weights(out) == weights(place / "whole")
 
