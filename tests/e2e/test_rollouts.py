@@ -22,13 +22,12 @@ from tests.e2e.runs import (
     start,
     train,
     wait_for_steps,
-    wait_until,
 )
 
 pytestmark = pytest.mark.e2e
 
 REWARD = '''
-import random, time
+import itertools, pathlib, random, time
 
 def digits(prompts, completions, answer, **_):
     """Share of the first three characters that are digits."""
@@ -36,6 +35,14 @@ def digits(prompts, completions, answer, **_):
 
 def late(prompts, completions, answer, **_):
     time.sleep(random.random() / 20)
+    return digits(prompts, completions, answer)
+
+calls, limit = itertools.count(1), pathlib.Path("calls_of_a_process")
+
+def held(prompts, completions, answer, **_):
+    call = next(calls)
+    while limit.exists() and call > int(limit.read_text()):
+        time.sleep(0.01)
     return digits(prompts, completions, answer)
 '''
 EXPORT = "checkpoint.export=true"
@@ -106,32 +113,31 @@ def test_who_trains_and_who_samples_may_be_cut_otherwise(place):
     assert [r["step"] for r in rows(place / "late" / "metrics.jsonl")] == list(range(1, 13))
 
 
-def resumes(out):
-    path = out / "run.json"
-    return json.loads(path.read_text())["resumes"] if path.exists() else []
-
-
 def test_roles_that_are_killed_change_nothing(place):
     """First who samples, then, in the run that goes on, who trains."""
     words = (
         *ASYNC,
-        "training.steps=12",
+        "training.steps=16",
         "training.lr_schedule=constant",
         EXPORT,
         "checkpoint.every=4",
+        "grpo.reward_funcs=[late_rewards.held]",
     )
     train(place, place / "whole", *words)
-    out = place / "killed"
+    out, limit = place / "killed", place / "calls_of_a_process"
+    # The learner waits in step 8, and in step 11 of the run that goes on from 4, so both roles live when one is killed.
+    limit.write_text("7")
     with start(place, out, *words, "training.max_restarts=2", path=place) as process:
-        for number, (steps, role) in enumerate(((5, 1), (9, 0))):
-            # Ahead of a rank that is killed there may be completions of the steps up to the next kill.
-            wait_until(process, lambda n=number: len(resumes(out)) == n)
+        for steps, role, calls in ((5, 1, 6), (9, 0, 16)):
             wait_for_steps(process, out, steps)
-            ranks = sorted(child.pid for child in psutil.Process(process.pid).children())
-            os.kill(ranks[role], signal.SIGKILL)
+            ranks = psutil.Process(process.pid).children()
+            ranks.sort(key=lambda rank: (rank.create_time(), rank.pid))
+            assert len(ranks) == 2
+            limit.write_text(str(calls))
+            os.kill(ranks[role].pid, signal.SIGKILL)
         _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
-    assert len(resumes(out)) == 2
+    assert len(json.loads((out / "run.json").read_text())["resumes"]) == 2
     assert curve(out) == curve(place / "whole")
     assert weights(out) == weights(place / "whole")
 
