@@ -59,6 +59,10 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
              "training.recompute_layers=3")),
     (EXPERTS, ("parallel.dp_shard=8", "parallel.ep=8", "training.recompute=full", "training.recompute_layers=2")),
     (SINKS, ("parallel.dp_shard=8",)),
+    (DENSE, ("topology=dgx-h100", "training.dtype=float32", "parallel.dp_replicate=8")),
+    (DENSE, ("topology=dgx-h100", "training.dtype=float32", "parallel.dp_replicate=8",
+             "parallel.reshard_after_forward=false")),
+    (DENSE, ("parallel.dp_replicate=8", "training.accumulation_steps=2")),
 )  # fmt: skip
 
 
@@ -94,7 +98,7 @@ def table(cases: list[dict[str, Any]]) -> None:
         "| model | case | traced | predicted | predicted / traced | peak in |\n|---|---|---|---|---|---|"
     )
     for c in cases:
-        words = " ".join(o.split(".", 1)[1] for o in c["overrides"])
+        words = " ".join(o.split(".", 1)[-1] for o in c["overrides"])
         print(
             f"| {c['model']} | {words} | {c['peak_bytes'] / GiB:.2f} GiB | {c['predicted_bytes'] / GiB:.2f} GiB | "
             f"{c['predicted_bytes'] / c['peak_bytes']:.2f} | {c['segment']} |"

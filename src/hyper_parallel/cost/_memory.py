@@ -186,7 +186,9 @@ def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
         "zero",
         "offload",
     )
-    products = (c["tp_x"] * c["tp_y"], c["ep"] * c["etp"], np.minimum(c["ep"], 2.0))
+    products = (c["tp_x"] * c["tp_y"], c["ep"] * c["etp"])
+    replicas = c.get("dp_replicate", np.ones_like(c["pp"]))
+    products += (np.minimum(c["ep"], 2.0), np.minimum(replicas, 2.0))
     padded = positions(c["cp"], c.get("cp_ulysses", 1.0), seq_len)
     return [*(c[name] for name in named if name in c), *products, padded]
 

@@ -166,8 +166,12 @@ class Setting:
 
     @cached_property
     def copies(self) -> NDArray[np.bool_]:
-        """Whether matmuls read copies of parameters, which are gathered or of another format than the stored ones."""
-        return (self.c.zero > 1) & (self.sharded | (self.machine.width != self.param_width))
+        """Whether matmuls read copies of parameters: gathered, in another format, or of replicas.
+
+        FSDP, which sums the gradients of replicas, copies what it manages even where a group has one rank.
+        """
+        another = self.machine.width != self.param_width
+        return (self.c.zero > 1) & (self.sharded | another | (self.c.dp_replicate > 1))
 
     def ring(self, axes: tuple[str, ...]) -> Ring:
         """The ring over a group, by the names that the boundary table gives its axes."""
