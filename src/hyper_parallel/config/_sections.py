@@ -16,6 +16,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    field_validator,
     model_validator,
 )
 
@@ -29,6 +30,14 @@ class Section(BaseModel):
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Other names of keys, accepted on input only."""
+
+    @field_validator("*")
+    @classmethod
+    def _countable(cls, value: Any) -> Any:
+        """Costs are computed in float64, which counts to 2^53."""
+        if isinstance(value, int) and abs(value) > 2**53:
+            raise ValueError("a number beyond 2^53, which nothing is counted to")
+        return value
 
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
