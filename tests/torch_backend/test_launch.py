@@ -40,6 +40,24 @@ def test_ranks_that_hang_are_stopped_and_say_where_they_stand() -> None:
     assert "rank 0" not in text
 
 
+def test_a_rank_that_is_stopped_before_its_first_word_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(board: Board, rank: int) -> Pulse:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return Pulse(board, rank)
+
+    monkeypatch.setattr("hyper_parallel.runtime._launch.Pulse", stopped)
+
+    def body(rank: int) -> None:
+        with World.join("cpu"):
+            torch.distributed.barrier()
+
+    with pytest.raises(RankHung, match="rank 1 is stopped by a signal"):
+        launch(body, 2, deadlines=Deadlines(step_s=1, first_step_s=60))
+
+
 def test_the_rank_that_raised_is_named_first_though_its_group_closes_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -25,6 +25,7 @@ BOARD: Final = "HYPER_PARALLEL_BOARD"
 """Environment variable that tells a forked rank where the board of its launcher is."""
 
 _MOVE: Final = struct.Struct("<qqqqq48s")
+_PID: Final = struct.Struct("<q")  # what a move begins with
 _NOTE: Final = struct.Struct("<200s")
 _SLOT_BYTES: Final = _MOVE.size + _NOTE.size
 _LOOK_S: Final = 0.5  # a thread that sleeps this long costs no measurable time
@@ -88,6 +89,10 @@ class Board:
     def read(self) -> list[Beat]:
         """What the ranks do, in their order."""
         return [self._read(rank * _SLOT_BYTES) for rank in range(self.ranks)]
+
+    def started(self, rank: int, pid: int) -> None:
+        """The process of a rank, which may be stopped before it says anything itself."""
+        _PID.pack_into(self.memory, rank * _SLOT_BYTES, pid)
 
     def _read(self, at: int) -> Beat:
         *numbers, phase = _MOVE.unpack_from(self.memory, at)

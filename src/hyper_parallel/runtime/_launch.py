@@ -120,6 +120,8 @@ def launch(
                     given = (fn, rank, world, scratch, logs, threads, rank == echo_rank, board)
                     process = ForkProcess(target=_child, args=given)
                     _start(process, rank, world_size)
+                    if board is not None:
+                        board.started(rank, process.pid or 0)
                     ranks.append(process)
             failures, hang = _wait(ranks, timeout_s, watch)
         finally:
