@@ -25,8 +25,8 @@ class Grpo(Section):
 
     reward_funcs: tuple[str, ...] = Field(default=("exact_match",), min_length=1)
     """What is rewarded: `exact_match` (1 for the answer), `prefix_match` (share of its characters that are right before
-    the first wrong one), dotted paths of functions of `prompts`, `completions` and `answer`, as TRL's, or directories
-    of reward models, such as `stage: rm` exports."""
+    the first wrong one), `environment` (what `grpo.environment` gave), dotted paths of functions of `prompts`,
+    `completions` and `answer`, as TRL's, or directories of reward models, such as `stage: rm` exports."""
     reward_weights: tuple[float, ...] | None = None
     """Weight of each reward. None: 1."""
     num_generations: int = Field(default=8, ge=2)
@@ -43,6 +43,10 @@ class Grpo(Section):
     """So many of these ranks share a copy by tensor parallelism, and sample the same sequences."""
     max_staleness: int = Field(default=0, ge=0)
     """Most optimizer steps that the weights which sampled may be behind; rollouts run ahead of training by so many."""
+    partial_rollout: bool = False
+    """Completions that newer weights find half done go on under these, with what they have read read again."""
+    environment: str | None = None
+    """Dotted path of a class that answers what the model says, so that a completion has several turns."""
     importance_sampling_cap: float = Field(default=2.0, gt=0)
     """Most that the probability of a token may have grown since it was sampled and still weigh in full."""
     loss_type: Literal["grpo", "dapo"] = "dapo"

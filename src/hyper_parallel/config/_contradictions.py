@@ -371,6 +371,20 @@ def _of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
             f"max_staleness={grpo.max_staleness}, rollout_ranks=0",
             "set `grpo.rollout_ranks=1`, or `grpo.max_staleness=0`",
         )
+    if grpo.partial_rollout and (not grpo.max_staleness or recipe.training.deterministic):
+        clash(
+            "grpo.partial_rollout",
+            "completions go on under newer weights where rollouts run ahead, and when these come is decided by time",
+            f"max_staleness={grpo.max_staleness}, deterministic={str(recipe.training.deterministic).lower()}",
+            "set `grpo.max_staleness=1 training.deterministic=false`, or `grpo.partial_rollout=false`",
+        )
+    if "environment" in grpo.reward_funcs and not grpo.environment:
+        clash(
+            "grpo.reward_funcs",
+            "the reward `environment` is what an environment gives",
+            "reward_funcs=[environment], environment=null",
+            "set `grpo.environment=my_module.MyEnvironment`",
+        )
     weights = grpo.reward_weights
     if weights is not None and len(weights) != len(grpo.reward_funcs):
         clash(

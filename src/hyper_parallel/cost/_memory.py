@@ -186,11 +186,10 @@ def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
         "zero",
         "offload",
     )
-    products = (c["tp_x"] * c["tp_y"], c["ep"] * c["etp"])
-    replicas = c.get("dp_replicate", np.ones_like(c["pp"]))
-    products += (np.minimum(c["ep"], 2.0), np.minimum(replicas, 2.0))
+    several = (c["ep"], c.get("dp_replicate", np.ones_like(c["pp"])))
+    counts = [c["tp_x"] * c["tp_y"], c["ep"] * c["etp"], *(np.minimum(x, 2.0) for x in several)]
     padded = positions(c["cp"], c.get("cp_ulysses", 1.0), seq_len)
-    return [*(c[name] for name in named if name in c), *products, padded]
+    return [*(c[name] for name in named if name in c), *counts, padded]
 
 
 def fullest(totals: Sequence[Array], shape: tuple[int, ...]) -> tuple[Array, NDArray[np.intp]]:

@@ -368,11 +368,8 @@ def _raise_first(failures: dict[int, str], scratch: Path, logs: Path) -> None:
     if (coded := records[first].coded) is not None:
         raise coded
     log = {rank: _text(logs / f"rank_{rank}.log") for rank in failures}
-    others = [
-        f"rank {rank}: {_last_line(records[rank], how, log[rank])}"
-        for rank, how in failures.items()
-        if rank != first
-    ]
+    lasts = {rank: _last_line(records[rank], how, log[rank]) for rank, how in failures.items()}
+    others = [f"rank {rank}: {last}" for rank, last in lasts.items() if rank != first]
     text = (records[first].trace or _end(log[first])).rstrip()
     raise RankFailed(
         f"rank {first} failed ({failures[first]})\n" + "\n".join([text, *others]).strip(),

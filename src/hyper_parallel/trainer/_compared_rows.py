@@ -5,6 +5,7 @@ from __future__ import annotations
 from hyper_parallel.config import PAIRED, LoadedRecipe
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.ir import Plan
+from hyper_parallel.trainer._user_code import load_function
 
 
 def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
@@ -26,6 +27,8 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
         size, what = recipe.grpo.num_generations, "groups of completions"
         _check_rollout_ranks(loaded, rows)
         reward_functions(recipe.grpo.reward_funcs, loaded.where("grpo.reward_funcs"))
+        if recipe.grpo.environment:
+            load_function(recipe.grpo.environment, loaded.where("grpo.environment"))
     if rows % (size * dp):
         better = max(1, round(rows / (size * dp))) * size * dp * work.seq_len
         raise Contradiction(

@@ -76,7 +76,8 @@ class Running:
         start: Tokens of the prompt.
         limit: Most tokens that are chosen.
         draws: [limit] numbers in [0, 1), one for every token; None: the most likely token is taken.
-        logprobs: Of the chosen tokens, under the model's own distribution: temperature 1, all tokens.
+        logprobs: Of the chosen tokens, under the model's own distribution: temperature 1, all tokens; 0 for words that
+            it did not choose.
         finish: What ended it; None: nothing has.
         read: Tokens of the text that the model has read.
         seconds: From the decoder's start to its end.
@@ -141,6 +142,18 @@ class Decoder:
                     self._drop(sequence)
                     return sequence
         return None
+
+    def go_on(self, sequence: Running, words: Sequence[int]) -> None:
+        """Let a sequence that has ended go on behind words that it did not choose; they count to its limit."""
+        sequence.text.extend(words)
+        sequence.logprobs.extend([0.0] * len(words))
+        sequence.finish = None
+        self.add([sequence])
+
+    def read_again(self) -> None:
+        """The model has other weights: what it has read of sequences in slots is read once more."""
+        for sequence in self._slots.values():
+            sequence.read = 0
 
     def run(self) -> Iterator[Running]:
         """Decode until no rank has work or any is interrupted; gives every sequence when it has got a token."""

@@ -33,9 +33,14 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._model_reward import ModelReward
 from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
-from hyper_parallel.trainer.stages._rewards import reward_functions, score, short_name
+from hyper_parallel.trainer.stages._rewards import (
+    of_environment,
+    reward_functions,
+    score,
+    short_name,
+)
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
-from hyper_parallel.trainer.stages._sampling import Completions, added, largest
+from hyper_parallel.trainer.stages._sampling import Completions, Weights, added, largest
 
 _log = logging.getLogger(__name__)
 
@@ -100,18 +105,13 @@ class GrpoStage:
         size = len(microbatches[0]["input_ids"])
         labels = torch.cat([part["shift_labels"] for part in microbatches])
         count, device = len(labels), labels.device
-        answered = labels != IGNORE_INDEX
-        prompts, starts = self.sampler.prompts(microbatches)
-        at = torch.arange(prompts.shape[1], device=device)
-        first, self._age, waited_s = self.rank * count, 0, 0.0
+        first, starts = self.rank * count, self.sampler.prompts(microbatches)[1]
         if self.others is None:
-            made = self.sampler.complete(prompts, starts, step, first, size)
+            made = self.sampler.complete(microbatches, step, first, size, Weights(step - 1))
         else:
             self.others.publish(step - 1, self._batches.state_dict(step - 1))
-            made, version = self.others.take(step, first, count, device)
-            self._age, waited_s = step - 1 - version, self.others.waited_s
-        answers = [self._text(row[known]) for row, known in zip(labels, answered, strict=True)]
-        rewards, each = self._reward(made, starts, answers)
+            made = self.others.take(step, first, count, device)
+        rewards, each = self._reward(made, starts, self.sampler.answers(microbatches))
         groups = torch.tensor(rewards, dtype=torch.float64, device=device).view(
             -1, self.settings.num_generations
         )
@@ -119,8 +119,9 @@ class GrpoStage:
         advantages = groups - groups.mean(1, keepdim=True)
         if self.settings.scale_rewards:
             advantages = advantages / (spread + _SMALL)
-        mine = (at >= starts[:, None]) & (at < made.ends[:, None])
-        lengths = (made.ends - starts).double()
+        mine = made.sampled
+        lengths = mine.sum(1).double()
+        ages = (step - 1 - made.versions).double() * mine
         shared = self._sum(
             [
                 groups.sum(),
@@ -128,11 +129,12 @@ class GrpoStage:
                 (spread == 0).sum(),
                 lengths.sum(),
                 made.stopped.sum(),
+                ages.sum(),
                 *each,
             ]
         )
         total = count * self.plan.strategy.dp
-        mean, squares, flat, tokens, stopped, *named = shared
+        mean, squares, flat, tokens, stopped, aged, *named = shared
         self._record = {
             "reward": mean / total,
             "reward_std": max(squares / total - (mean / total) ** 2, 0.0) ** 0.5,
@@ -142,7 +144,11 @@ class GrpoStage:
             **(
                 {}
                 if self.others is None
-                else {"age": largest(torch.tensor(float(self._age))), "wait_s": waited_s}
+                else {
+                    "age": largest(ages.max()),
+                    "age_mean": aged / tokens,
+                    "wait_s": self.others.waited_s,
+                }
             ),
             **{
                 f"reward_{short_name(name)}": value / total
@@ -212,15 +218,13 @@ class GrpoStage:
             (found["kl"],) = self._sum([torch.stack(self._divergence).sum()])
         return {"rollout": found}
 
-    def _text(self, ids: Tensor) -> str:
-        return str(self.sampler.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-
     def _reward(
         self, made: Completions, starts: Tensor, answers: list[str]
     ) -> tuple[list[float], list[Tensor]]:
         """Weighted rewards of this rank's completions, and the sum of each function."""
         spans = zip(made.tokens, starts.tolist(), made.ends.tolist(), strict=True)
-        texts = [(self._text(row[:start]), self._text(row[start:end])) for row, start, end in spans]
+        text = self.sampler.text
+        texts = [(text(row[:start]), text(row[start:end])) for row, start, end in spans]
         given = {
             "prompts": [prompt for prompt, _ in texts],
             "completions": [completion for _, completion in texts],
@@ -235,7 +239,9 @@ class GrpoStage:
             "device": starts.device,
         }
         found = [
-            score(n, f, by_model if isinstance(f, ModelReward) else given)
+            made.rewards.tolist()
+            if f is of_environment
+            else score(n, f, by_model if isinstance(f, ModelReward) else given)
             for n, f in zip(names, self._rewards, strict=True)
         ]
         weights = self.settings.reward_weights or [1.0] * len(found)

@@ -40,7 +40,16 @@ def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) ->
     return [share(c.strip(), a.strip()) for c, a in zip(completions, answer, strict=True)]
 
 
-REWARDS: Final[dict[str, Reward]] = {"exact_match": exact_match, "prefix_match": prefix_match}
+def of_environment(**_: Any) -> list[float]:
+    """What the environment of a completion gave: it comes with the completion, no text tells it."""
+    raise NotImplementedError
+
+
+REWARDS: Final[dict[str, Reward]] = {
+    "exact_match": exact_match,
+    "prefix_match": prefix_match,
+    "environment": of_environment,
+}
 
 
 def reward_functions(names: Sequence[str], where: str) -> list[Reward]:

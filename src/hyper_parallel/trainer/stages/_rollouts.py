@@ -4,13 +4,14 @@ All of it lies in one folder of the run, which every rank sees; nothing is sent.
 what was there, and a run that is killed goes on:
 
     rollouts/policy/step_00000012          weights after 12 steps, as in a checkpoint: any layout loads them
-    rollouts/step_00000013.0.safetensors   completions of step 13, first share, and the version that sampled them
+    rollouts/step_00000013.0.safetensors   completions of step 13, first share, and which versions sampled them
     rollouts/begin.json                    where the ranks that train go on from
     rollouts/end                           they have ended
 
 Version v is the weights after v optimizer steps. Completions of step t are sampled by a version v >= t - 1 -
 `max_staleness`: who samples waits for it, so the bound cannot be broken, and nothing that was sampled is thrown away.
-With `training.deterministic` it is exactly that version, else the newest there is.
+With `training.deterministic` it is exactly that version, else the newest there is; with `partial_rollout` completions
+that newer weights find half done go on under these, each token with its version.
 """
 
 from __future__ import annotations
@@ -36,12 +37,20 @@ from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Workload
 from hyper_parallel.runtime import Deadlines, World, parallelize, plan_of
 from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._user_code import load_function
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._manifest import remove, steps
 from hyper_parallel.trainer.data import load_tokenizer, stop_ids
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.engine._model import build_model, routing_of
-from hyper_parallel.trainer.stages._sampling import Completions, sample, uniform
+from hyper_parallel.trainer.stages._environments import WHERE, Environments
+from hyper_parallel.trainer.stages._sampling import (
+    Completions,
+    Weights,
+    environment_seed,
+    sample,
+    uniform,
+)
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
@@ -78,12 +87,36 @@ class Sampler:
         at = torch.arange(ids.shape[1], device=ids.device)
         return torch.where(at < starts[:, None], ids, pad), starts
 
+    def answers(self, microbatches: list[dict[str, Tensor]]) -> list[str]:
+        """Texts of the answers of the same rows."""
+        labels = torch.cat([part["shift_labels"] for part in microbatches])
+        return [self.text(row[row != IGNORE_INDEX]) for row in labels]
+
+    def text(self, ids: Tensor) -> str:
+        """Of tokens, without special ones."""
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
     def complete(
-        self, prompts: Tensor, starts: Tensor, step: int, first: int, microbatch: int
+        self,
+        microbatches: list[dict[str, Tensor]],
+        step: int,
+        first: int,
+        microbatch: int,
+        weights: Weights,
     ) -> Completions:
-        """Completions of prompts that are the sequences of a step from number `first` on."""
+        """Completions of the prompts of rows that are the sequences of a step from number `first` on."""
         length = self.settings.max_completion_length
+        prompts, starts = self.prompts(microbatches)
         draws = np.stack(list(uniform(self.seed, step, first, len(prompts), length)))
+        environments = None
+        if self.settings.environment:
+            environments = Environments(
+                load_function(self.settings.environment, WHERE),
+                self.tokenizer,
+                [self.text(row[:start]) for row, start in zip(prompts, starts, strict=True)],
+                self.answers(microbatches),
+                [environment_seed(self.seed, step, first + row) for row in range(len(prompts))],
+            )
         return sample(
             self.model,
             prompts,
@@ -92,6 +125,8 @@ class Sampler:
             max_completion_length=length,
             draws=torch.from_numpy(draws).to(prompts.device),
             microbatch=microbatch,
+            weights=weights,
+            environments=environments,
         )
 
 
@@ -164,21 +199,24 @@ class RolloutFolder:
         """Where completions are: share `part` of a step."""
         return self.path / f"step_{step:08d}.{part}.safetensors"
 
+    def newest(self) -> int:
+        """The newest version of the weights; -1: there is none."""
+        return max(steps(self.policy), default=-1)
+
     def write(self, step: int, part: int, made: Completions, version: int) -> None:
-        """Publish completions, whole or not at all."""
+        """Publish completions, whole or not at all, with the newest version that sampled any."""
         path = self.file(step, part)
         partial = path.with_suffix(".part")
         tensors = {f.name: getattr(made, f.name).cpu().contiguous() for f in fields(made)}
         save_file(tensors, partial, {"version": str(version)})
         partial.rename(path)
 
-    def read(self, step: int, part: int) -> tuple[Completions, int]:
-        """Completions as soon as they are there, and the version that sampled them."""
+    def read(self, step: int, part: int) -> Completions:
+        """Completions as soon as they are there."""
         path = self.file(step, part)
         self.wait(lambda: path if path.exists() else None)
         with safe_open(path, "pt") as opened:
-            made = Completions(**{f.name: opened.get_tensor(f.name) for f in fields(Completions)})
-        return made, _version(path)
+            return Completions(**{f.name: opened.get_tensor(f.name) for f in fields(Completions)})
 
     def trim(self, before: int) -> None:
         """Remove completions of steps up to `before`, which no run goes back to."""
@@ -231,10 +269,8 @@ class Publisher:
             saved = steps(self._job.checkpoint_dir)
             self._folder.trim(saved[-1] if saved else version)
 
-    def take(
-        self, step: int, first: int, count: int, device: torch.device
-    ) -> tuple[Completions, int]:
-        """Completions of `count` sequences of a step from number `first` on, and the oldest version among them."""
+    def take(self, step: int, first: int, count: int, device: torch.device) -> Completions:
+        """Completions of `count` sequences of a step from number `first` on."""
         begin = time.perf_counter()
         parts = self._settings.samplers
         work = self._job.plan.workload
@@ -245,15 +281,9 @@ class Publisher:
         ]
         self.waited_s = time.perf_counter() - begin
         at = first - first // each * each
-        made = Completions(
-            **{
-                f.name: torch.cat([getattr(one, f.name) for one, _ in read])[at : at + count].to(
-                    device
-                )
-                for f in fields(Completions)
-            }
-        )
-        return made, min(version for _, version in read)
+        names = [f.name for f in fields(Completions)]
+        whole = {name: torch.cat([getattr(one, name) for one in read]) for name in names}
+        return Completions(**{name: x[at : at + count].to(device) for name, x in whole.items()})
 
     def end(self) -> None:
         """The last step is over."""
@@ -297,7 +327,16 @@ def sample_rank(job: Job, part: int) -> None:
             return
         batches = job.train_batches()
         batches.load_state_dict(begin["data"])
-        loaded = -1
+        weights = Weights(-1)
+
+        def renew() -> int:
+            # Ranks of one copy have looked at different times: the oldest that one of them found is there for all.
+            newer = _agreed(folder.newest())
+            published.load(model, None, newer)
+            return newer
+
+        if grpo.partial_rollout:
+            weights.due, weights.renew = lambda: folder.newest() > weights.version, renew
         for step in range(begin["done"] + 1, training.steps + 1):
             if _agreed(folder.file(step, part).exists()):
                 continue
@@ -305,13 +344,12 @@ def sample_rank(job: Job, part: int) -> None:
                 world.pulse.begin_step(step)
             least = max(0, step - 1 - grpo.max_staleness)
             version = folder.version(least, exact=training.deterministic)
-            # Ranks of one copy have looked at different times: the oldest that one of them found is there for all.
             version = _agreed(-1 if version is None else version)
             if version < 0:
                 return
-            if version != loaded:
+            if version != weights.version:
                 published.load(model, None, version)
-                loaded = version
+                weights.version = version
             parts = batches.microbatches(
                 step - 1, part, grpo.samplers, microbatch, rows // microbatch
             )
@@ -322,9 +360,9 @@ def sample_rank(job: Job, part: int) -> None:
                 }
                 for one in parts
             ]
-            made = sampler.complete(*sampler.prompts(given), step, part * rows, microbatch)
+            made = sampler.complete(given, step, part * rows, microbatch, weights)
             if world.rank == 0:
-                folder.write(step, part, made, version)
+                folder.write(step, part, made, weights.version)
 
 
 def _agreed(value: int) -> int:

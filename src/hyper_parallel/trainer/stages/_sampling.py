@@ -6,7 +6,7 @@ weights are those of the next step. Keys and values are kept while a step sample
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.trainer._decode import Running, Sampling, decoder_of, numbers
+from hyper_parallel.trainer.stages._environments import Environments
+
+NOT_SAMPLED = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +27,38 @@ class Completions:
     Attributes:
         tokens: [N, S + 1] prompt, completion with the token that stopped it, and padding.
         ends: [N] where the completion ends.
-        logprobs: [N, S + 1] log-probability of every sampled token under the model that sampled it; 0 elsewhere.
+        logprobs: [N, S + 1] log-probability of every sampled token under the weights that sampled it; 0 elsewhere.
+        versions: [N, S + 1] version of these weights; `NOT_SAMPLED` for prompts, words of an environment and padding.
+        rewards: [N] what an environment gave; 0 without one.
         stopped: [N] whether a stop token ended it, not the limit.
     """
 
     tokens: Tensor
     ends: Tensor
     logprobs: Tensor
+    versions: Tensor
+    rewards: Tensor
     stopped: Tensor
+
+    @property
+    def sampled(self) -> Tensor:
+        """[N, S + 1] whether the model chose the token."""
+        return self.versions != NOT_SAMPLED
+
+
+@dataclass
+class Weights:
+    """The weights that sample.
+
+    Attributes:
+        version: Of those that are loaded.
+        due: Asked before every pass: whether newer ones may be taken. None: these sample all.
+        renew: Loads newer ones, on every rank that shares a copy, and gives their version.
+    """
+
+    version: int = 0
+    due: Callable[[], bool] | None = None
+    renew: Callable[[], int] | None = None
 
 
 def sample(
@@ -43,6 +70,8 @@ def sample(
     max_completion_length: int,
     draws: Tensor,
     microbatch: int,
+    weights: Weights | None = None,
+    environments: Environments | None = None,
 ) -> Completions:
     """Continue every row by tokens drawn from the model's distribution.
 
@@ -51,12 +80,16 @@ def sample(
         tokens: [N, S + 1] prompts, padded behind; attention is causal, so that padding is never seen.
         starts: [N] tokens of the prompts.
         stops: Tokens that end a completion.
-        max_completion_length: Most tokens of one.
+        max_completion_length: Most tokens of one, the words of an environment among them.
         draws: [N, max_completion_length] numbers in [0, 1), one for every token: a sequence depends on no other.
         microbatch: Rows of a forward pass.
+        weights: Which weights sample; completions that newer ones find half done are read again and go on by these.
+        environments: Who answers when a completion ends, so that it goes on.
     """
+    weights = weights or Weights()
     tokens, ends = tokens.clone(), starts.clone()
     logprobs = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
+    versions = torch.full_like(tokens, NOT_SAMPLED, dtype=torch.int32)
     stopped = torch.zeros_like(starts, dtype=torch.bool)
     limits = (tokens.shape[1] - starts).clamp_(max=max_completion_length).tolist()
     drawn = draws.double().cpu().numpy()
@@ -68,16 +101,28 @@ def sample(
     whole = Sampling(max_completion_length, temperature=1.0, top_p=1.0)
     training = model.training
     model.eval()
-    decoder = decoder_of(model, sequences, whole, stops, microbatch)
-    for _ in decoder.run():
-        pass
+    decoder = decoder_of(model, sequences, whole, stops, microbatch, interrupt=weights.due)
+    while True:
+        for sequence in decoder.run():
+            versions[sequence.number, len(sequence.text) - 1] = weights.version
+            if sequence.finish is not None and environments is not None:
+                said = environments.answer(sequence)
+                if len(sequence.tokens) + len(said) < sequence.limit and said:
+                    decoder.go_on(sequence, said)
+        if weights.renew is None or not decoder.busy:
+            break
+        weights.version = weights.renew()
+        decoder.read_again()
     model.train(training)
     for sequence in sequences:
         row, end = sequence.number, len(sequence.text)
         tokens[row, :end] = torch.tensor(sequence.text)
         logprobs[row, sequence.start : end] = torch.tensor(sequence.logprobs, dtype=torch.float64)
         ends[row], stopped[row] = end, sequence.finish == "stop"
-    return Completions(tokens, ends, logprobs, stopped)
+    rewards = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+    if environments is not None:
+        rewards += torch.tensor(environments.rewards, dtype=torch.float64, device=tokens.device)
+    return Completions(tokens, ends, logprobs, versions, rewards, stopped)
 
 
 def largest(value: Tensor) -> float:
@@ -102,3 +147,8 @@ def uniform(seed: int, step: int, first: int, rows: int, length: int) -> Iterato
     """
     for row in range(first, first + rows):
         yield numbers(seed, 5, step, row, length=length)
+
+
+def environment_seed(seed: int, step: int, number: int) -> int:
+    """Of the environment of a sequence of a step: a function of the same three, and of no other sequence."""
+    return int(numbers(seed, 6, step, number, length=1)[0] * 2**53)
