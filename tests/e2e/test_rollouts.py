@@ -22,6 +22,7 @@ from tests.e2e.runs import (
     start,
     train,
     wait_for_steps,
+    wait_until,
 )
 
 pytestmark = pytest.mark.e2e
@@ -140,6 +141,31 @@ def test_roles_that_are_killed_change_nothing(place):
     assert len(json.loads((out / "run.json").read_text())["resumes"]) == 2
     assert curve(out) == curve(place / "whole")
     assert weights(out) == weights(place / "whole")
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks_in_both_roles(place):
+    """What is there of steps to come is of another number of shares."""
+    words = (
+        "training.deterministic=true",
+        "grpo.max_staleness=2",
+        "grpo.reward_funcs=[late_rewards.held]",
+        "training.steps=12",
+        "checkpoint.every=3",
+    )
+    out, limit = place / "resized", place / "calls_of_a_process"
+    limit.unlink(missing_ok=True)
+    train(place, place / "same size", *words, "grpo.rollout_ranks=1")
+    limit.write_text("4")
+    before = (*words, "grpo.rollout_ranks=2")
+    with start(place, out, *before, path=place) as process:
+        wait_until(process, lambda: len([*(out / "rollouts").glob("step_00000007.*")]) == 2)
+        os.killpg(process.pid, signal.SIGKILL)
+    limit.unlink()
+    train(place, out, *words, "grpo.rollout_ranks=1", "parallel.dp_shard=2")
+    assert json.loads((out / "run.json").read_text())["resumes"][0]["step"] == 3
+    assert [x for row in curve(out) for x in row] == pytest.approx(
+        [x for row in curve(place / "same size") for x in row], rel=1e-10, abs=1e-12
+    )
 
 
 def test_the_gradient_of_old_completions_is_weighted_by_what_they_have_become():

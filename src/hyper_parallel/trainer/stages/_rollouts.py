@@ -151,14 +151,15 @@ class RolloutFolder:
         for name in ("begin.json", "end"):
             (self.path / name).unlink(missing_ok=True)
 
-    def begin(self, done: int, data: dict[str, Any], *, exact: bool) -> None:
+    def begin(self, done: int, parts: int, data: dict[str, Any], *, exact: bool) -> None:
         """The ranks that train go on after step `done`; what later weights have left is not of this run.
 
-        With `exact` it is: the same steps give the same weights again.
+        With `exact` it is: the same steps give the same weights again. Shares of another number of `parts` are not.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for path in self.path.glob("step_*.safetensors"):
-            if not exact and _version(path) > done:
+            sampled = _about(path)
+            if sampled.get("parts") != str(parts) or (not exact and int(sampled["version"]) > done):
                 path.unlink()
         for version in steps(self.policy):
             if not exact and version > done:
@@ -203,12 +204,12 @@ class RolloutFolder:
         """The newest version of the weights; -1: there is none."""
         return max(steps(self.policy), default=-1)
 
-    def write(self, step: int, part: int, made: Completions, version: int) -> None:
-        """Publish completions, whole or not at all, with the newest version that sampled any."""
+    def write(self, step: int, part: int, parts: int, made: Completions, version: int) -> None:
+        """Publish a share of `parts`, whole or not at all, with the newest version that sampled any."""
         path = self.file(step, part)
         partial = path.with_suffix(".part")
         tensors = {f.name: getattr(made, f.name).cpu().contiguous() for f in fields(made)}
-        save_file(tensors, partial, {"version": str(version)})
+        save_file(tensors, partial, {"version": str(version), "parts": str(parts)})
         partial.rename(path)
 
     def read(self, step: int, part: int) -> Completions:
@@ -225,9 +226,9 @@ class RolloutFolder:
                 path.unlink()
 
 
-def _version(path: Path) -> int:
+def _about(path: Path) -> dict[str, str]:
     with safe_open(path, "pt") as opened:
-        return int(opened.metadata()["version"])
+        return dict(opened.metadata())
 
 
 class Publisher:
@@ -253,7 +254,7 @@ class Publisher:
         first = self._world.rank == 0
         if self._checkpoints is None:
             if first:
-                self._folder.begin(self._done, data, exact=self._exact)
+                self._folder.begin(self._done, self._settings.samplers, data, exact=self._exact)
             keep = self._settings.max_staleness + 2
             self._checkpoints = Checkpointer(
                 self._folder.policy, keep=keep, asynchronous=False, fingerprint={}
@@ -362,7 +363,7 @@ def sample_rank(job: Job, part: int) -> None:
             ]
             made = sampler.complete(given, step, part * rows, microbatch, weights)
             if world.rank == 0:
-                folder.write(step, part, made, weights.version)
+                folder.write(step, part, grpo.samplers, made, weights.version)
 
 
 def _agreed(value: int) -> int:
