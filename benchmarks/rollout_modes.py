@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from _machine import machine
+from _trained import train
 
 from hyper_parallel.ir import Task, TaskGraph, simulate
 
@@ -38,18 +38,9 @@ MODES = {
 
 def run(mode: str, steps: int, place: Path) -> list[dict[str, object]]:
     """Rows of metrics.jsonl of one run."""
-    out = place / mode
     # Without the pass of the reference, which one role alone makes.
-    words = [
-        f"training.steps={steps}",
-        f"output_dir={out}",
-        "checkpoint.resume=never",
-        "grpo.beta=0",
-    ]
-    command = [sys.executable, "-m", "hyper_parallel", "-q", "train", str(RECIPE), "--no-calibrate"]
-    words.append("checkpoint.export=false")
-    subprocess.run([*command, *MODES[mode], *words], check=True, stdout=sys.stderr)
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    common = ["checkpoint.resume=never", "grpo.beta=0", "checkpoint.export=false"]
+    return train(RECIPE, place / mode, [*MODES[mode], f"training.steps={steps}", *common])
 
 
 def simulated(rows: list[dict[str, object]], staleness: int) -> float:

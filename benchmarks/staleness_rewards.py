@@ -18,12 +18,12 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from _machine import machine
+from _trained import train
 
 MODEL = Path(__file__).parent.parent / "recipes/models/tiny.json"
 BOUNDS = (0, 1, 2, 3, 4)
@@ -55,14 +55,7 @@ def write_recipe(place: Path, steps: int) -> Path:
 def run(recipe: Path, bound: int, seed: int) -> dict[str, float]:
     """Reward and age of one run."""
     out = recipe.parent / f"bound{bound}_seed{seed}"
-    words = [
-        f"grpo.max_staleness={bound}",
-        f"training.seed={seed}",
-        f"output_dir={out}",
-    ]
-    command = [sys.executable, "-m", "hyper_parallel", "-q", "train", str(recipe), "--no-calibrate"]
-    subprocess.run([*command, *words], check=True, stdout=sys.stderr)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = train(recipe, out, [f"grpo.max_staleness={bound}", f"training.seed={seed}"])
     rewards = [row["rollout"]["reward"] for row in rows]
     ages = [row["rollout"]["age"] for row in rows]
     return {

@@ -138,6 +138,8 @@ class World:
         if init_method == "env://" and (restart != "0" or self._part is not None):
             # torchrun keeps its store: a rank would look for the others where they were before the restart.
             store = dist.PrefixStore(f"restart_{restart}", next(rendezvous(init_method))[0])
+            if self._timeout is not None:
+                store.set_timeout(self._timeout)
             if self._part is not None:
                 store = self._part.store(store)
             options = {"store": store, "timeout": self._timeout}
