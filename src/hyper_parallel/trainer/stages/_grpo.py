@@ -31,14 +31,8 @@ from hyper_parallel.backends.torch._slots import why_no_slots
 from hyper_parallel.backends.torch._user_objective import token_logprobs
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
-from hyper_parallel.trainer.stages._model_reward import ModelReward
 from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
-from hyper_parallel.trainer.stages._rewards import (
-    of_environment,
-    reward_functions,
-    score,
-    short_name,
-)
+from hyper_parallel.trainer.stages._rewards import reward_functions, score, short_name
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
 from hyper_parallel.trainer.stages._sampling import Completions, Weights, added, largest
 
@@ -231,19 +225,14 @@ class GrpoStage:
             "answer": answers,
         }
         names = self.settings.reward_funcs
-        by_model = {
-            **given,
+        more = {
             "rows": [row[:end].tolist() for row, end in zip(made.tokens, made.ends, strict=True)],
             "stopped": made.stopped.tolist(),
+            "environment_rewards": made.rewards.tolist(),
             "microbatch": self.plan.workload.microbatch or 1,
             "device": starts.device,
         }
-        found = [
-            made.rewards.tolist()
-            if f is of_environment
-            else score(n, f, by_model if isinstance(f, ModelReward) else given)
-            for n, f in zip(names, self._rewards, strict=True)
-        ]
+        found = [score(n, f, given, more) for n, f in zip(names, self._rewards, strict=True)]
         weights = self.settings.reward_weights or [1.0] * len(found)
         whole = [
             sum(w * r for w, r in zip(weights, row, strict=True))

@@ -40,9 +40,9 @@ def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) ->
     return [share(c.strip(), a.strip()) for c, a in zip(completions, answer, strict=True)]
 
 
-def of_environment(**_: Any) -> list[float]:
-    """What the environment of a completion gave: it comes with the completion, no text tells it."""
-    raise NotImplementedError
+def of_environment(environment_rewards: Sequence[float], **_: Any) -> list[float]:
+    """What the environment of a completion gave."""
+    return [*environment_rewards]
 
 
 REWARDS: Final[dict[str, Reward]] = {
@@ -75,13 +75,20 @@ def short_name(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].rpartition(".")[2]
 
 
-def score(name: str, function: Reward, texts: dict[str, Any]) -> list[float]:
+def score(name: str, function: Reward, texts: dict[str, Any], more: dict[str, Any]) -> list[float]:
     """Rewards of one function, checked.
+
+    Args:
+        name: Of the function.
+        function: One of `reward_functions`.
+        texts: What every function gets.
+        more: What those of this project get beside.
 
     Raises:
         BadValue: HP102 when it returns something else than a finite number for every completion.
     """
-    given = list(function(**texts))
+    own = isinstance(function, ModelReward) or function in REWARDS.values()
+    given = list(function(**texts, **(more if own else {})))
     wanted = len(texts["completions"])
     if len(given) != wanted or not all(
         isinstance(r, int | float) and math.isfinite(r) for r in given
