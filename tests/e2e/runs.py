@@ -20,10 +20,13 @@ import tensorboard.summary.writer.event_file_writer  # noqa: F401
 import torch.distributed.checkpoint._fsspec_filesystem
 import torch.distributed.tensor.experimental  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from typer.testing import CliRunner
 
 import hyper_parallel.trainer  # noqa: F401
 from hyper_parallel.cli import application
+
+get_checkpoint_conversion_mapping("qwen3")  # compiles a thousand patterns, once in a process
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 384, "hidden_size": 32,

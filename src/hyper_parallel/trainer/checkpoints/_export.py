@@ -79,12 +79,18 @@ def export_hf(
     names = _stored_once(reference, shapes)
     if dtype is None:
         dtype = next(v.dtype for v in state.values() if v.is_floating_point())
-    writer = _Writer(out, reference, {n: shapes[n] for n in names}, dtype, max_file_bytes)
-    ranks.on_rank_0(writer.open)
+    writer: _Writer | None = None
     failure: Exception | None = None
+
+    def begin() -> None:
+        nonlocal writer
+        writer = _Writer(out, reference, {n: shapes[n] for n in names}, dtype, max_file_bytes)
+        writer.open()
+
+    ranks.on_rank_0(begin)
     for name in names:
         full = held.whole(name)
-        if ranks.rank == 0 and failure is None:
+        if writer is not None and failure is None:
             try:
                 writer.add(name, full)
             except Exception as error:  # the other ranks still send: it is raised when they have
@@ -93,6 +99,7 @@ def export_hf(
     def close() -> None:
         if failure is not None:
             raise failure
+        assert writer is not None
         own = getattr(model, "generation_config", None)
         writer.close(config, own, generation, tokenizer_dir)
 
