@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from hyper_parallel.backends.torch._forward import keep_float64
 from hyper_parallel.config import Grpo
 from hyper_parallel.errors import Contradiction
+from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.stages._grpo import GrpoStage
 from hyper_parallel.trainer.stages._rollouts import Sampler
 from tests.e2e import slurm
@@ -166,6 +171,34 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_in_both_roles(place):
     assert [x for row in curve(out) for x in row] == pytest.approx(
         [x for row in curve(place / "same size") for x in row], rel=1e-10, abs=1e-12
     )
+
+
+def test_tokens_that_have_moved_too_far_leave_the_loss_and_its_count(place):
+    """The third step in plain transformers, from its completions and the weights after two."""
+    cap, words = 1.03, (*ASYNC, "training.lr_schedule=constant", EXPORT, "training.lr=0.001")
+    words = (*words, "grpo.importance_sampling=mask", f"grpo.importance_sampling_cap={cap}")
+    train(place, place / "two masked", *words, "training.steps=2")
+    train(place, place / "masked", *words, "training.steps=3")
+    row = rows(place / "masked" / "metrics.jsonl")[2]
+    made = load_file(place / "masked" / "rollouts" / "step_00000003.0.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(place / "two masked/export", dtype=torch.float64)
+    keep_float64(model)
+    tokenizer = load_tokenizer(place / "masked" / "export")
+    logp = model(made["tokens"][:, :-1]).logits.log_softmax(-1)
+    logp = logp.gather(-1, made["tokens"][:, 1:, None])[..., 0]
+    sampled = made["versions"][:, 1:] == 0
+    apart = (logp.detach() - made["logprobs"][:, 1:]) * sampled
+    kept = sampled & (apart.abs() <= math.log(cap))
+    assert 0.1 < float(kept.sum() / sampled.sum()) < 0.9
+    texts = [tokenizer.decode(t[s], skip_special_tokens=True) for t, s in
+             zip(made["tokens"][:, 1:], sampled, strict=True)]  # fmt: skip
+    groups = torch.tensor([sum(c.isdigit() for c in t[:3]) / 3 for t in texts]).double().view(4, 4)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    (-(advantages.view(-1, 1) * apart.exp() * logp * kept).sum() / kept.sum()).backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+    assert row["valid_tokens"] == int(kept.sum())
+    assert row["rollout"]["masked"] == pytest.approx(1 - float(kept.sum() / sampled.sum()))
+    assert row["grad_norm"] == pytest.approx(float(norm), rel=1e-10)
 
 
 def test_the_gradient_of_old_completions_is_weighted_by_what_they_have_become():

@@ -49,6 +49,9 @@ class Grpo(Section):
     """Dotted path of a class that answers what the model says, so that a completion has several turns."""
     importance_sampling_cap: float = Field(default=2.0, gt=0)
     """Most that the probability of a token may have grown since it was sampled and still weigh in full."""
+    importance_sampling: Literal["truncate", "mask"] = "truncate"
+    """truncate: a token whose probability has grown by more weighs as the cap does; mask: it is left out, also of the
+    count, as is one whose probability has fallen by as much; that takes one more pass."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
     """dapo: every token of the step counts alike; grpo: every completion does."""
 

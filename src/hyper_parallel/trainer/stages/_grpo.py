@@ -12,12 +12,15 @@ One optimizer step per batch of completions:
 
 With one step per batch the proximal policy of decoupled PPO is the policy itself, so what its clip would see is 1. What
 weights of an earlier version have sampled is corrected by w = min(p / mu, cap) alone (truncated importance sampling; mu
-is the probability that the token was sampled by). For the newest weights w is 1.
+is the probability that the token was sampled by). For the newest weights w is 1. Or, with `mask`, tokens for which
+p / mu is beyond the cap or below its inverse are left out, of the sum and of the count that it is divided by (masked
+importance sampling): one more pass tells which, before the step learns.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -149,35 +152,43 @@ class GrpoStage:
                 for name, value in zip(self.settings.reward_funcs, named, strict=True)
             },
         }
-        per_token = lengths.new_full((count,), 1 / tokens)
-        if self.settings.loss_type == "grpo":
-            per_token = 1 / (total * lengths)
         batch = {
             "input_ids": made.tokens[:, :-1],
             "shift_labels": torch.where(mine, made.tokens, IGNORE_INDEX)[:, 1:],
             "advantages": advantages.view(-1),
-            "weights": torch.where(mine[:, 1:], per_token[:, None], 0.0),
             "rollout_logprobs": made.logprobs[:, 1:],
         }
+        counted = mine[:, 1:]
+        if self.settings.importance_sampling == "mask":
+            now = torch.cat(self._logprobs(_cut(batch, size)))
+            apart = (now - batch["rollout_logprobs"]).abs()
+            counted = counted & (apart <= math.log(self.settings.importance_sampling_cap))
+            lengths, sampled = counted.sum(1).double(), tokens
+            (tokens,) = self._sum([lengths.sum()])
+            self._record["masked"] = 1 - tokens / sampled
+        per_token = lengths.new_full((count,), 1 / max(tokens, 1))
+        if self.settings.loss_type == "grpo":
+            per_token = 1 / (total * lengths)
+        batch["weights"] = torch.where(counted, per_token[:, None], 0.0)
         self._off.clear()
         self._ratios.clear()
         self._divergence.clear()
-        cut = zip(*(tensor.split(size) for tensor in batch.values()), strict=True)
-        parts = [dict(zip(batch, part, strict=True)) for part in cut]
+        parts = _cut(batch, size)
         if self._before is not None:
-            self._refer(parts, self._before)
+            with self._before.weights():
+                for part, before in zip(parts, self._logprobs(parts), strict=True):
+                    part["reference_logprobs"] = before
         return parts, int(tokens)
 
     @torch.no_grad()
-    def _refer(self, parts: list[dict[str, Tensor]], before: ReferenceWeights) -> None:
-        """Add `reference_logprobs` [B, S] to every microbatch."""
+    def _logprobs(self, parts: list[dict[str, Tensor]]) -> list[Tensor]:
+        """[B, S] of every microbatch, by the weights as they are."""
         model = self.sampler.model
         model.eval()
-        with before.weights():
-            for part in parts:
-                given = {name: part[name] for name in ("input_ids", "shift_labels")}
-                part["reference_logprobs"] = token_logprobs(model, **given)
+        names = ("input_ids", "shift_labels")
+        found = [token_logprobs(model, **{name: part[name] for name in names}) for part in parts]
         model.train()
+        return found
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a microbatch, from [B, S] log-probabilities; its value is minus the mean advantage."""
@@ -246,3 +257,9 @@ class GrpoStage:
         """Sums over the data-parallel ranks; ranks that share rows count once."""
         ranks = self.plan.strategy.world_size / self.plan.strategy.dp
         return [value / ranks for value in added(torch.stack([v.double() for v in values]))]
+
+
+def _cut(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+    """Microbatches of so many rows."""
+    parts = zip(*(tensor.split(size) for tensor in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
