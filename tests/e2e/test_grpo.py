@@ -10,7 +10,7 @@ from hyper_parallel.errors import BadValue, Contradiction, NotImportable
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.stages._rewards import exact_match, prefix_match
 from hyper_parallel.trainer.stages._sampling import sample, uniform
-from tests.e2e.runs import CONFIG, QUESTIONS, make_stage_place, rows, train
+from tests.e2e.runs import CONFIG, QUESTIONS, make_stage_place, rows, train, write_records
 
 pytestmark = pytest.mark.e2e
 
@@ -91,10 +91,38 @@ def test_rewards_rise(place):
         "training.microbatch=16",
         "training.tokens_per_step=3584",
         "checkpoint.export=true",
+        "data.validation=records.jsonl",
+        "training.eval_every=15",
     )
     rewards = [r["rollout"]["reward"] for r in rows(place / "rise" / "metrics.jsonl")]
     assert max(rewards[:3]) < 0.2
     assert min(rewards[-3:]) > 0.5
+    first, _, last = rows(place / "rise" / "eval.jsonl")
+    assert first["rollout"]["reward"] < 0.2
+    assert last["rollout"]["reward"] > 0.5
+    assert last["loss"] == pytest.approx(-last["rollout"]["reward"], rel=1e-6)
+
+
+def test_held_out_prompts_are_rewarded_alike_on_every_layout(place):
+    """Five prompts, so that ranks have rows that are none."""
+    write_records(place / "held_out.jsonl", QUESTIONS[3:8])
+    words = ("data.validation=held_out.jsonl", "training.eval_tokens=280", "training.steps=1")
+    found = {}
+    for name, layout in (
+        ("one", ["training.microbatch=1"]),
+        ("two", ["parallel.dp_shard=2"]),
+        ("tensor", ["parallel.tp=2"]),
+        ("held near", ["grpo.beta=0.1"]),
+        ("apart", ["grpo.rollout_ranks=1", "grpo.max_staleness=1"]),
+    ):
+        train(place, place / f"eval {name}", *words, *layout)
+        found[name] = rows(place / f"eval {name}" / "eval.jsonl")[0]
+        assert found[name]["tokens"] == found["one"]["tokens"] <= 5 * 3
+        assert found[name]["loss"] == pytest.approx(-found[name]["rollout"]["reward"], rel=1e-10)
+        for key in ("reward", "reward_digits", "completion_tokens", "stopped"):
+            value = found["one"]["rollout"][key]
+            assert found[name]["rollout"][key] == pytest.approx(value, rel=1e-12), key
+    assert found["one"]["rollout"]["completion_tokens"] * 5 == found["one"]["tokens"]
 
 
 def read_export(run):

@@ -165,6 +165,14 @@ def test_an_index_that_names_what_cannot_be_is_refused(tmp_path):
         assert torch.equal(file.get_tensor(f"{name}[0,0]"), model[0].weight)
 
 
+def test_json_nested_too_deep_is_damage(tmp_path):
+    checkpoint = tmp_path / "step_00000001"
+    checkpoint.mkdir()
+    (checkpoint / files.MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(Damaged, match="not readable as a manifest"):
+        files.read_manifest(checkpoint)
+
+
 def test_replicas_are_written_once_and_spread_over_ranks():
     held = [
         {("a", (0,)): 40, ("b", (0,)): 30, ("c", (0,)): 30, (f"own{r}", (0,)): r} for r in (0, 9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hyper_parallel.config._comparisons import COMPARED, PAIRED
+from hyper_parallel.config._comparisons import COMPARED
 from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
 
@@ -329,13 +329,10 @@ def _of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
     for key, value, wanted, hint in (
         ("data.packing", data.packing, False, "data.packing=false"),
         ("data.streaming", data.streaming, False, "data.streaming=false"),
-        ("data.holdout", data.holdout, 0, "data.holdout=0"),
-        ("data.validation", data.validation, None, "data.validation=null"),
         ("data.max_bytes", data.max_bytes, None, "data.max_bytes=null"),
         ("offload", recipe.offload.on, False, "offload.budget=null offload.max_slowdown=null"),
     ):
-        evaluates = stage in PAIRED and key in ("data.holdout", "data.validation")
-        if value != wanted and not evaluates:
+        if value != wanted:
             packed = key == "data.packing"
             clash(
                 key,

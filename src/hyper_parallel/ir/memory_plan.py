@@ -71,7 +71,7 @@ class MemoryPlan:
         """
         try:
             plan = decode(MemoryPlan, json.loads(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MemoryPlanInvalid("the memory plan cannot be read", got=str(error)) from error
         _ = plan.replayed
         return plan

@@ -166,7 +166,7 @@ def _read(
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         plan = _decode(document, key, program, machine)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise _Unusable(f"{type(error).__name__}: {error}") from error
     _check(plan, machine, goal)
     return plan

@@ -125,7 +125,7 @@ def _from_cache(path: Path, key: str) -> dict[str, float] | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         rates = {name: float(data["rates"][name]) for name in ("float32", "float64", "memory")}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # absent or damaged: measured again
     return rates if data.get("key") == key and min(rates.values()) > 0 else None
 

@@ -159,10 +159,10 @@ class Job:
     def holdout_batches(self) -> Batches | None:
         """At most `eval_tokens` held-out tokens as one step; None when nothing is held out."""
         held_out = self.packed.holdout
-        tokens, stage = self.recipe.training.eval_tokens, self.recipe.stage
-        if held_out is None or stage == "grpo":
+        tokens = self.recipe.training.eval_tokens
+        if held_out is None:
             return None
-        rows = 2 if stage in PAIRED else 1
+        rows = 2 if self.recipe.stage in PAIRED else 1
         count = min(len(held_out), max(rows, tokens // self.recipe.data.seq_len)) // rows
         if count == 0:
             return None
@@ -388,7 +388,7 @@ def _check_resume(job: Job, loaded: LoadedRecipe) -> None:
         )
     # Ranks check what they load, which may be an older one; a recipe that does not fit is refused before they start.
     saved = None
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         text = (directory / step_name(found[-1]) / EXTRA).read_text(encoding="utf-8")
         saved = json.loads(text)["run"]
     check_resume(saved, job, directory.parent)

@@ -57,7 +57,7 @@ def base_of(directory: Path) -> str:
         WeightsUnreadable: HP703 when it does not say.
     """
     file, base = directory / ADAPTER_CONFIG, None
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
     if not isinstance(base, str):
         raise WeightsUnreadable(

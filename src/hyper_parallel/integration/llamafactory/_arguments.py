@@ -82,7 +82,7 @@ class HyperParallelArguments(BaseModel):
             where = given
             try:
                 given = json.loads(Path(given).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise RecipeUnreadable(
                     "the file of hyper_parallel_args cannot be read", where=where, got=str(error)
                 ) from error

@@ -106,7 +106,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest = serde.decode(Manifest, values)
     except FileNotFoundError:
         raise Damaged(path, "missing") from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise Damaged(path, f"not readable as a manifest ({error})") from None
     if encode_manifest(manifest) != text:
         raise Damaged(path, "content differs from its checksum")

@@ -96,7 +96,7 @@ def _intact(directory: Path) -> dict[str, Any] | None:
         files = decode(dict[str, FileEntry], meta["files"])
         small = [n for n, file in files.items() if file.size_bytes <= _CHECKSUM_LIMIT_BYTES]
         check_files(directory, files, small)
-    except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
+    except (Damaged, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logger.warning("cache entry %s is damaged (%s); it is built again", directory, error)
         return None
     return meta

@@ -250,7 +250,7 @@ class Loop:
             mean = self.share(loss_sum, 0)[-2].item()
             found = {} if self.stage is None else self.stage.record()
         self.model.train()
-        return EvalResult(mean, count, found.get("preference"))
+        return EvalResult(mean, count, found.get("preference"), found.get("rollout"))
 
     def inputs(
         self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None

@@ -60,6 +60,7 @@ class EvalRecord:
     tokens: int
     seconds: float
     preference: dict[str, Any] | None = None  # scores of pairs of answers
+    rollout: dict[str, Any] | None = None  # rewards and lengths of completions
 
 
 class MetricsLog:
@@ -105,7 +106,11 @@ class MetricsLog:
     def evaluation(self, record: EvalRecord) -> None:
         """Append an evaluation."""
         self._append("eval", record)
-        self._draw(record.step, "eval", {"loss": record.loss, **(record.preference or {})})
+        self._draw(
+            record.step,
+            "eval",
+            {"loss": record.loss, **(record.preference or record.rollout or {})},
+        )
 
     def close(self) -> None:
         """Flush and close all files."""

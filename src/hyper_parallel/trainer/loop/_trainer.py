@@ -65,6 +65,7 @@ class EvalResult(NamedTuple):
     loss: float  # mean over the held-out tokens, or pairs of answers
     tokens: int  # tokens that counted
     preference: dict[str, Any] | None = None  # scores of pairs of answers
+    rollout: dict[str, Any] | None = None  # rewards and lengths of completions
 
 
 class Engine(Protocol):
@@ -276,20 +277,21 @@ class Trainer:
         if self._holdout is None:
             return math.nan
         start = time.perf_counter()
-        loss, tokens, preference = EvalResult(*self._engine.evaluate(self._holdout))
-        record = EvalRecord(step, loss, tokens, time.perf_counter() - start, preference)
+        loss, tokens, *scores = EvalResult(*self._engine.evaluate(self._holdout))
+        record = EvalRecord(step, loss, tokens, time.perf_counter() - start, *scores)
         for callback in self._callbacks:
             self._asked |= callback.on_evaluate(step, as_line(record)) is True
         if self._log:
             with written(self._job.output_dir):
                 self._log.evaluation(record)
-            scores = "".join(
-                f", {name} {preference[name]:.4g}"
-                for name in ("accuracy", "margin")
-                if preference and name in preference
+            measured = {**(record.preference or {}), **(record.rollout or {})}
+            told = "".join(
+                f", {name} {measured[name]:.4g}"
+                for name in ("accuracy", "margin", "reward")
+                if name in measured
             )
             self._display.line(
-                f"eval after step {step}: held-out loss {loss:.4f}{scores} ({tokens:,} tokens)"
+                f"eval after step {step}: held-out loss {loss:.4f}{told} ({tokens:,} tokens)"
             )
         return loss
 

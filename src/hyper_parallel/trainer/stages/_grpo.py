@@ -88,8 +88,31 @@ class GrpoStage:
     def held_out(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
     ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """No recipe has any."""
-        raise NotImplementedError
+        """One completion of every prompt, by the weights as they are; the same draws at each evaluation.
+
+        Its reward stands where training has an advantage, so that the loss is minus the mean reward.
+        """
+        size, names = len(microbatches[0]["input_ids"]), ("input_ids", "shift_labels")
+        real = torch.from_numpy(rows >= 0).to(microbatches[0]["input_ids"].device)
+        given = [{name: torch.cat([part[name] for part in microbatches])[real] for name in names}]
+        made = self.sampler.complete(given, 0, self.rank * len(rows), size, Weights())
+        rewards, each = self._reward(made, given)
+        lengths = made.sampled.sum(1).double()
+        counts = [rewards.sum(), real.sum(), lengths.sum(), made.stopped.sum(), *each]
+        reward, total, tokens, stopped, *named = self._sum(counts)
+        self._record = {
+            "reward": reward / total,
+            "completion_tokens": tokens / total,
+            "stopped": stopped / total,
+            **self._named(named, total),
+        }
+        batch = self._batch(made, rewards)
+        batch["weights"] = torch.where(made.sampled[:, 1:], 1 / (total * lengths)[:, None], 0.0)
+        padded = {name: x.new_zeros(len(rows), *x.shape[1:]) for name, x in batch.items()}
+        padded["shift_labels"].fill_(IGNORE_INDEX)
+        for name, x in batch.items():
+            padded[name][real] = x
+        return _cut(padded, size), int(tokens)
 
     def inputs(
         self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
@@ -100,18 +123,16 @@ class GrpoStage:
         returned have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S] beside the completions.
         """
         size = len(microbatches[0]["input_ids"])
-        labels = torch.cat([part["shift_labels"] for part in microbatches])
-        count, device = len(labels), labels.device
-        first, starts = self.rank * count, self.sampler.prompts(microbatches)[1]
+        count = size * len(microbatches)
         if self.others is None:
+            first = self.rank * count
             made = self.sampler.complete(microbatches, step, first, size, Weights(step - 1))
         else:
             self.others.publish(step - 1, self._batches.state_dict(step - 1))
-            made = self.others.take(step, first, count, device)
-        rewards, each = self._reward(made, starts, self.sampler.answers(microbatches))
-        groups = torch.tensor(rewards, dtype=torch.float64, device=device).view(
-            -1, self.settings.num_generations
-        )
+            device = microbatches[0]["input_ids"].device
+            made = self.others.take(step, self.rank * count, count, device)
+        rewards, each = self._reward(made, microbatches)
+        groups = rewards.view(-1, self.settings.num_generations)
         spread = groups.std(1, keepdim=True)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.settings.scale_rewards:
@@ -147,17 +168,9 @@ class GrpoStage:
                     "wait_s": self.others.waited_s,
                 }
             ),
-            **{
-                f"reward_{short_name(name)}": value / total
-                for name, value in zip(self.settings.reward_funcs, named, strict=True)
-            },
+            **self._named(named, total),
         }
-        batch = {
-            "input_ids": made.tokens[:, :-1],
-            "shift_labels": torch.where(mine, made.tokens, IGNORE_INDEX)[:, 1:],
-            "advantages": advantages.view(-1),
-            "rollout_logprobs": made.logprobs[:, 1:],
-        }
+        batch = self._batch(made, advantages.view(-1))
         counted = mine[:, 1:]
         if self.settings.importance_sampling == "mask":
             now = torch.cat(self._logprobs(_cut(batch, size)))
@@ -170,15 +183,29 @@ class GrpoStage:
         if self.settings.loss_type == "grpo":
             per_token = 1 / (total * lengths)
         batch["weights"] = torch.where(counted, per_token[:, None], 0.0)
-        self._off.clear()
-        self._ratios.clear()
-        self._divergence.clear()
         parts = _cut(batch, size)
         if self._before is not None:
             with self._before.weights():
                 for part, before in zip(parts, self._logprobs(parts), strict=True):
                     part["reference_logprobs"] = before
         return parts, int(tokens)
+
+    def _batch(self, made: Completions, advantages: Tensor) -> dict[str, Tensor]:
+        """What the objective reads beside `weights`; what it has measured before is of another batch."""
+        self._off.clear()
+        self._ratios.clear()
+        self._divergence.clear()
+        return {
+            "input_ids": made.tokens[:, :-1],
+            "shift_labels": torch.where(made.sampled, made.tokens, IGNORE_INDEX)[:, 1:],
+            "advantages": advantages,
+            "rollout_logprobs": made.logprobs[:, 1:],
+        }
+
+    def _named(self, sums: list[float], total: float) -> dict[str, float]:
+        """The mean of each reward."""
+        names = self.settings.reward_funcs
+        return {f"reward_{short_name(n)}": x / total for n, x in zip(names, sums, strict=True)}
 
     @torch.no_grad()
     def _logprobs(self, parts: list[dict[str, Tensor]]) -> list[Tensor]:
@@ -204,7 +231,7 @@ class GrpoStage:
             self._ratios.append(torch.stack([found.sum(), found.square().sum(), counts.sum()]))
             weights = weights * grown.clamp(max=self.settings.importance_sampling_cap)
         loss = -(ratio * weights.to(ratio.dtype)).sum()
-        if self._before is None:
+        if "reference_logprobs" not in batch:
             return loss
         # Schulman's estimate from one sample, never negative; weights without advantages add up to 1 over the step.
         apart = (batch["reference_logprobs"] - logprobs) * counts
@@ -224,16 +251,16 @@ class GrpoStage:
         return {"rollout": found}
 
     def _reward(
-        self, made: Completions, starts: Tensor, answers: list[str]
-    ) -> tuple[list[float], list[Tensor]]:
-        """Weighted rewards of this rank's completions, and the sum of each function."""
+        self, made: Completions, microbatches: list[dict[str, Tensor]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Weighted rewards [N] of this rank's completions, and the sum of each function."""
+        text, starts = self.sampler.text, self.sampler.prompts(microbatches)[1]
         spans = zip(made.tokens, starts.tolist(), made.ends.tolist(), strict=True)
-        text = self.sampler.text
         texts = [(text(row[:start]), text(row[start:end])) for row, start, end in spans]
         given = {
             "prompts": [prompt for prompt, _ in texts],
             "completions": [completion for _, completion in texts],
-            "answer": answers,
+            "answer": self.sampler.answers(microbatches),
         }
         names = self.settings.reward_funcs
         more = {
@@ -243,15 +270,10 @@ class GrpoStage:
             "microbatch": self.plan.workload.microbatch or 1,
             "device": starts.device,
         }
-        found = [score(n, f, given, more) for n, f in zip(names, self._rewards, strict=True)]
-        weights = self.settings.reward_weights or [1.0] * len(found)
-        whole = [
-            sum(w * r for w, r in zip(weights, row, strict=True))
-            for row in zip(*found, strict=True)
-        ]
-        return whole, [
-            torch.tensor(sum(one), dtype=torch.float64, device=starts.device) for one in found
-        ]
+        scores = [score(n, f, given, more) for n, f in zip(names, self._rewards, strict=True)]
+        found = torch.tensor(scores, dtype=torch.float64, device=starts.device)
+        weights = found.new_tensor(self.settings.reward_weights or [1.0] * len(names))
+        return weights @ found, list(found.sum(1))
 
     def _sum(self, values: list[Tensor]) -> list[float]:
         """Sums over the data-parallel ranks; ranks that share rows count once."""

@@ -39,7 +39,7 @@ class ModelReward:
         try:
             config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
             kind = str((config.get("architectures") or [""])[0])
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             kind = str(error)
         if not kind.endswith("ForSequenceClassification"):
             raise ModelUnreadable(

@@ -107,7 +107,7 @@ class Sampler:
         """Completions of the prompts of rows that are the sequences of a step from number `first` on."""
         length = self.settings.max_completion_length
         prompts, starts = self.prompts(microbatches)
-        draws = np.stack(list(uniform(self.seed, step, first, len(prompts), length)))
+        draws = np.array(list(uniform(self.seed, step, first, len(prompts), length)))
         environments = None
         if self.settings.environment:
             environments = Environments(
@@ -123,7 +123,7 @@ class Sampler:
             starts,
             stops=stop_ids(self.tokenizer),
             max_completion_length=length,
-            draws=torch.from_numpy(draws).to(prompts.device),
+            draws=torch.from_numpy(draws.reshape(-1, length)).to(prompts.device),
             microbatch=microbatch,
             weights=weights,
             environments=environments,

@@ -154,7 +154,7 @@ class WeightFiles:
         try:
             promised = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
             outside = [f for f in promised.values() if Path(f).name != f or "\\" in f]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WeightsUnreadable(f"the index is damaged ({error})", where=str(path)) from None
         if outside:
             raise WeightsUnreadable(
