@@ -342,15 +342,15 @@ def _of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
                 f"{key}={str(value).lower()}",
                 f"set `{hint}`",
             )
-    for key, value, off in (
+    for key, given, off in (
         ("sample_prompt", recipe.sample_prompt, None),
         ("training.check_ranks_every", recipe.training.check_ranks_every, 0),
     ):
-        if stage == "rm" and value != off:
+        if stage == "rm" and given != off:
             clash(
                 key,
                 "a reward model scores texts and predicts no next token",
-                f"stage=rm, {key}={value}",
+                f"stage=rm, {key}={given}",
                 f"set `{key}={'null' if off is None else off}`",
             )
     if stage == "grpo" and (p.auto or p.pp > 1 or p.cp > 1):
