@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hyper_parallel.backends.torch._forward import keep_float64
 from hyper_parallel.config import load_recipe
-from hyper_parallel.errors import CheckpointMismatch, Contradiction
+from hyper_parallel.errors import CheckpointMismatch
 from hyper_parallel.trainer._job import prepare_job
 from tests.e2e.runs import (
     ANSWERS,
@@ -143,10 +143,8 @@ def test_the_numbers_are_those_of_plain_transformers(place, one):
     assert last["tokens"] == int((targets[0::2] != -100).sum())
 
 
-def test_pairs_of_a_file_of_their_own_and_what_is_refused(place):
+def test_pairs_of_a_file_of_their_own(place):
     words = ("data.holdout=0", f"data.validation={place / 'few.jsonl'}", "training.steps=1")
     found = run(place, "orpo", "validation", *words)
     assert [len(rows(place / "few.jsonl")), len(found)] == [2, 2]
     assert found[-1]["preference"]["accuracy"] in (0, 0.5, 1)
-    with pytest.raises(Contradiction, match=r"does not work with `data.holdout`"):
-        train(place, place / "refused", "stage=grpo", "checkpoint.every=0")
