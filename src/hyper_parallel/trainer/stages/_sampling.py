@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from hyper_parallel.trainer._decode import Running, Sampling, decoder_of, numbers
 from hyper_parallel.trainer.stages._environments import Environments
 
-NOT_SAMPLED = -1
+NOT_SAMPLED: Final = -1
+"""Version of what no weights have sampled: versions count steps, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
