@@ -42,7 +42,7 @@ class Grpo(Section):
     rollout_tp: int = Field(default=1, ge=1)
     """So many of these ranks share a copy by tensor parallelism, and sample the same sequences."""
     max_staleness: int = Field(default=0, ge=0)
-    """Most optimizer steps that the weights which sampled may be behind; rollouts run ahead of training by so many."""
+    """Most rollouts that the weights which sampled may be behind: sampling runs ahead of training by so many."""
     partial_rollout: bool = False
     """Completions that newer weights find half done go on under these, with what they have read read again."""
     environment: str | None = None
@@ -52,6 +52,15 @@ class Grpo(Section):
     importance_sampling: Literal["truncate", "mask"] = "truncate"
     """truncate: a token whose probability has grown by more weighs as the cap does; mask: it is left out, also of the
     count, as is one whose probability has fallen by as much; that takes one more pass."""
+    min_effective_samples: float | None = Field(default=None, gt=0, le=1)
+    """A step is left out when the share of effective samples is lower: too much of it is off-policy. None: none is."""
+    num_iterations: int = Field(default=1, ge=1)
+    """Optimizer steps from the same completions (TRL's name)."""
+    epsilon: float = Field(default=0.2, gt=0)
+    """With more than one: what the probability of a token may have changed by, as a share of what it was at the first
+    of them, and still be learned from in that direction (PPO's clip)."""
+    epsilon_high: float | None = Field(default=None, gt=0)
+    """The same for growth. None: `epsilon`."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
     """dapo: every token of the step counts alike; grpo: every completion does."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from hyper_parallel.config._compared_contradictions import of_compared
 from hyper_parallel.config._comparisons import COMPARED
 from hyper_parallel.config._whole_recipe import Recipe
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
@@ -43,7 +44,7 @@ def cross_section(recipe: Recipe, where: Callable[[str], str]) -> list[HyperPara
         )
 
     if recipe.stage in COMPARED:
-        _of_compared(recipe, clash)
+        of_compared(recipe, clash)
     for name in COMPARED:
         changed = sorted(getattr(recipe, name).model_dump(exclude_defaults=True))
         if changed and recipe.stage != name:
@@ -312,81 +313,4 @@ def _of_launch(recipe: Recipe, clash: Callable[..., None]) -> None:
             "the planner has to know how many ranks the machines hold",
             f"nnodes={launch.nnodes}, nproc_per_node=null, parallel=auto",
             "set `launch.nproc_per_node=8`",
-        )
-
-
-def _of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
-    """What stages that compare answers need of the other sections."""
-    data, p, grpo, stage = recipe.data, recipe.parallel, recipe.grpo, recipe.stage
-    if data.source == "python-stdlib":
-        clash(
-            "data.source",
-            f"`stage: {stage}` needs {COMPARED[stage]}, and the source text of the standard library has none",
-            f"stage={stage}, data.source=python-stdlib",
-            "set `data.source=records.jsonl`, or `stage=pt`",
-            f"a file or directory with {COMPARED[stage]}",
-        )
-    for key, value, wanted, hint in (
-        ("data.packing", data.packing, False, "data.packing=false"),
-        ("data.streaming", data.streaming, False, "data.streaming=false"),
-        ("data.max_bytes", data.max_bytes, None, "data.max_bytes=null"),
-        ("offload", recipe.offload.on, False, "offload.budget=null offload.max_slowdown=null"),
-    ):
-        if value != wanted:
-            packed = key == "data.packing"
-            clash(
-                key,
-                f"`stage: {stage}` has one conversation in a sequence"
-                if packed
-                else f"`stage: {stage}` does not work with `{key}` yet",
-                f"{key}={str(value).lower()}",
-                f"set `{hint}`",
-            )
-    for key, given, off in (
-        ("sample_prompt", recipe.sample_prompt, None),
-        ("training.check_ranks_every", recipe.training.check_ranks_every, 0),
-    ):
-        if stage == "rm" and given != off:
-            clash(
-                key,
-                "a reward model scores texts and predicts no next token",
-                f"stage=rm, {key}={given}",
-                f"set `{key}={'null' if off is None else off}`",
-            )
-    if stage == "grpo" and (p.auto or p.pp > 1 or p.cp > 1):
-        clash(
-            "parallel",
-            "`stage: grpo` samples with the layout that it trains with: neither pipeline stages nor cut sequences yet",
-            "parallel=auto" if p.auto else f"pp={p.pp}, cp={p.cp}",
-            "set `parallel.auto=false parallel.pp=1 parallel.cp=1`",
-            "dp_replicate, dp_shard, tp, ep",
-        )
-    if grpo.max_staleness and not grpo.rollout_ranks:
-        clash(
-            "grpo.max_staleness",
-            "ranks that train and sample in turn have the newest weights",
-            f"max_staleness={grpo.max_staleness}, rollout_ranks=0",
-            "set `grpo.rollout_ranks=1`, or `grpo.max_staleness=0`",
-        )
-    if grpo.partial_rollout and (not grpo.max_staleness or recipe.training.deterministic):
-        clash(
-            "grpo.partial_rollout",
-            "completions go on under newer weights where rollouts run ahead, and when these come is decided by time",
-            f"max_staleness={grpo.max_staleness}, deterministic={str(recipe.training.deterministic).lower()}",
-            "set `grpo.max_staleness=1 training.deterministic=false`, or `grpo.partial_rollout=false`",
-        )
-    if "environment" in grpo.reward_funcs and not grpo.environment:
-        clash(
-            "grpo.reward_funcs",
-            "the reward `environment` is what an environment gives",
-            "reward_funcs=[environment], environment=null",
-            "set `grpo.environment=my_module.MyEnvironment`",
-        )
-    weights = grpo.reward_weights
-    if weights is not None and len(weights) != len(grpo.reward_funcs):
-        clash(
-            "grpo.reward_weights",
-            "there is one weight for every reward",
-            f"{len(weights)} weights, {len(grpo.reward_funcs)} functions",
-            f"set `grpo.reward_weights={[1.0] * len(grpo.reward_funcs)}`",
         )

@@ -128,7 +128,7 @@ class Job:
 
     def train_batches(self) -> Batches | StreamBatches:
         """The order of the training sequences."""
-        work, train = self.plan.workload, self.packed.train
+        work, train, grpo = self.plan.workload, self.packed.train, self.recipe.grpo
         sequences_per_step = (work.tokens_per_step or 0) // work.seq_len
         if isinstance(train, Stream):
             return StreamBatches(train, sequences_per_step, self.packed.fingerprint)
@@ -139,7 +139,8 @@ class Job:
             shuffle=self.recipe.data.shuffle,
             fingerprint=self.packed.fingerprint,
             weights=self.packed.weights,
-            repeats=self.recipe.grpo.num_generations if self.recipe.stage == "grpo" else 1,
+            repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
+            iterations=grpo.num_iterations,
             together=2 if self.recipe.stage in PAIRED else 1,
         )
 
@@ -148,7 +149,7 @@ class Job:
         batches, steps = self.train_batches(), self.recipe.training.steps
         if isinstance(batches, StreamBatches):
             return f"{self.recipe.data.source}, a stream; {steps:,} steps of {batches.sequences_per_step:,} sequences"
-        epochs = steps * batches.sequences_per_step / batches.unit / batches.num_sequences
+        epochs = batches.sequences_seen(steps) / batches.unit / batches.num_sequences
         read = f"{steps:,} steps of {batches.sequences_per_step:,} are {epochs:.4g} epochs"
         parts = self.recipe.data.parts()
         total = sum(weight for _, weight in parts)
@@ -326,7 +327,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is not None and isinstance(batches, Batches):
         rows = epochs * batches.num_sequences * batches.unit
-        steps = math.ceil(rows / batches.sequences_per_step)
+        steps = math.ceil(rows / batches.sequences_per_step) * recipe.grpo.num_iterations
         loaded = with_steps(loaded, steps)
         job = replace(job, recipe=loaded.recipe)
     _check_resume(job, loaded)

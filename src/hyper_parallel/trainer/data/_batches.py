@@ -205,6 +205,7 @@ class Batches:
         weights: Shares of the sources of `JoinedSequences`, each of which is read at its own pace; none: all sequences
             are read equally often.
         repeats: Every sequence comes so many times in a row; a divisor of `sequences_per_step`.
+        iterations: So many steps in a row read the same sequences.
         together: So many neighbours on disk stay neighbours, and count as one sequence of `num_sequences`; a divisor
             of `sequences_per_step` too.
 
@@ -224,6 +225,7 @@ class Batches:
         fingerprint: str = "",
         weights: Sequence[float] = (),
         repeats: int = 1,
+        iterations: int = 1,
         together: int = 1,
     ) -> None:
         if sequences_per_step < 1:
@@ -231,7 +233,7 @@ class Batches:
             raise BatchMismatch(what, got=sequences_per_step, allowed="1 or more")
         self.sequences = sequences
         self.sequences_per_step = sequences_per_step
-        self._repeats, self._together = repeats, together
+        self._repeats, self._iterations, self._together = repeats, iterations, together
         self.seed = seed
         self.shuffle = shuffle
         self.tail = tail
@@ -266,8 +268,8 @@ class Batches:
             epoch, within = divmod(step, self.steps_per_epoch)
             part = self._rows(self._epoch(epoch))[within * size : (within + 1) * size]
             return np.concatenate([part, np.full(size - len(part), -1, np.int64)])
-        at, end = (self._origin + i * size for i in (step, step + 1))
-        at, end = at // self.unit, end // self.unit
+        at = self.sequences_seen(step)
+        at, end = at // self.unit, (at + size) // self.unit
         parts = []
         while at < end and self._shares is not None:
             block, within = divmod(at, _BLOCK)
@@ -338,7 +340,7 @@ class Batches:
 
     def sequences_seen(self, step: int) -> int:
         """Sequences read before a step, those of a resumed run's earlier batch sizes included."""
-        return self._origin + step * self.sequences_per_step
+        return self._origin + step // self._iterations * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The data position before a step, for a checkpoint: plain values, the same on every rank and layout."""
@@ -371,4 +373,5 @@ class Batches:
                 self.sequences_per_step,
                 state["sequences_seen"],
             )
-        self._origin = state["sequences_seen"] - state["step"] * self.sequences_per_step
+        self._origin = 0
+        self._origin = state["sequences_seen"] - self.sequences_seen(state["step"])

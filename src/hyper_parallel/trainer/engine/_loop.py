@@ -125,21 +125,23 @@ class SkipPolicy:
         skip = ~torch.isfinite(shared[-2:]).all()
         return skip if self.above_norm is None else skip | (shared[-1] > self.above_norm)
 
-    def after(self, output: StepOutput, step: int) -> bool:
-        """Take note of a step; whether it was left out.
+    def after(self, output: StepOutput, step: int, rejected: bool = False) -> bool:
+        """Take note of a step; whether it was left out, maybe because its stage has rejected it.
 
         Raises:
             LossNotFinite: HP604 when too many in a row were; a loss scale counts for itself.
         """
         spike = self.above_norm is not None and output.grad_norm > self.above_norm
-        skipped = spike or not output.finite
-        self.in_a_row = self.in_a_row + 1 if skipped and self.on else 0
+        skipped = spike or rejected or not output.finite
+        self.in_a_row = self.in_a_row + 1 if skipped and (self.on or rejected) else 0
         if self.in_a_row == MOST_IN_A_ROW:
             raise LossNotFinite(
                 f"{MOST_IN_A_ROW} steps in a row were left out, so nothing is learned any more",
                 where=f"step {step}",
                 got=f"loss={output.loss}, grad_norm={output.grad_norm}",
-                hint="training.on_nonfinite=stop training.skip_grad_norm=null",
+                hint="grpo.min_effective_samples=null"
+                if rejected
+                else "training.on_nonfinite=stop training.skip_grad_norm=null",
             )
         return skipped
 
@@ -198,7 +200,8 @@ class Loop:
             with self.recorder.span("loss", "communication"):
                 shared = self.share(loss_sum, self.gauge.peak_bytes(), grad_norm)
             # The device decides; the host reads once, while it is busy with the update.
-            self.update(lr, skip=self.policy.skips(shared))
+            rejected = None if self.stage is None else self.stage.rejects()
+            self.update(lr, skip=self.policy.skips(shared) | bool(rejected))
             read = self.read(
                 shared, step, "the step was not applied", partial(self._locate, inputs, step)
             )
@@ -208,11 +211,11 @@ class Loop:
         result = read.result(int(inputs.valid_tokens), seconds, routing)
         if self.stage is not None:
             result = replace(result, **self.stage.record())
-        skipped = self.policy.after(read, step)
+        skipped = self.policy.after(read, step, bool(rejected))
         if self.scale is not None:
             result = replace(result, loss_scale=self.scale.value)
             self.scale.after(read.finite)
-        elif not self.policy.on:
+        elif not self.policy.on and rejected is None:
             return result
         return replace(result, skipped=int(skipped))
 

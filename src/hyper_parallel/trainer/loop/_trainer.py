@@ -153,6 +153,7 @@ class Trainer:
         self._holdout = job.holdout_batches()
         self._log: MetricsLog | None = None
         self._asked, self._stop, self._saved_s = False, stop or StopRequest(), time.monotonic()
+        self._between = True  # whether a run that ends after the present step would go on exactly as if it had not
         engine.wishes = self._wishes
         self._callbacks: list[Callback] = []
         for path in job.recipe.training.callbacks:
@@ -207,6 +208,7 @@ class Trainer:
             first = last = self._evaluate(done)
             loss, stopped, self._saved_s = math.nan, False, time.monotonic()
             for step in range(done + 1, last_step + 1):
+                self._between = step % recipe.grpo.num_iterations == 0
                 lr = schedule.lr(step)
                 result = engine.step(step, self._batches, lr)
                 loss = result.loss
@@ -264,6 +266,8 @@ class Trainer:
 
     def _wishes(self) -> tuple[bool, bool]:
         """Whether this rank wishes to stop, and to save, after the present step; rank 0's clock counts."""
+        if not self._between:
+            return False, False
         due_s = 60 * self._job.recipe.checkpoint.every_minutes
         passed_s = time.monotonic() - self._saved_s
         return self._stop.asked, self._engine.rank == 0 and 0 < due_s <= passed_s

@@ -35,6 +35,9 @@ class LearningStage(Protocol):
     def objective(self, first: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a microbatch, from [B, S] log-probabilities of its targets, or scores of its tokens."""
 
+    def rejects(self) -> bool | None:
+        """Whether the step is left out, after the objective has seen all of it; None: none ever is. Equal on ranks."""
+
     def end(self) -> None:
         """The last step of the process is over."""
 

@@ -39,7 +39,9 @@ def build_stage(job: Job, world: World, model: nn.Module, done: int) -> Learning
     if recipe.stage == "grpo":
         tokenizer = load_tokenizer(job.packed.tokenizer_dir)
         sampler = Sampler(model, tokenizer, recipe.grpo, recipe.training.seed)
-        others = Publisher(job, world, model, done) if recipe.grpo.rollout_ranks else None
+        others = None
+        if recipe.grpo.rollout_ranks:
+            others = Publisher(job, world, model, done // recipe.grpo.num_iterations)
         reference = (
             partial(ReferenceWeights, model, job.output_dir, before) if recipe.grpo.beta else None
         )

@@ -101,6 +101,9 @@ class DpoStage:
             losses = -mean[0::2] - beta * F.logsigmoid(margin)
         return self.scores.mean(losses, chosen, rejected, real)
 
+    def rejects(self) -> None:
+        """No step is left out."""
+
     def end(self) -> None:
         """Nothing is left to do."""
 

@@ -3,18 +3,19 @@
 Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; the sum over tokens of the whole step divided once is that of
 DAPO, arXiv:2503.14476; without division by the standard deviation, Dr. GRPO, arXiv:2503.20783.
 
-One optimizer step per batch of completions:
+`num_iterations` optimizer steps per batch of completions:
 
     rollout   sample G completions of every prompt of the step, from the live model or on ranks of their own
     reward    functions of the texts; advantage = (reward - mean of its group) / standard deviation of its group
-    learn     -sum over completion tokens of w x advantage x exp(logp - stopgrad(logp)), over the tokens of the step,
-              and beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the model before the first step
+    learn     -sum over completion tokens of w x min(r x advantage, clip(r, 1 - eps, 1 + eps_high) x advantage), over
+              the tokens of the step, and beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the model
+              before the first step
 
-With one step per batch the proximal policy of decoupled PPO is the policy itself, so what its clip would see is 1. What
-weights of an earlier version have sampled is corrected by w = min(p / mu, cap) alone (truncated importance sampling; mu
-is the probability that the token was sampled by). For the newest weights w is 1. Or, with `mask`, tokens for which
-p / mu is beyond the cap or below its inverse are left out, of the sum and of the count that it is divided by (masked
-importance sampling): one more pass tells which, before the step learns.
+This is decoupled PPO: q is the probability of a token now, p at the first step from its batch (the proximal policy), mu
+when it was sampled. r = q / p is 1 in that first step. What weights of an earlier version have sampled is corrected by
+w = min(p / mu, cap), truncated importance sampling, which is 1 for the newest weights. Or, with `mask`, tokens for
+which p / mu is beyond the cap or below its inverse are left out, of the sum and of the count that it is divided by
+(masked importance sampling): one more pass tells which, before the step learns.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ class GrpoStage:
     _off: list[Tensor] = field(default_factory=list)
     _ratios: list[Tensor] = field(default_factory=list)
     _divergence: list[Tensor] = field(default_factory=list)
+    _clipped: list[Tensor] = field(default_factory=list)
+    _proximal: list[Tensor] = field(default_factory=list)
+    _kept: tuple[list[dict[str, Tensor]], int, dict[str, Any]] | None = None
+    _first: bool = False
+    _effective: float | None = None
     _before: ReferenceWeights | None = None
 
     def __post_init__(self) -> None:
@@ -120,8 +126,27 @@ class GrpoStage:
         """Complete the prompts of this rank's rows, reward the completions, and count their tokens.
 
         Rows repeat every prompt `num_generations` times in a row, and their labels are the answer. The microbatches
-        returned have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S] beside the completions.
+        returned have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S] beside the completions, and after
+        the first step from them `proximal_logprobs` [B, S].
         """
+        rollout, iteration = divmod(step - 1, self.settings.num_iterations)
+        if iteration == 0 or self._kept is None:
+            self._proximal.clear()
+            parts, tokens = self._rollout(microbatches, rollout + 1)
+            if self.settings.num_iterations > 1:
+                self._kept, self._first = (parts, tokens, self._record), True
+            return parts, tokens
+        self._begin()
+        parts, tokens, self._record = self._kept
+        return [
+            {**part, "proximal_logprobs": logprobs}
+            for part, logprobs in zip(parts, self._proximal, strict=True)
+        ], tokens
+
+    def _rollout(
+        self, microbatches: list[dict[str, Tensor]], step: int
+    ) -> tuple[list[dict[str, Tensor]], int]:
+        """New completions, of rollout `step`, from 1."""
         size = len(microbatches[0]["input_ids"])
         count = size * len(microbatches)
         if self.others is None:
@@ -190,11 +215,15 @@ class GrpoStage:
                     part["reference_logprobs"] = before
         return parts, int(tokens)
 
+    def _begin(self) -> None:
+        """What the objective has measured before is of another step."""
+        for measured in (self._off, self._ratios, self._divergence, self._clipped):
+            measured.clear()
+        self._effective, self._first = None, False
+
     def _batch(self, made: Completions, advantages: Tensor) -> dict[str, Tensor]:
-        """What the objective reads beside `weights`; what it has measured before is of another batch."""
-        self._off.clear()
-        self._ratios.clear()
-        self._divergence.clear()
+        """What the objective reads beside `weights`."""
+        self._begin()
         return {
             "input_ids": made.tokens[:, :-1],
             "shift_labels": torch.where(made.sampled, made.tokens, IGNORE_INDEX)[:, 1:],
@@ -218,19 +247,32 @@ class GrpoStage:
         return found
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """The loss of a microbatch, from [B, S] log-probabilities; its value is minus the mean advantage."""
-        # Of one step the ratio is 1: its gradient is that of the log-probability.
-        ratio = (logprobs - logprobs.detach()).exp()
-        weights = batch["weights"] * batch["advantages"][:, None]
+        """The loss of a microbatch, from [B, S] log-probabilities; in a first step minus the mean advantage."""
+        settings, advantages = self.settings, batch["advantages"][:, None]
+        proximal = batch.get("proximal_logprobs")
+        if proximal is None:
+            # The ratio is 1: its gradient is that of the log-probability.
+            proximal = logprobs.detach()
+            if self._first:
+                self._proximal.append(proximal)
+        ratio = (logprobs - proximal).exp()
+        weights = batch["weights"] * advantages
         counts = batch["weights"] > 0
-        off = (logprobs.detach() - batch["rollout_logprobs"]) * counts
+        off = (proximal - batch["rollout_logprobs"]) * counts
         self._off.append(off.abs().max())
         if self.settings.max_staleness:
             grown = off.exp()
             found = grown[counts].double()
             self._ratios.append(torch.stack([found.sum(), found.square().sum(), counts.sum()]))
-            weights = weights * grown.clamp(max=self.settings.importance_sampling_cap)
-        loss = -(ratio * weights.to(ratio.dtype)).sum()
+            weights = weights * grown.clamp(max=settings.importance_sampling_cap)
+        weights = weights.to(ratio.dtype)
+        gain = ratio * weights
+        if settings.num_iterations > 1:
+            high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
+            clipped = ratio.clamp(1 - settings.epsilon, 1 + high) * weights
+            self._clipped.append(torch.stack([(clipped < gain).sum(), counts.sum()]))
+            gain = torch.minimum(gain, clipped)
+        loss = -gain.sum()
         if "reference_logprobs" not in batch:
             return loss
         # Schulman's estimate from one sample, never negative; weights without advantages add up to 1 over the step.
@@ -239,13 +281,27 @@ class GrpoStage:
         self._divergence.append(divergence.detach())
         return loss + self.settings.beta * divergence
 
+    def rejects(self) -> bool | None:
+        """Whether too few samples are effective."""
+        least = self.settings.min_effective_samples
+        return None if least is None else self._effective_samples() < least
+
+    def _effective_samples(self) -> float:
+        """(sum u)^2 / (n sum u^2) over the tokens of the step, u = p / mu before it is truncated."""
+        if self._effective is None:
+            total, squares, count = self._sum(list(torch.stack(self._ratios).sum(0)))
+            self._effective = total**2 / (count * squares)
+        return self._effective
+
     def record(self) -> dict[str, Any]:
         """The rollout, with the largest distance of a log-probability from the one it was sampled by."""
         error = largest(torch.stack(self._off).max())
         found = {**self._record, "logprob_error": error}
         if self._ratios:
-            total, squares, count = self._sum(list(torch.stack(self._ratios).sum(0)))
-            found["effective_samples"] = total**2 / (count * squares)
+            found["effective_samples"] = self._effective_samples()
+        if self._clipped:
+            clipped, count = self._sum(list(torch.stack(self._clipped).sum(0)))
+            found["clip_ratio"] = clipped / count
         if self._divergence:
             (found["kl"],) = self._sum([torch.stack(self._divergence).sum()])
         return {"rollout": found}

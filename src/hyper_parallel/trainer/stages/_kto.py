@@ -106,6 +106,9 @@ class KtoStage:
         self._seen.append(torch.stack([fact.double() for fact in facts]))
         return torch.where(real, weighted, 0.0).sum() / self._answers
 
+    def rejects(self) -> None:
+        """No step is left out."""
+
     def end(self) -> None:
         """Nothing is left to do."""
 

@@ -61,6 +61,9 @@ class RewardModelStage:
             losses = losses + self.settings.center_rewards_coefficient * centred
         return self.scores.mean(losses, chosen, rejected, read.any(-1)[0::2])
 
+    def rejects(self) -> None:
+        """No step is left out."""
+
     def end(self) -> None:
         """Nothing is left to do."""
 

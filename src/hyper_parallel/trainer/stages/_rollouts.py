@@ -8,8 +8,9 @@ what was there, and a run that is killed goes on:
     rollouts/begin.json                    where the ranks that train go on from
     rollouts/end                           they have ended
 
-Version v is the weights after v optimizer steps. Completions of step t are sampled by a version v >= t - 1 -
-`max_staleness`: who samples waits for it, so the bound cannot be broken, and nothing that was sampled is thrown away.
+Here a step is a rollout and what is learned from it, `num_iterations` optimizer steps. Version v is the weights after v
+of them. Completions of step t are sampled by a version v >= t - 1 - `max_staleness`: who samples waits for it, so the
+bound cannot be broken, and nothing that was sampled is thrown away.
 With `training.deterministic` it is exactly that version, else the newest there is; with `partial_rollout` completions
 that newer weights find half done go on under these, each token with its version.
 """
@@ -238,7 +239,7 @@ class Publisher:
         job: The run.
         world: The ranks that train.
         model: Their model.
-        done: Steps before the first one of this process.
+        done: Rollouts that were learned from before this process.
     """
 
     def __init__(self, job: Job, world: World, model: nn.Module, done: int) -> None:
@@ -268,7 +269,7 @@ class Publisher:
             self._checkpoints.save(version, self._model, None, {})
         if first:
             saved = steps(self._job.checkpoint_dir)
-            self._folder.trim(saved[-1] if saved else version)
+            self._folder.trim(saved[-1] // self._settings.num_iterations if saved else version)
 
     def take(self, step: int, first: int, count: int, device: torch.device) -> Completions:
         """Completions of `count` sequences of a step from number `first` on."""
@@ -338,7 +339,8 @@ def sample_rank(job: Job, part: int) -> None:
 
         if grpo.partial_rollout:
             weights.due, weights.renew = lambda: folder.newest() > weights.version, renew
-        for step in range(begin["done"] + 1, training.steps + 1):
+        last = -(-training.steps // grpo.num_iterations)
+        for step in range(begin["done"] + 1, last + 1):
             if _agreed(folder.file(step, part).exists()):
                 continue
             if world.pulse is not None:
@@ -352,7 +354,11 @@ def sample_rank(job: Job, part: int) -> None:
                 published.load(model, None, version)
                 weights.version = version
             parts = batches.microbatches(
-                step - 1, part, grpo.samplers, microbatch, rows // microbatch
+                (step - 1) * grpo.num_iterations,
+                part,
+                grpo.samplers,
+                microbatch,
+                rows // microbatch,
             )
             given = [
                 {

@@ -1,0 +1,109 @@
+"""Checks of stages that compare answers, across the sections of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hyper_parallel.config._comparisons import COMPARED, Grpo
+from hyper_parallel.config._whole_recipe import Recipe
+
+
+def of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
+    """What stages that compare answers need of the other sections."""
+    data, p, grpo, stage = recipe.data, recipe.parallel, recipe.grpo, recipe.stage
+    if data.source == "python-stdlib":
+        clash(
+            "data.source",
+            f"`stage: {stage}` needs {COMPARED[stage]}, and the source text of the standard library has none",
+            f"stage={stage}, data.source=python-stdlib",
+            "set `data.source=records.jsonl`, or `stage=pt`",
+            f"a file or directory with {COMPARED[stage]}",
+        )
+    for key, value, wanted, hint in (
+        ("data.packing", data.packing, False, "data.packing=false"),
+        ("data.streaming", data.streaming, False, "data.streaming=false"),
+        ("data.max_bytes", data.max_bytes, None, "data.max_bytes=null"),
+        ("offload", recipe.offload.on, False, "offload.budget=null offload.max_slowdown=null"),
+    ):
+        if value != wanted:
+            packed = key == "data.packing"
+            clash(
+                key,
+                f"`stage: {stage}` has one conversation in a sequence"
+                if packed
+                else f"`stage: {stage}` does not work with `{key}` yet",
+                f"{key}={str(value).lower()}",
+                f"set `{hint}`",
+            )
+    for key, given, off in (
+        ("sample_prompt", recipe.sample_prompt, None),
+        ("training.check_ranks_every", recipe.training.check_ranks_every, 0),
+    ):
+        if stage == "rm" and given != off:
+            clash(
+                key,
+                "a reward model scores texts and predicts no next token",
+                f"stage=rm, {key}={given}",
+                f"set `{key}={'null' if off is None else off}`",
+            )
+    if stage == "grpo" and (p.auto or p.pp > 1 or p.cp > 1):
+        clash(
+            "parallel",
+            "`stage: grpo` samples with the layout that it trains with: neither pipeline stages nor cut sequences yet",
+            "parallel=auto" if p.auto else f"pp={p.pp}, cp={p.cp}",
+            "set `parallel.auto=false parallel.pp=1 parallel.cp=1`",
+            "dp_replicate, dp_shard, tp, ep",
+        )
+    if grpo.max_staleness and not grpo.rollout_ranks:
+        clash(
+            "grpo.max_staleness",
+            "ranks that train and sample in turn have the newest weights",
+            f"max_staleness={grpo.max_staleness}, rollout_ranks=0",
+            "set `grpo.rollout_ranks=1`, or `grpo.max_staleness=0`",
+        )
+    if grpo.partial_rollout and (not grpo.max_staleness or recipe.training.deterministic):
+        clash(
+            "grpo.partial_rollout",
+            "completions go on under newer weights where rollouts run ahead, and when these come is decided by time",
+            f"max_staleness={grpo.max_staleness}, deterministic={str(recipe.training.deterministic).lower()}",
+            "set `grpo.max_staleness=1 training.deterministic=false`, or `grpo.partial_rollout=false`",
+        )
+    if "environment" in grpo.reward_funcs and not grpo.environment:
+        clash(
+            "grpo.reward_funcs",
+            "the reward `environment` is what an environment gives",
+            "reward_funcs=[environment], environment=null",
+            "set `grpo.environment=my_module.MyEnvironment`",
+        )
+    if grpo.min_effective_samples is not None and not grpo.max_staleness:
+        clash(
+            "grpo.min_effective_samples",
+            "completions that the newest weights sample are all effective",
+            f"min_effective_samples={grpo.min_effective_samples:g}, max_staleness=0",
+            "set `grpo.min_effective_samples=null`, or `grpo.rollout_ranks=1 grpo.max_staleness=1`",
+        )
+    for name in ("epsilon", "epsilon_high"):
+        if getattr(grpo, name) != Grpo.model_fields[name].default and grpo.num_iterations == 1:
+            clash(
+                f"grpo.{name}",
+                "what is learned from once has the probability that it had",
+                f"{name}={getattr(grpo, name):g}, num_iterations=1",
+                f"set `grpo.num_iterations=2`, or leave `grpo.{name}` out",
+            )
+    for name in ("every", "snapshot_every"):
+        if (every := getattr(recipe.checkpoint, name)) and every % grpo.num_iterations:
+            clash(
+                f"checkpoint.{name}",
+                "a run goes on from a checkpoint with new completions",
+                f"{name}={every}, num_iterations={grpo.num_iterations}",
+                f"set `checkpoint.{name}={-(-every // grpo.num_iterations) * grpo.num_iterations}`",
+                "a multiple of grpo.num_iterations",
+            )
+    weights = grpo.reward_weights
+    if weights is not None and len(weights) != len(grpo.reward_funcs):
+        clash(
+            "grpo.reward_weights",
+            "there is one weight for every reward",
+            f"{len(weights)} weights, {len(grpo.reward_funcs)} functions",
+            f"set `grpo.reward_weights={[1.0] * len(grpo.reward_funcs)}`",
+        )
