@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from hyper_parallel.backends.torch._forward import keep_float64
 from hyper_parallel.config import Grpo
 from hyper_parallel.errors import Contradiction
+from hyper_parallel.reports import load_run, write_report
+from hyper_parallel.reports._results import results
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.stages._grpo import GrpoStage
 from hyper_parallel.trainer.stages._rollouts import Sampler
@@ -117,6 +119,35 @@ def test_who_trains_and_who_samples_may_be_cut_otherwise(place):
     train(place, place / "late", *words, "training.steps=12")
     assert set(ages(place / "late")) <= {0, 1}
     assert [r["step"] for r in rows(place / "late" / "metrics.jsonl")] == list(range(1, 13))
+    check_report(place / "late")
+
+
+def check_report(out):
+    """Roles are lanes on one clock, and an arrow leads from where completions are sampled to where they are taken."""
+    write_report(out)
+    assert "ranks that only sample" in (out / "report.html").read_text()
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    lanes = {
+        e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name" and e["pid"] == 2
+    }
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["name"] == "rollout"]
+    arrows = {phase: [e for e in events if e["ph"] == phase] for phase in "sf"}
+    assert len(arrows["s"]) == len(arrows["f"]) >= 10
+    for source, target in zip(arrows["s"], arrows["f"], strict=True):
+        assert source["id"] == target["id"]
+        assert source["ts"] < target["ts"], "sampled before it is taken"
+        steps = [
+            next(
+                s["args"]["step"]
+                for s in spans
+                if s["tid"] == lanes[lane] == e["tid"] and s["ts"] <= e["ts"] < s["ts"] + s["dur"]
+            )
+            for lane, e in (("sampler 0/compute", source), ("rank 0/compute", target))
+        ]
+        assert steps[0] == steps[1]
+    busy = {r.name: r.value for r in results(load_run(out)) if r.name.startswith("busy")}
+    assert set(busy) == {"busy, ranks that train", "busy, ranks that sample"}
+    assert all(0 < share < 1 for share in busy.values())
 
 
 def test_roles_that_are_killed_change_nothing(place):

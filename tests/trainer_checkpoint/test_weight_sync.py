@@ -12,7 +12,8 @@ from hyper_parallel.config import Grpo
 from hyper_parallel.runtime import World, launch, parallelize, plan_of
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints._manifest import steps
-from hyper_parallel.trainer.stages._rollouts import Publisher, RolloutFolder
+from hyper_parallel.trainer.stages._rollout_folder import RolloutFolder
+from hyper_parallel.trainer.stages._rollouts import Publisher
 from tests.parity.planned import whole
 from tests.weights.models import on_meta, qwen3_moe
 
@@ -69,7 +70,7 @@ def publish(version, root):
             job = SimpleNamespace(
                 output_dir=root, checkpoint_dir=root / "checkpoints", recipe=recipe
             )
-            publisher = Publisher(job, world, model, done=0)
+            publisher = Publisher(job, world, model, done=0, origin_s=0.0)
             publisher.publish(version, {})
             publisher.end()
 

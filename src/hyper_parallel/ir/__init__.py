@@ -56,7 +56,7 @@ from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
 from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some
 from hyper_parallel.ir.strategy import BLOCK_SHAPES, BlockShape, Rule, Strategy, ulysses_degree
 from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph, peaks, simulate
-from hyper_parallel.ir.timeline import Counter, Span, Timeline
+from hyper_parallel.ir.timeline import Counter, Span, Timeline, joined
 from hyper_parallel.ir.workload import PROMPT_CHUNK, GenerateWorkload, Workload
 
 __all__ = [
@@ -120,6 +120,7 @@ __all__ = [
     "exchanged_rows",
     "gate_up_parts",
     "grid",
+    "joined",
     "peaks",
     "placements",
     "qkv_parts",

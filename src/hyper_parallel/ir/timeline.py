@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,3 +64,10 @@ class Timeline:
     def end_s(self) -> float:
         """End of the last span."""
         return max((span.end_s for span in self.spans), default=0.0)
+
+
+def joined(timelines: Iterable[Timeline]) -> Timeline:
+    """One timeline of several measured ones with the same start."""
+    parts = tuple(timelines)
+    spans = tuple(span for part in parts for span in part.spans)
+    return Timeline("measured", spans, tuple(c for part in parts for c in part.counters))

@@ -30,7 +30,9 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
     run = load_run(directory)
     page, trace = run.directory / "report.html", run.directory / "trace.json"
     write_text(page, _page(run))
-    write_text(trace, json.dumps(chrome_trace(run.timeline, run.plan, run.simulated)) + "\n")
+    write_text(
+        trace, json.dumps(chrome_trace(run.timeline, run.plan, run.simulated, run.samplers)) + "\n"
+    )
     return page, trace
 
 

@@ -12,7 +12,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from hyper_parallel.ir import Layout, Mesh, Timeline
+from hyper_parallel.ir import Layout, Mesh, Timeline, joined
 from hyper_parallel.reports._charts import (
     BYTES,
     SECONDS,
@@ -36,10 +36,11 @@ from hyper_parallel.reports._terms import (
     time_kind,
     words,
 )
-from hyper_parallel.reports._timeline import one_step, steps_of
+from hyper_parallel.reports._timeline import one_step, some_steps, steps_of
 from hyper_parallel.units import format_bytes, format_count, format_seconds
 
 _MAX_LANES: Final = 16
+_STEPS_OF_ROLES: Final = 4
 _MAX_RANKS: Final = 256
 _TIERS: Final = {
     "hbm": "device memory",
@@ -206,6 +207,8 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
         charts["simulated"] = _lanes(run.simulated)
     if timeline is not None:
         charts["measured"] = _lanes(one_step(timeline))
+        if run.samplers is not None:
+            charts["roles"] = _lanes(some_steps(joined([timeline, run.samplers]), _STEPS_OF_ROLES))
     for kind, steps in zip(("predicted", "measured"), run.offload or (), strict=False):
         names = {lane: _COPIES.get(lane, lane) for lane in steps.lanes}
         charts[f"offload {kind}"] = lanes(_told(steps, _offload_kind), names)

@@ -63,6 +63,8 @@ def results(run: RunRecord) -> list[Result]:
         if run.rewards:
             note = f"of them {format_seconds(plan.step_s)} predicted for learning"
         add("step time (median)", format_seconds(step_s), step_s, note)
+    for name, share in run.busy.items():
+        add(f"busy, {name}", f"{share * 100:.0f} %", share, "of the seconds of steps")
     if (tps := run.steady("tps")) is not None:
         add("tokens/s per rank", f"{tps:,.0f}", tps, f"all ranks {tps * plan.mesh.size:,.0f}")
     if (mfu := run.steady("mfu")) is not None:

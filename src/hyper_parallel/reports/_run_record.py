@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from hyper_parallel.config import read_mapping
 from hyper_parallel.errors import RunUnreadable
-from hyper_parallel.ir import Plan, Timeline
+from hyper_parallel.ir import Plan, Timeline, joined
 from hyper_parallel.serde import DecodeError, decode
 
 _WARM_UP_STEPS = 3
@@ -65,6 +65,7 @@ class RunRecord:
         metrics: One mapping per training step, in step order.
         evals: One mapping per evaluation with a finite loss, in step order; empty when there was none.
         timeline: Measured spans of a window of steps, or None.
+        samplers: The same of ranks that only sample, on the same clock; None: there are none.
         simulated: One step of the plan, event by event, with the lanes of its pipeline ranks; or None.
         config: Text of the resolved recipe.
         settings: The same by dotted keys.
@@ -84,6 +85,7 @@ class RunRecord:
     sample: str
     run_info: dict[str, Any]
     offload: tuple[Timeline, Timeline] | None = None
+    samplers: Timeline | None = None
 
     def steady(self, key: str) -> float | None:
         """Median of a metric after the warm-up steps; None when no step has it."""
@@ -98,6 +100,16 @@ class RunRecord:
         keys = [key for key in shared[0] if all(row.get(key) is not None for row in shared)]
         named = [k for k in keys if k.startswith("reward_") and k != "reward_std"]
         return ["reward", *named] if "reward" in keys else []
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Share of the time in which each role works, where ranks only sample."""
+        steps = [(m["step_s"], m.get("rollout") or {}) for m in self.metrics[_WARM_UP_STEPS:]]
+        apart = [(s, r["wait_s"], r["sample_s"]) for s, r in steps if "sample_s" in r]
+        if not apart:
+            return {}
+        whole, waited, sampled = (sum(values) for values in zip(*apart, strict=True))
+        return {"ranks that train": 1 - waited / whole, "ranks that sample": sampled / whole}
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -131,6 +143,7 @@ def load_run(directory: str | Path) -> RunRecord:
         )
     if not (root / "plan.json").is_file():
         raise RunUnreadable("the run directory has no plan.json", where=str(root))
+    apart = [_timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))]
     predicted = _timeline(root / "offload_predicted.json")
     measured = _timeline(root / "offload_measured.json")
     return RunRecord(
@@ -145,6 +158,7 @@ def load_run(directory: str | Path) -> RunRecord:
         sample=_text(root / "sample.txt"),
         run_info=_mapping(root / "run.json"),
         offload=(predicted, measured) if predicted and measured else None,
+        samplers=joined(t for t in apart if t is not None) if apart else None,
     )
 
 

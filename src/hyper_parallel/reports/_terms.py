@@ -85,6 +85,8 @@ def kind_of(name: str, category: str = "") -> str:
     kind = _KINDS.get(name, name)
     if kind in COLORS:
         return kind
+    if category == "wait":
+        return "waiting"
     if "communication" in (category, name.rpartition(" ")[2]):
         return "communication"
     return BOTH

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hyper_parallel.ir import Counter, Plan, Span, Timeline
+from hyper_parallel.ir import Counter, Plan, Span, Timeline, joined
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
@@ -41,8 +41,21 @@ def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
     )
 
 
+def some_steps(timeline: Timeline, count: int) -> Timeline:
+    """Spans of so many steps in the middle of the window, and what runs beside them, from the start of the first."""
+    inside = steps_of(timeline)
+    middle = max(0, (len(inside) - count) // 2)
+    chosen = inside[middle : middle + count]
+    spans = [s for s in timeline.spans if s.step in chosen]
+    start = min((s.start_s for s in spans), default=0.0)
+    return Timeline(timeline.kind, tuple(replace(s, start_s=s.start_s - start) for s in spans))
+
+
 def chrome_trace(
-    measured: Timeline | None, plan: Plan, simulated: Timeline | None = None
+    measured: Timeline | None,
+    plan: Plan,
+    simulated: Timeline | None = None,
+    samplers: Timeline | None = None,
 ) -> dict[str, Any]:
     """Both timelines in the Chrome JSON trace format that Perfetto opens.
 
@@ -53,8 +66,11 @@ def chrome_trace(
         measured: Spans of some steps, or None.
         plan: What was predicted.
         simulated: One step of the plan, event by event, or None.
+        samplers: Spans of ranks that only sample, or None. Arrows lead from the completions of a step to the ranks that
+            train on them.
 
-    Source: Trace Event Format, duration ("X"), counter ("C") and metadata ("M") events; times in microseconds.
+    Source: Trace Event Format, duration ("X"), counter ("C"), flow ("s", "f") and metadata ("M") events; times in
+        microseconds.
     """
     events: list[dict[str, Any]] = []
     _process(events, 1, f"predicted ({plan.strategy})")
@@ -71,11 +87,32 @@ def chrome_trace(
             _counters(events, 1, simulated.counters, start, "activations")
     if measured is not None:
         _process(events, 2, "measured")
-        lanes = {lane: number for number, lane in enumerate(measured.lanes, 1)}
+        whole = measured if samplers is None else joined([measured, samplers])
+        lanes = {lane: number for number, lane in enumerate(whole.lanes, 1)}
         events += [_thread(2, number, lane) for lane, number in lanes.items()]
-        _spans(events, 2, measured.spans, lanes, 0.0, None)
-        _counters(events, 2, measured.counters, 0.0, "bytes")
+        _spans(events, 2, whole.spans, lanes, 0.0, None)
+        _counters(events, 2, whole.counters, 0.0, "bytes")
+        if samplers is not None:
+            _flows(events, 2, samplers.spans, measured.spans, lanes)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"plan": plan.fingerprint}}
+
+
+def _flows(
+    events: list[dict[str, Any]],
+    pid: int,
+    samplers: Sequence[Span],
+    learners: Sequence[Span],
+    lanes: dict[str, int],
+) -> None:
+    """Arrows from where completions of a step are sampled to where ranks that train take them."""
+    takes = [s for s in learners if s.name == "rollout"]
+    pairs = [(a, b) for a in samplers if a.name == "rollout" for b in takes if a.step == b.step]
+    for number, (source, target) in enumerate(pairs):
+        for phase, span in (("s", source), ("f", target)):
+            # An event belongs to the span that it lies in.
+            event = {"ph": phase, "pid": pid, "tid": lanes[span.lane], "ts": span.end_s * 1e6 - 0.5}
+            event |= {"id": number, "name": "completions", "cat": "rollout"}
+            events.append(event | ({"bp": "e"} if phase == "f" else {}))
 
 
 def _step_starts(timeline: Timeline) -> list[tuple[int, float]]:

@@ -30,7 +30,8 @@ from hyper_parallel.trainer._signals import Interrupted, StopRequest
 from hyper_parallel.trainer._snapshots import newest_saved, snapshot_folder
 from hyper_parallel.trainer.engine._engine import train_rank
 from hyper_parallel.trainer.loop import Summary
-from hyper_parallel.trainer.stages._rollouts import RolloutFolder, sample_rank
+from hyper_parallel.trainer.stages._rollout_folder import RolloutFolder
+from hyper_parallel.trainer.stages._rollouts import sample_rank
 
 _log = logging.getLogger(__name__)
 _NEW_TOKENS: Final = 160

@@ -179,7 +179,7 @@ class TorchEngine:
             lambda: self.wishes(),
             self._seed,
             SkipPolicy(training.on_nonfinite == "skip", training.skip_grad_norm),
-            build_stage(job, self._world, self._model, done),
+            build_stage(job, self._world, self._model, done, self._recorder.origin_s),
         )
         if self._loop.stage is not None:
             self._stack.callback(self._loop.stage.end)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hyper_parallel.backends.torch import local
 from hyper_parallel.backends.torch.memory import StorageWatch
-from hyper_parallel.ir import Counter, Span, Timeline
+from hyper_parallel.ir import Counter, Span, Timeline, joined
 from hyper_parallel.runtime import Pulse
 
 WINDOW: Final = range(2, 13)
@@ -34,26 +34,38 @@ class SpanRecorder:
     On an accelerator a mark is an event in the stream, read after the run, so recording does not wait for kernels.
 
     Args:
-        rank: Rank of this process, the lane's name.
+        rank: Rank of this process, the lane's number.
         device: Device of this rank.
         first_step: First step of this run; the window moves along when a run is resumed.
         pulse: Told what begins; None: nobody watches.
+        role: The lane's name.
+
+    Attributes:
+        origin_s: When it was created, in seconds of `time.time`: the start of its timeline.
+        over: Whether no coming step is recorded.
     """
 
     def __init__(
-        self, rank: int, device: torch.device, first_step: int = 1, pulse: Pulse | None = None
+        self,
+        rank: int,
+        device: torch.device,
+        first_step: int = 1,
+        pulse: Pulse | None = None,
+        role: str = "rank",
     ) -> None:
         self._rank, self._device, self._pulse = rank, device, pulse
+        self._lane, self.over = f"{role} {rank}", False
         self._events = device.type != "cpu"
         self._window = range(WINDOW.start + first_step - 1, WINDOW.stop + first_step - 1)
         self._spans: list[tuple[tuple[str, str, str, int | None], Any, Any]] = []
         self._samples: list[tuple[str, Any, float]] = []
         self._step: int | None = None
-        self._origin = self._now()
+        self._origin, self.origin_s = self._now(), time.time()
 
     def begin_step(self, step: int | None) -> None:
         """Say which step the coming spans belong to; None outside the training steps."""
         self._step = step
+        self.over = self.over or (step is not None and step >= self._window.stop)
         if self._pulse is not None:
             self._pulse.begin_step(step)
 
@@ -67,7 +79,7 @@ class SpanRecorder:
             return
         start = self._now()
         yield
-        what = (f"rank {self._rank}/{lane}", name, category, self._step)
+        what = (f"{self._lane}/{lane}", name, category, self._step)
         end = self._now()
         self._spans.append((what, start, end))
         if self._events:
@@ -84,26 +96,28 @@ class SpanRecorder:
         Starts are relative to the first recorded mark of rank 0's machine clock; ranks of other machines are aligned
         by their own `SpanRecorder` being created right after a barrier.
         """
-        if self._events:
-            torch.accelerator.synchronize(self._device)
-        spans, samples = (self._spans, self._samples) if self._rank < _MAX_RANKS else ([], [])
-        at = self._seconds
-        mine = (
-            [
-                Span(lane, name, at(start), at(end) - at(start), category, step=step)
-                for (lane, name, category, step), start, end in spans
-            ],
-            [Counter(f"rank {self._rank}/{what}", at(mark), n) for what, mark, n in samples],
-        )
+        mine = self.own() if self._rank < _MAX_RANKS else Timeline("measured", ())
         gathered = [mine] * num_ranks
         if num_ranks > 1:
             dist.gather_object(mine, gathered if self._rank == 0 else None)
-        if self._rank != 0:
-            return None
+        return joined(gathered) if self._rank == 0 else None
+
+    def own(self, origin_s: float | None = None) -> Timeline:
+        """What this rank has recorded, from its own start or a moment of `time.time` on."""
+        if self._events:
+            torch.accelerator.synchronize(self._device)
+        later = 0.0 if origin_s is None else self.origin_s - origin_s
+
+        def at(mark: Any) -> float:
+            return self._seconds(mark) + later
+
         return Timeline(
-            kind="measured",
-            spans=tuple(span for spans, _ in gathered for span in spans),
-            counters=tuple(counter for _, counters in gathered for counter in counters),
+            "measured",
+            tuple(
+                Span(lane, name, at(start), at(end) - at(start), category, step=step)
+                for (lane, name, category, step), start, end in self._spans
+            ),
+            tuple(Counter(f"{self._lane}/{what}", at(mark), n) for what, mark, n in self._samples),
         )
 
     def _now(self) -> Any:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
 
 
-def build_stage(job: Job, world: World, model: nn.Module, done: int) -> LearningStage | None:
+def build_stage(
+    job: Job, world: World, model: nn.Module, done: int, origin_s: float
+) -> LearningStage | None:
     """What steps learn from; None where it is the tokens of the data.
 
     Args:
@@ -33,6 +35,7 @@ def build_stage(job: Job, world: World, model: nn.Module, done: int) -> Learning
         world: The ranks.
         model: The model as it is laid out.
         done: Steps before the first one of this process.
+        origin_s: Start of the run's timeline, in seconds of `time.time`.
     """
     recipe, (share, _) = job.recipe, data_share(model)
     before = job.resume_dir.parent if done else None
@@ -41,7 +44,7 @@ def build_stage(job: Job, world: World, model: nn.Module, done: int) -> Learning
         sampler = Sampler(model, tokenizer, recipe.grpo, recipe.training.seed)
         others = None
         if recipe.grpo.rollout_ranks:
-            others = Publisher(job, world, model, done // recipe.grpo.num_iterations)
+            others = Publisher(job, world, model, done // recipe.grpo.num_iterations, origin_s)
         reference = (
             partial(ReferenceWeights, model, job.output_dir, before) if recipe.grpo.beta else None
         )

@@ -191,6 +191,7 @@ class GrpoStage:
                     "age": largest(ages.max()),
                     "age_mean": aged / tokens,
                     "wait_s": self.others.waited_s,
+                    "sample_s": self.others.sampled_s,
                 }
             ),
             **self._named(named, total),

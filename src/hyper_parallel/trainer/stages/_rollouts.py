@@ -7,6 +7,7 @@ what was there, and a run that is killed goes on:
     rollouts/step_00000013.0.safetensors   completions of step 13, first share, and which versions sampled them
     rollouts/begin.json                    where the ranks that train go on from
     rollouts/end                           they have ended
+    rollouts/timeline.0.json               what the ranks of the first share did in the recorded steps
 
 Here a step is a rollout and what is learned from it, `num_iterations` optimizer steps. Version v is the weights after v
 of them. Completions of step t are sampled by a version v >= t - 1 - `max_staleness`: who samples waits for it, so the
@@ -17,34 +18,31 @@ that newer weights find half done go on under these, each token with its version
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import materialize
 from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Workload
 from hyper_parallel.runtime import Deadlines, World, parallelize, plan_of
-from hyper_parallel.trainer._files import write_text
+from hyper_parallel.trainer._files import write_timeline
 from hyper_parallel.trainer._user_code import load_function
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
-from hyper_parallel.trainer.checkpoints._manifest import remove, steps
+from hyper_parallel.trainer.checkpoints._manifest import steps
 from hyper_parallel.trainer.data import load_tokenizer, stop_ids
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
+from hyper_parallel.trainer.engine._gauges import SpanRecorder
 from hyper_parallel.trainer.engine._model import build_model, routing_of
 from hyper_parallel.trainer.stages._environments import WHERE, Environments
+from hyper_parallel.trainer.stages._rollout_folder import RolloutFolder
 from hyper_parallel.trainer.stages._sampling import (
     Completions,
     Weights,
@@ -55,9 +53,6 @@ from hyper_parallel.trainer.stages._sampling import (
 
 if TYPE_CHECKING:
     from hyper_parallel.trainer._job import Job
-
-_LOOK_S: Final = 0.005  # short beside the steps of the smallest models, and a list of a folder takes microseconds
-_FOUND = TypeVar("_FOUND")
 
 
 @dataclass(frozen=True)
@@ -131,107 +126,6 @@ class Sampler:
         )
 
 
-class RolloutFolder:
-    """What passes between the roles of a run.
-
-    Args:
-        path: The folder.
-        beat: Called while this rank waits, so that nobody takes it for one that hangs.
-    """
-
-    def __init__(self, path: Path, beat: Callable[[str], None] = lambda phase: None) -> None:
-        self.path, self.policy, self._beat = path, path / "policy", beat
-
-    @property
-    def ended(self) -> bool:
-        """Whether the ranks that train have ended."""
-        return (self.path / "end").exists()
-
-    def reset(self) -> None:
-        """Before any role is started: nobody has begun, nobody has ended."""
-        for name in ("begin.json", "end"):
-            (self.path / name).unlink(missing_ok=True)
-
-    def begin(self, done: int, parts: int, data: dict[str, Any], *, exact: bool) -> None:
-        """The ranks that train go on after step `done`; what later weights have left is not of this run.
-
-        With `exact` it is: the same steps give the same weights again. Shares of another number of `parts` are not.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        for path in self.path.glob("step_*.safetensors"):
-            sampled = _about(path)
-            if sampled.get("parts") != str(parts) or (not exact and int(sampled["version"]) > done):
-                path.unlink()
-        for version in steps(self.policy):
-            if not exact and version > done:
-                remove(self.policy, version)
-        write_text(self.path / "begin.json", json.dumps({"done": done, "data": data}))
-
-    def end(self) -> None:
-        """The ranks that train have ended."""
-        if self.path.is_dir():
-            (self.path / "end").touch()
-
-    def begun(self) -> dict[str, Any] | None:
-        """Where the ranks that train go on from, as soon as they say so; None when they have ended."""
-        path = self.path / "begin.json"
-        return self.wait(lambda: json.loads(path.read_text()) if path.exists() else None)
-
-    def version(self, least: int, *, exact: bool) -> int | None:
-        """The newest weights of version `least` or later, or exactly these; None when nobody trains any more."""
-
-        def there() -> int | None:
-            found = steps(self.policy)
-            if exact:
-                return least if least in found else None
-            return found[-1] if found and found[-1] >= least else None
-
-        return self.wait(there)
-
-    def wait(self, there: Callable[[], _FOUND | None]) -> _FOUND | None:
-        """What the other role is to give, as soon as it is there; None when nobody trains any more."""
-        while (found := there()) is None:
-            if self.ended:
-                return None
-            self._beat("rollout")
-            time.sleep(_LOOK_S)
-        return found
-
-    def file(self, step: int, part: int) -> Path:
-        """Where completions are: share `part` of a step."""
-        return self.path / f"step_{step:08d}.{part}.safetensors"
-
-    def newest(self) -> int:
-        """The newest version of the weights; -1: there is none."""
-        return max(steps(self.policy), default=-1)
-
-    def write(self, step: int, part: int, parts: int, made: Completions, version: int) -> None:
-        """Publish a share of `parts`, whole or not at all, with the newest version that sampled any."""
-        path = self.file(step, part)
-        partial = path.with_suffix(".part")
-        tensors = {f.name: getattr(made, f.name).cpu().contiguous() for f in fields(made)}
-        save_file(tensors, partial, {"version": str(version), "parts": str(parts)})
-        partial.rename(path)
-
-    def read(self, step: int, part: int) -> Completions:
-        """Completions as soon as they are there."""
-        path = self.file(step, part)
-        self.wait(lambda: path if path.exists() else None)
-        with safe_open(path, "pt") as opened:
-            return Completions(**{f.name: opened.get_tensor(f.name) for f in fields(Completions)})
-
-    def trim(self, before: int) -> None:
-        """Remove completions of steps up to `before`, which no run goes back to."""
-        for path in self.path.glob("step_*.safetensors"):
-            if int(path.name[5:13]) <= before:
-                path.unlink()
-
-
-def _about(path: Path) -> dict[str, str]:
-    with safe_open(path, "pt") as opened:
-        return dict(opened.metadata())
-
-
 class Publisher:
     """The side of the ranks that train: gives weights away and gets completions.
 
@@ -240,22 +134,27 @@ class Publisher:
         world: The ranks that train.
         model: Their model.
         done: Rollouts that were learned from before this process.
+        origin_s: Start of the run's timeline, in seconds of `time.time`.
     """
 
-    def __init__(self, job: Job, world: World, model: nn.Module, done: int) -> None:
+    def __init__(
+        self, job: Job, world: World, model: nn.Module, done: int, origin_s: float
+    ) -> None:
         beat = (lambda phase: None) if world.pulse is None else world.pulse.beat
         self._folder = RolloutFolder(job.output_dir / "rollouts", beat)
         self._job, self._world, self._model, self._done = job, world, model, done
+        self._origin_s = origin_s
         self._settings, self._exact = job.recipe.grpo, job.recipe.training.deterministic
         self._checkpoints: Checkpointer | None = None
-        self.waited_s = 0.0
+        self.waited_s = self.sampled_s = 0.0
 
     def publish(self, version: int, data: dict[str, Any]) -> None:
         """Weights after `version` steps; the first time, where the run goes on from."""
         first = self._world.rank == 0
         if self._checkpoints is None:
             if first:
-                self._folder.begin(self._done, self._settings.samplers, data, exact=self._exact)
+                begin = {"done": self._done, "data": data, "origin_s": self._origin_s}
+                self._folder.begin(begin, self._settings.samplers, exact=self._exact)
             keep = self._settings.max_staleness + 2
             self._checkpoints = Checkpointer(
                 self._folder.policy, keep=keep, asynchronous=False, fingerprint={}
@@ -282,9 +181,10 @@ class Publisher:
             for part in range(first // each, -(-(first + count) // each))
         ]
         self.waited_s = time.perf_counter() - begin
+        self.sampled_s = max(seconds for _, seconds in read)
         at = first - first // each * each
         names = [f.name for f in fields(Completions)]
-        whole = {name: torch.cat([getattr(one, name) for one in read]) for name in names}
+        whole = {name: torch.cat([getattr(one, name) for one, _ in read]) for name in names}
         return Completions(**{name: x[at : at + count].to(device) for name, x in whole.items()})
 
     def end(self) -> None:
@@ -327,8 +227,10 @@ def sample_rank(job: Job, part: int) -> None:
         published = Checkpointer(folder.policy, keep=1, asynchronous=False, fingerprint=None)
         if (begin := folder.begun()) is None:
             return
-        batches = job.train_batches()
+        batches, first = job.train_batches(), begin["done"] * grpo.num_iterations
         batches.load_state_dict(begin["data"])
+        recorder = SpanRecorder(part, world.device, first + 1, world.pulse, "sampler")
+        timeline = folder.path / f"timeline.{part}.json"
         weights = Weights(-1)
 
         def renew() -> int:
@@ -343,15 +245,18 @@ def sample_rank(job: Job, part: int) -> None:
         for step in range(begin["done"] + 1, last + 1):
             if _agreed(folder.file(step, part).exists()):
                 continue
-            if world.pulse is not None:
-                world.pulse.begin_step(step)
+            recorder.begin_step((step - 1) * grpo.num_iterations + 1)
+            if recorder.over and world.rank == 0 and not timeline.exists():
+                write_timeline(recorder.own(begin["origin_s"]), timeline)
             least = max(0, step - 1 - grpo.max_staleness)
-            version = folder.version(least, exact=training.deterministic)
-            version = _agreed(-1 if version is None else version)
+            with recorder.span("wait for weights", "wait"):
+                version = folder.version(least, exact=training.deterministic)
+                version = _agreed(-1 if version is None else version)
             if version < 0:
-                return
+                break
             if version != weights.version:
-                published.load(model, None, version)
+                with recorder.span("load weights", "communication"):
+                    published.load(model, None, version)
                 weights.version = version
             parts = batches.microbatches(
                 (step - 1) * grpo.num_iterations,
@@ -367,9 +272,14 @@ def sample_rank(job: Job, part: int) -> None:
                 }
                 for one in parts
             ]
-            made = sampler.complete(given, step, part * rows, microbatch, weights)
+            started = time.perf_counter()
+            with recorder.span("rollout", "compute"):
+                made = sampler.complete(given, step, part * rows, microbatch, weights)
             if world.rank == 0:
-                folder.write(step, part, grpo.samplers, made, weights.version)
+                seconds = time.perf_counter() - started
+                folder.write(step, part, grpo.samplers, made, weights.version, seconds)
+        if world.rank == 0 and not timeline.exists():
+            write_timeline(recorder.own(begin["origin_s"]), timeline)
 
 
 def _agreed(value: int) -> int:
