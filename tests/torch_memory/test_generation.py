@@ -4,10 +4,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hyper_parallel.backends.torch._slots import Passes, SlotPasses, SlotSteps
 from hyper_parallel.backends.torch._static_cache import GrowingSteps, StaticSteps
-from hyper_parallel.backends.torch.memory.generation import MemoryLimits, PlannedGeneration
+from hyper_parallel.backends.torch.memory.generation import (
+    MemoryLimits,
+    PlannedGeneration,
+    PlannedSlots,
+)
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
+from hyper_parallel.trainer._decode import Decoder, Running
 from hyper_parallel.trainer._generate import Sampling, decode_tokens
 from tests.torch_memory.models import tiny_model
 
@@ -283,3 +289,65 @@ def test_a_model_without_steps_of_fixed_shape_is_refused():
     moe.set_experts_implementation("eager")
     with pytest.raises(CaptureUnsupported, match="HP511"):
         PlannedGeneration(moe, 4, 8, limits(10**6))
+
+
+TEXTS = [PROMPT, [3, 4], [7], [8, 9, 17, 33, 2], [6, 6, 100, 4, 19, 3, 3]]
+
+
+class FixedPasses(Passes):
+    """The same steps without a budget."""
+
+    def __init__(self, model, fixed):
+        super().__init__(model, fixed.slots)
+        self.fixed, self.cache, self.at = fixed, fixed.new_cache(model), [*range(fixed.slots)]
+
+    def feed(self, rows, tokens, starts):
+        prompt = max(map(len, tokens)) > 1
+        at = [self.at[row] for row in rows]
+        inputs = self.fixed.inputs(self._model, at, tokens, starts, prompt=prompt)
+        return self.fixed.run(self._model, self.cache, inputs)[at]
+
+    def move(self, source, target):
+        self.at[source], self.at[target] = self.at[target], self.at[source]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "budget"),
+    [
+        ("llama", torch.float64, 110_000),
+        ("llama", torch.bfloat16, 33_000),
+        ("qwen3_moe", torch.float32, 60_000),
+        ("mistral", torch.float64, 110_000),
+        ("gemma3_text", torch.float64, 112_000),
+    ],
+)
+def test_texts_of_other_lengths_at_once_on_a_smaller_device(family, dtype, budget):
+    """In slots that are all in every step, as some texts end before others; each as if it were alone."""
+    model = model_of(family, dtype)
+
+    def run(passes, limits_of):
+        going = [
+            Running(i, [*text], len(text), limit)
+            for i, (text, limit) in enumerate(zip(TEXTS, limits_of, strict=True))
+        ]
+        decoder = Decoder(passes, Sampling(9, temperature=0))
+        decoder.add(going)
+        for _ in decoder.run():
+            pass
+        return going
+
+    limits_of = (9, 2, 7, 5, 9)
+    length = max(len(text) + limit - 1 for text, limit in zip(TEXTS, limits_of, strict=True))
+    plain = run(SlotPasses(model, 5, length), limits_of)
+    fixed = SlotSteps(5, max(map(len, TEXTS)), length)
+    passes = PlannedSlots(model, fixed, limits(budget))
+    found = run(passes, limits_of)
+    passes.close()
+    exact = run(FixedPasses(model, fixed), limits_of)
+    for mine, same, other in zip(found, exact, plain, strict=True):
+        assert (mine.text, mine.logprobs) == (same.text, same.logprobs)
+        if dtype == torch.float64:
+            assert mine.text == other.text
+            assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-12)
+    assert passes.use.measured_bytes == passes.use.predicted_bytes
+    assert passes.use.measured_bytes["device"] <= budget < 0.5 * passes.use.state_bytes

@@ -241,6 +241,17 @@ def test_the_command_with_a_device_smaller_than_the_model(run_dir, tmp_path, mon
     half = [*values, "--device-memory", "64KiB", "--dtype", "float16", "--topology", "local-cpu"]
     with pytest.raises(UnknownPeak, match="hint: --dtype float32"):
         CliRunner().invoke(app, half, catch_exceptions=False)
+    asked = [{"prompt": "def f1"}, {"prompt": "return"}, {"prompt": ""}]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, asked)))
+    many = [str(run_dir), "--prompts", str(prompts), "--max-new-tokens", "6", "--dtype", "float64"]
+    many += ["--device", "cpu", "--slots", "2"]
+    plain = CliRunner().invoke(app, many, catch_exceptions=False)
+    budget = ["--device-memory", "160KiB", "--topology", "dgx-h100"]
+    told = CliRunner().invoke(app, [*many, *budget], catch_exceptions=False)
+    for mine, other in zip(told.stdout.splitlines(), plain.stdout.splitlines(), strict=True):
+        assert json.loads(mine)["token_ids"] == json.loads(other)["token_ids"]
+    assert sum(line.endswith(", +0") for line in told.stderr.splitlines()) == 2
     (tmp_path / "file").touch()
     with pytest.raises(OutputNotWritable, match="--flash-dir"):
         CliRunner().invoke(
@@ -323,9 +334,11 @@ def test_the_command_continues_a_file_of_prompts_and_its_own_output(run_dir, tmp
     prompts.write_text(json.dumps({**foreign, "logprobs": []}))
     with pytest.raises(BadValue, match=r"prompts\.jsonl:1"):
         run("--prompts", str(prompts))
-    for wrong in (["--prompt", "x"], ["--device-memory", "1GiB"], ["--json"]):
+    for wrong in (["--prompt", "x"], ["--json"]):
         with pytest.raises(Contradiction, match="for one prompt"):
             run("--prompts", str(prompts), *wrong)
+    with pytest.raises(Contradiction, match="for one device"):
+        run("--prompts", str(prompts), "--device-memory", "1GiB", "--parallel", "tp=2")
     for wrong in ([], ["--prompt", "x", "--parallel", "tp=2"]):
         with pytest.raises(BadValue, match="HP102"):
             run(*wrong)

@@ -91,16 +91,18 @@ def generate(
     memory = _memory(device_memory, dram, flash_dir, topology)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
     if prompts is not None:
-        if prompt is not None or as_json or memory is not None:
+        if prompt is not None or as_json or (parallel and memory is not None):
+            what = "--prompt and --json are for one prompt"
+            if parallel and memory is not None:
+                what = "a budget of device memory is for one device"
             raise Contradiction(
-                "--prompt, --json and --device-memory are for one prompt",
-                got="--prompts",
+                what,
+                got=f"--prompts, --parallel {parallel}" if parallel else "--prompts",
                 hint=f"hyper-parallel generate {run_dir} --prompts {prompts} -o OUT.jsonl",
             )
         place = {"device": device, "dtype": dtype, "trusted": trust_remote_code}
-        _many(
-            run_dir, prompts, output, sampling, chat=chat, slots=slots, parallel=parallel, **place
-        )
+        chosen = {"chat": chat, "slots": slots, "parallel": parallel}
+        _many(run_dir, prompts, output, sampling, memory, topology, **chosen, **place)
         return
     if prompt is None or output is not None or parallel:
         raise BadValue(
@@ -145,6 +147,8 @@ def _many(
     prompts: Path,
     output: Path | None,
     sampling: Sampling,
+    memory: DeviceMemory | None,
+    topology: str,
     *,
     chat: bool,
     slots: int,
@@ -155,6 +159,7 @@ def _many(
 ) -> None:
     """Continue the prompts of a file; after a signal what there is is written, and the signal's status returned."""
     from hyper_parallel.trainer._generate import Generator
+    from hyper_parallel.trainer._generate_memory import describe_use
     from hyper_parallel.trainer._prompt_file import read_prompts, write_generations
     from hyper_parallel.trainer._signals import StopRequest
 
@@ -169,8 +174,10 @@ def _many(
                 run_dir, given, sampling, parallel, stop=stop, **chosen, **place
             )
         else:
-            model = Generator(run_dir, **place)
+            model = Generator(run_dir, memory=memory, **place)
             made = model.generate_batch(given, sampling, interrupt=lambda: stop.asked, **chosen)
+            for line in describe_use(model.memory_use, topology) if model.memory_use else ():
+                typer.echo(line, err=True)
     if os.environ.get("RANK", "0") == "0":
         write_generations(records, made, output)
     if stop.asked:

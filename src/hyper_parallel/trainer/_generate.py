@@ -17,17 +17,20 @@ import torch
 
 from hyper_parallel.backends.torch._forward import loop_over_experts
 from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, base_of
-from hyper_parallel.backends.torch._slots import OneSlot, why_no_slots
+from hyper_parallel.backends.torch._slots import OneSlot, SlotSteps, why_no_slots
 from hyper_parallel.backends.torch._static_cache import (
     GrowingSteps,
     StaticSteps,
     why_no_static_cache,
 )
-from hyper_parallel.backends.torch.memory.generation import MemoryUse, PlannedGeneration
+from hyper_parallel.backends.torch.memory.generation import (
+    MemoryUse,
+    PlannedGeneration,
+    PlannedSlots,
+)
 from hyper_parallel.backends.torch.weights._lora import merge_adapters
 from hyper_parallel.errors import (
     BadValue,
-    Contradiction,
     HyperParallelError,
     RunUnreadable,
     WeightsUnreadable,
@@ -286,18 +289,41 @@ class Generator:
 
         Raises:
             BadValue: HP102 when a prompt and its continuation exceed the context of the model.
-            Contradiction: HP104 with a budget of device memory, whose plans are for one sequence.
+            HyperParallelError: As of `PlannedSlots`, with a budget of device memory. Then `slots` prompts are continued
+                to their ends before the next ones begin.
         """
-        if self.memory is not None:
-            raise Contradiction(
-                "plans of device memory are for one prompt at a time",
-                where="--device-memory",
-                got="several prompts",
-                hint="leave out --device-memory",
-            )
         batch = PromptBatch(self._texts, prompts, sampling or Sampling(), chat=chat)
-        decode(self.model, [*batch.sequences.values()], batch, slots, interrupt)
-        return batch.generations()
+        sequences = [*batch.sequences.values()]
+        if self.memory is None:
+            decode(self.model, sequences, batch, slots, interrupt)
+            return batch.generations()
+        self.memory_use = MemoryUse(simulated=self.device.type == "cpu")
+        for first in range(0, len(sequences), slots):
+            if interrupt is not None and interrupt():
+                break
+            self._continue(sequences[first : first + slots], batch, interrupt)
+        return [replace(made, memory=self.memory_use) for made in batch.generations()]
+
+    def _continue(
+        self, sequences: list[Running], batch: PromptBatch, interrupt: Callable[[], bool] | None
+    ) -> None:
+        """Continue some sequences in place within the budget."""
+        assert self.memory is not None
+        assert self.memory_use is not None
+        limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
+        length = max(s.start + s.limit - 1 for s in sequences)
+        fixed = SlotSteps(len(sequences), max(len(s.text) for s in sequences), length)
+        passes = PlannedSlots(self.model, fixed, limits, self.device)
+        decoder = Decoder(
+            passes, batch.sampling, batch.stops, ended=batch.ended, interrupt=interrupt
+        )
+        decoder.add(sequences)
+        try:
+            for _ in decoder.run():
+                pass
+        finally:
+            passes.close()
+            self.memory_use.add(passes.use)
 
     def _start(self, prompt: str, sampling: Sampling, chat: bool) -> tuple[Running, Iterator[int]]:
         texts, model = self._texts, self.model

@@ -216,6 +216,72 @@ class SlotPasses(Passes):
                 layer.values[target] = layer.values[source]
 
 
+@dataclass(frozen=True)
+class SlotSteps:
+    """A step that reads prompts and one that reads a token of each slot, of fixed shapes: all slots are in every step.
+
+    Attributes:
+        slots: Sequences.
+        prompt_tokens: Most tokens of one in the first step.
+        length: Most tokens of one that are read.
+    """
+
+    slots: int
+    prompt_tokens: int
+    length: int
+
+    def new_cache(self, model: Any) -> Cache:
+        """A cache for all slots; its tensors appear with the first step."""
+        layers = StaticCache(config=model.config, max_cache_len=self.length).layers
+        return Cache(layers=[_SlotLayer(self.slots, self.length) for _ in layers])
+
+    def example(self, model: Any, *, prompt: bool) -> dict[str, Tensor]:
+        """Inputs of a step in its shape."""
+        return self.inputs(model, [], [], [], prompt=prompt)
+
+    def inputs(
+        self,
+        model: Any,
+        rows: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        *,
+        prompt: bool,
+    ) -> dict[str, Tensor]:
+        """What slots read from their position `starts` on; the other slots read padding."""
+        size = self.prompt_tokens if prompt else 1
+        ids = torch.zeros(self.slots, size, dtype=torch.long)
+        columns = torch.full_like(ids, self.length)
+        for row, part, start in zip(rows, tokens, starts, strict=True):
+            ids[row, size - len(part) :] = torch.tensor(part)
+            columns[row, size - len(part) :] = torch.arange(start, start + len(part))
+        positions = columns.masked_fill(columns == self.length, 0)
+        return {
+            "input_ids": ids,
+            "position_ids": positions,
+            "rows": torch.arange(self.slots),
+            "columns": columns,
+            **masks(model, positions, self.length, model.dtype),
+        }
+
+    def run(self, model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """Logits [slots, V] after the last token of every slot."""
+        write = _Write(inputs["rows"], slice(0, self.slots), inputs["columns"], self.length)
+        for layer in cache.layers:
+            layer.write = write
+        with torch.no_grad():
+            out = model(
+                input_ids=inputs["input_ids"],
+                position_ids=inputs["position_ids"],
+                attention_mask=mask_argument(model, inputs),
+                use_cache=True,
+                logits_to_keep=1,
+                **{cache_argument(model.forward): cache},
+            )
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+
 class RecomputePasses(Passes):
     """The same for a model whose keys and values are not kept: every pass reads the whole text again."""
 

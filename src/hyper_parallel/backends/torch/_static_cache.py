@@ -8,6 +8,7 @@ step to the whole cache under a mask that is an input.
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -179,6 +180,33 @@ def run_step(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
         )
     logits: Tensor = out.logits[0, -1]
     return logits
+
+
+@dataclass(frozen=True)
+class TextSteps:
+    """Prompt and decode step of one text.
+
+    Attributes:
+        prompt_tokens: Of the prompt.
+        length: Slots of the cache, for prompt and continuation.
+    """
+
+    prompt_tokens: int
+    length: int
+
+    def new_cache(self, model: Any) -> Any:
+        """As `new_cache`."""
+        return new_cache(model, self.length)
+
+    def example(self, model: Any, *, prompt: bool) -> dict[str, Tensor]:
+        """Inputs of a step in its shape."""
+        if prompt:
+            return prompt_inputs(model, [0] * self.prompt_tokens)
+        return decode_inputs(model, 0, 0, self.length)
+
+    def run(self, model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """As `run_step`."""
+        return run_step(model, cache, inputs)
 
 
 class StaticSteps:

@@ -7,9 +7,9 @@ budget, operator by operator, so every token is the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,77 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hyper_parallel.backends.torch._slots import Passes, SlotSteps
 from hyper_parallel.backends.torch._static_cache import (
+    TextSteps,
     bind_cache,
     cache_tensors,
     decode_inputs,
-    new_cache,
     prompt_inputs,
-    run_step,
     why_no_static_cache,
 )
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_model import fake_copy
+from hyper_parallel.backends.torch.memory._generation_use import MemoryLimits, MemoryUse
 from hyper_parallel.backends.torch.memory._handover import spare_buffers
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
 from hyper_parallel.backends.torch.memory._steps import Named, model_state, record
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
-from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
-from hyper_parallel.memory import MemoryMachine, Roofline, plan_memory_cached
+from hyper_parallel.ir import MemoryPlan, slab_bytes
+from hyper_parallel.memory import MemoryMachine, plan_memory_cached
 from hyper_parallel.units import format_bytes
 
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class MemoryLimits:
-    """What a generation may take.
-
-    Attributes:
-        device_bytes: Device budget.
-        machine: Channels, DRAM and flash capacities.
-        roofline: Seconds of operators on the virtual clock.
-        flash: Where the folder of the file tier is made; needed when the machine has one.
-    """
-
-    device_bytes: int
-    machine: MemoryMachine
-    roofline: Roofline
-    flash: Path | None = None
-
-
-@dataclass
-class MemoryUse:
-    """What was predicted and what was measured.
-
-    Attributes:
-        predicted_bytes: Peak per tier of the two plans; of device and DRAM what they give: the arena and what is made
-            beside it, and the buffers.
-        measured_bytes: The same of everything that ran, the move from one plan to the other included.
-        state_bytes: Weights, buffers and KV cache.
-        seconds: Seconds of all steps.
-        wait_s: Those of them in which the device waited for copies.
-        steps: Steps that ran.
-        simulated: On the simulated device of a CPU: seconds are those of a virtual clock. Else all is measured.
-    """
-
-    predicted_bytes: dict[str, int] = field(default_factory=dict)
-    measured_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
-    state_bytes: int = 0
-    seconds: float = 0.0
-    wait_s: float = 0.0
-    steps: int = 0
-    simulated: bool = True
-
-
-class PlannedGeneration:
+class _TwoSteps:
     """Prompt and decode steps under a device budget.
 
     Args:
         model: In host memory, in eval mode; its tensors are empty until `close`.
-        prompt_tokens: Length of the prompt.
-        length: Slots of the cache: prompt and continuation.
+        fixed: The two steps.
         limits: Budget and machine.
         device: Where the steps run; on a CPU the device is simulated.
 
@@ -100,12 +59,11 @@ class PlannedGeneration:
     def __init__(
         self,
         model: Any,
-        prompt_tokens: int,
-        length: int,
+        fixed: TextSteps | SlotSteps,
         limits: MemoryLimits,
-        device: torch.device = _CPU,
+        device: torch.device,
     ) -> None:
-        self.model, self.length, self.limits, self.position = model, length, limits, 0
+        self.model, self.limits, self._fixed = model, limits, fixed
         self.use = MemoryUse(simulated=device.type == "cpu")
         self._where = device
         self._device: PlannedDevice | None = None
@@ -124,7 +82,7 @@ class PlannedGeneration:
                 hint="leave out --device-memory",
             )
         _own_storages(model)
-        self._captured = self._capture(prompt_tokens)
+        self._captured = self._capture()
         self._plans = self._plan()
         state = self._plans[0].program
         self.use.state_bytes = sum(
@@ -140,33 +98,26 @@ class PlannedGeneration:
             "flash": max(plan.peak_bytes["flash"] for plan in self._plans),
         }
 
-    def _capture(self, prompt_tokens: int) -> list[Captured]:
+    def _capture(self) -> list[Captured]:
         """Prompt step and, when it is needed, decode step, recorded on tensors without bytes."""
-        model, length = self.model, self.length
+        model, fixed = self.model, self._fixed
         with fake_copy(model, self._where) as fake:
-            cache = new_cache(fake, length)
-            first = prompt_inputs(fake, [0] * prompt_tokens)
-            run_step(fake, cache, {k: v[:, :1] for k, v in first.items()})  # makes the cache
+            cache = fixed.new_cache(fake)
+            short = replace(fixed, prompt_tokens=1)
+            short.run(fake, cache, short.example(fake, prompt=True))  # makes the cache
             shapes = cache_tensors(cache)
             named: Named = {**model_state(fake), **{k: (t, "kv") for k, t in shapes.items()}}
-            recorded = [_record(fake, cache, first, named, "prompt")]
-            if length > prompt_tokens:
-                inputs = decode_inputs(fake, 0, prompt_tokens, length)
-                recorded.append(_record(fake, cache, inputs, named, "decode"))
-        self.cache = new_cache(model, length)
+            recorded = [_record(fake, cache, fixed, named, prompt=True)]
+            if fixed.length > fixed.prompt_tokens:
+                recorded.append(_record(fake, cache, fixed, named, prompt=False))
+        self.cache = fixed.new_cache(model)
         tensors = {k: torch.zeros(t.shape, dtype=t.dtype) for k, t in shapes.items()}
         bind_cache(self.cache, tensors)
         real = {**{k: t for k, (t, _) in model_state(model).items()}, **tensors}
         return [
-            _bind(captured, real, self._inputs(at, captured))
+            _bind(captured, real, fixed.example(model, prompt=at == 0))
             for at, captured in enumerate(recorded)
         ]
-
-    def _inputs(self, at: int, captured: Captured) -> Mapping[str, Tensor]:
-        """Real tensors for the inputs of a step."""
-        if at == 0:
-            return prompt_inputs(self.model, [0] * captured.inputs["input_ids"].size[1])
-        return decode_inputs(self.model, 0, 0, self.length)
 
     def _plan(self) -> list[MemoryPlan]:
         dram = self.limits.machine.dram_bytes
@@ -234,8 +185,8 @@ class PlannedGeneration:
     def _staging_bytes(self) -> int:
         return max(captured.program.staging_bytes for captured in self._captured)
 
-    def prompt(self, ids: list[int]) -> Tensor:
-        """Logits [V] after the prompt."""
+    def begin(self) -> None:
+        """Take the weights to where the plan of the prompt step has them."""
         if self.limits.flash is not None:
             self._files = self._stack.enter_context(run_folder(self.limits.flash, "generate"))
         self._device = PlannedDevice(
@@ -245,11 +196,9 @@ class PlannedGeneration:
             flash=self._files,
             arena_bytes=self._arena_bytes,
         )
-        self.position = len(ids)
-        return self._run(prompt_inputs(self.model, ids))
 
-    def next(self, token: int) -> Tensor:
-        """Logits [V] after one more token."""
+    def go_on(self) -> None:
+        """Go over to the plan of the decode step."""
         assert self._device is not None
         if len(self._plans) > 1 and self._device.plan is self._plans[0]:
             self._device.hardware.reset_peaks()
@@ -262,9 +211,6 @@ class PlannedGeneration:
                 before=self._device,
             )
             self._count({"device": self._device.hardware.gauge.peak_bytes})
-        inputs = decode_inputs(self.model, token, self.position, self.length)
-        self.position += 1
-        return self._run(inputs)
 
     def close(self) -> None:
         """Give the weights' bytes back to the model."""
@@ -272,7 +218,8 @@ class PlannedGeneration:
             if self._device is not None:
                 self._device.close()
 
-    def _run(self, inputs: dict[str, Tensor]) -> Tensor:
+    def run(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Logits of a step."""
         assert self._device is not None
         measured: Measured
         logits, measured = self._device.step(inputs)
@@ -294,6 +241,92 @@ class PlannedGeneration:
             self.use.measured_bytes[tier] = max(self.use.measured_bytes[tier], peak)
 
 
+class PlannedGeneration(_TwoSteps):
+    """Prompt and decode steps of one text under a device budget.
+
+    Args:
+        model: In host memory, in eval mode; its tensors are empty until `close`.
+        prompt_tokens: Length of the prompt.
+        length: Slots of the cache: prompt and continuation.
+        limits: Budget and machine.
+        device: Where the steps run; on a CPU the device is simulated.
+
+    Raises:
+        CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
+        BudgetImpossible: HP402 with the least device bytes that prompt and decode step get by with.
+        TierFull: HP403 when DRAM and flash cannot hold what the device does not, with the DRAM that is enough.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompt_tokens: int,
+        length: int,
+        limits: MemoryLimits,
+        device: torch.device = _CPU,
+    ) -> None:
+        super().__init__(model, TextSteps(prompt_tokens, length), limits, device)
+        self.position = 0
+
+    def prompt(self, ids: list[int]) -> Tensor:
+        """Logits [V] after the prompt."""
+        self.begin()
+        self.position = len(ids)
+        return self.run(prompt_inputs(self.model, ids))
+
+    def next(self, token: int) -> Tensor:
+        """Logits [V] after one more token."""
+        self.go_on()
+        inputs = decode_inputs(self.model, token, self.position, self._fixed.length)
+        self.position += 1
+        return self.run(inputs)
+
+
+class PlannedSlots(Passes):
+    """Passes of some texts, each in its slot, under a device budget: all prompts are read, then all continued.
+
+    Args:
+        model: In host memory, in eval mode; its tensors are empty until `close`.
+        fixed: Slots and lengths.
+        limits: Budget and machine.
+        device: Where the steps run; on a CPU the device is simulated.
+
+    Attributes:
+        use: What was predicted and what was measured.
+        close: Gives the weights' bytes back to the model.
+
+    Raises:
+        CaptureUnsupported, BudgetImpossible, TierFull: As of `PlannedGeneration`.
+    """
+
+    def __init__(
+        self, model: Any, fixed: SlotSteps, limits: MemoryLimits, device: torch.device = _CPU
+    ) -> None:
+        self._planned = _TwoSteps(model, fixed, limits, device)
+        super().__init__(model, fixed.slots)
+        self._fixed, self._at, self._begun = fixed, [*range(fixed.slots)], False
+        self.use, self.close = self._planned.use, self._planned.close
+
+    def feed(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Tensor:
+        """As in `Passes`; texts of more than one token only before the first pass of one token each."""
+        prompt = not self._begun or max(map(len, tokens)) > 1
+        if not self._begun:
+            self._planned.begin()
+            self._begun = True
+        if not prompt:
+            self._planned.go_on()
+        at = [self._at[row] for row in rows]
+        inputs = self._fixed.inputs(self._model, at, tokens, starts, prompt=prompt)
+        return self._planned.run(inputs)[at]
+
+    def move(self, source: int, target: int) -> None:
+        """As in `Passes`: every step has all slots, so that names change and nothing is copied."""
+        at = self._at
+        at[source], at[target] = at[target], at[source]
+
+
 def _dram_bytes(plans: list[MemoryPlan]) -> int:
     """Bytes of the buffers, when each plan, and the way to it, adds what those before it did not have."""
     made, taken = Counter[int](), 0
@@ -305,11 +338,14 @@ def _dram_bytes(plans: list[MemoryPlan]) -> int:
     return taken
 
 
-def _record(model: Any, cache: Any, inputs: dict[str, Tensor], named: Named, name: str) -> Captured:
+def _record(
+    model: Any, cache: Any, fixed: TextSteps | SlotSteps, named: Named, *, prompt: bool
+) -> Captured:
     def run(**batch: Tensor) -> Tensor:
-        return run_step(model, cache, batch)
+        return fixed.run(model, cache, batch)
 
-    return record(run, inputs, named, name=f"{type(model).__name__} {name}", training=False)
+    name = f"{type(model).__name__} {'prompt' if prompt else 'decode'}"
+    return record(run, fixed.example(model, prompt=prompt), named, name=name, training=False)
 
 
 def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Captured:
