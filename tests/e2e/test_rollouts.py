@@ -81,6 +81,10 @@ def curve(out):
     ]
 
 
+def flat(out):
+    return [x for row in curve(out) for x in row]
+
+
 def ages(out):
     return [r["rollout"]["age"] for r in rows(out / "metrics.jsonl")]
 
@@ -95,6 +99,15 @@ def test_without_staleness_the_run_is_that_of_one_program(place):
     assert curve(place / "apart") == curve(place / "serial")
     assert weights(place / "apart") == weights(place / "serial")
     assert ages(place / "apart") == [0] * 6
+    # What a token is sampled by is what it is learned from, bit for bit, in another process too.
+    exact = ("grpo.exact_logprobs=true", EXPORT)
+    train(place, place / "exact", *exact)
+    train(place, place / "exact apart", *exact, "grpo.rollout_ranks=2")
+    assert weights(place / "exact apart") == weights(place / "exact")
+    assert flat(place / "exact") == pytest.approx(flat(place / "serial"), rel=1e-10, abs=1e-12)
+    for name, same in (("exact", True), ("exact apart", True), ("serial", False)):
+        records = [row["rollout"] for row in rows(place / name / "metrics.jsonl")]
+        assert all((r["logprob_error"] == 0.0) == same for r in records), name
 
 
 def test_who_trains_and_who_samples_may_be_cut_otherwise(place):
@@ -107,9 +120,7 @@ def test_who_trains_and_who_samples_may_be_cut_otherwise(place):
         ("group", ("grpo.rollout_ranks=2", "grpo.rollout_tp=2")),
     ):
         train(place, place / name, *ASYNC, *words)
-        assert [x for row in curve(place / name) for x in row] == pytest.approx(
-            [x for row in curve(place / "one") for x in row], rel=1e-10, abs=1e-12
-        )
+        assert flat(place / name) == pytest.approx(flat(place / "one"), rel=1e-10, abs=1e-12)
     # Whoever is late, weights are never older than said, and no completion is left out.
     words = (
         "grpo.rollout_ranks=1",
@@ -199,9 +210,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_in_both_roles(place):
     limit.unlink()
     train(place, out, *words, "grpo.rollout_ranks=1", "parallel.dp_shard=2")
     assert json.loads((out / "run.json").read_text())["resumes"][0]["step"] == 3
-    assert [x for row in curve(out) for x in row] == pytest.approx(
-        [x for row in curve(place / "same size") for x in row], rel=1e-10, abs=1e-12
-    )
+    assert flat(out) == pytest.approx(flat(place / "same size"), rel=1e-10, abs=1e-12)
 
 
 def test_tokens_that_have_moved_too_far_leave_the_loss_and_its_count(place):
@@ -253,6 +262,7 @@ def test_the_gradient_of_old_completions_is_weighted_by_what_they_have_become():
         (["grpo.max_staleness=1"], "have the newest weights"),
         (["grpo.rollout_ranks=3"], "share the sequences of a step evenly"),
         (["grpo.rollout_ranks=3", "grpo.rollout_tp=2"], "form whole groups"),
+        (["grpo.rollout_ranks=8", "grpo.exact_logprobs=true"], "whole microbatches"),
     ],
 )
 def test_roles_that_cannot_be_are_refused_before_any_starts(place, change, match):

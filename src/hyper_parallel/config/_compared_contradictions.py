@@ -68,6 +68,14 @@ def of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
             f"max_staleness={grpo.max_staleness}, deterministic={str(recipe.training.deterministic).lower()}",
             "set `grpo.max_staleness=1 training.deterministic=false`, or `grpo.partial_rollout=false`",
         )
+    for name in ("environment", "partial_rollout"):
+        if grpo.exact_logprobs and (value := getattr(grpo, name)):
+            clash(
+                "grpo.exact_logprobs",
+                "completions that go on in between are not sampled in the order in which they are learned from",
+                f"exact_logprobs=true, {name}={str(value).lower()}",
+                "set `grpo.exact_logprobs=false`",
+            )
     if "environment" in grpo.reward_funcs and not grpo.environment:
         clash(
             "grpo.reward_funcs",

@@ -43,6 +43,9 @@ class Grpo(Section):
     """So many of these ranks share a copy by tensor parallelism, and sample the same sequences."""
     max_staleness: int = Field(default=0, ge=0)
     """Most rollouts that the weights which sampled may be behind: sampling runs ahead of training by so many."""
+    exact_logprobs: bool = False
+    """Sample by the forward pass that trains, over whole microbatches and without a cache: what a token was sampled by
+    is then bitwise what it is learned from, so that any difference is staleness. Every token costs such a pass."""
     partial_rollout: bool = False
     """Completions that newer weights find half done go on under these, with what they have read read again."""
     environment: str | None = None

@@ -60,6 +60,7 @@ _CURVES: Final = (
     ("step_s", "step time", SECONDS),
     ("tps", "tokens/s per rank", (("", 1.0),)),
 )
+_OF_ROLLOUTS: Final = (("age_mean", "rollouts"), ("effective_samples", "share"))
 
 
 def render(*runs: RunRecord) -> str:
@@ -143,6 +144,14 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
     ]
     if rewards:
         charts["reward"] = curves(rewards, "reward", x_range=across, height=320)
+    for key, what in _OF_ROLLOUTS:
+        lines = [
+            Curve(label(name, "measured"), _points(run, "rollout", key), color)
+            for run, name, color in named
+            if any(key in (m.get("rollout") or {}) for m in run.metrics)
+        ]
+        if lines:
+            charts[key] = curves(lines, what, (("", 1.0),), x_range=across, from_zero=True)
     for key, what, units in _CURVES:
         lines = []
         for run, name, color in named:
@@ -163,7 +172,7 @@ def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[f
     found = [
         (m["step"], m[key] if inside is None else m[key][inside])
         for m in run.metrics
-        if m.get(key) is not None
+        if m.get(key) is not None and (inside is None or inside in m[key])
     ]
     return [(float(step), float(value)) for step, value in found]
 

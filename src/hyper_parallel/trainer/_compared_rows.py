@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hyper_parallel.config import PAIRED, LoadedRecipe
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.ir import Plan
@@ -25,7 +27,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of rows"
     if recipe.stage == "grpo":
         size, what = recipe.grpo.num_generations, "groups of completions"
-        _check_rollout_ranks(loaded, rows)
+        _check_rollout_ranks(loaded, rows, work.microbatch or 1)
         reward_functions(recipe.grpo.reward_funcs, loaded.where("grpo.reward_funcs"))
         if recipe.grpo.environment:
             load_function(recipe.grpo.environment, loaded.where("grpo.environment"))
@@ -59,7 +61,7 @@ def check_reward_models(loaded: LoadedRecipe, tokenizer_dir: str) -> None:
             reward.check(tokenizer_dir, where)
 
 
-def _check_rollout_ranks(loaded: LoadedRecipe, rows: int) -> None:
+def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
     """Raise when ranks that only sample form no whole groups, or would not have as many sequences each."""
     grpo = loaded.recipe.grpo
     ranks, copies = grpo.rollout_ranks, grpo.samplers
@@ -76,4 +78,11 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int) -> None:
             where=loaded.where("grpo.rollout_ranks"),
             got=f"{copies} copies that sample, {rows} sequences in a step",
             hint=f"grpo.rollout_ranks={grpo.rollout_tp}",
+        )
+    if ranks and grpo.exact_logprobs and rows // copies % microbatch:
+        raise Contradiction(
+            "ranks that only sample read whole microbatches of the ranks that train",
+            where=loaded.where("grpo.exact_logprobs"),
+            got=f"{rows // copies} sequences for each copy, microbatch={microbatch}",
+            changes={"training.microbatch": math.gcd(rows // copies, microbatch)},
         )

@@ -216,6 +216,40 @@ class SlotPasses(Passes):
                 layer.values[target] = layer.values[source]
 
 
+class WholePasses(Passes):
+    """The same by the forward pass of training: each reads all texts of a microbatch at its full width.
+
+    Args:
+        model: As of `SlotPasses`; need not keep keys and values.
+        ids: [B, S] texts so far with what stands behind them, which attention that is causal never sees.
+        rows: Row of the sequence in each slot.
+    """
+
+    def __init__(self, model: Any, ids: Tensor, rows: Sequence[int]) -> None:
+        super().__init__(model, len(rows))
+        self._ids, self._at = ids.clone(), [*rows]
+
+    def feed(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Tensor | None:
+        """As in `Passes`."""
+        at = [self._at[row] for row in rows]
+        ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
+        for row, part, start, end in zip(at, tokens, starts, ends, strict=True):
+            self._ids[row, start:end] = torch.tensor(part)
+        logits = self._logits(input_ids=self._ids, use_cache=False)
+        last = torch.tensor(ends, device=self._device) - 1
+        return None if logits is None else logits[torch.tensor(at, device=self._device), last]
+
+    def move(self, source: int, target: int) -> None:
+        """As in `Passes`: a sequence stays in its row."""
+        self._at[source], self._at[target] = self._at[target], self._at[source]
+
+    def idle(self) -> None:
+        """As in `Passes`."""
+        self._logits(input_ids=self._ids, use_cache=False)
+
+
 @dataclass(frozen=True)
 class SlotSteps:
     """A step that reads prompts and one that reads a token of each slot, of fixed shapes: all slots are in every step.

@@ -123,6 +123,7 @@ class Sampler:
             microbatch=microbatch,
             weights=weights,
             environments=environments,
+            exact=self.settings.exact_logprobs,
         )
 
 

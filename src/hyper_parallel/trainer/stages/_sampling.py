@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.trainer._decode import Running, Sampling, decoder_of, numbers
+from hyper_parallel.backends.torch._slots import WholePasses
+from hyper_parallel.backends.torch._user_objective import token_logprobs
+from hyper_parallel.trainer._decode import Decoder, Running, Sampling, decoder_of, numbers
+from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._environments import Environments
 
 NOT_SAMPLED: Final = -1
@@ -74,6 +77,7 @@ def sample(
     microbatch: int,
     weights: Weights | None = None,
     environments: Environments | None = None,
+    exact: bool = False,
 ) -> Completions:
     """Continue every row by tokens drawn from the model's distribution.
 
@@ -87,6 +91,7 @@ def sample(
         microbatch: Rows of a forward pass.
         weights: Which weights sample; completions that newer ones find half done are read again and go on by these.
         environments: Who answers when a completion ends, so that it goes on.
+        exact: By the forward pass of training over whole microbatches, and log-probabilities from one more of these.
     """
     weights = weights or Weights()
     tokens, ends = tokens.clone(), starts.clone()
@@ -103,8 +108,17 @@ def sample(
     whole = Sampling(max_completion_length, temperature=1.0, top_p=1.0)
     training = model.training
     model.eval()
-    decoder = decoder_of(model, sequences, whole, stops, microbatch, interrupt=weights.due)
-    while True:
+    for first in range(0, len(tokens), microbatch) if exact else ():
+        mine = [s for s in sequences if first <= s.number < first + microbatch]
+        ids = tokens[first : first + microbatch, :-1]
+        passes = WholePasses(model, ids, [s.number - first for s in mine])
+        decoder = Decoder(passes, whole, stops)
+        decoder.add(mine)
+        for sequence in decoder.run():
+            versions[sequence.number, len(sequence.text) - 1] = weights.version
+    going = [] if exact else sequences
+    decoder = decoder_of(model, going, whole, stops, microbatch, interrupt=weights.due)
+    while not exact:
         for sequence in decoder.run():
             versions[sequence.number, len(sequence.text) - 1] = weights.version
             if sequence.finish is not None and environments is not None:
@@ -115,12 +129,18 @@ def sample(
             break
         weights.version = weights.renew()
         decoder.read_again()
-    model.train(training)
     for sequence in sequences:
         row, end = sequence.number, len(sequence.text)
         tokens[row, :end] = torch.tensor(sequence.text)
         logprobs[row, sequence.start : end] = torch.tensor(sequence.logprobs, dtype=torch.float64)
         ends[row], stopped[row] = end, sequence.finish == "stop"
+    if exact:
+        labels = torch.where(versions != NOT_SAMPLED, tokens, IGNORE_INDEX)[:, 1:]
+        parts = zip(tokens[:, :-1].split(microbatch), labels.split(microbatch), strict=True)
+        with torch.no_grad():
+            found = [token_logprobs(model, input_ids=a, shift_labels=b) for a, b in parts]
+        logprobs[:, 1:] = torch.cat(found)
+    model.train(training)
     rewards = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
     if environments is not None:
         rewards += torch.tensor(environments.rewards, dtype=torch.float64, device=tokens.device)
