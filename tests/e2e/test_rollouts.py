@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -161,21 +162,32 @@ def check_report(out):
     assert all(0 < share < 1 for share in busy.values())
 
 
-def test_roles_that_are_killed_change_nothing(place):
+HELD = (
+    *ASYNC,
+    "training.steps=16",
+    "training.lr_schedule=constant",
+    EXPORT,
+    "checkpoint.every=4",
+    "grpo.reward_funcs=[late_rewards.held]",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """A run in which nobody is killed."""
+    before = Path.cwd()
+    os.chdir(place)
+    train(place, place / "whole", *HELD)
+    os.chdir(before)
+    return place / "whole"
+
+
+def test_roles_that_are_killed_change_nothing(place, whole):
     """First who samples, then, in the run that goes on, who trains."""
-    words = (
-        *ASYNC,
-        "training.steps=16",
-        "training.lr_schedule=constant",
-        EXPORT,
-        "checkpoint.every=4",
-        "grpo.reward_funcs=[late_rewards.held]",
-    )
-    train(place, place / "whole", *words)
     out, limit = place / "killed", place / "calls_of_a_process"
     # The learner waits in step 8, and in step 11 of the run that goes on from 4, so both roles live when one is killed.
     limit.write_text("7")
-    with start(place, out, *words, "training.max_restarts=2", path=place) as process:
+    with start(place, out, *HELD, "training.max_restarts=2", path=place) as process:
         for steps, role, calls in ((5, 1, 6), (9, 0, 16)):
             wait_for_steps(process, out, steps)
             ranks = psutil.Process(process.pid).children()
@@ -186,8 +198,26 @@ def test_roles_that_are_killed_change_nothing(place):
         _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
     assert len(json.loads((out / "run.json").read_text())["resumes"]) == 2
-    assert curve(out) == curve(place / "whole")
-    assert weights(out) == weights(place / "whole")
+    assert curve(out) == curve(whole)
+    assert weights(out) == weights(whole)
+
+
+def test_a_command_that_is_killed_and_given_again_changes_nothing(place, whole):
+    """With whoever controls the run, all roles of it end, so that the next one meets none."""
+    out, limit = place / "command killed", place / "calls_of_a_process"
+    limit.write_text("6")
+    with start(place, out, *HELD, path=place) as process:
+        wait_for_steps(process, out, 5)
+        ranks = psutil.Process(process.pid).children()
+        assert len(ranks) == 2
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs(ranks, timeout=30)[1]
+    limit.unlink()
+    train(place, out, *HELD)
+    assert json.loads((out / "run.json").read_text())["resumes"][0]["step"] == 4
+    assert curve(out) == curve(whole)
+    assert weights(out) == weights(whole)
 
 
 def test_a_run_goes_on_with_other_numbers_of_ranks_in_both_roles(place):
