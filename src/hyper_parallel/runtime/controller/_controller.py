@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from hyper_parallel.errors import BadValue
+from hyper_parallel.errors import BadValue, HyperParallelError
 from hyper_parallel.runtime.controller._engine import InlineEngine, RoleEngine, RoleSpec
 from hyper_parallel.runtime.controller._journal import Journal
 from hyper_parallel.runtime.controller._role import Role, RoleCall, as_json
@@ -33,6 +33,9 @@ class Controller:
         max_restarts: How often the ranks of a role may be lost and started again.
         timeout_s: How long a call may take before its ranks are lost; `Role.call` may say otherwise.
 
+    Attributes:
+        roles: The roles that were started, by name.
+
     Raises:
         BadValue: HP102 for an engine that does not exist.
         MissingDependency: HP501 for `ray` without the package.
@@ -48,10 +51,14 @@ class Controller:
     ) -> None:
         if engine not in _ENGINES:
             raise BadValue("there is no engine of this name", got=engine, allowed=list(_ENGINES))
-        self._journal = Journal(journal)
         self._engine = _engine(engine)
+        try:
+            self._journal = Journal(journal)
+        except HyperParallelError:
+            self._engine.close()
+            raise
         self._max_restarts, self._timeout_s = max_restarts, timeout_s
-        self._roles: dict[str, Role] = {}
+        self.roles: dict[str, Role] = {}
         self._places = itertools.count(1)
         self._choices = itertools.count(1)
 
@@ -73,7 +80,7 @@ class Controller:
             JournalMismatch: HP641 when the journal was written by a program with other roles.
         """
         name = cls.__name__ if name is None else name
-        if name in self._roles:
+        if name in self.roles:
             raise BadValue(
                 "a role of this name is there already", got=name, hint="start(..., name='another')"
             )
@@ -90,7 +97,7 @@ class Controller:
             place=lambda: next(self._places),
             wait=self._wait,
         )
-        self._roles[name] = role
+        self.roles[name] = role
         return role
 
     def first(self, calls: Sequence[RoleCall]) -> RoleCall:
@@ -114,7 +121,7 @@ class Controller:
 
     def close(self) -> None:
         """End all ranks; calls that are not answered are dropped."""
-        for role in self._roles.values():
+        for role in self.roles.values():
             role.end()
         self._engine.close()
         self._journal.close()
@@ -128,9 +135,9 @@ class Controller:
     def _wait(self) -> None:
         """Until there may be news, and look at all roles."""
         self._engine.wait(
-            [role.busy for role in self._roles.values() if role.busy is not None], _LOOK_S
+            [role.busy for role in self.roles.values() if role.busy is not None], _LOOK_S
         )
-        for role in self._roles.values():
+        for role in self.roles.values():
             role.advance()
 
 

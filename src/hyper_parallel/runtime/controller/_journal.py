@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.errors import JournalMismatch, OutputNotWritable, RunInUse
+from hyper_parallel.errors import HyperParallelError, JournalMismatch, OutputNotWritable, RunInUse
 
 _LONGEST_WAIT_S: Final = 10.0
 """The system kills the ranks of a controller that was killed, and they hold its journal until they are gone."""
@@ -54,7 +54,11 @@ class Journal:
             os.fsync(folder)
             os.close(folder)
         except OSError as error:
+            self.close()
             raise self._not_writable(error) from error
+        except HyperParallelError:
+            self.close()
+            raise
 
     def left(self, role: str) -> bool:
         """Whether calls of a role are recorded that the program has not made yet."""
