@@ -32,7 +32,7 @@ def accident(pid, number):
 
 def watched(cls, folder, role="", at=0, when="before", who="self", number=signal.SIGKILL):
     """A role like `cls` that notes in `folder` what it runs; its call `at` ends in an accident, once."""
-    mark = folder / f"accident-{role}-{at}"
+    mark, controller = folder / f"accident-{role}-{at}", os.getpid()
 
     def noted(name):
         def method(self, *arguments):
@@ -42,11 +42,11 @@ def watched(cls, folder, role="", at=0, when="before", who="self", number=signal
             due = cls.__name__ == role and self.calls == at and not mark.exists()
             if due and when == "before":
                 mark.touch()
-                accident(os.getpid() if who == "self" else os.getppid(), number)
+                accident(os.getpid() if who == "self" else controller, number)
             value = getattr(cls, name)(self, *arguments)
             if due:
                 mark.touch()
-                accident(os.getpid() if who == "self" else os.getppid(), number)
+                accident(os.getpid() if who == "self" else controller, number)
             return value
 
         return method

@@ -48,6 +48,8 @@ class RayEngine:
         MissingDependency: HP501 without Ray.
     """
 
+    most_ranks = None
+
     def __init__(self) -> None:
         try:
             import ray
@@ -65,10 +67,7 @@ class RayEngine:
                 own = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
             ray.init(address, log_to_driver=False, **own)
 
-    def check(self, spec: RoleSpec, ranks: int) -> None:
-        """As many as the cluster has places, which shows when they are started."""
-
-    def start(self, spec: RoleSpec, ranks: int) -> ActorRanks:
+    def start(self, spec: RoleSpec, size: int) -> ActorRanks:
         """Start the actors; where the cluster has GPUs each takes one.
 
         Raises:
@@ -82,7 +81,7 @@ class RayEngine:
             "max_restarts": 0,
             "max_task_retries": 0,
         }
-        return ActorRanks(self._ray, spec, ranks, options)
+        return ActorRanks(self._ray, spec, size, options)
 
     def wait(self, busy: Sequence[ActorRanks], most_s: float) -> None:
         """Until a rank answers or ends."""
@@ -173,11 +172,11 @@ class ActorRanks:
         return self._lost
 
     def silent(
-        self, silent_s: float, waited_for: Sequence[int]
+        self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
         """Of ranks on this machine by what the system says of their processes."""
         said = []
-        for rank in waited_for:
+        for rank in unanswered:
             here = self._hosts[rank] == socket.gethostname()
             stopped = here and process_state(self._pids[rank]) in {"t", "T"}
             how = "is stopped by a signal" if stopped else "has not answered"

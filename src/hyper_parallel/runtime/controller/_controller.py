@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from hyper_parallel.errors import BadValue, HyperParallelError
-from hyper_parallel.runtime.controller._engine import InlineEngine, RoleEngine, RoleSpec
+from hyper_parallel.runtime.controller._engine import RoleSpec
 from hyper_parallel.runtime.controller._journal import Journal
 from hyper_parallel.runtime.controller._role import Role, RoleCall, as_json
 
-_ENGINES: Final = ("inline", "processes", "ray")
+_ENGINES: Final = {
+    "inline": ("_engine", "InlineEngine"),
+    "processes": ("_processes", "ProcessEngine"),
+    "ray": ("_actors", "RayEngine"),
+}
 _LOOK_S: Final = 0.25  # a frozen rank is to be noticed well within a second after its deadline
 
 
@@ -51,16 +55,16 @@ class Controller:
     ) -> None:
         if engine not in _ENGINES:
             raise BadValue("there is no engine of this name", got=engine, allowed=list(_ENGINES))
-        self._engine = _engine(engine)
+        module, cls = _ENGINES[engine]
+        self.engine = getattr(import_module(f"{__package__}.{module}"), cls)()
         try:
-            self._journal = Journal(journal)
+            self.journal = Journal(journal)
         except HyperParallelError:
-            self._engine.close()
+            self.engine.close()
             raise
-        self._max_restarts, self._timeout_s = max_restarts, timeout_s
+        self.max_restarts, self.timeout_s = max_restarts, timeout_s
         self.roles: dict[str, Role] = {}
-        self._places = itertools.count(1)
-        self._choices = itertools.count(1)
+        self.places, self._choices = itertools.count(1), itertools.count(1)
 
     def start(self, cls: type, *arguments: Any, ranks: int = 1, name: str | None = None) -> Role:
         """Start the ranks of a role, each with an object `cls(*arguments)`; returns before they are there.
@@ -85,20 +89,11 @@ class Controller:
                 "a role of this name is there already", got=name, hint="start(..., name='another')"
             )
         text = as_json(arguments, f"`{cls.__qualname__}`")
-        if self._journal.recall(name, 0, cls.__qualname__, text) is None:
-            self._journal.write(name, 0, cls.__qualname__, text, value=None)
-        role = Role(
-            RoleSpec(name, cls, text),
-            ranks,
-            engine=self._engine,
-            journal=self._journal,
-            max_restarts=self._max_restarts,
-            timeout_s=self._timeout_s,
-            place=lambda: next(self._places),
-            wait=self._wait,
-        )
-        self.roles[name] = role
-        return role
+        recorded = self.journal.recall(name, 0, cls.__qualname__, text) is not None
+        self.roles[name] = Role(self, RoleSpec(name, cls, text), ranks)
+        if not recorded:
+            self.journal.write(name, 0, cls.__qualname__, text, {"value": None})
+        return self.roles[name]
 
     def first(self, calls: Sequence[RoleCall]) -> RoleCall:
         """The call that was answered first, once one is; recorded, so that a program started again chooses alike.
@@ -109,44 +104,32 @@ class Controller:
         """
         if not calls:
             raise BadValue("there is no first of no calls", got="[]")
-        among = as_json(tuple([call.role, call.number] for call in calls), "`first`")
+        among = as_json(tuple([call.role.name, call.number] for call in calls), "`first`")
         number = next(self._choices)
-        if (record := self._journal.recall(None, number, "first", among)) is not None:
+        if (record := self.journal.recall(None, number, "first", among)) is not None:
             return calls[record["value"]]
         while not any(call.answered for call in calls):
-            self._wait()
+            self.wait()
         chosen = min((call.answered, at) for at, call in enumerate(calls) if call.answered)[1]
-        self._journal.write(None, number, "first", among, value=chosen)
+        self.journal.write(None, number, "first", among, {"value": chosen})
         return calls[chosen]
+
+    def wait(self) -> None:
+        """Until there may be news, for a quarter of a second at most; then all roles go on as far as they can."""
+        busy = [role.busy for role in self.roles.values() if role.busy is not None]
+        self.engine.wait(busy, _LOOK_S)
+        for role in self.roles.values():
+            role.advance()
 
     def close(self) -> None:
         """End all ranks; calls that are not answered are dropped."""
         for role in self.roles.values():
             role.end()
-        self._engine.close()
-        self._journal.close()
+        self.engine.close()
+        self.journal.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _wait(self) -> None:
-        """Until there may be news, and look at all roles."""
-        self._engine.wait(
-            [role.busy for role in self.roles.values() if role.busy is not None], _LOOK_S
-        )
-        for role in self.roles.values():
-            role.advance()
-
-
-def _engine(name: str) -> RoleEngine:
-    """One of the engines; what it needs is imported now."""
-    if name == "inline":
-        return InlineEngine()
-    module, cls = {"processes": ("_processes", "ProcessEngine"), "ray": ("_actors", "RayEngine")}[
-        name
-    ]
-    found: RoleEngine = getattr(importlib.import_module(f"{__package__}.{module}"), cls)()
-    return found

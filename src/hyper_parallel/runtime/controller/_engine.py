@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from hyper_parallel.errors import Contradiction
-
 BIRTH: Final = 0
 """Number of the call that makes the object of a role; the calls of the program count from 1."""
 
@@ -44,37 +42,16 @@ class RoleRanks(Protocol):
         """Which rank has ended, and how."""
 
     def silent(
-        self, silent_s: float, waited_for: Sequence[int]
+        self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """Which of the ranks that are waited for holds the call up, what the others do, and whether it is frozen."""
+        """Which of these ranks holds the call up, what the others do, and whether it is frozen."""
 
     def end(self) -> None:
         """End all ranks, whatever they do, and return when they have ended."""
 
 
-class RoleEngine(Protocol):
-    """Starts ranks of roles and waits for them."""
-
-    def check(self, spec: RoleSpec, ranks: int) -> None:
-        """Refuse what this engine cannot start."""
-
-    def start(self, spec: RoleSpec, ranks: int) -> RoleRanks:
-        """Start the ranks of a role, which have no object yet."""
-
-    def wait(self, busy: Sequence[Any], most_s: float) -> None:
-        """Return when one of these `RoleRanks` may have news, after `most_s` at the latest."""
-
-    def close(self) -> None:
-        """Give back what the engine itself holds."""
-
-
 class RoleHost:
-    """The object of a role on one rank.
-
-    Args:
-        spec: The role.
-        rank: This rank, in the group of the role.
-    """
+    """The object of a role on one rank."""
 
     def __init__(self, spec: RoleSpec, rank: int) -> None:
         self._spec, self._rank = spec, rank
@@ -97,37 +74,8 @@ class RoleHost:
             return json.dumps({"no_json": f"{type(value).__name__}: {error}"})
 
 
-class InlineEngine:
-    """Objects of this process; a call runs when it is made."""
-
-    def check(self, spec: RoleSpec, ranks: int) -> None:
-        """One rank for each role.
-
-        Raises:
-            Contradiction: HP104 for more ranks than one.
-        """
-        if ranks > 1:
-            raise Contradiction(
-                f"role `{spec.name}` asks for {ranks} ranks, and the engine `inline` has one for each role",
-                where="Controller(engine='inline')",
-                got=f"ranks={ranks}",
-                allowed="ranks=1",
-                hint="Controller(engine='processes')",
-            )
-
-    def start(self, spec: RoleSpec, ranks: int) -> InlineRanks:
-        """One object."""
-        return InlineRanks(spec)
-
-    def wait(self, busy: Sequence[Any], most_s: float) -> None:
-        """Nothing is ever waited for."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
 class InlineRanks:
-    """The one rank of a role, in this process."""
+    """The one rank of a role in this process: it is never lost or waited for."""
 
     def __init__(self, spec: RoleSpec) -> None:
         self._host = RoleHost(spec, 0)
@@ -141,16 +89,24 @@ class InlineRanks:
         """The answer, which is there."""
         return self._answer
 
-    def lost(self) -> str | None:
+    def lost(self) -> None:
         """This process is here."""
-        return None
-
-    def silent(
-        self, silent_s: float, waited_for: Sequence[int]
-    ) -> tuple[str, tuple[str, ...], bool]:
-        """Never asked for: the answer is there when the call is given."""
-        raise AssertionError("a call of this process has not returned")
 
     def end(self) -> None:
-        """Drop the object."""
-        self._host = RoleHost(self._host._spec, 0)
+        """The object goes with this one."""
+
+
+class InlineEngine:
+    """Objects of this process; a call runs when it is made."""
+
+    most_ranks = 1
+
+    def start(self, spec: RoleSpec, size: int) -> InlineRanks:
+        """One object."""
+        return InlineRanks(spec)
+
+    def wait(self, busy: Sequence[InlineRanks], most_s: float) -> None:
+        """Nothing is ever waited for."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,16 +77,13 @@ class Journal:
         Raises:
             JournalMismatch: HP641 when something else is recorded in this place.
         """
-        record = self._left.pop((role, number), None)
-        asked = _words(role, number, method, arguments)
-        if record is None and number == 0:
-            others = [one for (_, n), one in self._left.items() if n == 0]
-            record = others[0] if others else None  # roles start in the order of the program
-        if record is None:
+        at = role, number
+        if number == 0:  # roles start in the order of the program
+            at = next((one for one in self._left if one[1] == 0), at)
+        if (record := self._left.pop(at, None)) is None:
             return None
-        found = _words(
-            record["role"], record["number"], record["method"], json.dumps(record["arguments"])
-        )
+        asked = _words(role, number, method, arguments)
+        found = _words(*at, record["method"], json.dumps(record["arguments"]))
         if found != asked:
             raise JournalMismatch(
                 "the journal was written by another program, or by this one with other arguments",
@@ -99,9 +95,9 @@ class Journal:
         return record
 
     def write(
-        self, role: str | None, number: int, method: str, arguments: str, **answer: Any
+        self, role: str | None, number: int, method: str, arguments: str, answer: dict[str, Any]
     ) -> None:
-        """Record an answer; it is on the disk when this returns."""
+        """Record a `value` or an `error`; it is on the disk when this returns."""
         if self._file is None:
             return
         key = {"role": role, "number": number, "method": method, "arguments": json.loads(arguments)}
@@ -155,10 +151,9 @@ class Journal:
                 break
             whole += len(line)
             self._left[record["role"], record["number"]] = last[record["role"]] = record
-        for record in last.values():
+        for role, record in last.items():
             if "error" in record:
-                with suppress(KeyError):
-                    del self._left[record["role"], record["number"]]
+                del self._left[role, record["number"]]
 
     def _not_writable(self, error: OSError) -> OutputNotWritable:
         return OutputNotWritable(

@@ -37,14 +37,13 @@ from hyper_parallel.serde import write_text
 class ProcessEngine:
     """Forks ranks; every role is a world of its own, on devices of its own."""
 
+    most_ranks = None
+
     def __init__(self) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="hyper_parallel_")
         self._started: list[ProcessRanks] = []
 
-    def check(self, spec: RoleSpec, ranks: int) -> None:
-        """As many as the machine has processes."""
-
-    def start(self, spec: RoleSpec, ranks: int) -> ProcessRanks:
+    def start(self, spec: RoleSpec, size: int) -> ProcessRanks:
         """Fork the ranks.
 
         Raises:
@@ -55,11 +54,11 @@ class ProcessEngine:
         self._started = [started for started in self._started if started.processes]
         first = 0  # the lowest devices that no other role has
         for taken in sorted((started.places for started in self._started), key=lambda r: r.start):
-            if first + ranks <= taken.start:
+            if first + size <= taken.start:
                 break
             first = taken.stop
         folder = Path(tempfile.mkdtemp(dir=self._scratch.name))
-        self._started.append(ProcessRanks(spec, range(first, first + ranks), folder))
+        self._started.append(ProcessRanks(spec, range(first, first + size), folder))
         return self._started[-1]
 
     def wait(self, busy: Sequence[ProcessRanks], most_s: float) -> None:
@@ -140,11 +139,11 @@ class ProcessRanks:
         return f"rank {rank} {how}"
 
     def silent(
-        self, silent_s: float, waited_for: Sequence[int]
+        self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
         """By what the ranks say of themselves on their board, and what the system says of their processes."""
         first = self.places.start
-        states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in waited_for}
+        states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in unanswered}
         found = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
         return found.what, found.others, bool(found.stopped)
 

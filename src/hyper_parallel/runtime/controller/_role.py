@@ -6,19 +6,22 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.errors import (
     BadValue,
     CallFailed,
+    Contradiction,
     HyperParallelError,
     RankFailed,
     RankHung,
     RestartsUsedUp,
 )
-from hyper_parallel.runtime.controller._engine import BIRTH, RoleEngine, RoleRanks, RoleSpec
-from hyper_parallel.runtime.controller._journal import Journal
+from hyper_parallel.runtime.controller._engine import BIRTH, RoleRanks, RoleSpec
+
+if TYPE_CHECKING:
+    from hyper_parallel.runtime.controller._controller import Controller
 
 _log = logging.getLogger(__name__)
 _LONGEST_LOOK_S: Final = 2.0
@@ -27,11 +30,12 @@ _GRACE_S: Final = 2.0
 """Seconds in which the other ranks may answer after one has raised: they may wait for it in a collective, for ever."""
 
 
+@dataclass(eq=False)
 class RoleCall:
-    """A call of a role that was made, and answered or not.
+    """A call of a role that was made, and is answered or not.
 
     Attributes:
-        role: Name of the role.
+        role: The role.
         number: Of the call in its role, from 1.
         method: What was called.
         arguments: With what, as JSON.
@@ -39,23 +43,17 @@ class RoleCall:
         answered: Place of its answer among all answers of the controller, from 1; 0: not yet.
     """
 
-    def __init__(
-        self,
-        role: str,
-        number: int,
-        method: str,
-        arguments: str,
-        timeout_s: float,
-        wait: Callable[[], None],
-    ) -> None:
-        self.role, self.number, self.method, self.arguments = role, number, method, arguments
-        self.timeout_s, self.answered = timeout_s, 0
-        self._wait = wait
-        self._value: Any = None
-        self._error: HyperParallelError | None = None
+    role: Role
+    number: int
+    method: str
+    arguments: str
+    timeout_s: float
+    answered: int = 0
+    _value: Any = field(default=None, repr=False)
+    _error: HyperParallelError | None = field(default=None, repr=False)
 
-    def __repr__(self) -> str:
-        return f"call {self.number} of `{self.method}` of role `{self.role}`"
+    def __str__(self) -> str:
+        return f"call {self.number} of `{self.method}` of role `{self.role.name}`"
 
     def result(self) -> Any:
         """The value that rank 0 has returned; waits for it.
@@ -67,60 +65,43 @@ class RoleCall:
                 not, RankFailed: HP601 or RankHung: HP620.
         """
         while not self.answered:
-            self._wait()
+            self.role.controller.wait()
         if self._error is not None:
             raise self._error
         return self._value
 
-    def settle(
-        self, place: int, value: Any = None, error: HyperParallelError | None = None
-    ) -> None:
+    def settle(self, value: Any = None, error: HyperParallelError | None = None) -> None:
         """Have an answer."""
-        self.answered, self._value, self._error = place, value, error
+        self._value, self._error = value, error
+        self.answered = next(self.role.controller.places)
 
 
 class Role:
-    """The ranks that run one class. Calls are run one after another, by all ranks.
-
-    Made by `Controller.start`.
+    """The ranks that run one class: one call after another, each on all ranks. Made by `Controller.start`.
 
     Attributes:
+        controller: Whose role it is.
         name: In errors and in the journal.
         size: Number of ranks.
         restarts: How often the ranks were lost and started again.
     """
 
-    def __init__(
-        self,
-        spec: RoleSpec,
-        size: int,
-        *,
-        engine: RoleEngine,
-        journal: Journal,
-        max_restarts: int,
-        timeout_s: float,
-        place: Callable[[], int],
-        wait: Callable[[], None],
-    ) -> None:
-        self.name, self.size, self.restarts = spec.name, size, 0
-        self._spec, self._engine, self._journal = spec, engine, journal
-        self._max_restarts, self._timeout_s = max_restarts, timeout_s
-        self._place, self._wait = place, wait
-        self._made = 0
+    def __init__(self, controller: Controller, spec: RoleSpec, size: int) -> None:
+        self.controller, self._spec, self.name, self.size = controller, spec, spec.name, size
+        self.restarts = self._made = 0
         self._open: deque[RoleCall] = deque()
         self._ranks: RoleRanks | None = None
         self._running: RoleCall | None = None
         self._answers: dict[int, dict[str, Any]] = {}
-        self._silent_s = self._looked = 0.0
-        self._raised_s: float | None = None
+        self._looked = self._silent_s = 0.0
+        self._raised_s: float | None = None  # how long they were silent when one of them had raised
         self._failure: HyperParallelError | None = None
-        self._check(size)
-        self._begin_unless_recorded()
+        self._begin_unless_recorded(size)
 
     @property
     def busy(self) -> RoleRanks | None:
         """The ranks, while they run something."""
-        return self._ranks if self._running is not None else None
+        return None if self._running is None else self._ranks
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> RoleCall:
         """Have every rank call a method of its object, once the calls before are answered; returns at once.
@@ -134,7 +115,7 @@ class Role:
             BadValue: HP102 for a method that the class does not have, or an argument that is none of JSON.
             JournalMismatch: HP641 when the journal has another call in this place.
         """
-        cls = self._spec.cls
+        cls, controller = self._spec.cls, self.controller
         if method.startswith("_") or not callable(getattr(cls, method, None)):
             raise BadValue(
                 f"`{cls.__qualname__}` has no method of this name to call",
@@ -144,13 +125,13 @@ class Role:
             )
         text = as_json(arguments, f"`{self.name}.{method}`")
         self._made += 1
-        wait_s = self._timeout_s if timeout_s is None else timeout_s
-        call = RoleCall(self.name, self._made, method, text, wait_s, self._wait)
-        if (record := self._journal.recall(self.name, self._made, method, text)) is not None:
-            error = CallFailed(record["error"], where=repr(call)) if "error" in record else None
-            call.settle(self._place(), record.get("value"), error)
+        call = RoleCall(self, self._made, method, text, timeout_s or controller.timeout_s)
+        record = controller.journal.recall(self.name, call.number, method, text)
+        if record is not None:
+            error = CallFailed(record["error"], where=str(call)) if "error" in record else None
+            call.settle(record.get("value"), error)
         elif self._failure is not None:
-            call.settle(self._place(), error=self._failure)
+            call.settle(error=self._failure)
         else:
             self._open.append(call)
             self.advance()
@@ -164,14 +145,11 @@ class Role:
         Raises:
             BadValue: HP102 for no ranks, Contradiction: HP104 for several with `inline`.
         """
-        self._check(ranks)
         while self._open:
-            self._wait()
+            self.controller.wait()
         if self._failure is not None:
             raise self._failure
-        self.end()
-        self.size = ranks
-        self._begin_unless_recorded()
+        self._begin_unless_recorded(ranks)
 
     def advance(self) -> None:
         """Look at the ranks once: take answers, give the next calls, and replace ranks that are lost."""
@@ -183,9 +161,9 @@ class Role:
             lost = self._ranks.lost()  # first, so that what such a rank has still answered counts
             self._answers |= self._ranks.answers()
             if len(self._answers) == self.size:
-                self._take()
+                self._take(self._running)
             else:
-                self._look(lost)
+                self._look(self._running, lost)
                 return
 
     def end(self) -> None:
@@ -194,125 +172,103 @@ class Role:
         if ranks is not None:
             ranks.end()
 
-    def _check(self, ranks: int) -> None:
+    def _begin_unless_recorded(self, ranks: int) -> None:
+        """Start so many ranks now, or with the first call that the journal has no answer for."""
         if ranks < 1:
             raise BadValue("a role has one rank or more", where=f"role `{self.name}`", got=ranks)
-        self._engine.check(self._spec, ranks)
-
-    def _begin_unless_recorded(self) -> None:
-        """Start the ranks now, unless the journal has answers for calls that are still to come."""
-        if not self._journal.left(self.name):
+        if ranks > (self.controller.engine.most_ranks or ranks):
+            raise Contradiction(
+                f"role `{self.name}` asks for {ranks} ranks, and the engine `inline` has one for each role",
+                got=f"ranks={ranks}",
+                allowed="ranks=1",
+                hint="Controller(engine='processes')",
+            )
+        self.end()
+        self.size = ranks
+        if not self.controller.journal.left(self.name):
             self._begin()
 
     def _begin(self) -> None:
-        self._ranks = self._engine.start(self._spec, self.size)
+        self._ranks = self.controller.engine.start(self._spec, self.size)
         self._run(
-            RoleCall(
-                self.name, BIRTH, "__init__", self._spec.arguments, self._timeout_s, self._wait
-            )
+            RoleCall(self, BIRTH, "__init__", self._spec.arguments, self.controller.timeout_s)
         )
 
     def _run(self, call: RoleCall) -> None:
-        assert self._ranks is not None
         self._running, self._answers, self._raised_s = call, {}, None
         self._silent_s, self._looked = 0.0, time.monotonic()
         self._ranks.give(call.number, call.method, call.arguments)
 
-    def _take(self) -> None:
+    def _take(self, call: RoleCall) -> None:
         """The running call is answered."""
-        call = self._running
-        assert call is not None
-        self._running = None
-        error = self._error(call)
+        self._running, error = None, self._error(call)
         if call.number == BIRTH:
             if error is not None:
                 self._fail(error)
-                return
-        else:
-            self._open.popleft()
-            key = (call.role, call.number, call.method, call.arguments)
-            if error is None:
-                value = self._answers[0]["value"]
-                self._journal.write(*key, value=value)
-                call.settle(self._place(), value)
-            else:
-                self._journal.write(*key, error=error.what)
-                call.settle(self._place(), error=error)
+            return
+        value = None if error else self._answers[0]["value"]
+        answer = {"error": error.what} if error else {"value": value}
+        self.controller.journal.write(self.name, call.number, call.method, call.arguments, answer)
+        self._open.popleft().settle(value, error)
 
     def _error(self, call: RoleCall) -> HyperParallelError | None:
         """What the first rank that has no value says."""
         for rank, answer in sorted(self._answers.items()):
             if "raised" in answer:
                 what = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
-                return CallFailed(f"{what}\n{answer['trace']}", where=repr(call))
+                return CallFailed(f"{what}\n{answer['trace']}", where=str(call))
             if "no_json" in answer:
                 return _no_json(f"what `{self.name}.{call.method}` returns", answer["no_json"])
         return None
 
-    def _look(self, lost: str | None) -> None:
+    def _look(self, call: RoleCall, lost: str | None) -> None:
         """At ranks that have not all answered."""
-        call, ranks = self._running, self._ranks
-        assert call is not None
-        assert ranks is not None
         now = time.monotonic()
         self._silent_s += min(now - self._looked, _LONGEST_LOOK_S)
         self._looked = now
         if self._raised_s is None and self._error(call) is not None:
             self._raised_s = self._silent_s
         if lost is not None:
-            self._replace(RankFailed(f"role `{self.name}`: {lost}, in {call!r}"))
-        elif self._silent_s > call.timeout_s or (
-            self._raised_s is not None and self._silent_s > self._raised_s + _GRACE_S
-        ):
+            self._replace(RankFailed(f"role `{self.name}`: {lost}, in {call}"))
+            return
+        limit_s = call.timeout_s if self._raised_s is None else self._raised_s + _GRACE_S
+        if self._silent_s > limit_s:
             left = [rank for rank in range(self.size) if rank not in self._answers]
-            what, others, frozen = ranks.silent(self._silent_s, left)
+            what, others, frozen = self._ranks.silent(self._silent_s, left)
             if self._raised_s is None or frozen:
                 hint = (
                     f"Controller(timeout_s={2 * call.timeout_s:g}), where a call may take so long"
                 )
-                what = f"role `{self.name}`: {what}, in {call!r}"
+                what = f"role `{self.name}`: {what}, in {call}"
                 self._replace(RankHung(what, hint=hint, others=others))
-            else:  # the others wait for the rank that has raised
+            else:  # they wait for the rank that has raised
                 self.end()
-                self._running = call
-                self._take()
+                self._take(call)
 
     def _replace(self, error: RankFailed | RankHung) -> None:
         """Start the ranks again; the running call and those after it are still open."""
         self.end()
-        if self.restarts < self._max_restarts:
+        most = self.controller.max_restarts
+        if self.restarts < most:
             self.restarts += 1
-            _log.warning(
-                "[%s] %s; restart %d of %d",
-                error.code,
-                error.what,
-                self.restarts,
-                self._max_restarts,
-            )
+            _log.warning("[%s] %s; restart %d of %d", error.code, error.what, self.restarts, most)
             try:
                 self._begin()
             except HyperParallelError as why:  # nor can they be started
                 self._fail(why)
-            return
-        if self._max_restarts:
-            used_up = RestartsUsedUp(
-                f"{error.what}; the ranks were started {self.restarts + 1} times",
-                allowed=f"max_restarts={self._max_restarts}",
-                hint=error.hint
-                or "Controller(journal=...) goes on from the calls that are answered",
-                others=error.others,
-            )
-            used_up.__cause__ = error
-            self._fail(used_up)
-        else:
+        elif most == 0:
             self._fail(error)
+        else:
+            what = f"{error.what}; the ranks were started {most + 1} times"
+            hint = error.hint or "Controller(journal=...) goes on from the calls that are answered"
+            self._fail(RestartsUsedUp(what, allowed=f"max_restarts={most}", hint=hint))
 
     def _fail(self, error: HyperParallelError) -> None:
         """The role has come to its end: every call that is open, or will be made, raises this."""
         self.end()
         self._failure = error
         while self._open:
-            self._open.popleft().settle(self._place(), error=error)
+            self._open.popleft().settle(error=error)
 
 
 def as_json(values: tuple[Any, ...], what: str) -> str:
