@@ -14,7 +14,7 @@ from typing import Any, Final
 from hyper_parallel.errors import DeviceUnavailable, MissingDependency, RankFailed
 from hyper_parallel.runtime._ray import STORE_BYTES, Rank
 from hyper_parallel.runtime._supervise import process_state
-from hyper_parallel.runtime.controller._engine import RoleHost, RoleSpec
+from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
 
 _PLACED_S: Final = 60.0
 """Seconds in which a cluster has to find a place for a rank."""

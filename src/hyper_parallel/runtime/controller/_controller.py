@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from hyper_parallel.errors import BadValue, HyperParallelError
-from hyper_parallel.runtime.controller._engine import RoleSpec
+from hyper_parallel.runtime.controller._inline import RoleSpec
 from hyper_parallel.runtime.controller._journal import Journal
 from hyper_parallel.runtime.controller._role import Role, RoleCall, as_json
 
 _ENGINES: Final = {
-    "inline": ("_engine", "InlineEngine"),
+    "inline": ("_inline", "InlineEngine"),
     "processes": ("_processes", "ProcessEngine"),
     "ray": ("_actors", "RayEngine"),
 }

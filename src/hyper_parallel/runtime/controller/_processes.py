@@ -30,7 +30,7 @@ from hyper_parallel.runtime._fork import (
 from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
 from hyper_parallel.runtime._launch import INIT_METHOD
 from hyper_parallel.runtime._supervise import hang, process_state
-from hyper_parallel.runtime.controller._engine import RoleHost, RoleSpec
+from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
 from hyper_parallel.serde import write_text
 
 

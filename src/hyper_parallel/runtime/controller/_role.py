@@ -18,7 +18,7 @@ from hyper_parallel.errors import (
     RankHung,
     RestartsUsedUp,
 )
-from hyper_parallel.runtime.controller._engine import BIRTH, RoleRanks, RoleSpec
+from hyper_parallel.runtime.controller._inline import BIRTH, RoleRanks, RoleSpec
 
 if TYPE_CHECKING:
     from hyper_parallel.runtime.controller._controller import Controller
