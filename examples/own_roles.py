@@ -21,14 +21,15 @@ DIGITS, PROMPTS = 10, 64
 class Policy:
     """The model of a role, in some version of its weights: version v has learned v steps."""
 
-    def __init__(self, folder: str, layout: str = "") -> None:
+    def __init__(self, folder: str, layout: str = "", keep: int = 2) -> None:
         torch.manual_seed(0)
-        self.folder, self.version = folder, -1
+        self.folder, self.keep, self.version = folder, keep, -1
         self.model = LlamaForCausalLM(CONFIG)
         hp.parallelize(self.model, hp.plan_of(self.model, layout))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def take(self, version: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Hold this version; it is read unless this object has it."""
         if version != self.version:
             self.version = hp.load(self.model, optimizer, self.folder, step=version)["step"]
 
@@ -37,6 +38,7 @@ class Sampler(Policy):
     """Answers digits with digits."""
 
     def sample(self, step: int, version: int) -> list:
+        """[digit, answer] of the prompts of a step."""
         self.take(version)
         draws = torch.Generator().manual_seed(step)
         asked = torch.randint(DIGITS, (PROMPTS, 1), generator=draws)
@@ -49,6 +51,7 @@ class Scorer:
     """Knows the answer: the next digit."""
 
     def score(self, made: list) -> list:
+        """1 for the right answers, else 0."""
         return [float(answer == (asked + 1) % DIGITS) for asked, answer in made]
 
 
@@ -60,13 +63,14 @@ class Learner(Policy):
     """Takes a step of policy gradient, on any number of ranks, and writes the next version."""
 
     def begin(self) -> int:
+        """Write version 0."""
         if not (Path(self.folder) / "step_00000000").exists():
             hp.save(self.model, None, self.folder, step=0)
         self.version = 0
         return self.version
 
     def learn(self, step: int, made: list, rewards: list) -> dict:
-        # A learner that was lost has version step - 1 in the folder, with the state of its optimizer.
+        """One step; a learner that was lost finds version step - 1, with its optimizer, in the folder."""
         self.take(step - 1, self.optimizer)
         rank, size = hp.data_share(self.model)
         ids = torch.tensor(made).chunk(size)[rank]
@@ -76,11 +80,12 @@ class Learner(Policy):
         hp.forward_backward(self.model, [batch], objective=policy_gradient)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        hp.save(self.model, self.optimizer, self.folder, step=step, keep=4)
+        hp.save(self.model, self.optimizer, self.folder, step=step, keep=self.keep)
         self.version = step
         return {"reward": reward.mean().item()}
 
     def checksum(self, version: int) -> str:
+        """Of all bytes of a version, gathered from all ranks."""
         self.take(version, self.optimizer)
         digest = hashlib.sha256()
         for name, value in sorted(self.model.state_dict().items()):
@@ -89,11 +94,10 @@ class Learner(Policy):
         return digest.hexdigest()
 
 
-def train(
-    controller: hp.Controller, folder: str, steps: int, staleness: int, ranks: int = 1
-) -> list[float]:
+def train(controller: hp.Controller, folder: str, steps: int, staleness: int, ranks: int) -> list:
     """The program: who is asked what, and in which order."""
-    learner = controller.start(Learner, folder, f"dp_shard={ranks}", ranks=ranks)
+    # Sampling may be `staleness` versions behind, and a learner that is lost goes one back.
+    learner = controller.start(Learner, folder, f"dp_shard={ranks}", staleness + 2, ranks=ranks)
     sampler = controller.start(Sampler, folder)
     scorer = controller.start(Scorer)
     learner.call("begin").result()
@@ -119,13 +123,8 @@ if __name__ == "__main__":
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = given.folder or Path(name)
+        weights, steps, staleness = str(folder / "weights"), given.steps, given.max_staleness
         with hp.Controller(given.engine, folder / "journal.jsonl") as controller:
-            rewards = train(
-                controller,
-                str(folder / "weights"),
-                given.steps,
-                given.max_staleness,
-                given.learner_ranks,
-            )
+            rewards = train(controller, weights, steps, staleness, given.learner_ranks)
     print("rewards", *(f"{reward:.2f}" for reward in rewards))
     print("answers are better than by chance:", sum(rewards[-5:]) / 5 > 0.5)

@@ -27,6 +27,9 @@ class Group:
         dist.all_reduce(value)
         return [int(value), dist.get_world_size()]
 
+    def place(self) -> int:
+        return self.world.local_rank
+
     def fail(self, rank: int) -> None:
         if self.world.rank == rank:
             raise ValueError("of this rank only")
@@ -80,6 +83,11 @@ def test_ranks_of_a_role_are_a_group_of_their_own() -> None:
         for size in (1, 2):
             pair.resize(size)
             assert pair.call("total").result() == [2**size - 1, size]
+            assert pair.call("place").result() == 0
+        shared = controller.start(Group, name="Shared", first_device=1)
+        last = controller.start(Group, name="Last")
+        places = [role.call("place") for role in (three, shared, last)]
+        assert [place.result() for place in places] == [2, 1, 5]
         assert three.call("total").result() == [7, 3]
 
 
@@ -283,7 +291,7 @@ class Clock:
 def test_no_sample_of_the_example_is_older_than_allowed(steps, staleness, durations) -> None:
     forever = (durations[n % len(durations)] for n in range(10**6))
     clock, example = Clock(forever), load_example()
-    example.train(clock, "", steps, staleness)
+    example.train(clock, "", steps, staleness, 1)
     assert [step for step, _ in clock.ages] == list(range(1, steps + 1))
     assert [step for _, step in clock.learned] == list(range(steps + 1))
     assert [age for _, age in clock.ages] == [min(s, staleness) for s in range(steps)]

@@ -66,7 +66,14 @@ class Controller:
         self.roles: dict[str, Role] = {}
         self.places, self._choices = itertools.count(1), itertools.count(1)
 
-    def start(self, cls: type, *arguments: Any, ranks: int = 1, name: str | None = None) -> Role:
+    def start(
+        self,
+        cls: type,
+        *arguments: Any,
+        ranks: int = 1,
+        name: str | None = None,
+        first_device: int | None = None,
+    ) -> Role:
         """Start the ranks of a role, each with an object `cls(*arguments)`; returns before they are there.
 
         With several ranks `hp.World.join()`, and `hp.parallelize` without a world, find the group of the role.
@@ -76,6 +83,8 @@ class Controller:
             arguments: JSON values.
             ranks: Number of processes.
             name: Of the role in errors and in the journal; None: that of the class.
+            first_device: With `processes` the accelerator of rank 0, those of the others follow. None: the first ones
+                that no other role has. Roles may share devices.
 
         Raises:
             BadValue: HP102 for a name that is taken, no ranks, or an argument that is none of JSON.
@@ -90,7 +99,7 @@ class Controller:
             )
         text = as_json(arguments, f"`{cls.__qualname__}`")
         recorded = self.journal.recall(name, 0, cls.__qualname__, text) is not None
-        self.roles[name] = Role(self, RoleSpec(name, cls, text), ranks)
+        self.roles[name] = Role(self, RoleSpec(name, cls, text, first_device), ranks)
         if not recorded:
             self.journal.write(name, 0, cls.__qualname__, text, {"value": None})
         return self.roles[name]

@@ -22,11 +22,13 @@ class RoleSpec:
         name: The role, in errors and in the journal.
         cls: Its class.
         arguments: Of the constructor, a JSON list.
+        first_device: Local number of its rank 0 with `processes`; None: after the ranks of the other roles.
     """
 
     name: str
     cls: type
     arguments: str
+    first_device: int | None = None
 
 
 class RoleRanks(Protocol):

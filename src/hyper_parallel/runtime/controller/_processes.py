@@ -15,6 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -52,11 +53,10 @@ class ProcessEngine:
         """
         prepare_fork()
         self._started = [started for started in self._started if started.processes]
-        first = 0  # the lowest devices that no other role has
-        for taken in sorted((started.places for started in self._started), key=lambda r: r.start):
-            if first + size <= taken.start:
-                break
-            first = taken.stop
+        first = spec.first_device
+        if first is None:  # the lowest that no other role has
+            taken = {place for started in self._started for place in started.places}
+            first = next(n for n in count() if taken.isdisjoint(range(n, n + size)))
         folder = Path(tempfile.mkdtemp(dir=self._scratch.name))
         self._started.append(ProcessRanks(spec, range(first, first + size), folder))
         return self._started[-1]
@@ -75,7 +75,7 @@ class ProcessRanks:
 
     Args:
         spec: The role.
-        places: Number of each rank among those of all roles, by which it finds its device.
+        places: Local number of each rank, by which it finds its device.
         folder: Of calls and answers.
     """
 
