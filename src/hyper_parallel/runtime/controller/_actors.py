@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,10 @@ from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
 
 _PLACED_S: Final = 60.0
 """Seconds in which a cluster has to find a place for a rank."""
+_ENDED_S: Final = 5.0
+"""Seconds in which Ray ends what it is told to kill."""
+_STOPPED: Final = ("t", "T")
+_GONE: Final = ("", "X", "Z")  # states of processes, proc(5)
 
 
 class RoleActor(Rank):
@@ -108,6 +113,7 @@ class ActorRanks:
         import torch
 
         self._ray, self._lost, self.running = ray, None, {}
+        self._hosts, self._pids = [], []
         kind = ray.remote(RoleActor).options(**options)
         self._actors = [kind.remote() for _ in range(size)]
         try:
@@ -178,20 +184,26 @@ class ActorRanks:
         said = []
         for rank in unanswered:
             here = self._hosts[rank] == socket.gethostname()
-            stopped = here and process_state(self._pids[rank]) in {"t", "T"}
+            stopped = here and process_state(self._pids[rank]) in _STOPPED
             how = "is stopped by a signal" if stopped else "has not answered"
             said.append((not stopped, f"rank {rank} {how} since {silent_s:.0f} s"))
         (first, what), *others = sorted(said)
         return what, tuple(other for _, other in others), not first
 
     def end(self) -> None:
-        """Kill all ranks, on this machine also those that a signal has stopped."""
+        """Kill all ranks, on this machine also those that a signal has stopped, and see them end."""
         for actor in self._actors:
             self._ray.kill(actor)
-        for host, pid in zip(self._hosts, self._pids, strict=True):
-            if host == socket.gethostname():
+        here = [rank for rank, host in enumerate(self._hosts) if host == socket.gethostname()]
+        for rank in here:
+            if process_state(self._pids[rank]) in _STOPPED:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(self._pids[rank], signal.SIGKILL)
+        deadline = time.monotonic() + _ENDED_S
+        while any(process_state(self._pids[rank]) not in _GONE for rank in here):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
         self._actors, self._pids, self._hosts = [], [], []
 
 

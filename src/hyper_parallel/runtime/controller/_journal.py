@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import HyperParallelError, JournalMismatch, OutputNotWritable, RunInUse
 
+_log = logging.getLogger(__name__)
 _LONGEST_WAIT_S: Final = 10.0
 """The system kills the ranks of a controller that was killed, and they hold its journal until they are gone."""
 _LOOK_S: Final = 0.02
@@ -115,7 +117,6 @@ class Journal:
 
     def _lock(self) -> None:
         """Until nobody else has the file; forked ranks inherit the lock, and give it back when they end."""
-        assert self._file is not None
         deadline = time.monotonic() + _LONGEST_WAIT_S
         while True:
             try:
@@ -129,11 +130,12 @@ class Journal:
                     where=str(self._path),
                     hint=f"fuser -v {self._path}",
                 ) from error
+            except OSError:
+                _log.warning("%s is on a file system without locks", self._path)
             return
 
     def _read(self) -> None:
         """Take the records in; what follows the last whole one was being written when the program was killed."""
-        assert self._file is not None
         self._file.seek(0)
         lines, whole = self._file.readlines(), 0
         last: dict[str | None, dict[str, Any]] = {}

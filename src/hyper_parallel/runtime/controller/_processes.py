@@ -123,20 +123,12 @@ class ProcessRanks:
 
     def lost(self) -> str | None:
         """The first rank that has ended; one that was killed comes first, for it may have made others fail."""
-        ended = [
-            (rank, code)
-            for rank, p in enumerate(self.processes)
-            if (code := p.exitcode) is not None
-        ]
-        if not ended:
-            return None
-        rank, code = min(ended, key=lambda one: one[1] >= 0)
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with status {code}"
-        )
-        return f"rank {rank} {how}"
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
+        for rank, code in codes.items():
+            if code is not None and code < 0:
+                return f"rank {rank} was killed by {signal.Signals(-code).name}"
+        ended = [rank for rank, code in codes.items() if code is not None]
+        return f"rank {ended[0]} ended with status {codes[ended[0]]}" if ended else None
 
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
@@ -190,9 +182,10 @@ def _rank(
             write_text(_answer_file(folder, rank), host.answer(**call))
             sys.stdout.flush()
             pipe.send_bytes(b"answer")
-    except BaseException as error:
-        if not isinstance(error, EOFError):  # the controller has gone
-            traceback.print_exc()
+    except EOFError:  # the controller has gone
+        status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
