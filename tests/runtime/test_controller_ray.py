@@ -19,13 +19,25 @@ from tests.runtime.own_roles import run
 checksum, controller = run(Path(sys.argv[1]), "ray", **json.loads(sys.argv[2]))
 print(json.dumps([checksum, {name: role.restarts for name, role in controller.roles.items()}]))
 """
+GROUPS = """
+import json
+import hyper_parallel as hp
+from tests.runtime.test_controller import Group
+with hp.Controller("ray") as controller:
+    pair, alone = controller.start(Group, ranks=2), controller.start(Group, name="Alone")
+    said = [pair.call("total").result(), alone.call("total").result()]
+    for size in (1, 2):
+        pair.resize(size)
+        said.append(pair.call("total").result())
+print(json.dumps(said))
+"""
 
 
-def run_on_ray(folder, **fate):
-    """In a process of its own; what it says, and its exit status."""
+def run_on_ray(folder, program=PROGRAM, **fate):
+    """In a process of its own; its exit status, and what it says."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), json.dumps(fate)],
+        [sys.executable, "-c", program, str(folder), json.dumps(fate)],
         env={**os.environ, "PYTHONPATH": path},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -42,6 +54,12 @@ def test_without_the_package_the_engine_is_refused(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependency, match="`ray`"):
         Controller("ray")
+
+
+@pytest.mark.cluster
+def test_actors_of_a_role_are_a_group_of_their_own(tmp_path) -> None:
+    pytest.importorskip("ray")
+    assert run_on_ray(tmp_path, GROUPS) == (0, [[3, 2], [1, 1], [1, 1], [3, 2]])
 
 
 @pytest.mark.cluster
