@@ -23,6 +23,7 @@ _EXPORTS = {
     "plan": "hyper_parallel.planner",
     "plan_generation": "hyper_parallel.planner._generation",
     "load": "hyper_parallel.trainer",
+    "Controller": "hyper_parallel.runtime.controller",
     "save": "hyper_parallel.trainer",
     "save_pretrained": "hyper_parallel.trainer",
     **dict.fromkeys(

@@ -152,7 +152,7 @@ class RankHung(HyperParallelError, code="HP620"):
 
 
 class RestartsUsedUp(HyperParallelError, code="HP621"):
-    """The ranks were lost again after the last restart that `training.max_restarts` allows.
+    """The ranks were lost again after the last restart that `training.max_restarts`, or the controller's, allows.
 
     Fix: read why the last ones were lost; the newest checkpoint is intact, and the same command goes on from it.
     """
@@ -231,6 +231,23 @@ class NotServed(HyperParallelError, code="HP633"):
 
     Why: it would train with something else than what it asked for. Fix: LlamaFactory 0.9.5, or the same YAML file given
     to `hyper-parallel train`, which needs no LlamaFactory.
+    """
+
+
+class CallFailed(HyperParallelError, code="HP640"):
+    """A method of a role has raised an exception on the rank that is named; its traceback ends as shown.
+
+    Why: it would come again, so the call is not run again. Fix: what the traceback shows. A program that is started
+    again with the same journal goes on with this call.
+    """
+
+
+class JournalMismatch(HyperParallelError, code="HP641"):
+    """The journal of a controller has another role, call or choice where the program makes one now, or is damaged.
+
+    Why: answers of another program would be taken for those of this one. A program that goes on with a journal makes
+    the same calls of each role in the same order, with the same arguments. Fix: another journal, or the program that
+    wrote this one.
     """
 
 

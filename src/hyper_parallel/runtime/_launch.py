@@ -13,9 +13,7 @@ the ranks say of themselves, and ends a run that is held up.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
-import gc
 import math
 import os
 import pickle
@@ -23,11 +21,10 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from multiprocessing.connection import wait
@@ -35,22 +32,23 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.errors import ForkUnsafe, HyperParallelError, RankFailed
+from hyper_parallel.errors import HyperParallelError, RankFailed
+from hyper_parallel.runtime._fork import (
+    begin_forked,
+    prepare_fork,
+    serial_tokenizers,
+    start_rank,
+)
 from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
 from hyper_parallel.runtime._supervise import Deadlines, Hang, Watch
 
 INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable that tells a forked rank how to meet the others."""
 
-_OMP_PAUSE_SOFT: Final = 1  # settings stay
-_TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
 _GRACE_S: Final = 2.0
 _GRACE_OF_KILLED_S: Final = 0.5  # a rank that was killed writes nothing that has to be waited for
 _LOOK_S: Final = 0.25  # a frozen rank is to be noticed well within a second after its deadline
 _LINES_OF_STACK: Final = 16  # the log has all
-_LONGEST_WAIT_S: Final = 2.0  # idle workers of BLAS spin for some 30 ms before they sleep
-_BETWEEN_LOOKS_S: Final = 0.002
-_QUIET_LOOKS: Final = 5  # a thread that computes again and again is caught in one of them
 _STACKS_S: Final = 0.5
 _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.MULTILINE)
 """One thread of what faulthandler writes; the main thread is the last."""
@@ -95,31 +93,21 @@ def launch(
         RankFailed: HP601 when a rank cannot be started, or with the first failure in full and a line for each other.
             A coded error raised in a rank is raised again as it is.
     """
-    # What every rank would otherwise import on its own.
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-    import torch.distributed.tensor.parallel  # noqa: F401
-
-    _check_fork()
     with tempfile.TemporaryDirectory(prefix="hyper_parallel_") as name:
         scratch, logs = Path(name), Path(log_dir or name)
         logs.mkdir(parents=True, exist_ok=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
         board = None if deadlines is None else Board(scratch / "board", world_size)
         watch = None if board is None or deadlines is None else Watch(board, deadlines)
-        _end_openmp_threads()
-        _check_threads()
+        prepare_fork()
         starts = list(accumulate(worlds or (world_size,), initial=0))
         ranks: list[ForkProcess] = []
         try:
-            with _serial_tokenizers():
+            with serial_tokenizers():
                 for rank in range(world_size):
                     world = next(range(a, b) for a, b in pairwise(starts) if rank < b)
                     given = (fn, rank, world, scratch, logs, threads, rank == echo_rank, board)
                     process = ForkProcess(target=_child, args=given)
-                    _start(process, rank, world_size)
+                    start_rank(process, rank, world_size)
                     if board is not None:
                         board.started(rank, process.pid or 0)
                     ranks.append(process)
@@ -138,97 +126,6 @@ def launch(
         return [_read(scratch, rank).result for rank in range(world_size)]
 
 
-def _start(process: ForkProcess, rank: int, world_size: int) -> None:
-    try:
-        process.start()
-    except OSError as error:
-        raise RankFailed(
-            f"rank {rank} of {world_size} could not be started; the others were stopped",
-            got=error.strerror,
-            hint="fewer ranks, or a higher limit of processes and memory (ulimit -u, ulimit -v)",
-        ) from error
-
-
-def _check_fork() -> None:
-    """Refuse a process group of this process, and end the threads of those that were closed.
-
-    A rank inherits the groups but not their threads: it would hang as soon as it used or dropped one. Meshes are in
-    reference cycles, so a closed group lives on until the next collection.
-    """
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        raise ForkUnsafe(
-            "local ranks cannot be forked from a member of a process group",
-            got=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            hint="leave the world before: with World.join() as world: ...",
-        )
-    tasks = Path("/proc/self/task")
-    if not tasks.is_dir() or len(list(tasks.iterdir())) > 1:
-        gc.collect()
-
-
-def _check_threads() -> None:
-    """Refuse a thread of this process that computes: it may hold locks of its library, for which the fork waits.
-
-    Threads that sleep are left alone: those of a notebook or of a progress bar, and idle workers of BLAS.
-    """
-    deadline, quiet = time.monotonic() + _LONGEST_WAIT_S, 0
-    found: set[tuple[int, str]] = set()
-    while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
-        now = set(_running())
-        quiet, found = (0, now) if now else (quiet + 1, found)
-        time.sleep(_BETWEEN_LOOKS_S)
-    if quiet < _QUIET_LOOKS:
-        python = {thread.native_id: thread.name for thread in threading.enumerate()}
-        raise ForkUnsafe(
-            "local ranks cannot be forked while another thread computes",
-            got=sorted(f"thread {python.get(number, name)}" for number, name in found),
-            hint="let it end before, thread.join(), or start the ranks with torchrun",
-        )
-
-
-def _running() -> Iterator[tuple[int, str]]:
-    """Number and name of the other threads of this process that run, or are ready to."""
-    for task in Path("/proc/self/task").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            name, _, state = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
-            if state[0] == "R" and int(task.name) != threading.get_native_id():
-                yield int(task.name), name
-
-
-def _end_openmp_threads() -> None:
-    """End the threads that torch's OpenMP keeps for this one; its next parallel loop starts them again.
-
-    GNU's OpenMP remembers them in a forked child, where they are not; LLVM's and Intel's do not.
-    Source: OpenMP 5.0, `omp_pause_resource_all`; torch/_C depends on the library that torch computes with.
-    """
-    import torch
-
-    try:
-        pause = ctypes.CDLL(torch._C.__file__).omp_pause_resource_all
-    except AttributeError:  # torch without OpenMP, or an OpenMP before 5.0
-        return
-    pause(_OMP_PAUSE_SOFT)
-
-
-@contextmanager
-def _serial_tokenizers() -> Iterator[None]:
-    """Keep processes forked inside from the threads of `tokenizers`.
-
-    Without it the library prints a warning in each, and hangs when parallelism was asked for by name. It decides speed
-    only, never a token.
-    """
-    before = os.environ.get(_TOKENIZERS)
-    os.environ[_TOKENIZERS] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[_TOKENIZERS]
-        if before is not None:
-            os.environ[_TOKENIZERS] = before
-
-
 def _child(
     fn: Callable[[int], Any],
     rank: int,
@@ -242,10 +139,7 @@ def _child(
     """Body of a rank of a world of ranks; never returns."""
     status = 1
     try:
-        gc.freeze()  # what the parent left behind is not ours to destroy
-        if sys.platform == "linux":
-            # The kernel kills this rank when the parent ends, however it ends: prctl(2), PR_SET_PDEATHSIG.
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        begin_forked()
         if not echo:
             log = os.open(logs / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(log, 1)

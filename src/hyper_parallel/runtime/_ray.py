@@ -19,11 +19,11 @@ _PLACED_S: Final = 60.0
 """Seconds in which a cluster has to find machines for the ranks."""
 _GRACE_S: Final = 2.0
 """Seconds in which others may say that they failed as well."""
-_STORE_BYTES: Final = 100 * 2**20
+STORE_BYTES: Final = 100 * 2**20
 """Object store of a cluster that is started here: ranks exchange nothing through it."""
 
 
-class _Rank:
+class Rank:
     """One rank; made into an actor."""
 
     def place(self) -> tuple[str, str, int, list[str]]:
@@ -82,7 +82,7 @@ def launch_on_ray(
     each, own = ranks // nnodes, {}
     if address is None and "RAY_ADDRESS" not in os.environ:
         address, cores = "local", max(ranks, os.cpu_count() or 1)
-        own = {"num_cpus": cores, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        own = {"num_cpus": cores, "object_store_memory": STORE_BYTES, "include_dashboard": False}
     with ExitStack() as stack:
         ray.init(address, **own)
         stack.callback(ray.shutdown)
@@ -101,7 +101,7 @@ def launch_on_ray(
         for rank in range(ranks):
             where = PlacementGroupSchedulingStrategy(group, rank // each)
             options = {"num_cpus": 1, "num_gpus": one.get("GPU", 0), "scheduling_strategy": where}
-            actors.append(ray.remote(_Rank).options(**options).remote())
+            actors.append(ray.remote(Rank).options(**options).remote())
             stack.callback(ray.kill, actors[-1])
         places = ray.get([actor.place.remote() for actor in actors])
         running = {}

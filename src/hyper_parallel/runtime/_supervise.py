@@ -108,7 +108,7 @@ class Watch:
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         beats = self._board.read()
-        states = {rank: _state(beats[rank].pid) for rank in ranks}
+        states = {rank: process_state(beats[rank].pid) for rank in ranks}
         for rank, beat in enumerate(beats):
             still = beat.beats == self._beats[rank]
             frozen = _is(states.get(rank, ""), _STOPPED + _GONE)
@@ -163,7 +163,7 @@ def _is(state: str, states: str) -> bool:
     return state != "" and state in states
 
 
-def _state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """State of a process, a letter of proc(5); empty where it is not known, before it has begun, or has ended well."""
     if not pid or not Path("/proc/self/stat").exists():
         return ""

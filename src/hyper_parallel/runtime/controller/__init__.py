@@ -1,0 +1,7 @@
+"""A single controller of many roles: calls, answers, lost ranks and a journal, on one of three engines."""
+
+from hyper_parallel.runtime.controller._ahead import ahead
+from hyper_parallel.runtime.controller._controller import Controller
+from hyper_parallel.runtime.controller._role import Role, RoleCall
+
+__all__ = ["Controller", "Role", "RoleCall", "ahead"]

@@ -1,0 +1,192 @@
+"""Ranks of roles as processes of this machine, forked from the controller's, which all end when it ends.
+
+A call and its answers are small files in a folder of the ranks, written whole; through the pipe of a rank passes only
+that there is one, so that neither side ever waits for the other to read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+from hyper_parallel.runtime._fork import (
+    begin_forked,
+    prepare_fork,
+    serial_tokenizers,
+    start_rank,
+)
+from hyper_parallel.runtime._heartbeat import BOARD, Board, Pulse
+from hyper_parallel.runtime._launch import INIT_METHOD
+from hyper_parallel.runtime._supervise import hang, process_state
+from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
+from hyper_parallel.serde import write_text
+
+
+class ProcessEngine:
+    """Forks ranks; every role is a world of its own, on devices of its own."""
+
+    most_ranks = None
+
+    def __init__(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="hyper_parallel_")
+        self._started: list[ProcessRanks] = []
+
+    def start(self, spec: RoleSpec, size: int) -> ProcessRanks:
+        """Fork the ranks.
+
+        Raises:
+            ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
+            RankFailed: HP601 when the system has no process left.
+        """
+        prepare_fork()
+        self._started = [started for started in self._started if started.processes]
+        first = spec.first_device
+        if first is None:  # the lowest that no other role has
+            taken = {place for started in self._started for place in started.places}
+            first = next(n for n in count() if taken.isdisjoint(range(n, n + size)))
+        folder = Path(tempfile.mkdtemp(dir=self._scratch.name))
+        self._started.append(ProcessRanks(spec, range(first, first + size), folder))
+        return self._started[-1]
+
+    def wait(self, busy: Sequence[ProcessRanks], most_s: float) -> None:
+        """Until a rank answers or ends."""
+        wait([news for ranks in busy for news in ranks.news()], most_s)
+
+    def close(self) -> None:
+        """Remove the folder of calls."""
+        self._scratch.cleanup()
+
+
+class ProcessRanks:
+    """The processes of one role.
+
+    Args:
+        spec: The role.
+        places: Local number of each rank, by which it finds its device.
+        folder: Of calls and answers.
+    """
+
+    def __init__(self, spec: RoleSpec, places: range, folder: Path) -> None:
+        self.places, self._folder = places, folder
+        self._board = Board(folder / "board", places.stop)
+        self.processes: list[ForkProcess] = []
+        self._pipes: list[Connection] = []
+        try:
+            with serial_tokenizers():
+                for rank, place in enumerate(places):
+                    mine, theirs = Pipe()
+                    given = (spec, rank, places, folder, theirs, self._board)
+                    process = ForkProcess(target=_rank, args=given, name=f"{spec.name}-{rank}")
+                    start_rank(process, rank, len(places))
+                    theirs.close()
+                    self._board.started(place, process.pid or 0)
+                    self.processes.append(process)
+                    self._pipes.append(mine)
+        except BaseException:
+            self.end()
+            raise
+
+    def news(self) -> list[Any]:
+        """What `multiprocessing.connection.wait` takes."""
+        return [*self._pipes, *(process.sentinel for process in self.processes)]
+
+    def give(self, number: int, method: str, arguments: str) -> None:
+        """Have every rank run a call."""
+        call = {"number": number, "method": method, "arguments": arguments}
+        write_text(self._folder / "call.json", json.dumps(call))
+        for pipe in self._pipes:
+            with suppress(OSError):  # the rank has ended, which `lost` says
+                pipe.send_bytes(b"call")
+
+    def answers(self) -> dict[int, dict[str, Any]]:
+        """New answers by rank."""
+        found = {}
+        for rank, pipe in enumerate(self._pipes):
+            with suppress(OSError, EOFError):
+                if pipe.poll():
+                    pipe.recv_bytes()
+                    found[rank] = json.loads(_answer_file(self._folder, rank).read_text("utf-8"))
+        return found
+
+    def lost(self) -> str | None:
+        """The first rank that has ended; one that was killed comes first, for it may have made others fail."""
+        codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
+        for rank, code in codes.items():
+            if code is not None and code < 0:
+                return f"rank {rank} was killed by {signal.Signals(-code).name}"
+        ended = [rank for rank, code in codes.items() if code is not None]
+        return f"rank {ended[0]} ended with status {codes[ended[0]]}" if ended else None
+
+    def silent(
+        self, silent_s: float, unanswered: Sequence[int]
+    ) -> tuple[str, tuple[str, ...], bool]:
+        """By what the ranks say of themselves on their board, and what the system says of their processes."""
+        first = self.places.start
+        states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in unanswered}
+        found = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
+        return found.what, found.others, bool(found.stopped)
+
+    def end(self) -> None:
+        """Kill all ranks, also those that a signal has stopped."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self.processes, self._pipes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _answer_file(folder: Path, rank: int) -> Path:
+    return folder / f"answer_{rank}.json"
+
+
+def _rank(
+    spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: Board
+) -> None:
+    """Body of a rank: runs calls until it is killed; never returns."""
+    status = 1
+    try:
+        begin_forked()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller ends its ranks
+        import torch
+
+        torch.manual_seed(rank)
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(places[rank]),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_WORLD_SIZE": str(len(places)),
+            INIT_METHOD: f"file://{folder / 'store'}",
+            BOARD: f"{board.ranks} {board.path}",
+        }
+        Pulse(board, places[rank])
+        host = RoleHost(spec, rank)
+        while pipe.recv_bytes():
+            call = json.loads((folder / "call.json").read_text("utf-8"))
+            write_text(_answer_file(folder, rank), host.answer(**call))
+            sys.stdout.flush()
+            pipe.send_bytes(b"answer")
+    except EOFError:  # the controller has gone
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
