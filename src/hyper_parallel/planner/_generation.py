@@ -132,7 +132,7 @@ def plan_generation(
     layouts = [*_layouts(r, work, ruled_out, given)]
     if not layouts:
         raise _nothing_legal(r, work, ruled_out)
-    fixed, each, largest = _held(r, work, layouts)
+    fixed, each, largest = held_bytes(r, work, layouts)
     needed = np.array([x.needed for x in layouts])
     # A layout that is given is priced where it does not fit: predictions may be wrong, and nobody asked for a choice.
     fits = (largest >= (needed if together else 1)) | (given is not None)
@@ -140,8 +140,8 @@ def plan_generation(
         raise _nothing_fits(r, work, layouts, together)
     ruled_out["memory"] += int((~fits).sum())
     slots, kept = needed if together else np.clip(largest, 1, needed), np.flatnonzero(fits)
-    setting = _setting(r, [layouts[i] for i in kept], slots[kept].astype(np.float64))
-    terms = pass_seconds(setting, [*_kinds(r)], work)
+    setting = setting_of(r, [layouts[i] for i in kept], slots[kept].astype(np.float64))
+    terms = pass_seconds(setting, [*kinds_of(r)], work)
     priced = []
     for row, i in enumerate(kept):
         x, count = layouts[i], int(slots[i])
@@ -253,7 +253,7 @@ def _layouts(
     for s in _strategies(r) if given is None else [given]:
         key = (s.tp_x, s.dp_shard, s.ep)
         if key not in known:
-            known[key] = _local_bytes(r, Strategy(tp_x=s.tp_x, dp_shard=s.dp_shard, ep=s.ep))
+            known[key] = local_bytes(r, Strategy(tp_x=s.tp_x, dp_shard=s.dp_shard, ep=s.ep))
         sizes = known[key]
         if s.pp > 1 and "pp" in unsplit:
             ruled_out[unsplit["pp"]] += 1
@@ -262,7 +262,7 @@ def _layouts(
         elif isinstance(sizes, str):
             ruled_out[sizes] += 1
         else:
-            yield _cut(r, work, s, sizes)
+            yield laid_out(r, work, s, sizes)
 
 
 def _strategies(r: PlanRequest) -> Iterator[Strategy]:
@@ -275,7 +275,7 @@ def _strategies(r: PlanRequest) -> Iterator[Strategy]:
                     yield Strategy(pp=pp, tp_x=tp, dp_shard=shard, dp_replicate=replicas, ep=ep)
 
 
-def _local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
+def local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
     """Bytes of every parameter on a rank by name, or why it is not priced; stages and replicas do not matter."""
     try:
         shards = r.shard(s)
@@ -290,7 +290,7 @@ def _local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
     return sizes
 
 
-def _cut(r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[str, int]) -> _Layout:
+def laid_out(r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[str, int]) -> _Layout:
     """A layout with its stages cut so that the fullest rank holds as little as it can."""
     needed, dtype = -(-work.prompts // s.dp), r.workload.compute_dtype
     weights, cache = np.zeros((2, r.model.num_layers), dtype=np.int64)
@@ -307,14 +307,14 @@ def _cut(r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[str, i
     return _Layout(replace(s, stage_layers=cut if s.pp > 1 else ()), needed, *held)
 
 
-def _setting(r: PlanRequest, layouts: Sequence[_Layout], slots: Any = 1) -> Setting:
+def setting_of(r: PlanRequest, layouts: Sequence[_Layout], slots: Any = 1) -> Setting:
     columns = {name: [getattr(x.strategy, name) for x in layouts] for name in _AXES}
     return Setting(
         r.numbers, r.machine, r.workload, Candidates.of_columns(**columns, microbatch=slots)
     )
 
 
-def _kinds(r: PlanRequest) -> Iterator[LayerKind]:
+def kinds_of(r: PlanRequest) -> Iterator[LayerKind]:
     for layers, numbers in r.layer_kinds:
         params = r.model.block_of(layers[0]).params
         latent = (p.shape for p in params if p.name.endswith("kv_b_proj.weight"))
@@ -334,11 +334,11 @@ def _nothing_legal(
     )
 
 
-def _held(
+def held_bytes(
     r: PlanRequest, work: GenerateWorkload, layouts: Sequence[_Layout]
 ) -> tuple[NDArray[np.float64], ...]:
     """Bytes beside weights and cache, in all and for each sequence, and the most sequences of a data share that fit."""
-    both = pass_bytes(_setting(r, layouts), work)
+    both = pass_bytes(setting_of(r, layouts), work)
     fixed, each = (np.broadcast_to(b, len(layouts)) for b in both)
     rows, capacity = zip(layouts, fixed, each, strict=True), r.machine.memory_bytes
     most = [np.min((capacity - x.weights - f) // (x.cache + e)) for x, f, e in rows]
@@ -352,7 +352,8 @@ def _nothing_fits(
 
     def most(r: PlanRequest, layouts: Sequence[_Layout]) -> int:
         return max(
-            int(n) * x.strategy.dp for n, x in zip(_held(r, work, layouts)[2], layouts, strict=True)
+            int(n) * x.strategy.dp
+            for n, x in zip(held_bytes(r, work, layouts)[2], layouts, strict=True)
         )
 
     hint = "a smaller model, or a machine with more memory"
