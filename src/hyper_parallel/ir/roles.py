@@ -81,11 +81,20 @@ def role_tasks(
     return TaskGraph(tuple(tasks))
 
 
-def steady_step_s(graph: TaskGraph) -> float:
-    """Seconds per step of a graph of `role_tasks`: of its second half, between ends of learning."""
+def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
+    """Seconds per step of a graph of `role_tasks`, between ends of learning.
+
+    Without the first steps, for which sampling could begin at once, and the last ones, beside which nothing is sampled
+    any more: where roles share cores these are faster.
+
+    Args:
+        graph: Of more than twice as many steps as `max_staleness` + 2.
+        max_staleness: As in `role_tasks`.
+    """
     ends: dict[str, float] = {}
     for span in simulate(graph).spans:
         if span.category == "learn":
             ends[span.name] = max(ends.get(span.name, 0.0), span.end_s)
-    last, half = len(ends) - 1, len(ends) // 2
-    return (ends[f"learn {last}"] - ends[f"learn {last - half}"]) / half
+    first = (max_staleness or 0) + 2
+    last = len(ends) - 1 - first
+    return (ends[f"learn {last}"] - ends[f"learn {first}"]) / (last - first)

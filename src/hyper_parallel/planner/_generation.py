@@ -237,7 +237,9 @@ def _words(strategy: Strategy) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class GenerationCut:
+    """A layout with its stages."""
+
     strategy: Strategy
     needed: int  # slots that all prompts need at once
     weights: NDArray[np.int64]  # [pp] bytes of a rank
@@ -246,11 +248,11 @@ class _Layout:
 
 def _layouts(
     r: PlanRequest, work: GenerateWorkload, ruled_out: Counter[str], given: Strategy | None = None
-) -> Iterator[_Layout]:
+) -> Iterator[GenerationCut]:
     """The layout that is given, or all that are legal; the others are counted by reason."""
     unsplit = dict(r.model.unsplit)
     known: dict[tuple[int, ...], dict[str, int] | str] = {}
-    for s in _strategies(r) if given is None else [given]:
+    for s in strategies_of(r) if given is None else [given]:
         key = (s.tp_x, s.dp_shard, s.ep)
         if key not in known:
             known[key] = local_bytes(r, Strategy(tp_x=s.tp_x, dp_shard=s.dp_shard, ep=s.ep))
@@ -265,7 +267,7 @@ def _layouts(
             yield laid_out(r, work, s, sizes)
 
 
-def _strategies(r: PlanRequest) -> Iterator[Strategy]:
+def strategies_of(r: PlanRequest) -> Iterator[Strategy]:
     devices, experts = r.num_devices, r.experts or 1
     for pp in (d for d in divisors(devices) if d <= r.model.num_layers):
         for tp in divisors(devices // pp):
@@ -290,7 +292,9 @@ def local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
     return sizes
 
 
-def laid_out(r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[str, int]) -> _Layout:
+def laid_out(
+    r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[str, int]
+) -> GenerationCut:
     """A layout with its stages cut so that the fullest rank holds as little as it can."""
     needed, dtype = -(-work.prompts // s.dp), r.workload.compute_dtype
     weights, cache = np.zeros((2, r.model.num_layers), dtype=np.int64)
@@ -304,10 +308,10 @@ def laid_out(r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[st
     cut = s.stage_layers or partition((weights + needed * cache).tolist(), s.pp)
     starts = [0, *accumulate(cut)][:-1]
     held = (np.add.reduceat(weights, starts), np.add.reduceat(cache, starts))
-    return _Layout(replace(s, stage_layers=cut if s.pp > 1 else ()), needed, *held)
+    return GenerationCut(replace(s, stage_layers=cut if s.pp > 1 else ()), needed, *held)
 
 
-def setting_of(r: PlanRequest, layouts: Sequence[_Layout], slots: Any = 1) -> Setting:
+def setting_of(r: PlanRequest, layouts: Sequence[GenerationCut], slots: Any = 1) -> Setting:
     columns = {name: [getattr(x.strategy, name) for x in layouts] for name in _AXES}
     return Setting(
         r.numbers, r.machine, r.workload, Candidates.of_columns(**columns, microbatch=slots)
@@ -335,7 +339,7 @@ def _nothing_legal(
 
 
 def held_bytes(
-    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[_Layout]
+    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[GenerationCut]
 ) -> tuple[NDArray[np.float64], ...]:
     """Bytes beside weights and cache, in all and for each sequence, and the most sequences of a data share that fit."""
     both = pass_bytes(setting_of(r, layouts), work)
@@ -346,11 +350,11 @@ def held_bytes(
 
 
 def _nothing_fits(
-    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[_Layout], together: bool
+    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[GenerationCut], together: bool
 ) -> DoesNotFit:
     """The error when no layout fits, with fewer prompts or the number of devices, by doubling, that would."""
 
-    def most(r: PlanRequest, layouts: Sequence[_Layout]) -> int:
+    def most(r: PlanRequest, layouts: Sequence[GenerationCut]) -> int:
         return max(
             int(n) * x.strategy.dp
             for n, x in zip(held_bytes(r, work, layouts)[2], layouts, strict=True)

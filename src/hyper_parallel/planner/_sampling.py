@@ -6,6 +6,7 @@ a time as it has slots, and weights are kept in the format of the parameters, so
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from hyper_parallel.cost._passes import pass_seconds
 from hyper_parallel.ir import GenerateWorkload, Strategy
 from hyper_parallel.planner._generation import (
+    GenerationCut,
     held_bytes,
     kinds_of,
     laid_out,
@@ -38,37 +40,56 @@ class Sampling:
 
 
 def sampling_of(
-    r: PlanRequest, strategy: Strategy, work: GenerateWorkload, slots: int
-) -> Sampling | str:
-    """What a layout takes to sample, or why it is not priced.
+    r: PlanRequest,
+    strategies: Sequence[Strategy],
+    work: GenerateWorkload,
+    slots: int,
+    known: dict[Strategy, dict[str, int] | str],
+) -> list[Sampling | str]:
+    """What layouts take to sample, or why they are not priced.
 
     Args:
         r: Model, machine and formats.
-        strategy: Degrees of dp_replicate, dp_shard, tp_x and ep.
+        strategies: Degrees of dp_replicate, dp_shard, tp_x and ep.
         work: Completions of the step over all ranks, and their lengths.
         slots: Completions that a data share samples at a time.
+        known: Bytes of parameters by layout of one replica, which are kept here.
     """
-    sizes = local_bytes(r, replace(strategy, dp_replicate=1))
-    if isinstance(sizes, str):
-        return sizes
-    layout = laid_out(r, work, strategy, sizes)
-    turns = -(-layout.needed // slots)
+    found: dict[Strategy, Sampling | str] = {}
+    layouts = []
+    for s in strategies:
+        one = replace(s, dp_replicate=1)
+        if one not in known:
+            known[one] = local_bytes(r, one)
+        sizes = known[one]
+        if isinstance(sizes, str):
+            found[s] = sizes
+        else:
+            layouts.append(laid_out(r, work, s, sizes))
+    if layouts:
+        priced = zip(layouts, _priced(r, layouts, work, slots), strict=True)
+        found |= {x.strategy: sampling for x, sampling in priced}
+    return [found[s] for s in strategies]
+
+
+def _priced(
+    r: PlanRequest, layouts: Sequence[GenerationCut], work: GenerateWorkload, slots: int
+) -> Iterator[Sampling]:
+    setting, w, many = setting_of(r, layouts, float(slots)), r.workload, len(layouts)
     prefill, decode = (
-        sum(float(np.ravel(seconds)[0]) for seconds in terms.values())
-        for terms in pass_seconds(setting_of(r, [layout], float(slots)), [*kinds_of(r)], work)
+        sum((np.broadcast_to(v, many) for v in terms.values()), np.zeros(many))
+        for terms in pass_seconds(setting, [*kinds_of(r)], work)
     )
-    fixed, each, _ = held_bytes(r, work, [layout])
-    weights = int(np.max(layout.weights))
-    w, cast_s, cast_bytes = r.workload, 0.0, 0.0
-    if w.compute_dtype != w.param_dtype:
-        kept, made = DTYPE_BYTES[w.param_dtype], DTYPE_BYTES[w.compute_dtype]
-        cast_s = weights / kept * (kept + made) / r.machine.passing_bytes_s
-        if strategy.dp_shard == 1:  # else these are the gathered ones
-            # The layer that works, the next one, and what is outside of the layers.
-            s = setting_of(r, [layout])
-            inside = 2.0 * (s.dense() + s.experts()) + s.outside / s.c.tp
-            cast_bytes = float(np.ravel(inside)[0]) * made
+    fixed, each, _ = held_bytes(r, work, layouts)
     passes = work.prompt_passes + work.new_tokens - 1
-    seconds = turns * (prefill + (work.new_tokens - 1) * decode + passes * cast_s)
-    beside = slots * int(np.max(layout.cache)) + fixed[0] + slots * each[0] + cast_bytes
-    return Sampling(seconds, weights, int(beside))
+    kept, made = DTYPE_BYTES[w.param_dtype], DTYPE_BYTES[w.compute_dtype]
+    # Of cast weights the layer that works, the next one and what is outside; gathered ones are in `fixed`.
+    inside = 2.0 * (setting.dense() + setting.experts()) + setting.outside / setting.c.tp
+    cast = made * np.where(setting.c.dp_shard > 1, 0.0, inside) * (kept != made)
+    cast = np.broadcast_to(cast, many)
+    for i, x in enumerate(layouts):
+        weights = int(np.max(x.weights))
+        cast_s = weights / kept * (kept + made) / r.machine.passing_bytes_s * (kept != made)
+        one = prefill[i] + (work.new_tokens - 1) * decode[i] + passes * cast_s
+        beside = slots * int(np.max(x.cache)) + fixed[i] + slots * each[i] + cast[i]
+        yield Sampling(float(-(-x.needed // slots) * one), weights, int(beside))
