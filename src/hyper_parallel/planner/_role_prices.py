@@ -22,11 +22,11 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.model import FAMILIES_READ
 from hyper_parallel.mpmd import on_shared_cores
-from hyper_parallel.planner._generation import strategies_of
+from hyper_parallel.planner._generation_layouts import strategies_of
 from hyper_parallel.planner._price import PricedStrategy
 from hyper_parallel.planner._refine import Outcome, find
 from hyper_parallel.planner._request import LOCAL, PlanRequest
-from hyper_parallel.planner._sampling import Sampling, sampling_of
+from hyper_parallel.planner._rollout_price import RolloutPrice, rollout_prices
 from hyper_parallel.planner._space import Space
 from hyper_parallel.topology import detect_local
 from hyper_parallel.units import format_seconds
@@ -77,7 +77,7 @@ class Split:
 
     ranks: int
     tp: int
-    sampling: Sampling
+    sampling: RolloutPrice
     learn_s: float
     steps_s: dict[int, float]  # by staleness, 0 also where the same ranks do both
     staleness: int
@@ -109,7 +109,7 @@ class Roles:
         self.prompt_len = max(1, seq_len - new)
         self._requests: dict[int, PlanRequest] = {}
         self._outcomes: dict[int, list[Outcome]] = {}
-        self._sampled: dict[tuple[Strategy, int, int], Sampling | str] = {}
+        self._sampled: dict[tuple[Strategy, int, int], RolloutPrice | str] = {}
         self._weights: dict[Strategy, dict[str, int] | str] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
 
@@ -205,7 +205,7 @@ class Roles:
 
     def _sampling(
         self, request: PlanRequest, strategy: Strategy, rows: int, slots: int
-    ) -> Sampling | str:
+    ) -> RolloutPrice | str:
         if request.model.family not in FAMILIES_READ:
             return f"it is not known whether the cache of the family `{request.model.family}` has slots"
         s = strategy
@@ -217,7 +217,7 @@ class Roles:
             self._price(request, [plain], rows, slots)
         return self._sampled[key]
 
-    def _all(self, request: PlanRequest, rows: int, slots: int) -> list[Sampling]:
+    def _all(self, request: PlanRequest, rows: int, slots: int) -> list[RolloutPrice]:
         """What sampling takes in all layouts of the devices."""
         devices = [s for s in strategies_of(request) if s.pp == 1 and rows % s.dp == 0]
         self._price(
@@ -231,7 +231,7 @@ class Roles:
     ) -> None:
         dtype = request.workload.compute_dtype
         work = GenerateWorkload(rows, self.prompt_len, self.new_tokens, dtype)
-        priced = sampling_of(request, strategies, work, slots, self._weights)
+        priced = rollout_prices(request, strategies, work, slots, self._weights)
         self._sampled |= {(s, rows, slots): p for s, p in zip(strategies, priced, strict=True)}
 
     def _step_s(self, sample_s: float, learn_s: float, ranks: int, staleness: int) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from hyper_parallel.cost._passes import pass_seconds
 from hyper_parallel.ir import GenerateWorkload, Strategy
-from hyper_parallel.planner._generation import (
+from hyper_parallel.planner._generation_layouts import (
     GenerationCut,
     held_bytes,
     kinds_of,
@@ -26,7 +26,7 @@ from hyper_parallel.units import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class RolloutPrice:
     """What sampling a step takes on a rank."""
 
     seconds: float
@@ -39,13 +39,13 @@ class Sampling:
         return self.weight_bytes + self.beside_bytes
 
 
-def sampling_of(
+def rollout_prices(
     r: PlanRequest,
     strategies: Sequence[Strategy],
     work: GenerateWorkload,
     slots: int,
     known: dict[Strategy, dict[str, int] | str],
-) -> list[Sampling | str]:
+) -> list[RolloutPrice | str]:
     """What layouts take to sample, or why they are not priced.
 
     Args:
@@ -55,7 +55,7 @@ def sampling_of(
         slots: Completions that a data share samples at a time.
         known: Bytes of parameters by layout of one replica, which are kept here.
     """
-    found: dict[Strategy, Sampling | str] = {}
+    found: dict[Strategy, RolloutPrice | str] = {}
     layouts = []
     for s in strategies:
         one = replace(s, dp_replicate=1)
@@ -74,7 +74,7 @@ def sampling_of(
 
 def _priced(
     r: PlanRequest, layouts: Sequence[GenerationCut], work: GenerateWorkload, slots: int
-) -> Iterator[Sampling]:
+) -> Iterator[RolloutPrice]:
     setting, w, many = setting_of(r, layouts, float(slots)), r.workload, len(layouts)
     prefill, decode = (
         sum((np.broadcast_to(v, many) for v in terms.values()), np.zeros(many))
@@ -92,4 +92,4 @@ def _priced(
         cast_s = weights / kept * (kept + made) / r.machine.passing_bytes_s * (kept != made)
         one = prefill[i] + (work.new_tokens - 1) * decode[i] + passes * cast_s
         beside = slots * int(np.max(x.cache)) + fixed[i] + slots * each[i] + cast[i]
-        yield Sampling(float(-(-x.needed // slots) * one), weights, int(beside))
+        yield RolloutPrice(float(-(-x.needed // slots) * one), weights, int(beside))
