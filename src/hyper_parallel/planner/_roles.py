@@ -47,9 +47,11 @@ def with_roles(
         return replace(plan, notes=(*plan.notes, f"the step is that of learning alone: {found}"))
     if ranks and not found.fits(roles.capacity_bytes):
         raise _too_big(roles, found, learner, where)
-    return replace(
-        plan, roles=roles.plan_of(found, [found]), notes=(*plan.notes, *roles.notes(found))
-    )
+    notes = [*plan.notes, *roles.notes(found)]
+    if not found.fits(roles.capacity_bytes):
+        held, capacity = format_bytes(found.held_bytes), format_bytes(int(roles.capacity_bytes))
+        notes.append(f"{held} while ranks sample exceed the device's {capacity}")
+    return replace(plan, roles=roles.plan_of(found, [found]), notes=tuple(notes))
 
 
 def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], str]) -> Plan:
@@ -93,10 +95,10 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
             take(0, 1, outcome)
     most = roles.devices - splits[0][0] if splits else roles.devices
     if not found:
-        require(roles.on(most), find(roles.on(most)))
         if large:
             split, priced = min(large, key=lambda f: f[0].held_bytes)
             raise _too_big(roles, split, Learner.of(priced), where)
+        require(roles.on(most), find(roles.on(most)))
         if len(splits) != 1:
             raise UnsupportedSharding(
                 f"the devices cannot be split among the roles: {refused}",
