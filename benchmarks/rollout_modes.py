@@ -5,7 +5,8 @@
 
 Each is `hyper-parallel train recipes/grpo_arithmetic.yaml` in a process of its own; seconds are those of
 metrics.jsonl, of the median step after the first ten. A step of the second way gives the seconds of its parts: waiting
-for completions, and the rest. With these alone the task graph of the third is simulated, and compared with it.
+for completions, and the rest. With these alone the task graph of the third is simulated, and compared with it. What the
+planner predicted of each before it ran is shown too.
 
 Bars: sampling ahead is at least 1.15 times as fast as in step, and the simulated ratio is within 10 % of the measured
 one. Ranks that train and sample in turn share both evenly, so on two processes they may be the fastest: it is shown.
@@ -86,6 +87,7 @@ def main() -> None:
         "steps": given.steps,
         "rounds": given.rounds,
         "step_s": step_s,
+        "predicted_step_s": {mode: rows[0]["pred_step_s"] for mode, rows in found.items()},
         "reward_of_last_20_steps": ends,
         "sampling_s": wait,
         "busy": {mode: step_s["in_step"] / 2 / step_s[mode] for mode in ("in_step", "ahead")},

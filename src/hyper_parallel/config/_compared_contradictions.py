@@ -46,12 +46,20 @@ def of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
                 f"stage=rm, {key}={given}",
                 f"set `{key}={'null' if off is None else off}`",
             )
-    if stage == "grpo" and (p.auto or p.pp > 1 or p.cp > 1):
+    for key in ("rollout_ranks", "rollout_tp"):
+        if stage == "grpo" and getattr(grpo, key) == "auto" and not p.auto:
+            clash(
+                f"grpo.{key}",
+                "where degrees are given, nothing is left to split among the roles",
+                f"{key}=auto, parallel.auto=false",
+                f"set `parallel=auto`, or `grpo.{key}=1`",
+            )
+    if stage == "grpo" and (p.pp > 1 or p.cp > 1):
         clash(
             "parallel",
             "`stage: grpo` samples with the layout that it trains with: neither pipeline stages nor cut sequences yet",
-            "parallel=auto" if p.auto else f"pp={p.pp}, cp={p.cp}",
-            "set `parallel.auto=false parallel.pp=1 parallel.cp=1`",
+            f"pp={p.pp}, cp={p.cp}",
+            "set `parallel.pp=1 parallel.cp=1`",
             "dp_replicate, dp_shard, tp, ep",
         )
     if grpo.max_staleness and not grpo.rollout_ranks:

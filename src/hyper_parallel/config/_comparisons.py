@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -37,10 +37,11 @@ class Grpo(Section):
     """Divide what a reward is above the mean of its group by the standard deviation of the group."""
     beta: float = Field(default=0.0, ge=0)
     """How much the divergence (KL) from the model before the first step counts; above 0 its weights are kept too."""
-    rollout_ranks: int = Field(default=0, ge=0)
-    """Ranks beside those that train that only sample, each with a copy of the model. 0: those that train sample."""
-    rollout_tp: int = Field(default=1, ge=1)
-    """So many of these ranks share a copy by tensor parallelism, and sample the same sequences."""
+    rollout_ranks: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    """Ranks beside those that train that only sample, each with a copy of the model. 0: those that train sample. auto:
+    with `parallel: auto` the planner splits all ranks among both."""
+    rollout_tp: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """So many of these ranks share a copy by tensor parallelism, and sample the same sequences. auto: as planned."""
     max_staleness: int = Field(default=0, ge=0)
     """Most rollouts that the weights which sampled may be behind: sampling runs ahead of training by so many."""
     exact_logprobs: bool = False
@@ -68,9 +69,19 @@ class Grpo(Section):
     """dapo: every token of the step counts alike; grpo: every completion does."""
 
     @property
+    def sampling_ranks(self) -> int:
+        """`rollout_ranks`; 0 until the planner has chosen."""
+        return 0 if self.rollout_ranks == "auto" else self.rollout_ranks
+
+    @property
+    def copy_ranks(self) -> int:
+        """`rollout_tp`; 1 until the planner has chosen."""
+        return 1 if self.rollout_tp == "auto" else self.rollout_tp
+
+    @property
     def samplers(self) -> int:
         """Copies of the model that only sample."""
-        return self.rollout_ranks // self.rollout_tp
+        return self.sampling_ranks // self.copy_ranks
 
 
 class Dpo(Section):

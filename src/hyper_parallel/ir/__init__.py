@@ -52,6 +52,7 @@ from hyper_parallel.ir.plan import (
 from hyper_parallel.ir.purpose import Purpose
 from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
 from hyper_parallel.ir.replay import replay
+from hyper_parallel.ir.roles import RejectedRoles, RolesPlan, role_tasks, steady_step_s
 from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, grid
 from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some
 from hyper_parallel.ir.strategy import BLOCK_SHAPES, BlockShape, Rule, Strategy, ulysses_degree
@@ -98,7 +99,9 @@ __all__ = [
     "Plan",
     "Purpose",
     "Rejected",
+    "RejectedRoles",
     "Replicate",
+    "RolesPlan",
     "Rule",
     "Schedule",
     "Sensitivity",
@@ -126,11 +129,13 @@ __all__ = [
     "qkv_parts",
     "redistribute",
     "replay",
+    "role_tasks",
     "sees_all",
     "sees_some",
     "simulate",
     "slab_bytes",
     "slabs",
+    "steady_step_s",
     "ulysses_degree",
     "working_rows",
 ]

@@ -14,6 +14,7 @@ from hyper_parallel.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from hyper_parallel.ir.plan import Plan, Rejected
+    from hyper_parallel.ir.roles import RejectedRoles, RolesPlan
 
 BAR: Final = 24
 TERMS_SHOWN: Final = 3
@@ -54,7 +55,10 @@ def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]
             f"{w.tokens_per_step or 0:,} tokens per step, sequences of {w.seq_len:,}, {w.microbatch} at a time, "
             f"{w.accumulation_steps} times, {w.compute_dtype}"
         ],
-        "step time": [f"{format_seconds(plan.step_s)} predicted" + _interval(plan, half_width)],
+        "step time": [
+            f"{format_seconds(plan.whole_step_s)} predicted" + _interval(plan, half_width)
+        ],
+        "roles": [_roles_line(plan.roles)] if plan.roles else [],
         "throughput": [
             f"{_tokens_per_second(plan):,.0f} tokens/s/device, MFU {plan.predicted_mfu:.1%}"
         ],
@@ -65,7 +69,10 @@ def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]
                 for t in terms
             )
         ],
-        "why not": [f"{r.strategy}: {r.reason}" for r in _losers(plan)],
+        "why not": [
+            *(f"{_split(r)}: {r.reason}" for r in (plan.roles.rejected if plan.roles else ())[:2]),
+            *(f"{r.strategy}: {r.reason}" for r in _losers(plan)),
+        ],
         "proof": [_proof(plan)],
         "notes": notes,
     }
@@ -76,7 +83,7 @@ def one_line(plan: Plan) -> str:
     """Machine, strategy, step time and memory of a plan in one line."""
     return (
         f"{plan.model.name} on {plan.strategy.world_size} devices of {plan.topology}: {plan.strategy}, "
-        f"{format_seconds(plan.step_s)} per step, MFU {plan.predicted_mfu:.1%}, {_tier(plan, 'hbm')}"
+        f"{format_seconds(plan.whole_step_s)} per step, MFU {plan.predicted_mfu:.1%}, {_tier(plan, 'hbm')}"
     )
 
 
@@ -90,7 +97,7 @@ def html(plan: Plan) -> str:
 
 
 def _interval(plan: Plan, half_width: float | None) -> str:
-    if half_width is None:
+    if half_width is None or plan.roles:  # the interval is that of steps that only learn
         return ""
     low, high = (format_seconds(plan.step_s * math.exp(d)) for d in (-half_width, half_width))
     return f", {low} to {high} in 80 % of cases"
@@ -99,7 +106,7 @@ def _interval(plan: Plan, half_width: float | None) -> str:
 def _tokens_per_second(plan: Plan) -> float:
     """Tokens per second and device."""
     per_step = (plan.workload.tokens_per_step or 0) / plan.strategy.world_size
-    return per_step / plan.step_s if plan.step_s else 0.0
+    return per_step / plan.whole_step_s if plan.whole_step_s else 0.0
 
 
 def _tier(plan: Plan, tier: str) -> str:
@@ -131,7 +138,8 @@ def explain(plan: Plan, width: int | None = None) -> str:
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),
-        _section("step time", _time(plan)),
+        _section("roles", _roles(plan)),
+        _section("step time" if plan.roles is None else "step of learning", _time(plan)),
         "\n".join(_section(title, lines) for title, lines in _memory(plan)),
         _section("layouts", _layouts(plan)),
         _section("collectives per rank and step", _collectives(plan)),
@@ -181,10 +189,34 @@ def _head(plan: Plan) -> Iterator[str]:
         )
     yield f"formats    compute {w.compute_dtype}, parameters {w.param_dtype}, reductions {w.reduce_dtype}"
     yield (
-        f"predicted  {format_seconds(plan.step_s)} per step, {_tokens_per_second(plan):,.0f} tokens/s/device, "
+        f"predicted  {format_seconds(plan.whole_step_s)} per step, {_tokens_per_second(plan):,.0f} tokens/s/device, "
         f"MFU {plan.predicted_mfu:.1%}, {format_bytes(plan.memory_bytes)} of "
         f"{format_bytes(plan.memory_capacity_bytes)} per device"
     )
+
+
+def _split(r: RolesPlan | RejectedRoles) -> str:
+    """Who samples, in words."""
+    if not r.rollout_ranks:
+        return "colocated"
+    shared = f" in copies of {r.rollout_tp}" if r.rollout_tp > 1 else ""
+    ahead = f"ahead by {r.max_staleness}" if r.max_staleness else "in step"
+    return f"{ahead}, {r.rollout_ranks} ranks sample{shared}"
+
+
+def _roles_line(r: RolesPlan) -> str:
+    both = f"sampling {format_seconds(r.sample_s)}, learning {format_seconds(r.learn_s)}"
+    return f"{_split(r)}: {both}, {format_bytes(r.sampler_bytes)} on a rank that samples"
+
+
+def _roles(plan: Plan) -> Iterator[str]:
+    """Both roles, and the splits that lost."""
+    if plan.roles is None:
+        return
+    yield _roles_line(plan.roles)
+    width = max((len(_split(r)) for r in plan.roles.rejected), default=0)
+    for r in plan.roles.rejected:
+        yield f"{_split(r):<{width}}  {format_seconds(r.step_s):>9}  {r.reason}"
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -280,6 +312,8 @@ def _flat(plan: Plan) -> Iterator[tuple[str, str]]:
         yield from _leaves(name, encode(getattr(plan, name)))
     yield "topology", plan.topology
     yield "step_s", format_seconds(plan.step_s)
+    if plan.roles is not None:
+        yield "roles", f"{format_seconds(plan.whole_step_s)}, {_roles_line(plan.roles)}"
     yield "mfu", f"{plan.predicted_mfu:.1%}"
     yield (
         "memory",

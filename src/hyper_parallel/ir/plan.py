@@ -12,6 +12,7 @@ from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import _text
 from hyper_parallel.ir.layout import Layout
 from hyper_parallel.ir.mesh import Mesh
+from hyper_parallel.ir.roles import RolesPlan
 from hyper_parallel.ir.strategy import Strategy
 from hyper_parallel.ir.workload import Workload
 from hyper_parallel.serde import DecodeError, decode, encode
@@ -219,6 +220,7 @@ class Plan:
         certificate: Why the search found nothing better; None for a strategy that was given.
         pareto: The front of time and memory near the chosen strategy, fastest first.
         sensitivity: Constants that would change the choice, the smallest change first.
+        roles: Who samples and who learns, where a step does both; the prices above are of learning alone.
         notes: Sentences a reader should know: assumptions, layouts that deviate from the model's own plan.
         version: Schema version.
     """
@@ -240,6 +242,7 @@ class Plan:
     certificate: Certificate | None = None
     pareto: tuple[Alternative, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
+    roles: RolesPlan | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
@@ -260,11 +263,16 @@ class Plan:
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
+    def whole_step_s(self) -> float:
+        """Predicted seconds from one step to the next: of learning, and of sampling where a step does both."""
+        return self.step_s if self.roles is None else self.roles.step_s
+
+    @property
     def predicted_mfu(self) -> float:
-        """Model FLOP/s utilisation the prediction implies, against the dense peak."""
+        """Model FLOP/s utilisation of the ranks that train that the prediction implies, against the dense peak."""
         tokens = self.workload.tokens_per_step or 0
         peak = self.peak_flops * self.strategy.world_size
-        capacity = self.step_s * peak
+        capacity = self.whole_step_s * peak
         return self.model.flops_per_token * tokens / capacity if capacity else 0.0
 
     def summary(self, half_width: float | None = None, width: int = 80) -> str:

@@ -9,36 +9,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hyper_parallel.cost import Candidates, Setting
-from hyper_parallel.cost._passes import LayerKind, cache_bytes, pass_bytes, pass_seconds
+from hyper_parallel.cost._passes import pass_seconds
 from hyper_parallel.errors import (
     BadValue,
     DoesNotFit,
-    HyperParallelError,
     NoLegalStrategy,
     UnsupportedSharding,
 )
 from hyper_parallel.ir import GenerateWorkload, Strategy, Workload
 from hyper_parallel.model import FAMILIES_READ, ModelSpec
-from hyper_parallel.planner._price import partition
+from hyper_parallel.planner._generation_layouts import (
+    LAID_OUT,
+    GenerationCut,
+    held_bytes,
+    kinds_of,
+    laid_out,
+    local_bytes,
+    setting_of,
+    strategies_of,
+)
 from hyper_parallel.planner._recipe import parse_strategy
 from hyper_parallel.planner._refusals import MOST_DOUBLINGS, check_degrees, check_legal
 from hyper_parallel.planner._request import LOCAL, PlanRequest, resolve
-from hyper_parallel.planner._space import divisors
 from hyper_parallel.topology import Supernode
-from hyper_parallel.units import DTYPE_BYTES, format_bytes
+from hyper_parallel.units import format_bytes
 
 GENERATE_OBJECTIVES: Final = ("throughput", "latency")
 FORMATS: Final = ("float64", "float32", "bfloat16", "float16")
 """Formats that generation runs in."""
-_AXES: Final = ("pp", "dp_replicate", "dp_shard", "tp_x", "ep")
 _WHERE: Final = "--parallel"
 
 
@@ -132,7 +135,7 @@ def plan_generation(
     layouts = [*_layouts(r, work, ruled_out, given)]
     if not layouts:
         raise _nothing_legal(r, work, ruled_out)
-    fixed, each, largest = _held(r, work, layouts)
+    fixed, each, largest = held_bytes(r, work, layouts)
     needed = np.array([x.needed for x in layouts])
     # A layout that is given is priced where it does not fit: predictions may be wrong, and nobody asked for a choice.
     fits = (largest >= (needed if together else 1)) | (given is not None)
@@ -140,8 +143,8 @@ def plan_generation(
         raise _nothing_fits(r, work, layouts, together)
     ruled_out["memory"] += int((~fits).sum())
     slots, kept = needed if together else np.clip(largest, 1, needed), np.flatnonzero(fits)
-    setting = _setting(r, [layouts[i] for i in kept], slots[kept].astype(np.float64))
-    terms = pass_seconds(setting, [*_kinds(r)], work)
+    setting = setting_of(r, [layouts[i] for i in kept], slots[kept].astype(np.float64))
+    terms = pass_seconds(setting, [*kinds_of(r)], work)
     priced = []
     for row, i in enumerate(kept):
         x, count = layouts[i], int(slots[i])
@@ -211,7 +214,7 @@ def _request(
 
 def _check_axes(strategy: Strategy) -> None:
     """Refuse what generation does not run, or what is not priced for it."""
-    plain = Strategy(**{name: getattr(strategy, name) for name in (*_AXES, "stage_layers")})
+    plain = Strategy(**{name: getattr(strategy, name) for name in (*LAID_OUT, "stage_layers")})
     names = [f.name for f in fields(Strategy)]
     other = [n for n in names if getattr(strategy, n) != getattr(plain, n)]
     if strategy.cp > 1:
@@ -229,31 +232,23 @@ def _check_axes(strategy: Strategy) -> None:
 
 def _words(strategy: Strategy) -> str:
     """A layout as `generate --parallel` takes it."""
-    named = ((name.removesuffix("_x"), getattr(strategy, name)) for name in _AXES)
+    named = ((name.removesuffix("_x"), getattr(strategy, name)) for name in LAID_OUT)
     words = [f"{name}={degree}" for name, degree in named if degree > 1]
     if strategy.stage_layers:
         words.append(f"stage_layers=[{','.join(map(str, strategy.stage_layers))}]")
     return " ".join(words)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    strategy: Strategy
-    needed: int  # slots that all prompts need at once
-    weights: NDArray[np.int64]  # [pp] bytes of a rank
-    cache: NDArray[np.int64]  # [pp] bytes of a sequence on a rank
-
-
 def _layouts(
     r: PlanRequest, work: GenerateWorkload, ruled_out: Counter[str], given: Strategy | None = None
-) -> Iterator[_Layout]:
+) -> Iterator[GenerationCut]:
     """The layout that is given, or all that are legal; the others are counted by reason."""
     unsplit = dict(r.model.unsplit)
     known: dict[tuple[int, ...], dict[str, int] | str] = {}
-    for s in _strategies(r) if given is None else [given]:
+    for s in strategies_of(r) if given is None else [given]:
         key = (s.tp_x, s.dp_shard, s.ep)
         if key not in known:
-            known[key] = _local_bytes(r, Strategy(tp_x=s.tp_x, dp_shard=s.dp_shard, ep=s.ep))
+            known[key] = local_bytes(r, Strategy(tp_x=s.tp_x, dp_shard=s.dp_shard, ep=s.ep))
         sizes = known[key]
         if s.pp > 1 and "pp" in unsplit:
             ruled_out[unsplit["pp"]] += 1
@@ -262,63 +257,7 @@ def _layouts(
         elif isinstance(sizes, str):
             ruled_out[sizes] += 1
         else:
-            yield _cut(r, work, s, sizes)
-
-
-def _strategies(r: PlanRequest) -> Iterator[Strategy]:
-    devices, experts = r.num_devices, r.experts or 1
-    for pp in (d for d in divisors(devices) if d <= r.model.num_layers):
-        for tp in divisors(devices // pp):
-            for shard in divisors(devices // pp // tp):
-                for ep in (e for e in divisors(shard * tp) if experts % e == 0):
-                    replicas = devices // pp // tp // shard
-                    yield Strategy(pp=pp, tp_x=tp, dp_shard=shard, dp_replicate=replicas, ep=ep)
-
-
-def _local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
-    """Bytes of every parameter on a rank by name, or why it is not priced; stages and replicas do not matter."""
-    try:
-        shards = r.shard(s)
-    except HyperParallelError as error:
-        return error.what
-    if shards.whole_stream:
-        return "tensor parallelism leaves its attention whole"
-    sizes, width = {}, DTYPE_BYTES[r.workload.param_dtype]
-    for p in (p for b in r.model.blocks for p in b.params):
-        layout = shards.layouts[p.name]
-        sizes[p.name] = width * int(np.prod(layout.max_local_shape(p.shape, s.mesh_of(layout))))
-    return sizes
-
-
-def _cut(r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[str, int]) -> _Layout:
-    """A layout with its stages cut so that the fullest rank holds as little as it can."""
-    needed, dtype = -(-work.prompts // s.dp), r.workload.compute_dtype
-    weights, cache = np.zeros((2, r.model.num_layers), dtype=np.int64)
-    for block in r.model.blocks:
-        # A head that shares the embedding's weight has its own on another stage.
-        own = sum(sizes[p.name] for p in block.params if s.pp > 1 or not p.tied_to)
-        place = [*block.layers] or [0 if block.name == "embedding" else -1]
-        weights[place] += own
-        if block.attention is not None:
-            cache[place] = cache_bytes(block.attention, s.tp, work, dtype)
-    cut = s.stage_layers or partition((weights + needed * cache).tolist(), s.pp)
-    starts = [0, *accumulate(cut)][:-1]
-    held = (np.add.reduceat(weights, starts), np.add.reduceat(cache, starts))
-    return _Layout(replace(s, stage_layers=cut if s.pp > 1 else ()), needed, *held)
-
-
-def _setting(r: PlanRequest, layouts: Sequence[_Layout], slots: Any = 1) -> Setting:
-    columns = {name: [getattr(x.strategy, name) for x in layouts] for name in _AXES}
-    return Setting(
-        r.numbers, r.machine, r.workload, Candidates.of_columns(**columns, microbatch=slots)
-    )
-
-
-def _kinds(r: PlanRequest) -> Iterator[LayerKind]:
-    for layers, numbers in r.layer_kinds:
-        params = r.model.block_of(layers[0]).params
-        latent = (p.shape for p in params if p.name.endswith("kv_b_proj.weight"))
-        yield len(layers), numbers, next(latent, None)
+            yield laid_out(r, work, s, sizes)
 
 
 def _nothing_legal(
@@ -334,25 +273,15 @@ def _nothing_legal(
     )
 
 
-def _held(
-    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[_Layout]
-) -> tuple[NDArray[np.float64], ...]:
-    """Bytes beside weights and cache, in all and for each sequence, and the most sequences of a data share that fit."""
-    both = pass_bytes(_setting(r, layouts), work)
-    fixed, each = (np.broadcast_to(b, len(layouts)) for b in both)
-    rows, capacity = zip(layouts, fixed, each, strict=True), r.machine.memory_bytes
-    most = [np.min((capacity - x.weights - f) // (x.cache + e)) for x, f, e in rows]
-    return fixed, each, np.array(most)
-
-
 def _nothing_fits(
-    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[_Layout], together: bool
+    r: PlanRequest, work: GenerateWorkload, layouts: Sequence[GenerationCut], together: bool
 ) -> DoesNotFit:
     """The error when no layout fits, with fewer prompts or the number of devices, by doubling, that would."""
 
-    def most(r: PlanRequest, layouts: Sequence[_Layout]) -> int:
+    def most(r: PlanRequest, layouts: Sequence[GenerationCut]) -> int:
         return max(
-            int(n) * x.strategy.dp for n, x in zip(_held(r, work, layouts)[2], layouts, strict=True)
+            int(n) * x.strategy.dp
+            for n, x in zip(held_bytes(r, work, layouts)[2], layouts, strict=True)
         )
 
     hint = "a smaller model, or a machine with more memory"

@@ -45,8 +45,9 @@ def plan_recipe(
 
     Args:
         recipe: The run.
-        world_size: Ranks that were already started; None: the product of explicit degrees; with auto
-            `parallel.world_size`, else every accelerator of the topology, or 4 on a machine without one.
+        world_size: Ranks that were already started and train, with `grpo.rollout_ranks: auto` all; None: the product
+            of explicit degrees; with auto `parallel.world_size`, else every accelerator of the topology, or 4 on a
+            machine without one.
         where: Tells where the value of a key was set, for errors; `LoadedRecipe.where`.
         model: The recipe's model, where it has been read already; None: it is read from `model.path`.
 
@@ -61,7 +62,12 @@ def plan_recipe(
         check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
         check_degrees(strategy, world_size, culprit)
         request = _request(recipe, model, strategy.world_size)
-        return evaluate(request, strategy, culprit, world_size or parallel.world_size)
+        plan = evaluate(request, strategy, culprit, world_size or parallel.world_size)
+        if recipe.stage == "grpo":
+            from hyper_parallel.planner._roles import with_roles
+
+            plan = with_roles(recipe, request, plan, where)
+        return plan
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(
             f"the recipe plans for {parallel.world_size} ranks, but {world_size} were started",
@@ -79,6 +85,12 @@ def plan_recipe(
     request = _request(recipe, model, world_size or parallel.world_size)
     pins = _pins(recipe, strategy, where)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
+    if recipe.stage == "grpo":
+        from hyper_parallel.planner._roles import split_devices
+
+        # What samples: neither pipelines nor cut sequences, and one axis of tensor parallelism.
+        request = replace(request, pins={**pins, "pp": 1, "cp": 1, "tp_y": pins.get("tp_y", 1)})
+        return split_devices(recipe, request.with_headroom(), where)
     return search(request.with_headroom())
 
 
@@ -105,10 +117,13 @@ def _request(recipe: Recipe, model: ModelSpec | None, num_devices: int | None) -
         workload = replace(request.workload, trained=share)
         note = f"{share:.3%} of the parameters are trained; passes are timed as if all were"
         request = replace(request, workload=workload, notes=(*request.notes, note))
+    if recipe.stage == "grpo":
+        request = replace(request, together=recipe.grpo.num_generations)
     if not given and recipe.parallel.auto:
-        tokens = workload.seq_len * request.num_devices
+        tokens = workload.seq_len * request.num_devices * request.together
         workload = replace(workload, tokens_per_step=tokens, microbatch=None)
-        note = f"tokens per step assumed: one sequence per rank, {tokens}"
+        each = "one sequence" if request.together == 1 else "one group of completions"
+        note = f"tokens per step assumed: {each} per rank, {tokens}"
         request = replace(request, workload=workload, notes=(*request.notes, note))
     if t.optimizer not in ("adamw", "adam"):
         note = f"optimizer states and time of {t.optimizer} are predicted as those of adamw: two per parameter"

@@ -51,6 +51,7 @@ class PlanRequest:
     pins: Mapping[str, int] = field(default_factory=dict)
     executable: bool = False  # only what this version can run
     base: Strategy = field(default_factory=Strategy)  # keeps its rules and its cut of the layers
+    together: int = 1  # sequences of a step that stay on one data-parallel rank
 
     def allows(self, name: str, value: float) -> bool:
         """Whether a column may have a value, as far as pins say."""

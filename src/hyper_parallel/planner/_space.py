@@ -134,7 +134,7 @@ class Space:
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
         r, refused = self.request, self.refused
-        tokens, seq_len = r.workload.tokens_per_step, r.workload.seq_len
+        tokens, seq_len = r.workload.tokens_per_step, r.workload.seq_len * r.together
         unsplit = dict(r.model.unsplit)
         for pp in self._divisors("pp", r.num_devices):
             if refused("more pipeline stages than layers", pp > r.model.num_layers):

@@ -158,8 +158,9 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
             points = _points(run, key)
             lines.append(Curve(label(name, "measured" if key != "lr" else "set"), points, color))
             if key == "step_s" and points and run.plan.step_s:
-                flat = [(x, run.plan.step_s) for x in (points[0][0], points[-1][0])]
-                what_of = "predicted, without rollouts" if run.rewards else "predicted"
+                flat = [(x, run.plan.whole_step_s) for x in (points[0][0], points[-1][0])]
+                without = run.rewards and run.plan.roles is None
+                what_of = "predicted, without rollouts" if without else "predicted"
                 lines.append(Curve(label(name, what_of), flat, color, "dashed"))
         charts[key] = curves(lines, what, units, x_range=across, from_zero=key != "lr")
     within = [(label(name, "measured"), color, run) for run, name, color in named]

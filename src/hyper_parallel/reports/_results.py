@@ -59,8 +59,8 @@ def results(run: RunRecord) -> list[Result]:
         first, final = run.evals[0]["loss"], run.evals[-1]["loss"]
         add("held-out loss", f"{final:.3f}", final, f"from {first:.3f} before training")
     if (step_s := run.steady("step_s")) is not None:
-        note = _beside(format_seconds(plan.step_s), step_s, plan.step_s)
-        if run.rewards:
+        note = _beside(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)
+        if run.rewards and plan.roles is None:
             note = f"of them {format_seconds(plan.step_s)} predicted for learning"
         add("step time (median)", format_seconds(step_s), step_s, note)
     for name, share in run.busy.items():

@@ -94,7 +94,7 @@ def calibrate_first_run(job: Job) -> str | None:
     Returns:
         A line for people, None when nothing was measured; the run must then be planned again.
     """
-    ranks = job.plan.strategy.world_size
+    ranks = job.ranks
     if job.recipe.topology != "local" or under_torchrun():
         return None
     supernode = detect_local(ranks)

@@ -64,8 +64,8 @@ def check_reward_models(loaded: LoadedRecipe, tokenizer_dir: str) -> None:
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
     """Raise when ranks that only sample form no whole groups, or would not have as many sequences each."""
     grpo = loaded.recipe.grpo
-    ranks, copies = grpo.rollout_ranks, grpo.samplers
-    if ranks % grpo.rollout_tp:
+    ranks, copies = grpo.sampling_ranks, grpo.samplers
+    if ranks % grpo.copy_ranks:
         raise Contradiction(
             "ranks that only sample form whole groups",
             where=loaded.where("grpo.rollout_tp"),

@@ -1,4 +1,4 @@
-"""A recipe on another number of ranks than its degrees multiply to: planned anew, with the same tokens of a step."""
+"""A recipe on other ranks: planned anew with the same tokens of a step, or as the planner splits them in roles."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hyper_parallel.config import DEGREES, LoadedRecipe, Parallel
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.ir import Plan
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.planner import plan_recipe
 
@@ -43,6 +44,29 @@ def on_started(loaded: LoadedRecipe, started: int | None) -> LoadedRecipe:
     if not loaded.recipe.training.elastic or None in (started, wanted) or started == wanted:
         return loaded
     return on_ranks(loaded, started or 1)
+
+
+def with_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
+    """The recipe with the numbers that a plan has for `grpo.rollout_ranks: auto` and `grpo.rollout_tp: auto`.
+
+    Its ranks are then those that train; where none only samples, nothing runs ahead.
+    """
+    grpo, roles = loaded.recipe.grpo, plan.roles
+    if "auto" not in (grpo.rollout_ranks, grpo.rollout_tp):
+        return loaded
+    chosen = (0, 1) if roles is None else (roles.rollout_ranks, roles.rollout_tp)
+    update: dict[str, object] = dict(zip(("rollout_ranks", "rollout_tp"), chosen, strict=True))
+    if not chosen[0]:
+        update |= {"max_staleness": 0, "partial_rollout": False}
+    world = {"world_size": plan.strategy.world_size}
+    sections = {
+        "grpo": grpo.model_copy(update=update),
+        "parallel": loaded.recipe.parallel.model_copy(update=world),
+    }
+    keys = ("parallel.world_size", *(f"grpo.{key}" for key in update))
+    derived = dict.fromkeys(keys, "derived: how the planner splits the ranks")
+    origins = {**loaded.origins, **derived}
+    return replace(loaded, recipe=loaded.recipe.model_copy(update=sections), origins=origins)
 
 
 def on_at_most(loaded: LoadedRecipe, most: int, spec: ModelSpec | None = None) -> LoadedRecipe:

@@ -26,7 +26,7 @@ from hyper_parallel.errors import CheckpointCorrupt, Contradiction, TokenizerMis
 from hyper_parallel.ir import Plan
 from hyper_parallel.topology import find_accelerators, load_topology
 from hyper_parallel.trainer._compared_rows import check_reward_models, check_rows
-from hyper_parallel.trainer._elastic import on_started
+from hyper_parallel.trainer._elastic import on_started, with_roles
 from hyper_parallel.trainer._files import (
     check_writable,
     copy_files,
@@ -87,7 +87,7 @@ class Job:
     def worlds(self) -> tuple[int, ...]:
         """Ranks of the world that trains, and of each copy that only samples."""
         grpo = self.recipe.grpo
-        return (self.plan.strategy.world_size, *[grpo.rollout_tp] * grpo.samplers)
+        return (self.plan.strategy.world_size, *[grpo.copy_ranks] * grpo.samplers)
 
     @property
     def ranks(self) -> int:
@@ -223,7 +223,7 @@ def _training_ranks(recipe: Recipe) -> int | None:
         return None
     from hyper_parallel.runtime import launched_rank
 
-    ranks, sampling = launched_rank()[1], recipe.grpo.rollout_ranks
+    ranks, sampling = launched_rank()[1], recipe.grpo.sampling_ranks
     if ranks <= sampling:
         raise Contradiction(
             "no rank is left to train",
@@ -298,6 +298,8 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
             hint="set `lora=null` or `checkpoint.export=false`, or `model.path=RUN_DIR/export`",
         )
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec)
+    loaded = with_roles(loaded, plan)
+    recipe = loaded.recipe
     model = build_model(recipe)
     check_offload(recipe, plan, model, loaded.where)
     check_optimizer(recipe, plan, loaded.where)

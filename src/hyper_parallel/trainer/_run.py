@@ -168,7 +168,7 @@ def _rank(
     train = job.worlds[0]
     if rank < train:
         return train_rank(job, flash, stop, snapshots)
-    sample_rank(job, (rank - train) // job.recipe.grpo.rollout_tp)
+    sample_rank(job, (rank - train) // job.recipe.grpo.copy_ranks)
     return None
 
 

@@ -67,7 +67,8 @@ def startup_panel(
         "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
         "data": data,
         "plan": plan.fingerprint,
-        "predicted step": f"{format_seconds(plan.step_s)}, MFU {plan.predicted_mfu:.1%}"
+        "predicted step": f"{format_seconds(plan.whole_step_s)}, MFU {plan.predicted_mfu:.1%}"
+        + _of_roles(plan)
         + _unmeasured(plan),
         "predicted memory": f"{format_bytes(plan.memory_bytes)} per rank ({share:.1%})",
         "output": output_dir,
@@ -78,6 +79,13 @@ def startup_panel(
     for row in rows.items():
         table.add_row(*row)
     return Panel(table, title="hyper-parallel train", title_align="left", expand=False)
+
+
+def _of_roles(plan: Plan) -> str:
+    roles = plan.roles
+    if roles is None:
+        return ""
+    return f"; sampling {format_seconds(roles.sample_s)}, learning {format_seconds(roles.learn_s)}"
 
 
 def _unmeasured(plan: Plan) -> str:

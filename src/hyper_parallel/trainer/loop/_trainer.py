@@ -317,7 +317,9 @@ class Trainer:
             tps=per_device,
             tflops=flops / 1e12,
             mfu=flops / plan.peak_flops if plan.peak_flops else 0.0,
-            pred_step_s=plan.step_s if self._job.on_topology and not result.rollout else None,
+            pred_step_s=plan.whole_step_s
+            if self._job.on_topology and (plan.roles or not result.rollout)
+            else None,
             **{k: v for k, v in asdict(result).items() if k not in ("stop", "save")},
         )
         for callback in self._callbacks:
