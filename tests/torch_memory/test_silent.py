@@ -89,6 +89,14 @@ def by_pointer(net, h):
     return h + out
 
 
+def turned(net, h):
+    return net.layer(h.view(2, 4, 16).transpose(1, 2)).transpose(1, 2).reshape(8, 16)
+
+
+def recurrent(net, h):
+    return net.layer(h.view(2, 4, 16))[0].reshape(8, 16)
+
+
 def into_a_buffer(net, h):
     ctypes.memmove(net.filled.data_ptr(), h.detach().data_ptr(), net.filled.nbytes)
     return h + net.filled
@@ -147,6 +155,8 @@ REFUSED = {  # what is between the layers, its state, the error, and words of it
 FOLLOWED = {
     "batch norm": (lambda net, h: net.norm(h), {"norm": nn.BatchNorm1d(16)}),
     "batch norm in eval": (lambda net, h: net.norm(h), {"norm": nn.BatchNorm1d(16).eval()}),
+    "batch norm of what is transposed": (turned, {"layer": nn.BatchNorm1d(16)}),
+    "layers that keep a workspace": (recurrent, {"layer": nn.LSTM(16, 16, 2, batch_first=True)}),
     "operator with hidden dropout": (lambda net, h: noise(h), {}),
     "attribute in place": (in_place, {"plain": torch.zeros(16)}),
 }
