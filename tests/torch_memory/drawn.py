@@ -230,6 +230,8 @@ PLAIN = {
         lambda m, x: torch.utils.checkpoint.checkpoint(m.layer, x, use_reentrant=False),
         layer=lambda: nn.Sequential(linear(), nn.Tanh(), linear()),
     ),
+    "turned in place": simple(lambda m, x: x @ torch.mm(x[0].mT, x[1]).t_()),
+    "squeezed in place": simple(lambda m, x: x + (x * 2).unsqueeze_(1).transpose_(1, 2).squeeze_(2)),
     "no grad": simple(lambda m, x: x + x.detach().abs().max()),
     "pooled": simple(lambda m, x: x + f.max_pool1d(x, 2).repeat_interleave(2, -1)),
     "interpolated": simple(lambda m, x: f.interpolate(x, scale_factor=2.0, mode="linear")[..., ::2]),

@@ -132,7 +132,7 @@ class OffloadedStep:
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
-        self._begun = bool(optimizer.state)
+        self._begun = False
         self._zeroes_first = False
         self.plan: MemoryPlan | None = None
         self.measured: Measured | None = None
