@@ -70,10 +70,10 @@ def attention(m, x):
 
 def cell(m, x):
     state, outs = None, []
-    for at in range(4):
+    for at in range(2):
         state = m.cell(x[:, at], state)
         outs.append(state[0] if isinstance(state, tuple) else state)
-    return torch.cat([torch.stack(outs, 1), x[:, 4:]], 1)
+    return torch.cat([torch.stack(outs, 1), x[:, 2:]], 1)
 
 
 def counted(m, x):
@@ -177,7 +177,10 @@ LAYERS = {
     "gru cell": simple(cell, cell=lambda: nn.GRUCell(D, D)),
     "lstm cell": simple(cell, cell=lambda: nn.LSTMCell(D, D)),
     "lstm": simple(lambda m, x: m.layer(x)[0], layer=lambda: nn.LSTM(D, D, batch_first=True)),
-    "gru": simple(lambda m, x: m.layer(x)[0], layer=lambda: nn.GRU(D, D, 2, batch_first=True)),
+    "gru": simple(
+        lambda m, x: torch.cat([m.layer(x[:, :2])[0], x[:, 2:]], 1),
+        layer=lambda: nn.GRU(D, D, 2, batch_first=True),
+    ),
     "frozen": lambda: linear().requires_grad_(False),
     "bilinear": simple(lambda m, x: m.layer(x, x.flip(1)), layer=lambda: nn.Bilinear(D, D, D)),
     "weight norm": lambda: parametrizations.weight_norm(linear()),

@@ -183,7 +183,7 @@ def outcome(drawn: Drawn) -> str:
 def programs(odd: bool):
     """Drawn programs; `odd`: with a part or an optimizer that a plan may have to refuse."""
     names = st.sampled_from([*LAYERS, *PLAIN])
-    parts = st.lists(st.one_of(names, st.tuples(names, names)), min_size=2, max_size=4)
+    parts = st.lists(st.one_of(names, names, st.tuples(names, names)), min_size=1, max_size=2)
     if odd:
         parts = st.tuples(parts, st.sampled_from([*ODD, *LAYERS])).map(lambda t: [*t[0], t[1]])
     return st.builds(
@@ -194,9 +194,9 @@ def programs(odd: bool):
         optimizer=st.sampled_from([*OPTIMIZERS] if odd else FUSED),
         clip=st.sampled_from(["none", "norm", "value"]),
         rounds=st.sampled_from([1, 1, 2]),
-        zero=st.sampled_from(["after", "before", "zeros"]),
+        zero=st.sampled_from(["after", "before", "before", "after", "zeros"]),
         rate=st.booleans(),
-        share=st.sampled_from([0.7, 0.85, 0.95]),
+        share=st.sampled_from([0.85, 0.95]),
     )
 
 
@@ -205,7 +205,7 @@ def test_drawn_programs_are_the_plain_ones_or_refused_by_a_code(odd, equal):
     seen: Counter[str] = Counter()
 
     @settings(
-        max_examples=30, derandomize=True, database=None, deadline=None,
+        max_examples=26, derandomize=True, database=None, deadline=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(programs(odd))
