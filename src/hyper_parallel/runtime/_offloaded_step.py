@@ -187,7 +187,7 @@ class OffloadedStep:
         parameters = list(self._model.parameters())
         # Gradients of the step before, which a step that begins with `zero_grad` neither reads nor keeps.
         for p in parameters if self._zeroes_first else ():
-            if p.grad is None:
+            if p.grad is None and p.requires_grad:
                 p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
         old = [(p, p.grad) for p in parameters if p.grad is not None]
         unread = {grad.untyped_storage()._cdata for _, grad in old if grad.layout is torch.strided}
