@@ -11,6 +11,7 @@ from hyper_parallel.backends.torch.memory import (
     StorageWatch,
     capture_training,
     training_step,
+    with_kernel_bytes,
 )
 from hyper_parallel.backends.torch.memory import _held_state as held_state
 from hyper_parallel.backends.torch.memory._kernel_bytes import columns, in_pieces, piece_bytes
@@ -75,6 +76,22 @@ def test_a_model_allocates_what_is_counted():
         _, measured = device.step(given)
     assert measured.device_bytes == plan.device_bytes == plan.arena_bytes + program.staging_bytes
     assert 0 < most <= program.staging_bytes + 4096  # numbers, and what kernels take for themselves
+
+
+def test_with_its_kernels_measured_a_step_allocates_what_is_predicted():
+    """bfloat16 products pack their operands; the profiler's events agree to the largest number that is made."""
+    model, optimizer = trainer("llama", hidden_size=128, intermediate_size=320)
+    model.to(torch.bfloat16)
+    training_step(model, optimizer, batch(0))
+    captured = capture_training(model, optimizer, batch(1))
+    metered = with_kernel_bytes(captured)
+    assert metered.program.staging_bytes > 1.5 * captured.program.staging_bytes
+    plan = plan_memory(ROOFLINE.annotate(metered.program), MACHINE, max_slowdown=0.05)
+    with PlannedDevice(metered, plan, MACHINE, copies="at_issue") as device:
+        device.step(batch(2))
+        given = batch(3)
+        _, most = allocations(lambda: device.step(given))
+    assert abs(most - metered.program.staging_bytes) <= 4096
 
 
 def test_a_wrong_address_is_refused_and_would_be_seen(monkeypatch):

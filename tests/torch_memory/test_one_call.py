@@ -120,6 +120,52 @@ def test_an_optimizer_without_state_is_planned_too() -> None:
         assert planned.measured is not None
 
 
+def test_gradients_may_go_at_the_beginning_of_a_step_and_not_be_added_up() -> None:
+    def train(offloaded: bool, zero: bool = True):
+        torch.manual_seed(0)
+        model = Net()
+        model.blocks[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.blocks[1:].parameters(), lr=1e-2, fused=True)
+
+        def step(batch, *, scale):
+            if zero:
+                optimizer.zero_grad()
+            loss = (model(batch["rows"]) - batch["wanted"]).square().mean() * scale
+            loss.backward()
+            optimizer.step()
+            return {"loss": loss.detach(), "norm": torch.zeros(())}
+
+        if not offloaded:
+            return model, optimizer, run(step, sizes)
+        with hp.offload(step, max_slowdown=0.5, model=model, optimizer=optimizer) as planned:
+            return model, optimizer, run(planned, sizes)
+
+    sizes = [ROWS, ROWS, ROWS, 16, ROWS, 16]
+    model, optimizer, plain = train(False)
+    mine, ours, found = train(True)
+    assert found == plain
+    same_state(mine, ours, model, optimizer)
+    with pytest.raises(CaptureUnsupported, match="outlives the step"):
+        train(True, zero=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(torch.optim.Adagrad, {"fused": True}), (torch.optim.AdamW, {"foreach": True})],
+)
+def test_an_optimizer_is_followed_or_refused_by_a_code(kind, settings) -> None:
+    model, optimizer, step = make(kind, **settings)
+    plain = run(step, [ROWS] * 4)
+    mine, ours, own = make(kind, **settings)
+    with hp.offload(own, max_slowdown=0.5) as planned:
+        if "foreach" in settings:  # counts in Python
+            with pytest.raises(StepChanged, match="read a value"):
+                run(planned, [ROWS] * 4)
+            return
+        assert run(planned, [ROWS] * 4) == plain
+    same_state(mine, ours, model, optimizer)
+
+
 def test_what_cannot_be_is_refused_with_what_to_write() -> None:
     model, optimizer, step = make(fused=True)
     with pytest.raises(CaptureUnsupported, match="neither a tensor nor a plain value"):

@@ -89,6 +89,23 @@ def by_pointer(net, h):
     return h + out
 
 
+def turned(net, h):
+    return net.layer(h.view(2, 4, 16).transpose(1, 2)).transpose(1, 2).reshape(8, 16)
+
+
+def recurrent(net, h):
+    return net.layer(h.view(2, 4, 16))[0].reshape(8, 16)
+
+
+def turned_in_place(net, h):
+    square = torch.mm(h.detach().mT, torch.tanh(h.detach())).t_()
+    return h + (h @ square).unsqueeze_(0).transpose_(0, 1).squeeze_(1)
+
+
+def buffer_in_place(net, h):
+    return h @ net.square.t_()
+
+
 def into_a_buffer(net, h):
     ctypes.memmove(net.filled.data_ptr(), h.detach().data_ptr(), net.filled.nbytes)
     return h + net.filled
@@ -126,6 +143,9 @@ REFUSED = {  # what is between the layers, its state, the error, and words of it
     "operator that hides a write": (
         lambda net, h: scribble(h, net.n), {"n": torch.zeros(16)}, CaptureUnsupported, "silent.scribble",
     ),
+    "buffer that is turned in place": (
+        buffer_in_place, {"square": torch.randn(16, 16)}, CaptureUnsupported, "turns `square` in place",
+    ),
     "branch on tolist": (
         lambda net, h: h * sum(h.detach()[0].tolist()), {}, StepChanged, "read a value",
     ),
@@ -147,7 +167,10 @@ REFUSED = {  # what is between the layers, its state, the error, and words of it
 FOLLOWED = {
     "batch norm": (lambda net, h: net.norm(h), {"norm": nn.BatchNorm1d(16)}),
     "batch norm in eval": (lambda net, h: net.norm(h), {"norm": nn.BatchNorm1d(16).eval()}),
+    "batch norm of what is transposed": (turned, {"layer": nn.BatchNorm1d(16)}),
+    "layers that keep a workspace": (recurrent, {"layer": nn.LSTM(16, 16, 2, batch_first=True)}),
     "operator with hidden dropout": (lambda net, h: noise(h), {}),
+    "results turned in place": (turned_in_place, {}),
     "attribute in place": (in_place, {"plain": torch.zeros(16)}),
 }
 

@@ -52,9 +52,10 @@ def offload(
     """Run a training step in less device memory.
 
     Args:
-        step: Forward, backward, `optimizer.step()` and `optimizer.zero_grad()` of one batch, in any order and with
-            anything between them. Its arguments are nests of tensors; what differs from call to call has to be one. It
-            returns tensors (`loss.detach()`, not `loss.item()`).
+        step: Forward, backward, `optimizer.step()` and `optimizer.zero_grad()` of one batch, with anything between
+            them. Where `zero_grad` comes first, gradients go at the end of a step all the same. Its arguments are nests
+            of tensors; what differs from call to call has to be one. It returns tensors (`loss.detach()`, not
+            `loss.item()`).
         budget: Device bytes (`"24GiB"`); the plan is the fastest that keeps them.
         max_slowdown: Instead: the least bytes at so much more time (0.02 is 2 %).
         model: The module that the step trains; None: the one that the function names.
@@ -131,14 +132,19 @@ class OffloadedStep:
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
-        self._begun = bool(optimizer.state)
+        self._begun = False
+        self._zeroes_first = False
         self.plan: MemoryPlan | None = None
         self.measured: Measured | None = None
         where = next(model.parameters()).device
         # Kernels of an accelerator take a single-precision rate, those of a CPU the number that Python has.
         dtype = torch.float64 if where.type == "cpu" else torch.float32
         for group in optimizer.param_groups:
-            if not isinstance(group["lr"], torch.Tensor):
+            # Adam takes no tensor there; its count in Python is then what is refused.
+            number = isinstance(optimizer, torch.optim.Adam) and (
+                group["foreach"] and not group["capturable"]
+            )
+            if not number and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=where)
         update_wrapper(self, step)
 
@@ -178,17 +184,33 @@ class OffloadedStep:
             )
         self.close()
         returned: list[Any] = []
+        parameters = list(self._model.parameters())
+        # Gradients of the step before, which a step that begins with `zero_grad` neither reads nor keeps.
+        for p in parameters if self._zeroes_first else ():
+            if p.grad is None and p.requires_grad:
+                p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+        old = [(p, p.grad) for p in parameters if p.grad is not None]
+        unread = {grad.untyped_storage()._cdata for _, grad in old if grad.layout is torch.strided}
 
         def run(**inputs: torch.Tensor) -> Any:
             args, kwargs = tree_unflatten(
                 [inputs.get(f"input {i}", value) for i, value in enumerate(leaves)], key[0]
             )
             returned[:] = [self._step(*args, **kwargs)]
+            if old and all(p.grad is not grad for p, grad in old):
+                self._zeroes_first = True
+                for p in parameters:
+                    p.grad = None
             return returned[0]
 
         named = {**model_state(self._model), **optimizer_state(self._model, self._optimizer)}
         with within_device(next(self._model.parameters()).device):
             captured = record(run, tensors, named, name=self._step.__name__, training=True)
+        if any(t.untyped_storage()._cdata in unread for t in captured.state.values()):
+            raise CaptureUnsupported(
+                "the step reads gradients of the step before it",
+                hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
+            )
         captured.source = CaptureSource(self._model, self._optimizer)
         plan = plan_memory(
             self._roofline.annotate(captured.program),

@@ -6,6 +6,7 @@
 from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
+from hyper_parallel.backends.torch.memory._cpu_kernels import with_kernel_bytes
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import FakeKernels, Workspace
 from hyper_parallel.backends.torch.memory._first_step import ULPS, PlainStep, StepOutcome
@@ -71,5 +72,6 @@ __all__ = [
     "record",
     "run_folder",
     "training_step",
+    "with_kernel_bytes",
     "within_device",
 ]

@@ -105,8 +105,11 @@ class StepCapture:
         self._alignment = alignment_bytes
         self._seen_backward = False
         self._owners: dict[int, tuple[int, torch.Tensor]] = {}  # by the tensor's id
-        for name, (tensor, kind) in named.items():
-            self._owners[id(tensor)] = self.view(tensor, name, kind).storage, tensor
+        self._views = {
+            name: self.view(tensor, name, kind) for name, (tensor, kind) in named.items()
+        }
+        for name, (tensor, _) in named.items():
+            self._owners[id(tensor)] = self._views[name].storage, tensor
 
     def view(
         self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
@@ -343,6 +346,12 @@ class StepCapture:
         device, on_host = where_it_runs(self._entries)
         self._unseen.refuse(self._operators, self._state)
         refuse_leaks(self._entries, self._find, self._named)
+        for key, (tensor, _) in self._named.items():
+            if self.view(tensor) != self._views[key]:
+                raise CaptureUnsupported(
+                    f"the step turns `{key}` in place, and the next one would find it turned",
+                    hint="use `transpose`, `unsqueeze` and the like without the underscore",
+                )
         program = MemoryProgram(
             name,
             tuple(entry.storage for entry in self._entries),

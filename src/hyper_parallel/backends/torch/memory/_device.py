@@ -356,6 +356,10 @@ class PlannedDevice:
         """Copy what an operator has made beside the arena to its addresses."""
         for position, view, target in ready.staged:
             made = flat[position]
+            if not isinstance(made, torch.Tensor):
+                raise StepChanged(
+                    f"`{ready.func}` did not make a result that the captured step has"
+                )
             base = made.untyped_storage()
             if base.nbytes() != target.nbytes() or made.shape != view.size:
                 raise StepChanged(

@@ -50,6 +50,8 @@ VIEWS = frozenset(
 )
 """The most frequent operators whose results are addresses in the storage of their first argument, and nothing else."""
 _NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_RESIZE = ("resize_", "resize_as_", "resize_as_sparse_", "set_")
+"""Of the operators that change a tensor's sizes in place, those that may change its storage."""
 _UNMARKED = {
     ("fsdp", "all_gather_copy_in", "all_gather_output"),
     *(("aten", norm, name) for norm in _NORMS for name in ("running_mean", "running_var")),
@@ -181,6 +183,8 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
 
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors behind arguments that the operator writes."""
+    if torch.Tag.inplace_view in func.tags and func._opname not in _RESIZE:
+        return []  # another address in the same bytes, as of a view
     if func._opname in _NORMS and not _argument(func, args, kwargs, "training"):
         return []
     return tensors_in(

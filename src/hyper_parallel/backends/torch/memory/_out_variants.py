@@ -74,6 +74,10 @@ def into(call: Call) -> _Into | None:
             return _gathering
     if torch.Tag.dynamic_output_shape in func.tags and not _fixed(call):
         return None
+    if name == "native_batch_norm" and (
+        not isinstance(first, View) or first.stride != views[0].stride
+    ):
+        return None  # of what lies in another order its `out` kernel gives other sums
     out = _out_overload(func)
     if out is None or [at for at, _ in made] != list(range(len(out[1]))):
         return None

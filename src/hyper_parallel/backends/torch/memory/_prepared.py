@@ -7,7 +7,7 @@ operator is a call with nothing left to look up. Ranges own nothing and cannot b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
@@ -19,6 +19,8 @@ from hyper_parallel.backends.torch.memory._operators import Call, View
 from hyper_parallel.backends.torch.memory._out_variants import Bound, into
 from hyper_parallel.ir import MemoryPlan
 
+_KEEPS: Final = {"mkldnn_rnn_layer": 4}
+"""Operators that give what their backward pass needs only while gradients are on, and so many results then."""
 Held = dict[int, torch.UntypedStorage]
 """Bytes by storage."""
 
@@ -121,6 +123,11 @@ class Addresses:
             run = in_pieces(pieces, args, kwargs, outs[0])
         else:
             run = _calling(getattr(call.func, "_op", call.func), args, kwargs)
+            if (
+                getattr(call.func, "_opname", "") in _KEEPS
+                and len(call.made) == _KEEPS[call.func._opname]
+            ):
+                run = torch.enable_grad()(run)
             staged = tuple((i, view, self._range(view.storage)) for i, view in call.made)
         return Prepared(
             call.func,

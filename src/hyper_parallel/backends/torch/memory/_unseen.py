@@ -35,8 +35,8 @@ _POINTERS: Final = _VALUES | {"data_ptr", "__dlpack__"}
 _PLAIN: Final = frozenset((Tensor, nn.Parameter))
 _DEPTH: Final = 4
 """Levels of lists, dicts and objects below an attribute that are looked into."""
-_TORCH: Final = frozenset(vars(nn.Module())) | {"_opt_called"}
-"""Attributes that torch keeps in every module, and a scheduler in an optimizer."""
+_TORCH: Final = frozenset(vars(nn.Module())) | {"_opt_called", "_need_device_dtype_check_for_fused"}
+"""Attributes that torch keeps in every module, a scheduler in an optimizer, a fused optimizer until its first step."""
 _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.optim.Optimizer)
 
 

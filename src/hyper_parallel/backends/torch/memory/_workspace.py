@@ -2,8 +2,8 @@
 
 Such bytes never reach the dispatcher, so a counter of storages cannot see them. Only those that grow with the tensors
 are listed; all were found and measured with the allocator's own events (a test does so for every operator of a step).
-What does not grow is left out: the blocks of flash attention and of bfloat16 matmuls on a CPU, under 0.5 MiB each per
-thread.
+Left out is what a library decides: the blocks of flash attention on a CPU, and the operands that mkldnn packs for
+bfloat16 products (1.5 MiB for layers of 256). `with_kernel_bytes` measures those.
 """
 
 from __future__ import annotations
