@@ -1,11 +1,14 @@
 """Generation on a device smaller than the model: the same tokens, exactly the predicted bytes."""
 
+from collections import Counter
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hyper_parallel.backends.torch._slots import Passes, SlotPasses, SlotSteps
 from hyper_parallel.backends.torch._static_cache import GrowingSteps, StaticSteps
+from hyper_parallel.backends.torch.memory._handover import Way
 from hyper_parallel.backends.torch.memory.generation import (
     MemoryLimits,
     PlannedGeneration,
@@ -144,14 +147,18 @@ def test_an_impossible_budget_is_refused_with_one_that_works():
 
 
 def test_the_way_to_the_decode_plan_is_predicted():
-    """State leaves the device while all DRAM buffers of its size are in use: one more is needed between the steps."""
-    model, sampling = model_of("llama"), Sampling(3, temperature=0)
-    steps = PlannedGeneration(model, len(PROMPT), len(PROMPT) + 2, limits(64_000))
-    tokens = list(decode_tokens(model, PROMPT, sampling, steps=steps))
-    steps.close()
-    assert tokens == list(decode_tokens(model, PROMPT, sampling))
-    assert steps.use.measured_bytes == steps.use.predicted_bytes
-    assert steps.use.predicted_bytes["dram"] > max(plan.dram_bytes for plan in steps._plans)
+    """Where state leaves the device while all DRAM buffers of its size are in use, one more is needed between steps."""
+    model, sampling, more = model_of("gpt2"), Sampling(3, temperature=0), 0
+    expected = list(decode_tokens(model, PROMPT, sampling))
+    for budget in range(98_000, 120_000, 3_000):
+        steps = PlannedGeneration(model, len(PROMPT), len(PROMPT) + 2, limits(budget))
+        assert list(decode_tokens(model, PROMPT, sampling, steps=steps)) == expected
+        steps.close()
+        assert steps.use.measured_bytes == steps.use.predicted_bytes
+        first, second = steps._plans
+        made = Counter(first.replayed.host_buffers) | Counter(second.replayed.host_buffers)
+        more += Way(first, second, made).buffers != made
+    assert more
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

@@ -30,7 +30,7 @@ from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_model import fake_copy
 from hyper_parallel.backends.torch.memory._generation_use import MemoryLimits, MemoryUse
-from hyper_parallel.backends.torch.memory._handover import spare_buffers
+from hyper_parallel.backends.torch.memory._handover import Way
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
 from hyper_parallel.backends.torch.memory._steps import Named, model_state, record
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
@@ -328,14 +328,19 @@ class PlannedSlots(Passes):
 
 
 def _dram_bytes(plans: list[MemoryPlan]) -> int:
-    """Bytes of the buffers, when each plan, and the way to it, adds what those before it did not have."""
+    """Bytes of the buffers, when each plan, and then the way to it, adds what those before it did not have."""
     made, taken = Counter[int](), 0
-    needed = [Counter(plan.replayed.host_buffers) for plan in plans]
-    needed += [spare_buffers(*pair) for pair in pairwise(plans)]
-    for wanted in needed:
-        taken += slab_bytes(wanted - made)
-        made |= wanted
+    for before, plan in pairwise((None, *plans)):
+        assert plan is not None
+        made, taken = _with(plan.replayed.host_buffers, made, taken)
+        if before is not None:
+            made, taken = _with(Way(before, plan, made).buffers, made, taken)
     return taken
+
+
+def _with(wanted: Mapping[int, int], made: Counter[int], taken: int) -> tuple[Counter[int], int]:
+    """Buffers and their bytes when these are there too."""
+    return made | Counter(wanted), taken + slab_bytes(Counter(wanted) - made)
 
 
 def _record(
