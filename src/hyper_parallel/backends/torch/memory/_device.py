@@ -24,6 +24,7 @@ from hyper_parallel.backends.torch.memory._copies import Copies
 from hyper_parallel.backends.torch.memory._first_step import PlainStep, StepOutcome
 from hyper_parallel.backends.torch.memory._handover import hand_over
 from hyper_parallel.backends.torch.memory._held_state import HeldState
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._operators import View, finished
 from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_memory
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
@@ -81,6 +82,7 @@ class PlannedDevice:
         expected: What the first step must give. None: the plain step is run before it and undone, on an accelerator
             twice; not where it was recorded without values.
         check: Compare the first step with that.
+        spill: See `HeldState`.
 
     Attributes:
         state: The bytes of the state, and where they are.
@@ -100,12 +102,13 @@ class PlannedDevice:
         before: PlannedDevice | None = None,
         expected: PlainStep | None = None,
         check: bool = True,
+        spill: LruSpillMode | None = None,
     ) -> None:
         self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
         take = None if before is None else partial(hand_over, before.state)
         self.state = HeldState(
             captured, plan, machine, copies, flash, queues, arena_bytes,
-            None if before is None else before.state, take,
+            None if before is None else before.state, take, spill,
         )  # fmt: skip
         self.hardware = self.state.hardware
         self._in_flight: dict[int, Any] = {}  # what was begun with other ranks, by operator
@@ -116,9 +119,9 @@ class PlannedDevice:
             self._clock = clocked(plan.program, machine, plan.actions)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def lent(self, spill: LruSpillMode | None = None) -> Iterator[None]:
         """See `HeldState.lent`."""
-        with self.state.lent():
+        with self.state.lent(spill):
             yield
 
     def read_state(self, name: str) -> torch.Tensor:
@@ -132,6 +135,10 @@ class PlannedDevice:
     def close(self) -> None:
         """See `HeldState.close`."""
         self.state.close()
+
+    def end(self) -> None:
+        """See `HeldState.end`."""
+        self.state.end()
 
     def __enter__(self) -> Self:
         return self
