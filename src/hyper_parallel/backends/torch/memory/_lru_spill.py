@@ -22,6 +22,7 @@ from hyper_parallel.backends.torch.memory._captured import as_view
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import (
     COMMUNICATION,
+    EMPTY,
     TORCH,
     is_message,
     split_lists,
@@ -47,7 +48,7 @@ class _Known:
         here: It is on the device.
         copy: Its content in host memory; None: it was never there.
         current: The copy is what the storage holds.
-        stays: It is never moved: its owner resizes it, others have its address, or a message uses it.
+        stays: It is not moved: its owner may resize it, others have its address, or a message uses it.
         resized: Its owner has resized it.
         aside: Another stream has used it.
     """
@@ -191,10 +192,11 @@ class LruSpillMode:
             if (known := self._see(tensor)) is not None:
                 known.current = False
         both = {**given, **{id(k): k for t in tensors_in(out) if (k := self._see(t)) is not None}}
-        if is_message(func):
+        if is_message(func) or func is EMPTY:
             self._fix(list(both.values()))
-        elif func.namespace == "fsdp":  # what it writes its owner frees
-            self._fix([k for t in written if (k := self._see(t)) is not None])
+        elif func.namespace == "c10d":  # a result, as FSDP's gradients are
+            for known in both.values():
+                known.stays = known.resized
         for known in both.values():
             known.used = self._clock
             known.aside |= self._stream() != self._compute
@@ -265,7 +267,7 @@ class LruSpillMode:
 
     def _follow(self) -> None:
         """Owners have resized what is theirs."""
-        for known in list(self._fixed.values()):
+        for known in [known for known in self._fixed.values() if known.stays]:
             if (base := known.ref()) is not None and base.nbytes() != known.num_bytes:
                 self._grow(base.nbytes() - known.num_bytes)
                 known.num_bytes, known.resized = base.nbytes(), True
