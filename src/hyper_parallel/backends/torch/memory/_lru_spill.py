@@ -295,11 +295,12 @@ class LruSpillMode:
             return
         self._follow()
         most = self._most - num_bytes
-        for key, known in list(self._here.items()) if self._live > most else ():
+        for key in list(self._here) if self._live > most else ():
             if self._live <= most:
                 return
-            base = known.ref()
-            if base is None or known.stays or known.used == self._clock or not known.num_bytes:
+            known = self._here.get(key)  # storages may end meanwhile
+            base = None if known is None else known.ref()
+            if known is None or base is None or known.stays or known.used == self._clock or not known.num_bytes:
                 continue
             if base.nbytes() != known.num_bytes or not base.resizable():
                 continue
