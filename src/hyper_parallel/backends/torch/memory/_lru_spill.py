@@ -90,6 +90,7 @@ class LruSpillMode:
         self._fixed: dict[int, _Known] = {}  # those that stay
         self._made: dict[Any, int | None] = {}
         self._live = self._clock = 0
+        self._owned_peak = self._refill = 0  # bytes of what stays, and of what comes back at once
         self.peak_bytes = self.moved_bytes = 0
         self._module: Any = torch.get_device_module(device)
         self._stream = lambda: self._module.current_stream(device)
@@ -194,6 +195,9 @@ class LruSpillMode:
         both = {**given, **{id(k): k for t in tensors_in(out) if (k := self._see(t)) is not None}}
         if is_message(func) or func is EMPTY:
             self._fix(list(both.values()))
+        elif func.namespace == "fsdp":
+            group = [k for t in written if (k := self._see(t)) is not None]
+            self._refill = max(self._refill, sum(known.num_bytes for known in group))
         elif func.namespace == "c10d":  # a result, as FSDP's gradients are
             for known in both.values():
                 known.stays = known.resized
@@ -265,12 +269,18 @@ class LruSpillMode:
             if (base := known.ref()) is not None:
                 known.stays, self._fixed[base._cdata] = True, known
 
-    def _follow(self) -> None:
-        """Owners have resized what is theirs."""
-        for known in [known for known in self._fixed.values() if known.stays]:
+    def _follow(self) -> int:
+        """Owners have resized what is theirs; the bytes that they may take before the next operator."""
+        owned = [known for known in self._fixed.values() if known.stays]
+        before = sum(known.num_bytes for known in owned)
+        for known in owned:
             if (base := known.ref()) is not None and base.nbytes() != known.num_bytes:
                 self._grow(base.nbytes() - known.num_bytes)
                 known.num_bytes, known.resized = base.nbytes(), True
+        now = sum(known.num_bytes for known in owned)
+        self._refill = max(self._refill, now - before)
+        self._owned_peak = max(self._owned_peak, now)
+        return self._owned_peak + self._refill - now
 
     def _grow(self, num_bytes: int) -> None:
         self._live += num_bytes
@@ -293,14 +303,19 @@ class LruSpillMode:
         """Let what was used longest ago leave until so many bytes fit."""
         if self._most is None:
             return
-        self._follow()
-        most = self._most - num_bytes
+        most = self._most - num_bytes - self._follow()
         for key in list(self._here) if self._live > most else ():
             if self._live <= most:
                 return
             known = self._here.get(key)  # storages may end meanwhile
             base = None if known is None else known.ref()
-            if known is None or base is None or known.stays or known.used == self._clock or not known.num_bytes:
+            if (
+                known is None
+                or base is None
+                or known.stays
+                or known.used == self._clock
+                or not known.num_bytes
+            ):
                 continue
             if base.nbytes() != known.num_bytes or not base.resizable():
                 continue
