@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch import handle, local
+from hyper_parallel.backends.torch.data._fsdp import gathered
 from hyper_parallel.backends.torch.memory import (
     Captured,
     LruSpillMode,
@@ -34,7 +36,6 @@ from hyper_parallel.backends.torch.memory import (
     as_graph,
     model_state,
     optimizer_state,
-    spill_mode,
 )
 from hyper_parallel.errors import CaptureUnsupported, HyperParallelError
 from hyper_parallel.ir import MemoryPlan, Timeline
@@ -113,6 +114,7 @@ class PlannedSteps:
         self._where = handle(loop.model).device
         self._on_cpu = self._where.type == "cpu"
         self._budget, self._spill = assumed.budget_bytes, spill
+        spill.owned = partial(gathered, handle(loop.model).fsdp)
         self.notes: tuple[str, ...] = ()
         self.timelines: tuple[Timeline, Timeline] | None = None
         self._replans = self._outside_bytes = 0
@@ -352,7 +354,7 @@ class PlannedSteps:
             )
             return False
         before = self._device
-        self._lend(before)
+        before.state.lend(self._spill)
         self.plan = plan
         self._open()
         before.end()
@@ -365,16 +367,11 @@ class PlannedSteps:
         Raises:
             BudgetImpossible: HP402 when that does not suffice.
         """
-        self._spill = spill_mode(self._where, self._budget, stays_away=True)
         with self._device.lent(self._spill), self._spill:
             yield
             self._reshard()  # what an evaluation has gathered
         self._spill.bring_back()
         self._count("an evaluation")
-
-    def _lend(self, device: PlannedDevice) -> None:
-        self._spill = spill_mode(self._where, self._budget, stays_away=True)
-        device.state.lend(self._spill)
 
     def at_home(self, tensor: Tensor) -> Tensor:
         """A tensor of model or optimizer, between steps or after the last one, on its bytes where they are."""
@@ -386,7 +383,7 @@ class PlannedSteps:
 
     def finish(self) -> None:
         """After the last step: the device is free, and the state stays where it is."""
-        self._lend(self._device)
+        self._device.state.lend(self._spill)
 
     def close(self) -> None:
         """Give everything up for good."""

@@ -9,7 +9,7 @@ the same step with the same bits. It is slow: every copy stops the device.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -50,6 +50,7 @@ class _Known:
         current: The copy is what the storage holds.
         stays: It is not moved: its owner may resize it, others have its address, or a message uses it.
         resized: Its owner has resized it.
+        blank: It was made empty or elsewhere, and may be one that its owner resizes.
         aside: Another stream has used it.
     """
 
@@ -61,6 +62,7 @@ class _Known:
     current: bool = False
     stays: bool = False
     resized: bool = False
+    blank: bool = False
     aside: bool = False
 
 
@@ -78,6 +80,7 @@ class LruSpillMode:
     Attributes:
         peak_bytes: Highest bytes of seen storages on the device, inside of the context.
         moved_bytes: Bytes that have left it.
+        owned: Gives the tensors that their owner empties and refills in place.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class LruSpillMode:
         self._live = self._clock = 0
         self._owned_peak = self._refill = 0  # bytes of what stays, and of what comes back at once
         self.peak_bytes = self.moved_bytes = 0
+        self.owned: Callable[[], Iterable[torch.Tensor]] = tuple
         self._module: Any = torch.get_device_module(device)
         self._stream = lambda: self._module.current_stream(device)
         self._compute = self._stream()
@@ -155,6 +159,7 @@ class LruSpillMode:
     @property
     def emptied(self) -> list[weakref.ref[Any]]:
         """Storages that still exist and that their owner has filled, or that were found filled, and left empty."""
+        self._fix([k for key, _ in map(_keyed, self.owned()) if (k := self._known.get(key))])
         self._follow()
         empty = (k.ref for k in self._fixed.values() if k.resized and not k.num_bytes)
         return [ref for ref in empty if ref() is not None]
@@ -167,6 +172,8 @@ class LruSpillMode:
         if new:  # made outside of the context, as data are
             self._make_room(sum(new.values()))
         given = {id(k): k for t in tensors if (k := self._see(t)) is not None}
+        for key in new:
+            self._known[key].blank = True
         if self._most is not None:
             if sum(known.num_bytes for known in given.values()) > self._most:
                 parts = split_lists(func, args, kwargs, 0)
@@ -193,14 +200,14 @@ class LruSpillMode:
             if (known := self._see(tensor)) is not None:
                 known.current = False
         both = {**given, **{id(k): k for t in tensors_in(out) if (k := self._see(t)) is not None}}
-        if is_message(func) or func is EMPTY:
+        if is_message(func):
             self._fix(list(both.values()))
+        elif func is EMPTY:
+            for known in both.values():
+                known.blank = True
         elif func.namespace == "fsdp":
             group = [k for t in written if (k := self._see(t)) is not None]
             self._refill = max(self._refill, sum(known.num_bytes for known in group))
-        elif func.namespace == "c10d":  # a result, as FSDP's gradients are
-            for known in both.values():
-                known.stays = known.resized
         for known in both.values():
             known.used = self._clock
             known.aside |= self._stream() != self._compute
@@ -240,10 +247,8 @@ class LruSpillMode:
         base = tensor.untyped_storage()
         known = self._known.get(base._cdata) or self._add(base)
         size = base.nbytes()
-        if size != (known.num_bytes if known.here else 0):  # its owner has resized it
-            self._grow(size - (known.num_bytes if known.here else 0))
-            known.num_bytes, known.here, known.current, known.resized = size, True, False, True
-            self._fix([known])
+        if size != (known.num_bytes if known.here else 0):
+            self._resized(known, size)
         if known.here:
             self._here.pop(base._cdata, None)
             self._here[base._cdata] = known
@@ -275,12 +280,17 @@ class LruSpillMode:
         before = sum(known.num_bytes for known in owned)
         for known in owned:
             if (base := known.ref()) is not None and base.nbytes() != known.num_bytes:
-                self._grow(base.nbytes() - known.num_bytes)
-                known.num_bytes, known.resized = base.nbytes(), True
+                self._resized(known, base.nbytes())
         now = sum(known.num_bytes for known in owned)
         self._refill = max(self._refill, now - before)
         self._owned_peak = max(self._owned_peak, now)
         return self._owned_peak + self._refill - now
+
+    def _resized(self, known: _Known, num_bytes: int) -> None:
+        """Its owner has resized a storage."""
+        self._grow(num_bytes - (known.num_bytes if known.here else 0))
+        known.num_bytes, known.here, known.current, known.resized = num_bytes, True, False, True
+        self._fix([known])
 
     def _grow(self, num_bytes: int) -> None:
         self._live += num_bytes
@@ -317,8 +327,15 @@ class LruSpillMode:
                 or not known.num_bytes
             ):
                 continue
-            if base.nbytes() != known.num_bytes or not base.resizable():
+            if base.nbytes() != known.num_bytes:
+                self._resized(known, base.nbytes())
+            if known.stays or not base.resizable():
                 continue
+            if known.blank:
+                known.blank = False
+                if any(_keyed(tensor)[0] == key for tensor in self.owned()):
+                    self._fix([known])
+                    continue
             self._settle(known)
             with _disable_current_modes():
                 if not known.current:
