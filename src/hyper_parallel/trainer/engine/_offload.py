@@ -176,11 +176,7 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied
 
     def _count(self, what: str) -> None:
-        """Take note of what the device gives outside of planned steps, from the start of the process on.
-
-        Raises:
-            BudgetImpossible: HP402 with what needs more than the budget.
-        """
+        """Take note of what the device has given so far outside of planned steps; HP402 when `what` is above the budget."""
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._where)
@@ -357,7 +353,7 @@ class PlannedSteps:
         before.state.lend(self._spill)
         self.plan = plan
         self._open()
-        before.end()
+        before.state.end()
         return True
 
     @contextmanager
@@ -387,7 +383,7 @@ class PlannedSteps:
 
     def close(self) -> None:
         """Give everything up for good."""
-        self._device.end()
+        self._device.state.end()
 
 
 def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:

@@ -74,7 +74,7 @@ class StepCapture:
         named: Tensors that exist before the step, with what they hold.
         training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
         alignment_bytes: Rounding of every allocation.
-        empty: Storages that are empty now and that the step refills; see `StorageWatch.emptied`.
+        empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied`.
         bring: Brings a tensor's bytes to the device, where they are looked at; see `LruSpillMode`.
 
     Attributes:

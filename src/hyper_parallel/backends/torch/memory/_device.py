@@ -10,7 +10,7 @@ is simulated: all tiers are host memory or files, every buffer is counted, and a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,7 @@ class PlannedDevice:
         expected: What the first step must give. None: the plain step is run before it and undone, on an accelerator
             twice; not where it was recorded without values.
         check: Compare the first step with that.
-        spill: See `HeldState`.
+        spill: As of `HeldState`.
 
     Attributes:
         state: The bytes of the state, and where they are.
@@ -118,11 +118,9 @@ class PlannedDevice:
         if self.hardware.timed is None:
             self._clock = clocked(plan.program, machine, plan.actions)
 
-    @contextmanager
-    def lent(self, spill: LruSpillMode | None = None) -> Iterator[None]:
+    def lent(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
         """See `HeldState.lent`."""
-        with self.state.lent(spill):
-            yield
+        return self.state.lent(spill)
 
     def read_state(self, name: str) -> torch.Tensor:
         """A copy of a named persistent tensor, wherever it lives between steps."""
@@ -135,10 +133,6 @@ class PlannedDevice:
     def close(self) -> None:
         """See `HeldState.close`."""
         self.state.close()
-
-    def end(self) -> None:
-        """See `HeldState.end`."""
-        self.state.end()
 
     def __enter__(self) -> Self:
         return self
@@ -173,8 +167,7 @@ class PlannedDevice:
             with self.lent():
                 self._expected = PlainStep.of(self.captured, inputs)
         self._write_inputs(inputs)
-        hardware, timed = self.hardware, self.hardware.timed
-        clock = self._clock
+        hardware, timed, clock = self.hardware, self.hardware.timed, self._clock
         if trace and timed is None:
             clock = ProgramClock(self.plan.program, self.machine)
         hardware.reset_peaks()

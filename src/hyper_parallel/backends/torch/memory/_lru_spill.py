@@ -16,9 +16,10 @@ from typing import Any, Final, Self
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory._captured import as_view
+from hyper_parallel.backends.torch.memory._kernel_bytes import made_bytes
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import (
     COMMUNICATION,
@@ -48,7 +49,6 @@ class _Known:
         here: It is on the device.
         copy: Its content in host memory; None: it was never there.
         current: The copy is what the storage holds.
-        stays: It is not moved: its owner may resize it, others have its address, or a message uses it.
         resized: Its owner has resized it.
         blank: It was made empty or elsewhere, and may be one that its owner resizes.
         aside: Another stream has used it.
@@ -60,7 +60,6 @@ class _Known:
     here: bool = True
     copy: Content | None = None
     current: bool = False
-    stays: bool = False
     resized: bool = False
     blank: bool = False
     aside: bool = False
@@ -90,7 +89,8 @@ class LruSpillMode:
         self._most, self._device, self._stays_away = num_bytes, device, stays_away
         self._known: dict[int, _Known] = {}
         self._here: dict[int, _Known] = {}  # by when they were used
-        self._fixed: dict[int, _Known] = {}  # those that stay
+        # What is not moved: its owner resizes it, others have its address, or a message uses it.
+        self._fixed: dict[int, _Known] = {}
         self._made: dict[Any, int | None] = {}
         self._live = self._clock = 0
         self._owned_peak = self._refill = 0  # bytes of what stays, and of what comes back at once
@@ -159,10 +159,12 @@ class LruSpillMode:
     @property
     def emptied(self) -> list[weakref.ref[Any]]:
         """Storages that still exist and that their owner has filled, or that were found filled, and left empty."""
-        self._fix([k for key, _ in map(_keyed, self.owned()) if (k := self._known.get(key))])
-        self._follow()
-        empty = (k.ref for k in self._fixed.values() if k.resized and not k.num_bytes)
-        return [ref for ref in empty if ref() is not None]
+        every = list(self._known.values())
+        for known in every:
+            base = known.ref()
+            if known.here and base is not None and base.nbytes() != known.num_bytes:
+                self._resized(known, base.nbytes())
+        return [known.ref for known in every if known.resized and not known.num_bytes]
 
     # -- operators -----------------------------------------------------------------------------
 
@@ -199,18 +201,15 @@ class LruSpillMode:
         for tensor in written:
             if (known := self._see(tensor)) is not None:
                 known.current = False
+        if func.namespace == "fsdp":
+            self._refill = max(self._refill, sum(t.untyped_storage().nbytes() for t in written))
         both = {**given, **{id(k): k for t in tensors_in(out) if (k := self._see(t)) is not None}}
-        if is_message(func):
-            self._fix(list(both.values()))
-        elif func is EMPTY:
-            for known in both.values():
-                known.blank = True
-        elif func.namespace == "fsdp":
-            group = [k for t in written if (k := self._see(t)) is not None]
-            self._refill = max(self._refill, sum(known.num_bytes for known in group))
         for known in both.values():
             known.used = self._clock
+            known.blank |= func is EMPTY
             known.aside |= self._stream() != self._compute
+            if is_message(func):
+                self._fix(known)
         self._make_room(0)
         return out
 
@@ -224,7 +223,7 @@ class LruSpillMode:
         )  # fmt: skip
         key = func, nest, tuple(facts)
         if key not in self._made:
-            self._made[key] = _made_bytes(func, args, kwargs, self._device)
+            self._made[key] = made_bytes(func, args, kwargs)
         made = self._made[key]
         return self._most if made is None else made
 
@@ -233,7 +232,7 @@ class LruSpillMode:
         self.bring(tensor)
         if (known := self._see(tensor)) is not None and not values:
             known.current = False
-            self._fix([known])
+            self._fix(known)
 
     # -- storages ------------------------------------------------------------------------------
 
@@ -260,7 +259,7 @@ class LruSpillMode:
         self._known[key] = self._here[key] = known
         self._grow(known.num_bytes)
         if not base.resizable():
-            self._fix([known])
+            self._fix(known)
         return known
 
     def _forget(self, key: int, known: _Known) -> None:
@@ -269,14 +268,13 @@ class LruSpillMode:
                 table.pop(key, None)
             self._live -= known.num_bytes if known.here else 0
 
-    def _fix(self, every: list[_Known]) -> None:
-        for known in every:
-            if (base := known.ref()) is not None:
-                known.stays, self._fixed[base._cdata] = True, known
+    def _fix(self, known: _Known) -> None:
+        if (base := known.ref()) is not None:
+            self._fixed[base._cdata] = known
 
     def _follow(self) -> int:
         """Owners have resized what is theirs; the bytes that they may take before the next operator."""
-        owned = [known for known in self._fixed.values() if known.stays]
+        owned = list(self._fixed.values())
         before = sum(known.num_bytes for known in owned)
         for known in owned:
             if (base := known.ref()) is not None and base.nbytes() != known.num_bytes:
@@ -290,7 +288,7 @@ class LruSpillMode:
         """Its owner has resized a storage."""
         self._grow(num_bytes - (known.num_bytes if known.here else 0))
         known.num_bytes, known.here, known.current, known.resized = num_bytes, True, False, True
-        self._fix([known])
+        self._fix(known)
 
     def _grow(self, num_bytes: int) -> None:
         self._live += num_bytes
@@ -319,22 +317,16 @@ class LruSpillMode:
                 return
             known = self._here.get(key)  # storages may end meanwhile
             base = None if known is None else known.ref()
-            if (
-                known is None
-                or base is None
-                or known.stays
-                or known.used == self._clock
-                or not known.num_bytes
-            ):
+            if known is None or base is None or known.used == self._clock or not known.num_bytes:
                 continue
             if base.nbytes() != known.num_bytes:
                 self._resized(known, base.nbytes())
-            if known.stays or not base.resizable():
+            if key in self._fixed or not base.resizable():
                 continue
             if known.blank:
                 known.blank = False
                 if any(_keyed(tensor)[0] == key for tensor in self.owned()):
-                    self._fix([known])
+                    self._fix(known)
                     continue
             self._settle(known)
             with _disable_current_modes():
@@ -372,36 +364,6 @@ class LruSpillMode:
 def _keyed(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
     base = tensor.untyped_storage()
     return base._cdata, base
-
-
-def _made_bytes(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> int | None:
-    """Bytes of the storages that an operator makes, by its shapes; None: they do not say."""
-    returns = func._schema.returns
-    if not any("Tensor" in str(r.type) and r.alias_info is None for r in returns):
-        return 0
-    if func.namespace in COMMUNICATION:
-        return 0 if func.namespace == "c10d" else None
-    given: set[int] = set()
-
-    def shape(tensor: torch.Tensor) -> torch.Tensor:
-        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        given.add(meta.untyped_storage()._cdata)
-        kept.append(meta)
-        return meta
-
-    kept: list[torch.Tensor] = []
-    with _disable_current_modes():
-        try:
-            args, kwargs = tree_map_only(torch.Tensor, shape, (args, kwargs))
-            args, kwargs = tree_map_only(
-                torch.device, lambda _: torch.device("meta"), (args, kwargs)
-            )
-            made = {t.untyped_storage()._cdata: t for t in tensors_in(func(*args, **kwargs))}
-        except Exception:  # no kernel without bytes, or a result that depends on them
-            return None
-    return sum(t.untyped_storage().nbytes() for key, t in made.items() if key not in given)
 
 
 def spill_mode(
