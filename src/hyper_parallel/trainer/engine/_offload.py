@@ -176,7 +176,7 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied
 
     def _count(self, what: str) -> None:
-        """Take note of what the device has given so far outside of planned steps; HP402 when `what` is above the budget."""
+        """Take note of what the device has given outside of planned steps; HP402 when `what` is above the budget."""
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._where)
