@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch.memory import (
+    LruSpillMode,
     PlannedDevice,
     Recorder,
     StepCapture,
@@ -54,11 +55,12 @@ def test_a_refilled_storage_is_a_fresh_allocation_each_time():
     room = Holder(torch.empty(1000))
     room.tensor.untyped_storage().resize_(0)
     x = torch.arange(1000.0)
-    with StorageWatch(inputs=True) as watch:
+    with LruSpillMode(None, torch.device("cpu")) as spill:
         refilling_step(x, room)
+        empty = spill.emptied
     inputs = {"x": x.clone()}
     recorder = StepCapture(
-        {"x": (inputs["x"], "input")}, training=False, alignment_bytes=1, empty=watch.emptied
+        {"x": (inputs["x"], "input")}, training=False, alignment_bytes=1, empty=empty
     )
     with recorder:
         result = refilling_step(inputs["x"], room)

@@ -108,3 +108,66 @@ def test_a_pool_knows_what_it_has_and_may_take_to_the_byte():
     del held
     assert pool.has_free(1000)
     assert not pool.has_free(500)
+
+
+def test_lists_are_cut_and_results_fit_as_well():
+    """Parameters, gradients and state are four times the limit; without a cut one operator takes them all."""
+    with LruSpillMode(1 << 40, CPU) as all_of_it:
+        reference, reference_optimizer = made()
+        training_step(reference, reference_optimizer, batch(0), clip_norm=0.5)
+    limit = 4 * max(p.nbytes for p in reference.parameters()) + 4096
+    assert all_of_it.peak_bytes > 4 * limit
+    with LruSpillMode(limit, CPU, stays_away=True) as room:
+        mine, optimizer = made()
+        training_step(mine, optimizer, batch(0), clip_norm=0.5)
+    assert room.peak_bytes <= limit
+    for a, b in zip(mine.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(room.at_home(a), b)
+        for key, value in optimizer.state[a].items():
+            assert torch.equal(room.at_home(value), reference_optimizer.state[b][key])
+
+
+def test_bytes_that_lie_elsewhere_come_and_go():
+    """Memory that is lent is written back only when an operator has changed it; a file is read whenever it is used."""
+    xs = [torch.empty(1000) for _ in range(3)]
+    homes = [torch.full((1000,), float(i)).untyped_storage() for i in range(3)]
+    reads = []
+
+    def read():
+        reads.append(1)
+        return homes[2]
+
+    room = LruSpillMode(8000, CPU, stays_away=True)
+    for x, home in zip(xs, (*homes[:2], read), strict=True):
+        x.untyped_storage().resize_(0)
+        room.hold(x.untyped_storage(), 4000, home)
+    with room:
+        sums = [float(x.sum()) for x in (*xs, *xs)]
+        xs[1].add_(1)
+        assert xs[0].tolist()[0] == 0.0  # not an operator, and it may be away
+    assert sums == [0.0, 1000.0, 2000.0] * 2
+    assert len(reads) == 2
+    assert room.peak_bytes <= 8000
+    assert float(room.at_home(xs[1])[0]) == 2.0
+    room.at_home(xs[0], write=True).fill_(7.0)
+    taken = [room.take(x.untyped_storage()) for x in xs]
+    assert taken[2] is read
+    values = [torch.empty(0).set_(t() if callable(t) else t, 0, (1000,), (1,))[0] for t in taken]
+    assert [float(v) for v in values] == [7.0, 2.0, 2.0]
+
+
+def test_what_its_owner_empties_and_refills_stays():
+    room = LruSpillMode(8000, CPU)
+    tensor = torch.empty(1000)
+    room.owned = lambda: [tensor]
+    with room:
+        for value in range(3):
+            tensor.untyped_storage().resize_(4000)
+            tensor.fill_(value)
+            others = [torch.ones(1000) for _ in range(4)]
+            assert tensor.untyped_storage().nbytes() == 4000
+            assert float(tensor[0]) == value
+            tensor.untyped_storage().resize_(0)
+        (ref,) = room.emptied
+    assert ref() is tensor.untyped_storage()
+    assert len(others) == 4

@@ -20,19 +20,27 @@ from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.trainer._files import copy_files, replace_directory
 from hyper_parallel.trainer.checkpoints._export import Held, open_hidden
 from hyper_parallel.trainer.checkpoints._named_state import MODEL, model_tensors
+from hyper_parallel.trainer.checkpoints._pieces import AtHome
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data import TOKENIZER_FILES
 
 _WEIGHTS = "adapter_model.safetensors"
 
 
-def export_adapter(model: nn.Module, tokenizer_dir: str | Path | None, out_dir: str | Path) -> Path:
+def export_adapter(
+    model: nn.Module,
+    tokenizer_dir: str | Path | None,
+    out_dir: str | Path,
+    *,
+    at_home: AtHome = Tensor.detach,
+) -> Path:
     """Write the adapters of a model, and what else of it was trained; collective over all ranks.
 
     Args:
         model: With adapters, of plain tensors or DTensors.
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Created. An earlier adapter or export there is replaced; anything else is refused.
+        at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
 
     Returns:
         `out_dir`, which `peft.PeftModel.from_pretrained` reads.
@@ -45,7 +53,7 @@ def export_adapter(model: nn.Module, tokenizer_dir: str | Path | None, out_dir: 
     ranks = RankGroup("export", out)
     ranks.on_rank_0(lambda: open_hidden(out, temporary))
     state = {name.removeprefix(MODEL): t for name, t in model_tensors(model).items()}
-    held, files = Held.of(ranks, model, state), dict[str, Tensor]()
+    held, files = Held.of(ranks, model, state, at_home), dict[str, Tensor]()
     for name in sorted(held.owners):
         full = held.whole(name)
         if ranks.rank == 0:

@@ -43,7 +43,13 @@ from hyper_parallel.trainer.checkpoints._named_state import (
     state_of,
     tensor_facts,
 )
-from hyper_parallel.trainer.checkpoints._pieces import HeldBox, owners, parts_of, write_pieces
+from hyper_parallel.trainer.checkpoints._pieces import (
+    AtHome,
+    HeldBox,
+    owners,
+    parts_of,
+    write_pieces,
+)
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.checkpoints._restore import (
     check_optimizer,
@@ -101,6 +107,7 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: dict[str, Any],
+        at_home: AtHome = torch.Tensor.detach,
     ) -> None:
         """Save the state after `step` optimizer steps.
 
@@ -112,6 +119,7 @@ class Checkpointer:
             model: Module of plain tensors or DTensors.
             optimizer: None: weights only.
             extra: JSON values of the trainer, given back by `load`; rank 0's are stored.
+            at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
 
         Raises:
             OutputNotWritable: HP105 when the directory cannot be written; in the background, raised by the next
@@ -123,7 +131,7 @@ class Checkpointer:
             raise ValueError("a checkpointer without a fingerprint only loads")
         self._settle()
         extra = json.loads(json.dumps(extra))
-        index, parts = self._divide(model, optimizer)
+        index, parts = self._divide(model, optimizer, at_home)
         if self._asynchronous:
             parts = [part.copied() for part in parts]
             thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{step}")
@@ -260,15 +268,15 @@ class Checkpointer:
             _log.warning("the run goes on without this checkpoint:\n%s", error)
 
     def _divide(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, at_home: AtHome
     ) -> tuple[Index, list[HeldBox]]:
         """The index, its pieces yet to come, and the parts of the state that this rank writes."""
         parts: list[HeldBox] = []
 
         def describe() -> tuple[dict[str, Any], dict[Any, int], State]:
             state = state_of(model, optimizer)
-            parts.extend(parts_of(state.tensors))
-            boxes = {part.box: part.data.nbytes for part in parts}
+            parts.extend(parts_of(state.tensors, at_home))
+            boxes = {part.box: part.num_bytes for part in parts}
             return tensor_facts(state.tensors), boxes, State({}, state.values, state.groups)
 
         everyone = self._ranks.everywhere(describe)

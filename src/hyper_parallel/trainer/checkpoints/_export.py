@@ -26,8 +26,10 @@ from hyper_parallel.backends.torch.weights._huggingface import original_class, t
 from hyper_parallel.backends.torch.weights._initialise import (
     canonical_name,
 )
+from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.errors import ModelUnreadable, OutputNotWritable
 from hyper_parallel.trainer._files import copy_files, replace_directory
+from hyper_parallel.trainer.checkpoints._pieces import AtHome
 from hyper_parallel.trainer.checkpoints._rank_group import RankGroup
 from hyper_parallel.trainer.data._tokenizer import TOKENIZER_FILES
 from hyper_parallel.trainer.engine._model import GENERATION
@@ -45,6 +47,7 @@ def export_hf(
     *,
     generation: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    at_home: AtHome = Tensor.detach,
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
 
@@ -58,6 +61,7 @@ def export_hf(
         dtype: Stored dtype; None: that of the parameters.
         generation: A `generation_config.json` that is taken along where it exists; else the model's own is written.
         max_file_bytes: Size at which a file is closed.
+        at_home: Gives a local tensor on its bytes, where a memory plan has them elsewhere.
 
     Returns:
         `out_dir`.
@@ -73,8 +77,8 @@ def export_hf(
             f"{original_class(model).__name__} is no Hugging Face model, so it has no export format"
         )
     ranks = RankGroup("export", out)
-    state = {canonical_name(k): v for k, v in model.state_dict().items()}
-    held = Held.of(ranks, model, state)
+    state = {canonical_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
+    held = Held.of(ranks, model, state, at_home)
     shapes = {n: v.shape for n, v in reference.state_dict().items() if n in held.owners}
     names = _stored_once(reference, shapes)
     if dtype is None:
@@ -239,22 +243,26 @@ class Held:
         state: What it holds.
         device: Where this rank holds it.
         owners: Of every tensor the lowest rank that holds it, its dtype and its logical shape.
+        at_home: Gives a local tensor on its bytes.
     """
 
     rank: int
     state: Mapping[str, Tensor]
     device: torch.device
     owners: Mapping[str, tuple[int, torch.dtype, torch.Size]]
+    at_home: AtHome
 
     @classmethod
-    def of(cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor]) -> Held:
+    def of(
+        cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor], at_home: AtHome
+    ) -> Held:
         """What all ranks hold together of a model; collective."""
         owners: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
         everywhere = ranks.everywhere(lambda: {n: (v.dtype, v.shape) for n, v in state.items()})
         for rank, held in enumerate(everywhere):
             for name, kind in held.items():
                 owners.setdefault(name, (rank, *kind))
-        return cls(ranks.rank, state, next(model.parameters()).device, owners)
+        return cls(ranks.rank, state, next(model.parameters()).device, owners, at_home)
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
@@ -264,7 +272,10 @@ class Held:
             shape = shape if self.rank == 0 else torch.Size()
             full = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            full = self.at_home(local(tensor))
+            if isinstance(tensor, DTensor):
+                whole: Any = DTensor(full.to(self.device), tensor._spec, requires_grad=False)
+                full = whole.full_tensor()
         if rank and self.rank == rank:
             dist.send(full.contiguous(), 0)
         elif rank and self.rank == 0:

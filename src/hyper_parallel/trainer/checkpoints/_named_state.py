@@ -43,7 +43,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     trained = None
     if has_adapters(model):
         trained = {n for n, p in model.named_parameters() if p.requires_grad or is_adapter(n)}
-    for name, value in model.state_dict().items():
+    for name, value in model.state_dict(keep_vars=True).items():
         if trained is not None and name not in trained:
             continue
         if isinstance(value, Tensor):

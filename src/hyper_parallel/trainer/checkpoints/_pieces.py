@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,31 +28,55 @@ Place = tuple[str, tuple[int, ...]]
 """Name of a tensor, and the first index of the box."""
 
 
+AtHome = Callable[[Tensor], Tensor]
+"""Gives a local tensor, detached, on its bytes, wherever they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldBox:
-    """A box of a tensor that this rank holds."""
+    """A box of a tensor that this rank holds.
+
+    Attributes:
+        name: Name of the tensor.
+        offset: First index of the box.
+        shape: Its shape.
+        dtype: Number format.
+        read: Gives its elements.
+    """
 
     name: str
     offset: tuple[int, ...]
-    data: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
 
     @property
     def box(self) -> Place:
         """What is equal on all ranks that hold the same elements."""
         return self.name, self.offset
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def copied(self) -> HeldBox:
         """The same in memory of the host that nobody else writes."""
-        return replace(self, data=self.data.to("cpu", copy=True))
+        data = self.read().to("cpu", copy=True)
+        return replace(self, read=lambda: data)
 
 
 def dtype_name(tensor: Tensor) -> str:
     """`float32` of torch.float32."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
 
 
-def parts_of(tensors: Mapping[str, Tensor]) -> list[HeldBox]:
-    """The boxes that this rank holds of each tensor, sharing its storage.
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def parts_of(tensors: Mapping[str, Tensor], at_home: AtHome = torch.Tensor.detach) -> list[HeldBox]:
+    """The boxes that this rank holds of each tensor, read where its bytes are when they are wanted.
 
     Raises:
         UnsupportedSharding: HP205 for a split that boxes cannot express.
@@ -63,11 +89,18 @@ def parts_of(tensors: Mapping[str, Tensor]) -> list[HeldBox]:
                 f"`{name}` cannot be saved", got=dtype_name(tensor), allowed=", ".join(DTYPES)
             )
         for box in itertools.product(*local_ranges(tensor, name)):
-            data = local(tensor).detach()
-            for dim, run in enumerate(box):
-                data = data.narrow(dim, run.at, run.stop - run.start)
-            found.append(HeldBox(name, tuple(run.start for run in box), data))
+            shape = tuple(run.stop - run.start for run in box)
+            begin, at = tuple(run.start for run in box), tuple(run.at for run in box)
+            read = partial(_read, at_home, local(tensor), at, shape)
+            found.append(HeldBox(name, begin, shape, tensor.dtype, read))
     return found
+
+
+def _read(at_home: AtHome, held: Tensor, at: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    data = at_home(held)
+    for dim, (begin, length) in enumerate(zip(at, shape, strict=True)):
+        data = data.narrow(dim, begin, length)
+    return data
 
 
 def owners(held: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
@@ -93,11 +126,11 @@ def owners(held: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
 def write_pieces(path: Path, parts: Sequence[HeldBox]) -> list[tuple[str, Piece]]:
     """Write a safetensors file, flushed to the disk; name of the tensor and place of each piece."""
     # Elements of more bytes first, so that each piece is aligned.
-    parts = sorted(parts, key=lambda p: (-p.data.element_size(), p.box))
-    dtypes = [dtype_name(p.data) for p in parts]
+    parts = sorted(parts, key=lambda p: (-p.dtype.itemsize, p.box))
+    dtypes = [_name(p.dtype) for p in parts]
     first = header(
         [
-            (piece_key(p.name, p.offset), dtype, tuple(p.data.shape))
+            (piece_key(p.name, p.offset), dtype, p.shape)
             for p, dtype in zip(parts, dtypes, strict=True)
         ]
     )
@@ -105,9 +138,9 @@ def write_pieces(path: Path, parts: Sequence[HeldBox]) -> list[tuple[str, Piece]
     with path.open("wb") as file:
         file.write(first)
         for part, dtype in zip(parts, dtypes, strict=True):
-            shape = tuple(part.data.shape)
+            shape = part.shape
             end = at + piece_bytes(dtype, shape)
-            data = part.data.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = part.read().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             file.write(data)
             written.append(
                 (part.name, Piece(path.name, part.offset, shape, at, end, checksum(data)))

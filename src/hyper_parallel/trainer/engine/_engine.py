@@ -6,7 +6,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch import load_pretrained, local, materialize
 from hyper_parallel.backends.torch._embedding_noise import EmbeddingNoise
 from hyper_parallel.backends.torch._token_scores import scores_tokens
+from hyper_parallel.backends.torch.memory import spill_mode
 from hyper_parallel.backends.torch.weights._lora import initialise_adapters
 from hyper_parallel.ir import Timeline
 from hyper_parallel.runtime import Deadlines, World, parallelize
@@ -111,7 +112,14 @@ class TorchEngine:
             torch.use_deterministic_algorithms(True)
         self._gauge = MemoryGauge(world.device)
         torch.manual_seed(_mixed(training.seed, world.rank))
-        self._model = self._make_model()
+        self._assumed, self._spill = None, None
+        if self._recipe.offload.on:
+            # Until there is a plan, model and optimizer share its budget; the rest of them is in host memory.
+            self._assumed = Assumed.of(self._recipe, job.plan, world.device)
+            budget = self._assumed.budget_bytes
+            self._spill = spill_mode(world.device, budget, stays_away=True)
+        with self._spill or nullcontext():
+            self._model = self._make_model()
         # Drawn after `parallelize`, which gives ranks that must drop the same one stream of random numbers.
         self._stream = int(torch.randint(1 << 62, ()))
         alpha = training.neftune_noise_alpha
@@ -151,7 +159,8 @@ class TorchEngine:
         if not saved:
             return 0, {}
         groups = [dict(group) for group in self._optimizer.param_groups]
-        done, extra = load_newest(saved, self._model, self._optimizer)
+        with self._spill or nullcontext():
+            done, extra = load_newest(saved, self._model, self._optimizer)
         # The recipe decides; a checkpoint brings the numbers of the run that wrote it.
         given = ("weight_decay", "betas", "eps", *self._recipe.training.optimizer_args)
         for group, before in zip(self._optimizer.param_groups, groups, strict=True):
@@ -188,10 +197,10 @@ class TorchEngine:
         self._seed(done + 1)
         if training.profile is not None and training.profile.start <= done:
             self._display.line("nothing is profiled: the window begins before the checkpoint")
-        if not self._recipe.offload.on or done >= training.steps:
+        if self._assumed is None or self._spill is None or done >= training.steps:
             return
-        assumed, schedule = Assumed.of(self._recipe, job.plan), LrSchedule.of(training)
-        planned = PlannedSteps(self._loop, assumed, self._flash, self._display.line)
+        line, schedule = self._display.line, LrSchedule.of(training)
+        planned = PlannedSteps(self._loop, self._assumed, self._flash, line, self._spill)
         self._recorder.begin_step(0)  # no step of the run: nothing is recorded
         planned.prepare(
             *(
@@ -219,7 +228,8 @@ class TorchEngine:
 
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
         """Mean loss over the first step of `batches`, and how many tokens counted."""
-        with self._lent():
+        streamed = self._spill if self._planned is None else self._planned.streamed()
+        with streamed or nullcontext():
             return self._loop.evaluate(batches)
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
@@ -236,8 +246,8 @@ class TorchEngine:
         self._recorder.begin_step(None)
         if self._scale is not None:
             extra = extra | {"loss_scale": asdict(self._scale)}
-        with self._recorder.span("checkpoint", "checkpoint"), self._lent():
-            saver.save(step, self._model, self._optimizer, extra)
+        with self._recorder.span("checkpoint", "checkpoint"):
+            saver.save(step, self._model, self._optimizer, extra, self._at_home)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -264,11 +274,11 @@ class TorchEngine:
             self._profiles.close()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and take the state back from the memory plan."""
+        """Wait for the checkpoint that is being written, and end the memory plan."""
         self._saver.finish()
         self._profiles.close()  # a run may end inside of the window
-        self._stack.close()
         if (planned := self._planned) is not None:
+            planned.finish()
             # A step may have been planned again.
             self.plan = with_memory(self._job.plan, planned.plan, planned.notes)
             if self.rank == 0:
@@ -276,9 +286,10 @@ class TorchEngine:
             if self.rank == 0 and planned.timelines is not None:
                 write_timelines(planned.timelines, self._job.output_dir)
 
-    def _lent(self) -> AbstractContextManager[None]:
-        """Context between steps in which model and optimizer hold their real values."""
-        return nullcontext() if self._planned is None else self._planned.lent()
+    def _at_home(self, tensor: Tensor) -> Tensor:
+        """A tensor of model or optimizer between steps, where its bytes are."""
+        owner = self._planned or self._spill
+        return tensor.detach() if owner is None else owner.at_home(tensor)
 
     def timeline(self) -> Timeline | None:
         """The measured timeline of all ranks on rank 0; None elsewhere."""
@@ -288,7 +299,9 @@ class TorchEngine:
         """Write a Hugging Face directory; of a model with adapters these, in peft's format."""
         job = self._job
         if job.recipe.lora is not None:
-            export_adapter(self._model, job.packed.tokenizer_dir, job.export_dir)
+            export_adapter(
+                self._model, job.packed.tokenizer_dir, job.export_dir, at_home=self._at_home
+            )
             return
         if job.weights is None:
             take_tokens(self._model, job.packed.tokenizer_dir)
@@ -301,6 +314,7 @@ class TorchEngine:
             job.packed.tokenizer_dir,
             job.export_dir,
             generation=generation,
+            at_home=self._at_home,
         )
 
     def facts(self) -> dict[str, Any]:

@@ -5,7 +5,8 @@ planned step must repeat bit for bit, and a recorded one on other data, with ano
 of tokens, so that a value that should have been a tensor cannot pass unnoticed. Nothing is lost when no plan fits.
 
 From then on the device of the plan (an accelerator, on a CPU a simulated one) owns parameters and optimizer state.
-Evaluation, checkpoints and export borrow them.
+Checkpoints and the export read them where they have their home. What runs without a plan (the start, rehearsals,
+evaluations) has on the device what it uses, within the same budget: a `LruSpillMode` brings the rest from host memory.
 """
 
 from __future__ import annotations
@@ -14,25 +15,27 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch import handle, local
+from hyper_parallel.backends.torch.data._fsdp import gathered
 from hyper_parallel.backends.torch.memory import (
     Captured,
+    LruSpillMode,
     Measured,
     PlainStep,
     PlannedDevice,
     StepCapture,
     StepOutcome,
-    StorageWatch,
     as_graph,
     model_state,
     optimizer_state,
-    within_device,
 )
 from hyper_parallel.errors import CaptureUnsupported, HyperParallelError
 from hyper_parallel.ir import MemoryPlan, Timeline
@@ -48,7 +51,6 @@ from hyper_parallel.trainer.engine._loop import Loop, StepInputs, statistics
 from hyper_parallel.trainer.engine._offload_machine import (
     Assumed,
     measured_machine,
-    resolved_budget,
 )
 from hyper_parallel.trainer.engine._offload_record import (
     OffloadRecord,
@@ -57,6 +59,7 @@ from hyper_parallel.trainer.engine._offload_record import (
     excess_line,
     graph_line,
     offload_line,
+    refuse_above,
     updates_line,
 )
 from hyper_parallel.trainer.engine._optimizer import set_lr
@@ -89,6 +92,7 @@ class PlannedSteps:
         assumed: Machine and goal.
         flash: Directory of this rank's files, which is made here, or None.
         say: Prints a line on rank 0.
+        spill: Has the bytes of model and optimizer until they are planned.
 
     Attributes:
         plan: The memory plan that runs now.
@@ -97,14 +101,20 @@ class PlannedSteps:
     """
 
     def __init__(
-        self, loop: Loop, assumed: Assumed, flash: Path | None, say: Callable[[str], None]
+        self,
+        loop: Loop,
+        assumed: Assumed,
+        flash: Path | None,
+        say: Callable[[str], None],
+        spill: LruSpillMode,
     ) -> None:
         self._loop, self._model, self._optimizer = loop, loop.model, loop.optimizer
         self._assumed, self._flash, self._say = assumed, flash, say
         self._machine = assumed.planned
         self._where = handle(loop.model).device
         self._on_cpu = self._where.type == "cpu"
-        self._budget = assumed.budget_bytes
+        self._budget, self._spill = assumed.budget_bytes, spill
+        spill.owned = partial(gathered, handle(loop.model).fsdp)
         self.notes: tuple[str, ...] = ()
         self.timelines: tuple[Timeline, Timeline] | None = None
         self._replans = self._outside_bytes = 0
@@ -128,8 +138,7 @@ class PlannedSteps:
         choice = self._assumed.choice
         if self._flash is not None:
             self._flash.mkdir()
-        if choice.budget == "auto" and self._budget is not None:
-            self._budget, line = resolved_budget(self._budget, self._where)
+        for line in self._assumed.notes:
             self._note(line)
         plain, empty = self._rehearsed(first)
         # Kernels of an accelerator may add in another order every time.
@@ -149,6 +158,7 @@ class PlannedSteps:
         self.plan = agreed(self._planned, self._program, self._machine, self._budget)
         if choice.update_on_host:
             self._say(updates_line(self.plan, bitwise=self._on_cpu))
+        self._count("the rehearsal of a step")
         self._open()
         self._say(offload_line(self.plan))
 
@@ -159,27 +169,27 @@ class PlannedSteps:
     def _rehearsed(self, inputs: StepInputs) -> tuple[StepOutcome, list[Any]]:
         """What a plain step gives, and the storages that it leaves empty; everything is undone."""
         with self._undone():
-            with self._counted() as watch, within_device(self._where):
+            with self._spill:
                 outputs = self._loop.planned_step(inputs)
-            return StepOutcome.of(outputs, self._state()), watch.emptied
+            outputs = tree_map_only(Tensor, self._spill.at_home, outputs)
+            state = {name: self._spill.at_home(t) for name, t in self._state().items()}
+            return StepOutcome.of(outputs, state), self._spill.emptied
 
-    @contextmanager
-    def _counted(self) -> Iterator[StorageWatch]:
-        """Count what the device gives outside of planned steps, from the start of the process on."""
-        watch = StorageWatch(inputs=True)
-        with watch:
-            yield watch
-        most = watch.peak_bytes
+    def _count(self, what: str) -> None:
+        """Take note of what the device has given outside of planned steps; HP402 when `what` is above the budget."""
+        most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._where)
         self._outside_bytes = max(self._outside_bytes, most)
+        refuse_above(self._budget, self._spill.peak_bytes, what)
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """Put everything that a step changes back where it was."""
         self._reshard()
         # In host memory: the device may have no room for a second copy.
-        before = {name: t.detach().to("cpu", copy=True) for name, t in self._state().items()}
+        home = self._spill.at_home
+        before = {name: home(t).to("cpu", copy=True) for name, t in self._state().items()}
         fresh = not self._optimizer.state
         devices = [] if self._on_cpu else [self._where]
         with torch.random.fork_rng(devices, device_type=self._where.type):
@@ -188,10 +198,10 @@ class PlannedSteps:
             # By name: the first forward pass gives uneven shards of FSDP new local tensors, with room for padding.
             now = self._state()
             for name, value in before.items():
-                now[name].copy_(value)
+                home(now[name], write=True).copy_(value)
             if fresh:  # AdamW begins with zeros in every slot
                 for tensor, _ in optimizer_state(self._model, self._optimizer).values():
-                    tensor.zero_()
+                    home(tensor, write=True).zero_()
         self._reshard()
 
     def _reshard(self) -> None:
@@ -207,7 +217,9 @@ class PlannedSteps:
             **model_state(self._model),
             **optimizer_state(self._model, self._optimizer),
         }
-        recorder: Any = StepCapture(named, training=True, alignment_bytes=512, empty=empty)
+        recorder: Any = StepCapture(
+            named, training=True, alignment_bytes=512, empty=empty, bring=self._spill.bring
+        )
 
         def begin(piece: str) -> None:
             recorder.part = _PHASES.get(piece, recorder.part)
@@ -216,7 +228,7 @@ class PlannedSteps:
                     if parameter.grad is not None:
                         recorder.mark(local(parameter.grad), "gradient")
 
-        with recorder, within_device(self._where):
+        with recorder, self._spill:
             result = replace(self._loop, recorder=PhaseSpans(begin)).planned_step(other)
         captured: Captured = recorder.captured(
             result, tensors, f"{type(self._model).__name__} train"
@@ -244,7 +256,9 @@ class PlannedSteps:
             copies="threads",
             flash=self._flash,
             expected=self._expected,
+            spill=self._spill,
         )
+        self._spill.bring_back()  # what is no state
         self._expected = None
         self._traced = False
 
@@ -335,21 +349,41 @@ class PlannedSteps:
                 f"offload: waits are longer than planned, and no other plan fits: {error.what}"
             )
             return False
-        self._device.close()
+        before = self._device
+        before.state.lend(self._spill)
         self.plan = plan
         self._open()
+        before.state.end()
         return True
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Between steps: model and optimizer hold their real values for the time of this context."""
-        with self._device.lent(), self._counted():
+    def streamed(self) -> Iterator[None]:
+        """Between steps: what operators use of model and optimizer is on the device, within the budget.
+
+        Raises:
+            BudgetImpossible: HP402 when that does not suffice.
+        """
+        with self._device.lent(self._spill), self._spill:
             yield
             self._reshard()  # what an evaluation has gathered
+        self._spill.bring_back()
+        self._count("an evaluation")
+
+    def at_home(self, tensor: Tensor) -> Tensor:
+        """A tensor of model or optimizer, between steps or after the last one, on its bytes where they are."""
+        if self._device.state.arena is None:
+            return self._spill.at_home(tensor)
+        live = self._device.hardware.gauge.live_bytes
+        self._outside_bytes = max(self._outside_bytes, live)
+        return self._device.state.at_home(tensor)
+
+    def finish(self) -> None:
+        """After the last step: the device is free, and the state stays where it is."""
+        self._device.state.lend(self._spill)
 
     def close(self) -> None:
-        """Give everything back for good."""
-        self._device.close()
+        """Give everything up for good."""
+        self._device.state.end()
 
 
 def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:

@@ -37,6 +37,7 @@ class Assumed:
         actual: Machine whose time the virtual clock keeps.
         roofline: Seconds of operators.
         link: Latency and bytes/s between ranks, for collectives.
+        notes: How the budget came about.
     """
 
     choice: Offload
@@ -45,10 +46,11 @@ class Assumed:
     actual: MemoryMachine
     roofline: Roofline
     link: Channel
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, recipe: Recipe, plan: Plan) -> Assumed:
-        """Read recipe and topology; `recipe.offload` must be on."""
+    def of(cls, recipe: Recipe, plan: Plan, device: torch.device) -> Assumed:
+        """Read recipe and topology, for a rank's device; `recipe.offload` must be on."""
         ranks, choice = plan.strategy.world_size, recipe.offload
         node = detect_local(ranks) if recipe.topology == "local" else load_topology(recipe.topology)
         dram = choice.dram
@@ -64,12 +66,15 @@ class Assumed:
         if choice.bandwidth is not None:
             channel = Channel(float(choice.bandwidth))
             planned = replace(actual, store=channel, prefetch=channel)
-        budget = int(plan.memory_capacity_bytes) if choice.budget == "auto" else choice.budget
+        budget, notes = choice.budget, tuple[str, ...]()
+        if budget == "auto":
+            budget, line = resolved_budget(int(plan.memory_capacity_bytes), device)
+            notes = (line,)
         flops = node.peak_flops(plan.workload.compute_dtype)
         roofline = Roofline(flops, node.device.memory_bytes_s.value)
         tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
         link = Channel(tier.bytes_s.value, tier.latency_s.value)
-        return cls(choice, budget, planned, actual, roofline, link)
+        return cls(choice, budget, planned, actual, roofline, link, notes)
 
     def annotate(self, program: MemoryProgram) -> MemoryProgram:
         """The program with seconds: a roofline for what the device computes, the link for what ranks exchange."""

@@ -29,7 +29,6 @@ class OffloadRecord:
             `memory_bytes` of the step.
         difference_bytes: Largest distance between predicted and measured peak of any tier on any rank.
         outside_bytes: Most device bytes so far outside of planned steps: start, rehearsal, evaluations, checkpoints.
-            All state is on the device then, and no plan bounds them.
         dram_bytes: Host memory that the buffers of the fullest rank take.
         flash_bytes: Measured peak of the files of the fullest rank.
         sim_step_s: Time of the step on the virtual clock, slowest rank; on accelerators measured by events.
@@ -134,6 +133,23 @@ def updates_line(plan: MemoryPlan, *, bitwise: bool) -> str:
         f"offload: {count} optimizer operators run in host memory; the state after the first step is compared with the "
         f"plain one's {how}"
     )
+
+
+def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
+    """Refuse on all ranks what takes more of the device of one than its budget; every rank must call.
+
+    Raises:
+        BudgetImpossible: HP402 with the bytes of the fullest rank.
+    """
+    most = max(_of_ranks(peak_bytes))
+    if budget_bytes is not None and most > budget_bytes:
+        raise BudgetImpossible(
+            f"{what} does not fit {format_bytes(budget_bytes)}",
+            where="offload.budget",
+            got=f"{budget_bytes} bytes",
+            allowed=f"at least {most} bytes ({format_bytes(most)})",
+            hint=f"set `offload.budget={most}`",
+        )
 
 
 def drift_line(step: int, record: OffloadRecord) -> str:

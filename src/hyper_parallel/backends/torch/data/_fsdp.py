@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,15 +168,25 @@ def reduce_now(module: nn.Module) -> None:
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(True, recurse=False)
     module.set_reshard_after_backward(True, recurse=False)
+    for group in _groups(module):
+        group.post_backward()
+
+
+def _groups(module: nn.Module) -> Iterable[Any]:
     state = fully_shard.state(module)
     # torch 2.11 has at most one group in a module
-    groups = (
-        state._fsdp_param_groups
-        if hasattr(state, "_fsdp_param_groups")
-        else filter(None, [state._fsdp_param_group])
-    )
-    for group in groups:
-        group.post_backward()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Iterable[Any] = state._fsdp_param_groups
+        return groups
+    return filter(None, [state._fsdp_param_group])
+
+
+def gathered(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The tensors of gathered parameters, which FSDP empties and refills in place."""
+    for module in modules:
+        for group in _groups(module):
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
 
 
 def end_backward(modules: Sequence[nn.Module]) -> None:

@@ -11,7 +11,7 @@ from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import FakeKernels, Workspace
 from hyper_parallel.backends.torch.memory._first_step import ULPS, PlainStep, StepOutcome
 from hyper_parallel.backends.torch.memory._graph import as_graph
-from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, within_device
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, spill_mode, within_device
 from hyper_parallel.backends.torch.memory._operators import Call, View
 from hyper_parallel.backends.torch.memory._recorder import Recorder, Recording
 from hyper_parallel.backends.torch.memory._run_folder import run_folder
@@ -71,6 +71,7 @@ __all__ = [
     "peak_of",
     "record",
     "run_folder",
+    "spill_mode",
     "training_step",
     "with_kernel_bytes",
     "within_device",

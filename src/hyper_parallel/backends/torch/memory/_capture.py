@@ -9,7 +9,7 @@ parameters that way) ends there and comes back as a fresh allocation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -74,7 +74,8 @@ class StepCapture:
         named: Tensors that exist before the step, with what they hold.
         training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
         alignment_bytes: Rounding of every allocation.
-        empty: Storages that are empty now and that the step refills; see `StorageWatch.emptied`.
+        empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied`.
+        bring: Brings a tensor's bytes to the device, where they are looked at; see `LruSpillMode`.
 
     Attributes:
         part: Phase of what runs now, for a step that knows it; None: as autograd shows.
@@ -87,11 +88,12 @@ class StepCapture:
         training: bool,
         alignment_bytes: int,
         empty: Sequence[weakref.ref[Any]] = (),
+        bring: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> None:
         self._mode = OperatorMode(self._operator)
         self.storages = Storages(alignment_bytes)
         self._entries = self.storages.entries
-        self._unseen = Unseen(self.storages)
+        self._unseen, self._bring = Unseen(self.storages), bring
         self._operators: list[Operator] = []
         self._calls: list[Call] = []
         self._state: dict[int, torch.Tensor] = {}
@@ -115,6 +117,7 @@ class StepCapture:
         self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
     ) -> View:
         """The tensor as a view; an unknown storage is taken in as state of the step."""
+        self._bring(tensor)
         known = self._find(tensor)
         base = tensor.untyped_storage()
         empty = self._empty.get(base._cdata)
@@ -344,8 +347,8 @@ class StepCapture:
             if not entry.at_start:
                 entry.kind = "output"
         device, on_host = where_it_runs(self._entries)
-        self._unseen.refuse(self._operators, self._state)
-        refuse_leaks(self._entries, self._find, self._named)
+        self._unseen.refuse(self._operators, self._state, self._bring)
+        refuse_leaks(self._entries, self._find, self._named, self._bring)
         for key, (tensor, _) in self._named.items():
             if self.view(tensor) != self._views[key]:
                 raise CaptureUnsupported(

@@ -109,7 +109,10 @@ def resizes(what: str) -> CaptureUnsupported:
 
 
 def refuse_leaks(
-    entries: list[Entry], find: Callable[[torch.Tensor], int | None], named: Named
+    entries: list[Entry],
+    find: Callable[[torch.Tensor], int | None],
+    named: Named,
+    bring: Callable[[torch.Tensor], None],
 ) -> None:
     """A tensor that outlives the step, or state that was replaced instead of changed, would not be seen again."""
     for name, (tensor, _) in named.items():
@@ -119,6 +122,7 @@ def refuse_leaks(
                 f"`{name}` got a new storage during the step",
                 hint="change state in place, so that it keeps its storage",
             )
+        bring(tensor)
         if tensor.untyped_storage().nbytes() != entries[index].num_bytes:
             raise resizes(name)
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:

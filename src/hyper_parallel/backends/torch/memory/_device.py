@@ -10,7 +10,7 @@ is simulated: all tiers are host memory or files, every buffer is counted, and a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from hyper_parallel.backends.torch.memory._copies import Copies
 from hyper_parallel.backends.torch.memory._first_step import PlainStep, StepOutcome
 from hyper_parallel.backends.torch.memory._handover import hand_over
 from hyper_parallel.backends.torch.memory._held_state import HeldState
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._operators import View, finished
 from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_memory
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
@@ -81,6 +82,7 @@ class PlannedDevice:
         expected: What the first step must give. None: the plain step is run before it and undone, on an accelerator
             twice; not where it was recorded without values.
         check: Compare the first step with that.
+        spill: As of `HeldState`.
 
     Attributes:
         state: The bytes of the state, and where they are.
@@ -100,12 +102,13 @@ class PlannedDevice:
         before: PlannedDevice | None = None,
         expected: PlainStep | None = None,
         check: bool = True,
+        spill: LruSpillMode | None = None,
     ) -> None:
         self.captured, self.plan, self.machine, self.copies = captured, plan, machine, copies
         take = None if before is None else partial(hand_over, before.state)
         self.state = HeldState(
             captured, plan, machine, copies, flash, queues, arena_bytes,
-            None if before is None else before.state, take,
+            None if before is None else before.state, take, spill,
         )  # fmt: skip
         self.hardware = self.state.hardware
         self._in_flight: dict[int, Any] = {}  # what was begun with other ranks, by operator
@@ -115,11 +118,9 @@ class PlannedDevice:
         if self.hardware.timed is None:
             self._clock = clocked(plan.program, machine, plan.actions)
 
-    @contextmanager
-    def lent(self) -> Iterator[None]:
+    def lent(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
         """See `HeldState.lent`."""
-        with self.state.lent():
-            yield
+        return self.state.lent(spill)
 
     def read_state(self, name: str) -> torch.Tensor:
         """A copy of a named persistent tensor, wherever it lives between steps."""
@@ -166,8 +167,7 @@ class PlannedDevice:
             with self.lent():
                 self._expected = PlainStep.of(self.captured, inputs)
         self._write_inputs(inputs)
-        hardware, timed = self.hardware, self.hardware.timed
-        clock = self._clock
+        hardware, timed, clock = self.hardware, self.hardware.timed, self._clock
         if trace and timed is None:
             clock = ProgramClock(self.plan.program, self.machine)
         hardware.reset_peaks()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from hyper_parallel.backends.torch.memory._captured import Captured, as_view
-from hyper_parallel.backends.torch.memory._copies import Copies
+from hyper_parallel.backends.torch.memory._copies import Copies, finish
 from hyper_parallel.backends.torch.memory._hardware import Hardware
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._operators import View
 from hyper_parallel.backends.torch.memory._owners import Owners
 from hyper_parallel.backends.torch.memory._prepared import Addresses, Held, Prepared
@@ -41,6 +43,7 @@ class HeldState:
         before: An open state that this one takes over, with its hardware; None: the state is taken from
             the tensors that own it.
         take: Moves the state here from `before`.
+        spill: Has the bytes of the tensors that own the state, where they are not on the device.
 
     Attributes:
         hardware: Where the plan runs.
@@ -64,6 +67,7 @@ class HeldState:
         arena_bytes: int | None = None,
         before: HeldState | None = None,
         take: Callable[[HeldState], None] | None = None,
+        spill: LruSpillMode | None = None,
     ) -> None:
         if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
             captured.calls
@@ -99,9 +103,10 @@ class HeldState:
         self.actions: list[Prepared | torch.UntypedStorage | None] = []
         self.arena_bytes = plan.arena_bytes if arena_bytes is None else arena_bytes
         self.arena: torch.UntypedStorage | None = None
+        self._numbers = {t.untyped_storage()._cdata: s for s, t in captured.state.items()}
         self.failed = False
         self.closed = False
-        self.owners = Owners(captured)
+        self.owners, self._spill = Owners(captured), spill
         self._begin_to_hold(take or HeldState._take_state)
 
     def _is_input(self, storage: int) -> bool:
@@ -147,24 +152,20 @@ class HeldState:
         moved they go back, and the device is closed.
         """
         waiting: Held = {}
+        spill, self._spill = self._spill, None
         try:
-            self.owners.check_bytes()
+            self.owners.check_bytes(
+                torch.UntypedStorage.nbytes if spill is None else spill.num_bytes
+            )
         except StepChanged:
             self._end()
             raise
         try:
             for s, tensor in self.captured.state.items():
-                home = self.plan.homes[s]
                 base = tensor.untyped_storage()
-                if home == "flash":
-                    self.files.take(s, base.nbytes())
-                    self.files.write(s, _host_copy(base))
-                elif home == "dram":
-                    self.on[home][s] = self.hardware.in_dram(base.nbytes())
-                    self.on[home][s].copy_(base)
-                else:
-                    # The device may not have room for the arena beside what is there now.
-                    waiting[s] = _host_copy(base)
+                where = base if spill is None else spill.take(base)
+                if not (callable(where) and s in self.files):  # its file is as it was
+                    self._take(s, where() if callable(where) else where, base, waiting)
                 if not self._is_input(s):
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs stay with the caller, who may pass the very same tensors again.
@@ -175,16 +176,40 @@ class HeldState:
                 del waiting[s]
         except BaseException as error:
             with self._moving():
-                self._take_back(waiting)
+                self._take_back(waiting, spill)
                 if isinstance(error, torch.OutOfMemoryError):
                     raise self._no_room(error) from error
                 raise
 
-    def _take_back(self, waiting: Held) -> None:
+    def _take(
+        self, s: int, source: torch.UntypedStorage, base: torch.UntypedStorage, waiting: Held
+    ) -> None:
+        """Take a storage's bytes from where they are, its own base or host memory."""
+        home, size = self.plan.homes[s], self._num_bytes(s)
+        if self._is_input(s) and not base.nbytes():
+            base.resize_(size)
+            base.copy_(source)
+        if home == "dram":
+            mine = self.on[home].get(s)
+            if mine is None:
+                mine = self.on[home][s] = self.hardware.in_dram(size)
+            if mine is not source:
+                mine.copy_(source)
+            return
+        # The device may not have room for the arena beside what is there now.
+        copy = _host_copy(source) if source is base else source
+        if home == "flash":
+            self.files.take(s, size)
+            self.files.write(s, copy)
+        else:
+            waiting[s] = copy
+
+    def _take_back(self, waiting: Held, spill: LruSpillMode | None) -> None:
         """Of a state that was taken in part, give what was emptied its bytes again; the device is closed."""
         for s, tensor in self.captured.state.items():
             base = tensor.untyped_storage()
-            if base.nbytes() != self._num_bytes(s):
+            now = base.nbytes() if spill is None else spill.num_bytes(base)
+            if now != self._num_bytes(s):
                 base.resize_(self._num_bytes(s))
                 base.copy_(waiting[s] if s in waiting else self._bytes(s))
         self._end()
@@ -229,11 +254,15 @@ class HeldState:
         )
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def lent(self, spill: LruSpillMode | None = None) -> Iterator[None]:
         """Between two steps, give the state back to the model and the optimizer for the time of this context.
 
         Whatever reads or changes their tensors here (an evaluation, a checkpoint) sees and sets the real ones. What it
         takes is not counted.
+
+        Args:
+            spill: Brings to the device what operators inside of its own context use, from where the state has its home.
+                None: all of the state goes to the device.
 
         Raises:
             StepChanged: HP512 at the end when tensors were exchanged instead of changed, or model or optimizer are not
@@ -242,11 +271,34 @@ class HeldState:
         """
         self.check_usable()
         with self._moving():
-            self._give_state()
+            if spill is None:
+                self._give_state()
+            else:
+                self.lend(spill)
+        self._spill = spill
         try:
             yield
         finally:
             self._begin_to_hold(HeldState._take_state)
+
+    def lend(self, spill: LruSpillMode) -> None:
+        """Let a mode bring the state to the device where it is used; its home stays where it is."""
+        self.owners.release()
+        for s, tensor in self.captured.state.items():
+            if self.owners.keep(s):
+                continue
+            home, base = self.plan.homes[s], tensor.untyped_storage()
+            base.resize_(0)  # of a buffer that steps change the caller has an old copy
+            content = partial(self._bytes, s) if home == "flash" else self.on[home][s]
+            if home == "device":
+                content = _host_copy(content)
+            spill.hold(base, self._num_bytes(s), content)
+        self._give_up()
+
+    def end(self) -> None:
+        """No step will run any more, and nobody is given the state."""
+        if not self.closed:
+            self._end()
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -281,6 +333,14 @@ class HeldState:
                 "the device was closed or a step on it failed; capture and plan again"
             )
 
+    def at_home(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of model or optimizer, between steps, on its bytes where they have their home; of a file, a copy."""
+        with torch._C.DisableTorchFunctionSubclass():
+            s = self._numbers.get(tensor.untyped_storage()._cdata)
+            if s is None or self.owners.keep(s):
+                return tensor.detach()
+            return as_view(tensor, s).on(self._bytes(s))
+
     def read(self, name: str) -> torch.Tensor:
         """A copy of a named persistent tensor, wherever it lives between steps."""
         storage, view = self._state(name)
@@ -305,7 +365,7 @@ class HeldState:
         if home != "flash":
             return self.on[home][storage]
         base = torch.UntypedStorage(self.plan.program.storages[storage].num_bytes)
-        self.files.read(storage, base)
+        finish(partial(self.files.read, storage, base))
         return base
 
     def _state(self, name: str) -> tuple[int, View]:

@@ -316,7 +316,7 @@ def split_lists(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Cut an operator over lists into one call per list position.
 
-    Tensors are already views here. `_fused_adamw_` and `_foreach_*` treat every position by itself, so the parts give
+    Tensors may be views already. `_fused_adamw_` and `_foreach_*` treat every position by itself, so the parts give
     the same bits, and each can run as soon as its own gradient exists.
 
     Args:
@@ -328,14 +328,14 @@ def split_lists(
     name = func._opname
     fused = name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad"))
     foreach = name.startswith("_foreach_")
-    lists = [a for a in (*args, *kwargs.values()) if _is_view_list(a)]
+    lists = [a for a in (*args, *kwargs.values()) if _is_tensor_list(a)]
     length = len(lists[0]) if lists else 0
     same = all(len(a) == length for a in lists) and num_made in (0, length)
     if not (fused or foreach) or length < 2 or not same:
         return [(args, kwargs)]
 
     def part(value: Any, at: int) -> Any:
-        if _is_view_list(value):
+        if _is_tensor_list(value):
             return [value[at]]
         # `_foreach_*` also takes one plain number per position.
         if isinstance(value, (list, tuple)) and len(value) == length:
@@ -348,7 +348,9 @@ def split_lists(
     ]
 
 
-def _is_view_list(value: Any) -> bool:
+def _is_tensor_list(value: Any) -> bool:
     return (
-        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(t, View) for t in value)
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(t, (View, torch.Tensor)) for t in value)
     )

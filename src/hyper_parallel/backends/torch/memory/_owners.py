@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -50,14 +50,14 @@ class Owners:
                     hint="change its values in place (`tensor.copy_(...)`), inside `with device.lent():`",
                 )
 
-    def check_bytes(self) -> None:
-        """Every one of them has its bytes.
+    def check_bytes(self, num_bytes: Callable[[torch.UntypedStorage], int]) -> None:
+        """Every one of them has its bytes, on the device or where they are lent to.
 
         Raises:
             StepChanged: HP512 when another device has them.
         """
         for s, tensor in self._captured.state.items():
-            if tensor.untyped_storage().nbytes() != self._captured.program.storages[s].num_bytes:
+            if num_bytes(tensor.untyped_storage()) != self._captured.program.storages[s].num_bytes:
                 raise StepChanged(
                     f"`{self._name(s)}` has no bytes: another device holds them",
                     hint="close the other device first",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
@@ -34,16 +33,13 @@ class StorageWatch:
     """Follows storages inside its context: those that `hold` is given, that operators make, and that are sent.
 
     Args:
-        inputs: Also follow storages that are first met as inputs.
         sample: Called after every operator with the bytes that live, and the most so far.
     """
 
-    def __init__(
-        self, *, inputs: bool = False, sample: Callable[[int, int], None] | None = None
-    ) -> None:
+    def __init__(self, *, sample: Callable[[int, int], None] | None = None) -> None:
         self._storages = Storages(alignment_bytes=1)
         self._mode = OperatorMode(self._operator)
-        self._inputs, self._sample = inputs, sample
+        self._sample = sample
 
     def hold(self, tensor: Tensor) -> None:
         """Follow a tensor's storage from here on."""
@@ -56,12 +52,6 @@ class StorageWatch:
         self._follow_resized(everywhere=True)
         return self._storages.peak_bytes
 
-    @property
-    def emptied(self) -> list[weakref.ref[Any]]:
-        """Storages that still exist and that their owner has filled, or that were found filled, and left empty."""
-        self._follow_resized(everywhere=True)
-        return self._storages.emptied
-
     def __enter__(self) -> Self:
         self._mode.__enter__()
         return self
@@ -72,9 +62,8 @@ class StorageWatch:
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._follow_resized()
         out = func(*args, **kwargs)
-        if self._inputs or func.namespace != "aten":
-            tensors = tensors_in(args, kwargs)
-            for tensor in tensors if self._inputs else shared_tensors(func, tensors):
+        if func.namespace != "aten":
+            for tensor in shared_tensors(func, tensors_in(args, kwargs)):
                 self.hold(tensor)
         for tensor in tensors_in(out):
             if self._storages.find(tensor) is None:

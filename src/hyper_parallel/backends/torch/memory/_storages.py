@@ -147,12 +147,6 @@ class Storages:
         return ended
 
     @property
-    def emptied(self) -> list[weakref.ref[Any]]:
-        """Living storages whose owner has emptied them."""
-        known = ((key, self.entries[number]) for key, number in self._numbers.items())
-        return [self._refs[key] for key, entry in known if entry.resized and not entry.num_bytes]
-
-    @property
     def living(self) -> list[int]:
         """Numbers of the storages that live now, oldest first."""
         return sorted(self._numbers.values())

@@ -61,7 +61,7 @@ def written_unseen(name: str) -> CaptureUnsupported:
     )
 
 
-class _TakenMode(TorchFunctionMode):
+class TakenMode(TorchFunctionMode):
     """Tells of tensors whose bytes Python code takes, and whether it sees their values."""
 
     def __init__(self, taken: Callable[[Tensor, bool], None]) -> None:
@@ -93,7 +93,7 @@ class Unseen:
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
-        self._python, self._taken = PythonValues(), _TakenMode(self._take)
+        self._python, self._taken = PythonValues(), TakenMode(self._take)
         self._inside = False  # what a kernel does is the operator's
         self._state: dict[int, tuple[int, ...]] = {}  # digests of state, when the step met it
         self._lent: dict[int, tuple[int, ...]] = {}  # digests of what other code has a pointer to
@@ -163,8 +163,18 @@ class Unseen:
         if allocates:
             self._blank.update(s for s in made if self._storages.entries[s].num_bytes)
 
-    def refuse(self, operators: Sequence[Operator], state: Mapping[int, Tensor]) -> None:
+    def refuse(
+        self,
+        operators: Sequence[Operator],
+        state: Mapping[int, Tensor],
+        bring: Callable[[Tensor], None],
+    ) -> None:
         """After the step: refuse what changed other than by its operators.
+
+        Args:
+            operators: What ran.
+            state: What was there before, by storage.
+            bring: Brings a tensor's bytes to the device.
 
         Raises:
             CaptureUnsupported: HP511 with what changed.
@@ -176,6 +186,7 @@ class Unseen:
             lambda tensor: self._storages.find(tensor) in read & self._state.keys()
         )
         for storage, before in self._state.items():
+            bring(state[storage])
             if storage not in written and digest(state[storage].untyped_storage()) != before:
                 raise self._error(storage)
 
