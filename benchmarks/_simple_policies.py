@@ -13,10 +13,10 @@ import numpy as np
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import MemoryAction, MemoryProgram, replay
-from hyper_parallel.memory._candidates import Candidates
 from hyper_parallel.memory._emit import Emitter
 from hyper_parallel.memory._issue import Gap
 from hyper_parallel.memory._memory_machine import MemoryMachine
+from hyper_parallel.memory._movable import OffloadCandidates
 from hyper_parallel.memory._recompute import Recomputes
 from hyper_parallel.memory._usedef import use_definitions
 
@@ -71,7 +71,7 @@ def _selected(
     seconds = np.array([program.operators[i].seconds for i in order])
     ends_s = np.cumsum(seconds)
     starts_s = ends_s - seconds
-    profile = Candidates(program, machine, order, recomputes, ()).profile
+    profile = OffloadCandidates(program, machine, order, recomputes, ()).profile
     items: list[tuple[float, Gap, int, int]] = []  # value, and the positions at which it is gone
     for s, storage in enumerate(program.storages):
         if storage.kind != "activation" or not program.sizes[s]:

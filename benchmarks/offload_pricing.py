@@ -53,7 +53,7 @@ from hyper_parallel.memory import (
     plan_memory,
     refine_order,
 )
-from hyper_parallel.memory._candidates import Candidates
+from hyper_parallel.memory._movable import OffloadCandidates
 from hyper_parallel.memory._plan_memory import unmoved_seconds
 from hyper_parallel.memory._recompute import (
     Chains,
@@ -255,7 +255,7 @@ def computed_again(
     found = []
     for chosen in sets:
         dropped = choose_recomputes(finder, chosen)
-        profile = Candidates(program, machine, order, dropped, ()).profile
+        profile = OffloadCandidates(program, machine, order, dropped, ()).profile
         found.append((max(most - float(profile.max()), 0.0), dropped.seconds))
     largest = max(found)
     halves = [x for x in found if 2.0 * x[0] >= largest[0] > 0.0] or [(0.0, 0.0)]

@@ -15,10 +15,10 @@ from hyper_parallel.memory import (
     predicted_timeline,
     use_definitions,
 )
-from hyper_parallel.memory._candidates import Candidates
 from hyper_parallel.memory._emit import Emitter
 from hyper_parallel.memory._emitted import assign_tiers
 from hyper_parallel.memory._host import HostUpdates, hostable
+from hyper_parallel.memory._movable import OffloadCandidates
 from hyper_parallel.memory._recompute import Chains, choose_recomputes, recompute_density
 from tests.memory.programs import training_chain
 from tests.memory.test_communication import communicating
@@ -49,7 +49,7 @@ def emissions(draw):
     recomputes = choose_recomputes(finder, again)
     recomputes.host = HostUpdates.of(program, order, hosted, recomputes.uses)
     movable = [s for s, x in enumerate(program.storages) if x.persistent or not x.at_start]
-    candidates = Candidates(program, machine, order, recomputes, movable)
+    candidates = OffloadCandidates(program, machine, order, recomputes, movable)
     whole = int(candidates.profile.max())
     target = int(whole * draw(st.floats(0.0, 1.0)))
     chosen = [c for c in candidates.all if draw(st.booleans())]

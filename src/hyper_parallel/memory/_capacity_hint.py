@@ -9,7 +9,7 @@ from typing import Final
 from hyper_parallel.errors import TierFull
 from hyper_parallel.memory._emitted import Emitted
 from hyper_parallel.memory._memory_machine import MemoryMachine
-from hyper_parallel.memory._search import Search
+from hyper_parallel.memory._programs import Search
 
 _ROUNDS: Final = 6  # of bisection
 _LARGE_ROUNDS: Final = 3

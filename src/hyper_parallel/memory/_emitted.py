@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, MemoryTier
-from hyper_parallel.memory._candidates import Candidate
 from hyper_parallel.memory._emit import Emitter
 from hyper_parallel.memory._issue import Gap
 from hyper_parallel.memory._memory_machine import MemoryMachine
+from hyper_parallel.memory._movable import Candidate
 from hyper_parallel.memory._recompute import Recomputes
-from hyper_parallel.memory._rounding import Choice
+from hyper_parallel.memory._rounding import WholeChoice
 
 _DRAM_SHARES = (0.75, 0.5, 0.25)  # part of the DRAM for what stays there; tried in turn
 
@@ -56,7 +56,7 @@ def emit(
     program: MemoryProgram,
     machine: MemoryMachine,
     order: tuple[int, ...],
-    choice: Choice,
+    choice: WholeChoice,
     limit_bytes: int | None,
     limit_s: float,
     pauses_s: np.ndarray,

@@ -9,7 +9,7 @@ from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory._capacity_hint import sufficient_capacity, tier_full
 from hyper_parallel.memory._emitted import Emitted
 from hyper_parallel.memory._host import device_part
-from hyper_parallel.memory._search import Search
+from hyper_parallel.memory._programs import Search
 from hyper_parallel.memory._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
 

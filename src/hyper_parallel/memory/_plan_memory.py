@@ -34,8 +34,8 @@ from hyper_parallel.memory._host_sets import defer_host_readers, host_sets
 from hyper_parallel.memory._memory_machine import MemoryMachine
 from hyper_parallel.memory._order import order_peak, order_seconds, refine_order
 from hyper_parallel.memory._overlap import DEPTHS, overlapped
+from hyper_parallel.memory._programs import Search
 from hyper_parallel.memory._rounding import Rounding
-from hyper_parallel.memory._search import Search
 from hyper_parallel.memory._usedef import identity_actions
 
 _MARGIN = 0.3  # of the bandwidth, for the least peak: a link that was said 30 % too fast still keeps the time limit

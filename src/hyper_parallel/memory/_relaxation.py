@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from hyper_parallel.memory._candidates import Candidate, Candidates
 from hyper_parallel.memory._flow import Flow, Flowed
 from hyper_parallel.memory._linear import SolverFailed
+from hyper_parallel.memory._movable import Candidate, OffloadCandidates
 from hyper_parallel.memory._recompute import MAX_CHAIN, Chain, Chains, longest_gap
 
 _LOG = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Relaxation:
         recomputed: By storage, the part that is dropped and made again.
     """
 
-    def __init__(self, candidates: Candidates, finder: Chains | None) -> None:
+    def __init__(self, candidates: OffloadCandidates, finder: Chains | None) -> None:
         self.candidates = candidates
         self.sizes = candidates.program.sizes
         self.flow = Flow(candidates.profile, candidates.seconds, candidates.machine, _SAMPLES)

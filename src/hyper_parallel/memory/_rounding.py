@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 
 from hyper_parallel.ir import MemoryProgram, StorageKind
-from hyper_parallel.memory._candidates import Candidate, Candidates
 from hyper_parallel.memory._flow import Flowed
 from hyper_parallel.memory._host import HostUpdates
 from hyper_parallel.memory._memory_machine import MemoryMachine
+from hyper_parallel.memory._movable import Candidate, OffloadCandidates
 from hyper_parallel.memory._recompute import Chains, choose_recomputes
 from hyper_parallel.memory._relaxation import Relaxation
 from hyper_parallel.memory._usedef import use_definitions
@@ -24,7 +24,7 @@ _WHOLE = 0.98  # of one that leaves: what is missing is no other storage
 
 
 @dataclass(frozen=True)
-class Choice:
+class WholeChoice:
     """What leaves, with what is made again.
 
     Attributes:
@@ -35,7 +35,7 @@ class Choice:
         relaxed: What was rounded.
     """
 
-    candidates: Candidates
+    candidates: OffloadCandidates
     chosen: tuple[Candidate, ...]
     profile: np.ndarray
     again: tuple[int, ...]
@@ -82,7 +82,7 @@ class Rounding:
             )
             and (storage.persistent or not storage.at_start)
         ]
-        self._candidates: dict[tuple[int, ...], Candidates] = {}
+        self._candidates: dict[tuple[int, ...], OffloadCandidates] = {}
 
     @cached_property
     def relaxation(self) -> Relaxation:
@@ -106,7 +106,7 @@ class Rounding:
         reserve: Mapping[int, float],
         limit_s: float = float("inf"),
         least: float = 0.5,
-    ) -> Choice | None:
+    ) -> WholeChoice | None:
         """The optimum for a target in whole storages; None when it is out of reach or takes longer than the limit.
 
         Args:
@@ -126,18 +126,18 @@ class Rounding:
         relaxed = self.relaxation.solve(target_bytes, {})
         return relaxed is not None and relaxed.seconds <= limit_s * (1 + 1e-9)
 
-    def pauses_s(self, choice: Choice) -> np.ndarray:
+    def pauses_s(self, choice: WholeChoice) -> np.ndarray:
         """Seconds that computing waits at every position, by the linear program."""
         result = np.zeros(len(self._order))
         result[self.relaxation.flow.positions] = self._expected_s(choice)[:-1]
         return result
 
-    def missed(self, choice: Choice, target_bytes: int) -> dict[int, float]:
+    def missed(self, choice: WholeChoice, target_bytes: int) -> dict[int, float]:
         """By sample of the linear program, bytes by which whole storages miss a target."""
         over = self.relaxation.flow.most_by_sample(choice.profile - target_bytes)
         return {j: float(x) for j, x in enumerate(over) if x > 0}
 
-    def unexpected(self, choice: Choice, waited_s: np.ndarray) -> dict[int, float]:
+    def unexpected(self, choice: WholeChoice, waited_s: np.ndarray) -> dict[int, float]:
         """By sample of the linear program, bytes that are copied while computing waits although it should not.
 
         The sample before has to leave as much free.
@@ -152,7 +152,7 @@ class Rounding:
         more[:-1] = np.maximum(more[:-1], more[1:])
         return {j: x * self._machine.store.bytes_s for j, x in enumerate(more.tolist()) if x}
 
-    def _expected_s(self, choice: Choice) -> np.ndarray:
+    def _expected_s(self, choice: WholeChoice) -> np.ndarray:
         """By sample of the linear program, seconds that computing waits and does not compute again."""
         again_s = np.zeros(len(self._order))
         for position, seconds in choice.candidates.recomputes.least_s(self._program).items():
@@ -160,7 +160,7 @@ class Rounding:
         waits: np.ndarray = choice.relaxed.waits - self.relaxation.flow.by_sample(again_s)
         return waits.clip(0.0)
 
-    def doubts(self, choice: Choice) -> list[int | Candidate]:
+    def doubts(self, choice: WholeChoice) -> list[int | Candidate]:
         """Storages that are made again or not, and candidates; those first about which least is decided."""
         relaxed = choice.relaxed
         again = {s: float(relaxed.parts[p]) for s, p in self.relaxation.recomputed.items()}
@@ -170,7 +170,7 @@ class Rounding:
             *sorted(leave, key=lambda c: abs(leave[c] - 0.5))[:_DOUBTS],
         ]
 
-    def other(self, choice: Choice, doubt: int | Candidate, target_bytes: int) -> Choice:
+    def other(self, choice: WholeChoice, doubt: int | Candidate, target_bytes: int) -> WholeChoice:
         """The choice when one of its doubts is decided the other way."""
         if isinstance(doubt, int):
             again = set(choice.again) ^ {doubt}
@@ -184,19 +184,21 @@ class Rounding:
             chosen = (*chosen, doubt)
         return self._filled(replace(choice, chosen=chosen), parts, target_bytes, doubt)
 
-    def _whole(self, relaxed: Flowed, target_bytes: int, again: tuple[int, ...]) -> Choice:
+    def _whole(self, relaxed: Flowed, target_bytes: int, again: tuple[int, ...]) -> WholeChoice:
         candidates = self._candidates_of(again)
         parts = {c: self._part(relaxed, c) for c in candidates.all}
-        choice = Choice(candidates, tuple(_diffused(parts)), candidates.profile, again, relaxed)
+        choice = WholeChoice(
+            candidates, tuple(_diffused(parts)), candidates.profile, again, relaxed
+        )
         return self._filled(choice, parts, target_bytes)
 
     def _filled(
         self,
-        choice: Choice,
+        choice: WholeChoice,
         parts: Mapping[Candidate, float],
         target_bytes: int,
         without: Candidate | None = None,
-    ) -> Choice:
+    ) -> WholeChoice:
         """While the target is missed, the largest parts that help are taken as well, of equal ones what is missing."""
         chosen = list(choice.chosen)
         taken = {without, *chosen}
@@ -225,14 +227,14 @@ class Rounding:
         near = (p for a, b, p in away if 2 * (min(b, high) - max(a, low)) > high - low)
         return float(sum(relaxed.parts[p] for p in near))
 
-    def _candidates_of(self, again: tuple[int, ...]) -> Candidates:
+    def _candidates_of(self, again: tuple[int, ...]) -> OffloadCandidates:
         """What may leave when these storages are made again."""
         if again not in self._candidates:
             recomputes = choose_recomputes(self._finder, again)
             recomputes.host = HostUpdates.of(
                 self._program, self._order, self._hosted, recomputes.uses
             )
-            self._candidates[again] = Candidates(
+            self._candidates[again] = OffloadCandidates(
                 self._program, self._machine, self._order, recomputes, self._movable
             )
         return self._candidates[again]

@@ -356,15 +356,11 @@ class PlannedDevice:
         """Copy what an operator has made beside the arena to its addresses."""
         for position, view, target in ready.staged:
             made = flat[position]
-            if not isinstance(made, torch.Tensor):
-                raise StepChanged(
-                    f"`{ready.func}` did not make a result that the captured step has"
-                )
-            base = made.untyped_storage()
-            if base.nbytes() != target.nbytes() or made.shape != view.size:
+            base = made.untyped_storage() if isinstance(made, torch.Tensor) else None
+            if base is None or base.nbytes() != target.nbytes() or made.shape != view.size:
                 raise StepChanged(
                     f"`{ready.func}` made a result of another size than in the captured step",
-                    got=f"{tuple(made.shape)}, {base.nbytes()} bytes",
+                    got=None if base is None else f"{tuple(made.shape)}, {base.nbytes()} bytes",
                     allowed=f"{view.size}, {target.nbytes()} bytes",
                     hint="the size depends on the data; for experts use `experts_implementation='grouped_mm'`",
                 )

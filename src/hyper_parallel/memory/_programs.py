@@ -9,7 +9,7 @@ from itertools import product
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory._emitted import Emitted, emit
 from hyper_parallel.memory._memory_machine import MemoryMachine
-from hyper_parallel.memory._rounding import Choice, Rounding
+from hyper_parallel.memory._rounding import Rounding, WholeChoice
 
 _LARGE_PROGRAM = 300  # operators
 _HEADROOMS = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16, 0.24)
@@ -67,7 +67,7 @@ class Search:
             lowers: Only the fastest program is wanted: what is found becomes the time limit.
         """
         result: list[Emitted] = []
-        made: list[tuple[Choice, Emitted]] = []
+        made: list[tuple[WholeChoice, Emitted]] = []
         large = len(self.program.operators) > _LARGE_PROGRAM
         ways = product(_HEADROOMS, _PARTS) if not large else product(_HEADROOMS[:2], _PARTS[:1])
         for headroom, least in ways:
@@ -94,7 +94,7 @@ class Search:
 
     def _polished(
         self,
-        choice: Choice,
+        choice: WholeChoice,
         best: Emitted,
         target: int,
         limit_s: float,
@@ -120,7 +120,7 @@ class Search:
 
     def _refined(
         self, aim: int, target: int, limit_s: float, least: float
-    ) -> Iterator[tuple[Choice, Emitted]]:
+    ) -> Iterator[tuple[WholeChoice, Emitted]]:
         """Programs of an aim, each with more bytes free where the one before waited unexpectedly."""
         reserve: dict[int, float] = {}
         for _ in range(_ROUNDS):
@@ -147,7 +147,7 @@ class Search:
         """Any program for a target that respects the other tiers and fits."""
         return next((e for e in self.programs(target, lowers=True) if fits(e)), None)
 
-    def _emit(self, choice: Choice, target: int, limit_s: float) -> Emitted | None:
+    def _emit(self, choice: WholeChoice, target: int, limit_s: float) -> Emitted | None:
         """The program of a choice; None when it takes longer than the limit."""
         again = choice.candidates.recomputes.gaps
         key = (tuple(again.items()), frozenset(choice.chosen), target, tuple(choice.relaxed.waits))

@@ -48,8 +48,8 @@ class Candidate:
         return tuple((gap.first + 1, gap.last) for gap in self.gaps)
 
 
-class Candidates:
-    """Candidates and profile of one order with fixed recomputes.
+class OffloadCandidates:
+    """OffloadCandidates and profile of one order with fixed recomputes.
 
     A gap may be shorter than its copies: the compute lane then waits.
 
