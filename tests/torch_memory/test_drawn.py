@@ -144,7 +144,9 @@ def outcome(drawn: Drawn) -> str:
     """`equal`, or the code of a refusal; anything else is an assertion or what was raised."""
     net, optimizer, step = made(drawn)
     plain: list[torch.Tensor] = []
-    watch = StorageWatch(inputs=True)
+    watch = StorageWatch()
+    for tensor in (*net.parameters(), *net.buffers()):
+        watch.hold(tensor)
     try:
         # Nobody counts sparse tensors.
         with watch if "sparse table" not in drawn.parts else nullcontext():

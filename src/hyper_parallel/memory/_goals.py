@@ -174,11 +174,16 @@ def least_peak(
 ) -> tuple[Emitted, MemoryPlan]:
     """The program of least peak within a time, and its plan; the identity when nothing lowers it."""
     programs = {e.actions: e for search in searches for e in _least_peak(search, identity, limit_s)}
-    plans = []
-    for e in sorted(programs.values(), key=lambda e: (e.peak, e.seconds))[:_TRIED]:
-        plans.append((e, finish(e)))
-        if plans[-1][1].arena_bytes <= _GOOD * e.peak:
-            break  # else one that takes hardly more may have better addresses
+    best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
+    plans = [(best, finish(best))]
+    if plans[0][1].arena_bytes > _GOOD * best.peak:
+        # One that takes hardly more may have better addresses.
+        for search in searches:
+            again = search.programs(int(_GOOD * best.peak), limit_s, lowers=True)
+            programs |= {e.actions: e for e in again if e.seconds <= limit_s}
+        del programs[best.actions]
+        for e in sorted(programs.values(), key=lambda e: (e.peak, e.seconds))[:_TRIED]:
+            plans.append((e, finish(e)))
     return min(plans, key=lambda one: (one[1].device_bytes, one[0].peak))
 
 
