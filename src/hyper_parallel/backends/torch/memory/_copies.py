@@ -128,6 +128,12 @@ class CopyLanes(HostTasks):
         """
         finish(self._running.pop((storage, tier)))
 
+    def refuse_failed(self) -> None:
+        """Raise the error of a copy that has failed already: until then it keeps its buffer."""
+        for task in self._running.values():
+            if isinstance(task, Future) and task.done():
+                finish(task)
+
     def close(self) -> None:
         """End the threads."""
         for lane in self._lanes.values():

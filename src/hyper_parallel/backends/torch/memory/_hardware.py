@@ -14,6 +14,7 @@ from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import tensors_in
 from hyper_parallel.backends.torch.memory._streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
+from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import MemoryMachine
 
@@ -116,7 +117,12 @@ class Hardware:
         Raises:
             TierFull: HP403 when the capacity is exceeded.
         """
-        base = self.pool.take(num_bytes)
+        try:
+            base = self.pool.take(num_bytes)
+        except TierFull:
+            if isinstance(self.lanes, CopyLanes):
+                self.lanes.refuse_failed()
+            raise
         self.dram.adopt(base)
         return base
 
