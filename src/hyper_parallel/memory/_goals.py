@@ -182,8 +182,8 @@ def least_peak(
             again = search.programs(int(_GOOD * best.peak), limit_s, lowers=True)
             programs |= {e.actions: e for e in again if e.seconds <= limit_s}
         del programs[best.actions]
-        for e in sorted(programs.values(), key=lambda e: (e.peak, e.seconds))[:_TRIED]:
-            plans.append((e, finish(e)))
+        others = sorted(programs.values(), key=lambda e: (e.peak, e.seconds))
+        plans += [(e, finish(e)) for e in others[:_TRIED]]
     return min(plans, key=lambda one: (one[1].device_bytes, one[0].peak))
 
 
