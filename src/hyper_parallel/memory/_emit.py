@@ -39,25 +39,22 @@ class Emitter:
         recomputes: Recomputes,
         budget_bytes: int | None,
         planned: np.ndarray | None = None,
-        pauses_s: np.ndarray | None = None,
+        back: dict[tuple[int, int], int] | None = None,
+        window: float | None = None,
         on_demand: bool = False,
     ) -> None:
         self.program, self.recomputes, self.order = program, recomputes, order
         gaps = [*recomputes.host.gaps, *gaps]
         self.planned = np.zeros(0, np.int64) if planned is None else planned
+        self.back = back or {}  # (storage, end of gap) -> where `planned` counts it again
         self.budget = budget_bytes
         self.held: list[int] = []
-        self._waited_s: list[float] = []  # before each position
         seconds = recomputes.host.seconds(program, order)
         starts = np.cumsum([0.0, *seconds])[:-1]
-        paused = starts if pauses_s is None else starts + np.cumsum(pauses_s)
-        due = issue_positions(gaps, paused, program, machine, recomputes.host.ready)
+        due = issue_positions(gaps, starts, program, machine, window, recomputes.host.ready)
         self.reloads = ReloadQueue(() if on_demand else due)
-        # Buffers of other sizes do not help what is on its way to or from flash.
-        passing = {program.sizes[g.storage]: 1 for g in gaps if g.tier == "flash"}
-        self.ledger = EmissionLedger(program, machine, passing)
+        self.ledger = EmissionLedger(program, machine)
         self.copies = InFlightCopies(program, self.ledger, recomputes, gaps, self.reloads)
-        self.copies.arrived = lambda s: self._arrive(s, self.copies.place)
         self.comms = CommsInFlight(program)
         self.tiers = 1 if machine.copy_out is None else 2  # that something may leave for
         for s, storage in enumerate(program.storages):
@@ -79,11 +76,6 @@ class Emitter:
         self.writes = [written.get(s, []) for s in range(len(program.storages))]
         self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
 
-    @property
-    def waited_s(self) -> np.ndarray:
-        """Seconds that computing waited for copies at every position, and at the end."""
-        return np.diff([*self._waited_s, self.ledger.clock.wait_s])
-
     def _ends(self) -> list[set[int]]:
         """Per position, what leaves or is over once the operator there is done."""
         ends: list[set[int]] = [set() for _ in self.order]
@@ -104,7 +96,6 @@ class Emitter:
         ready = list[Gap]()
         for position, index in enumerate(self.order):
             self.copies.place = position
-            self._waited_s.append(self.ledger.clock.wait_s)
             if self.ledger.clock.now_s + self.left_s[position] > limit_s:
                 return None
             self._retire(position)
@@ -122,7 +113,6 @@ class Emitter:
             if ready:
                 ready = self._store_early(ready, position)
         self.copies.place = len(self.order)
-        self._waited_s.append(self.ledger.clock.wait_s)
         for running in (*self.comms.running, *self.copies.updates.running):
             self._join(running, len(self.order))
         while self.copies.leaving:
@@ -296,8 +286,6 @@ class Emitter:
                 self.reloads.until(number, position + 1)
                 return
             self.copies.copy_in(s)
-        elif not early and self.budget is not None and self.program.sizes[s] > self._free_bytes():
-            return  # the operator brings it once there is room
         elif early and not self._may_come_early(number, gap, position):
             return
         elif early and any(
@@ -320,7 +308,7 @@ class Emitter:
         if self.ledger.live["device"] + size > self.budget:
             self.reloads.for_bytes(number, size)
             return False
-        ahead = self.planned[position : gap.last]
+        ahead = self.planned[position : self.back.get((gap.storage, gap.last), gap.last)]
         over = np.flatnonzero(ahead + size > self.budget)
         if len(over):  # what is planned only grows
             self.reloads.until(number, position + int(over[-1]) + 1)
