@@ -42,7 +42,7 @@ from hyper_parallel.ir import MemoryPlan, Timeline
 from hyper_parallel.memory import (
     MemoryMachine,
     clocked,
-    plan_memory,
+    plan_memory_cached,
     predicted_timeline,
     summarise,
 )
@@ -239,7 +239,7 @@ class PlannedSteps:
 
     def _planned(self) -> MemoryPlan:
         choice = self._assumed.choice
-        return plan_memory(
+        return plan_memory_cached(
             self._program,
             self._machine,
             budget_bytes=self._budget,
