@@ -39,7 +39,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hyper_parallel.ir import Cores, Task, TaskGraph, simulate
+from hyper_parallel.ir import Cores, Task, TaskGraph, role_tasks, simulate, steady_step_s
 
 PROMPTS, RESPONSES, BATCHES, LONGEST = 512, 16, 4, 28 * 1024
 TP, PROMPTS_PER_SERVER = 4, 16  # gen_tp, and `max_concurrent_samples` of the recipe
@@ -225,21 +225,12 @@ def asynchronous(
 def two_processes() -> dict[str, object]:
     """A step of two processes in three ways from the parts of one of them, beside what was measured."""
     measured = json.loads(TWO_PROCESSES.read_text())
-    sample = round(measured["sampling_s"] * 1e9)
-    learn = round((measured["step_s"]["in_step"]) * 1e9) - sample
+    sample_s = measured["sampling_s"]
+    learn_s = measured["step_s"]["in_step"] - sample_s
     found = {}
-    for mode, ahead in {"colocated": 0, "in_step": 0, "ahead": 1}.items():
-        tasks: list[Task] = []
-        ranks = 2 if mode == "colocated" else 1
-        learned: list[tuple[int, ...]] = []
-        for step in range(STEPS * 10):
-            deps = learned[step - 1 - ahead] if step > ahead else ()
-            for part, lane, ns in (("sample", "sampler", sample), ("learn", "learner", learn)):
-                lanes = [f"rank {r}" for r in range(ranks)] if ranks > 1 else [lane]
-                tasks += [Task(part, at, ns // ranks, deps=deps) for at in lanes]
-                deps = tuple(range(len(tasks) - ranks, len(tasks)))
-            learned.append(deps)
-        found[mode] = simulate(TaskGraph(tuple(tasks))).end_s / (STEPS * 10)
+    for mode, ahead, ranks in (("colocated", None, 2), ("in_step", 0, 1), ("ahead", 1, 1)):
+        graph = role_tasks(sample_s / ranks, learn_s / ranks, ahead, STEPS * 10)
+        found[mode] = steady_step_s(graph, ahead)
     slower = found["ahead"] > found["colocated"]
     return {"simulated_s": found, "measured_s": measured["step_s"], "ahead_is_slower": slower}
 

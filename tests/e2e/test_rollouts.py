@@ -95,13 +95,14 @@ def weights(out):
 
 
 def test_without_staleness_the_run_is_that_of_one_program(place):
-    train(place, place / "serial", EXPORT)
-    train(place, place / "apart", EXPORT, "grpo.rollout_ranks=2")
+    kept = (EXPORT, "grpo.beta=0.04")
+    train(place, place / "serial", *kept)
+    train(place, place / "apart", *kept, "grpo.rollout_ranks=2", "grpo.reference_role=sampler")
     assert curve(place / "apart") == curve(place / "serial")
     assert weights(place / "apart") == weights(place / "serial")
     assert ages(place / "apart") == [0] * 6
     # What a token is sampled by is what it is learned from, bit for bit, in another process too.
-    exact = ("grpo.exact_logprobs=true", EXPORT)
+    exact = ("grpo.exact_logprobs=true", *kept)
     train(place, place / "exact", *exact)
     train(place, place / "exact apart", *exact, "grpo.rollout_ranks=2")
     assert weights(place / "exact apart") == weights(place / "exact")
@@ -169,6 +170,8 @@ HELD = (
     EXPORT,
     "checkpoint.every=4",
     "grpo.reward_funcs=[late_rewards.held]",
+    "grpo.beta=0.04",
+    "grpo.reference_role=sampler",
 )
 
 
@@ -290,6 +293,7 @@ def test_the_gradient_of_old_completions_is_weighted_by_what_they_have_become():
     ("change", "match"),
     [
         (["grpo.max_staleness=1"], "have the newest weights"),
+        (["grpo.reference_role=sampler", "grpo.beta=0.1"], "where there are such ranks"),
         (["grpo.rollout_ranks=3"], "share the sequences of a step evenly"),
         (["grpo.rollout_ranks=3", "grpo.rollout_tp=2"], "form whole groups"),
         (["grpo.rollout_ranks=8", "grpo.exact_logprobs=true"], "whole microbatches"),

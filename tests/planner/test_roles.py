@@ -285,3 +285,21 @@ def test_ranks_that_share_this_machine_are_slower_while_both_roles_work(recipe):
     longer = max(ahead.sample_s, ahead.learn_s)
     assert longer * (1 - 1e-6) <= ahead.step_s <= in_step.step_s * (1 + 1e-6)
     assert in_step.step_s == pytest.approx(ahead.sample_s + ahead.learn_s, rel=1e-3)
+    # A rank has the cores of one of two, also while the other waits: alone it takes twice what two share.
+    both = plan_recipe(
+        recipe(training={"dtype": "float32"}, topology="local", parallel={"dp_replicate": 2})
+    )
+    assert ahead.sample_s > 1.5 * both.roles.sample_s
+
+
+def test_the_pass_of_the_reference_is_with_the_role_that_makes_it(recipe):
+    given = {"parallel": {"dp_replicate": 2}}
+    numbers = {"rollout_ranks": 1, "max_staleness": 1, "beta": 0.1}
+    by_learner = plan_recipe(recipe(grpo=numbers, **given)).roles
+    by_sampler = plan_recipe(recipe(grpo={**numbers, "reference_role": "sampler"}, **given)).roles
+    without = plan_recipe(recipe(grpo={**numbers, "beta": 0.0}, **given)).roles
+    forward = by_learner.learn_s - without.learn_s
+    assert forward > 0
+    assert by_sampler.learn_s == without.learn_s
+    assert by_sampler.sample_s == pytest.approx(without.sample_s + 2 * forward)
+    assert by_sampler.sampler_bytes > without.sampler_bytes == by_learner.sampler_bytes

@@ -69,6 +69,13 @@ def of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
             f"max_staleness={grpo.max_staleness}, rollout_ranks=0",
             "set `grpo.rollout_ranks=1`, or `grpo.max_staleness=0`",
         )
+    if grpo.reference_role == "sampler" and not (grpo.beta and grpo.rollout_ranks):
+        clash(
+            "grpo.reference_role",
+            "ranks that only sample make the pass of the reference where there are such ranks, and a reference",
+            f"reference_role=sampler, beta={grpo.beta:g}, rollout_ranks={grpo.rollout_ranks}",
+            "set `grpo.reference_role=learner`, or `grpo.rollout_ranks=1 grpo.beta=0.04`",
+        )
     if grpo.partial_rollout and (not grpo.max_staleness or recipe.training.deterministic):
         clash(
             "grpo.partial_rollout",

@@ -42,6 +42,8 @@ class Grpo(Section):
     with `parallel: auto` the planner splits all ranks among both."""
     rollout_tp: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """So many of these ranks share a copy by tensor parallelism, and sample the same sequences. auto: as planned."""
+    reference_role: Literal["learner", "sampler"] = "learner"
+    """With `beta`: who makes the pass of the reference, the ranks that train or those that only sample."""
     max_staleness: int = Field(default=0, ge=0)
     """Most rollouts that the weights which sampled may be behind: sampling runs ahead of training by so many."""
     exact_logprobs: bool = False
@@ -82,6 +84,11 @@ class Grpo(Section):
     def samplers(self) -> int:
         """Copies of the model that only sample."""
         return self.sampling_ranks // self.copy_ranks
+
+    @property
+    def samplers_refer(self) -> bool:
+        """Whether ranks that only sample give the log-probabilities of the reference."""
+        return self.beta > 0 and self.reference_role == "sampler"
 
 
 class Dpo(Section):

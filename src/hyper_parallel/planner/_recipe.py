@@ -62,6 +62,8 @@ def plan_recipe(
         check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
         check_degrees(strategy, world_size, culprit)
         request = _request(recipe, model, strategy.world_size)
+        if recipe.stage == "grpo":
+            request = request.beside(strategy.world_size + recipe.grpo.sampling_ranks)
         plan = evaluate(request, strategy, culprit, world_size or parallel.world_size)
         if recipe.stage == "grpo":
             from hyper_parallel.planner._roles import with_roles

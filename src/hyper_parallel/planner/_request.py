@@ -114,6 +114,12 @@ class PlanRequest:
         )
         return replace(self, headroom=share, notes=(*self.notes, free))
 
+    def beside(self, ranks: int) -> PlanRequest:
+        """The request where so many ranks are there in all: on this machine they share its cores and memory."""
+        if self.supernode.name != LOCAL or self.supernode.num_devices == ranks:
+            return self
+        return replace(self, supernode=detect_local(ranks))
+
     def model_ref(self) -> ModelRef:
         """What the plan remembers of the model."""
         return ModelRef(

@@ -25,10 +25,9 @@ from hyper_parallel.mpmd import on_shared_cores
 from hyper_parallel.planner._generation_layouts import strategies_of
 from hyper_parallel.planner._price import PricedStrategy
 from hyper_parallel.planner._refine import Outcome, find
-from hyper_parallel.planner._request import LOCAL, PlanRequest
+from hyper_parallel.planner._request import PlanRequest
 from hyper_parallel.planner._rollout_price import RolloutPrice, rollout_prices
 from hyper_parallel.planner._space import Space
-from hyper_parallel.topology import detect_local
 from hyper_parallel.units import format_seconds
 
 KEPT: Final = 1024
@@ -105,7 +104,7 @@ class Roles:
     """Prices of the splits of some devices."""
 
     def __init__(self, recipe: Recipe, request: PlanRequest, devices: int) -> None:
-        self.grpo, self.request, self.devices = recipe.grpo, request, devices
+        self.grpo, self.request, self.devices = recipe.grpo, request.beside(devices), devices
         seq_len, new = request.workload.seq_len, recipe.grpo.max_completion_length
         self.new_tokens = min(new, seq_len)
         self.prompt_len = max(1, seq_len - new)
@@ -116,13 +115,9 @@ class Roles:
         self._simulated: dict[tuple[object, ...], float] = {}
 
     def on(self, devices: int) -> PlanRequest:
-        """The request for so many devices; ranks of this machine share its cores and memory."""
+        """The request for so many of the devices."""
         if devices not in self._requests:
-            r = self.request
-            machine = r.supernode
-            if machine.name == LOCAL and devices != r.num_devices:
-                machine = detect_local(devices)
-            self._requests[devices] = replace(r, num_devices=devices, supernode=machine)
+            self._requests[devices] = replace(self.request, num_devices=devices)
         return self._requests[devices]
 
     @cached_property
@@ -195,11 +190,21 @@ class Roles:
         sampling = self._sampling(request, strategy, rows, slots)
         if isinstance(sampling, str):
             return sampling
-        passes = (grpo.beta > 0) + (grpo.importance_sampling == "mask")
+        by_samplers = ranks > 0 and grpo.samplers_refer
+        passes = (grpo.beta > 0 and not by_samplers) + (grpo.importance_sampling == "mask")
         learn_s = grpo.num_iterations * learner.step_s + passes * learner.forward_s
+        if ranks:
+            learners = learner.strategy.world_size
+            sample_s = sampling.seconds
+            if by_samplers:  # as many products as where ranks that learn make the pass
+                sample_s += learner.forward_s * learners / ranks
+            sampling = replace(sampling, seconds=sample_s / self._pace(ranks))
+            learn_s /= self._pace(learners)
         held = sampling.memory_bytes
         if not ranks:
             held = learner.states_bytes + sampling.beside_bytes
+        elif by_samplers:
+            held += int(sampling.weight_bytes * work.trained)
         allowed = grpo.max_staleness if ranks else 0
         each = {
             s: self._step_s(sampling.seconds, learn_s, ranks, s) / grpo.num_iterations
@@ -248,15 +253,16 @@ class Roles:
         key = (sample_s, learn_s, ranks, staleness)
         if key not in self._simulated:
             roles = learners, samplers = self.devices - ranks, ranks
-            machine = self.on(self.devices)
-            pace = machine.machine.paces(self.devices)
-            if machine.supernode.name == LOCAL and pace:
-                # Of this machine the prices of so many ranks are known; a rank is slower when all work.
-                learn_s, sample_s = learn_s * pace[learners - 1], sample_s * pace[samplers - 1]
+            learn_s, sample_s = learn_s * self._pace(learners), sample_s * self._pace(samplers)
+            pace = self.on(self.devices).machine.paces(self.devices)
             many = roles if any(p != 1.0 for p in pace) else (1, 1)
             graph = role_tasks(sample_s, learn_s, staleness, 4 * (staleness + 2), many)
             self._simulated[key] = steady_step_s(on_shared_cores(graph, pace), staleness)
         return self._simulated[key]
+
+    def _pace(self, ranks: int) -> float:
+        """Speed of a rank while so many work, against all of them at work, for which everything is priced."""
+        return (self.on(self.devices).machine.paces(self.devices) or [1.0] * ranks)[ranks - 1]
 
     def notes(self, split: Split) -> Iterator[str]:
         """What a reader should know of the prediction."""

@@ -57,7 +57,7 @@ def with_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
     chosen = (0, 1) if roles is None else (roles.rollout_ranks, roles.rollout_tp)
     update: dict[str, object] = dict(zip(("rollout_ranks", "rollout_tp"), chosen, strict=True))
     if not chosen[0]:
-        update |= {"max_staleness": 0, "partial_rollout": False}
+        update |= {"max_staleness": 0, "partial_rollout": False, "reference_role": "learner"}
     world = {"world_size": plan.strategy.world_size}
     sections = {
         "grpo": grpo.model_copy(update=update),

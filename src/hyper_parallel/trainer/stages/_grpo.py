@@ -32,13 +32,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.backends.torch._slots import why_no_slots
-from hyper_parallel.backends.torch._user_objective import token_logprobs
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages._rewards import reward_functions, score, short_name
 from hyper_parallel.trainer.stages._rollouts import Publisher, Sampler
-from hyper_parallel.trainer.stages._sampling import Completions, Weights, added, largest
+from hyper_parallel.trainer.stages._sampling import (
+    Completions,
+    Weights,
+    added,
+    largest,
+    logprobs_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +87,8 @@ class GrpoStage:
         """Keep where the data is read, and say where sampling takes longer than it should."""
         self._batches = batches
         if self.reference is not None:
-            self._before = self.reference()
+            kept = self.reference()
+            self._before = None if self.settings.samplers_refer else kept
         if (why := why_no_slots(self.sampler.model)) and self.rank == 0:
             _log.warning("every token of a completion reads all of it again: no cache, %s", why)
 
@@ -199,7 +205,7 @@ class GrpoStage:
         batch = self._batch(made, advantages.view(-1))
         counted = mine[:, 1:]
         if self.settings.importance_sampling == "mask":
-            now = torch.cat(self._logprobs(_cut(batch, size)))
+            now = self._logprobs(batch, size)
             apart = (now - batch["rollout_logprobs"]).abs()
             counted = counted & (apart <= math.log(self.settings.importance_sampling_cap))
             lengths, sampled = counted.sum(1).double(), tokens
@@ -209,12 +215,12 @@ class GrpoStage:
         if self.settings.loss_type == "grpo":
             per_token = 1 / (total * lengths)
         batch["weights"] = torch.where(counted, per_token[:, None], 0.0)
-        parts = _cut(batch, size)
         if self._before is not None:
             with self._before.weights():
-                for part, before in zip(parts, self._logprobs(parts), strict=True):
-                    part["reference_logprobs"] = before
-        return parts, int(tokens)
+                batch["reference_logprobs"] = self._logprobs(batch, size)
+        elif self.settings.samplers_refer:
+            batch["reference_logprobs"] = made.reference_logprobs
+        return _cut(batch, size), int(tokens)
 
     def _begin(self) -> None:
         """What the objective has measured before is of another step."""
@@ -227,7 +233,7 @@ class GrpoStage:
         self._begin()
         return {
             "input_ids": made.tokens[:, :-1],
-            "shift_labels": torch.where(made.sampled, made.tokens, IGNORE_INDEX)[:, 1:],
+            "shift_labels": made.labels,
             "advantages": advantages,
             "rollout_logprobs": made.logprobs[:, 1:],
         }
@@ -237,15 +243,9 @@ class GrpoStage:
         names = self.settings.reward_funcs
         return {f"reward_{short_name(n)}": x / total for n, x in zip(names, sums, strict=True)}
 
-    @torch.no_grad()
-    def _logprobs(self, parts: list[dict[str, Tensor]]) -> list[Tensor]:
-        """[B, S] of every microbatch, by the weights as they are."""
-        model = self.sampler.model
-        model.eval()
-        names = ("input_ids", "shift_labels")
-        found = [token_logprobs(model, **{name: part[name] for name in names}) for part in parts]
-        model.train()
-        return found
+    def _logprobs(self, batch: dict[str, Tensor], size: int) -> Tensor:
+        """[N, S] of sampled tokens, by the weights as they are."""
+        return logprobs_of(self.sampler.model, batch["input_ids"], batch["shift_labels"], size)
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """The loss of a microbatch, from [B, S] log-probabilities; in a first step minus the mean advantage."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,11 +42,13 @@ from hyper_parallel.trainer.data._batches import IGNORE_INDEX
 from hyper_parallel.trainer.engine._gauges import SpanRecorder
 from hyper_parallel.trainer.engine._model import build_model, routing_of
 from hyper_parallel.trainer.stages._environments import WHERE, Environments
+from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages._rollout_folder import RolloutFolder
 from hyper_parallel.trainer.stages._sampling import (
     Completions,
     Weights,
     environment_seed,
+    logprobs_of,
     sample,
     uniform,
 )
@@ -232,7 +234,9 @@ def sample_rank(job: Job, part: int) -> None:
         batches.load_state_dict(begin["data"])
         recorder = SpanRecorder(part, world.device, first + 1, world.pulse, "sampler")
         timeline = folder.path / f"timeline.{part}.json"
-        weights = Weights(-1)
+        weights, reference = Weights(-1), None
+        if grpo.samplers_refer:  # whoever began the run has kept it
+            reference = ReferenceWeights(model, job.output_dir, job.output_dir)
 
         def renew() -> int:
             # Ranks of one copy have looked at different times: the oldest that one of them found is there for all.
@@ -276,6 +280,10 @@ def sample_rank(job: Job, part: int) -> None:
             started = time.perf_counter()
             with recorder.span("rollout", "compute"):
                 made = sampler.complete(given, step, part * rows, microbatch, weights)
+            if reference is not None:
+                with recorder.span("reference", "compute"), reference.weights():
+                    before = logprobs_of(model, made.tokens[:, :-1], made.labels, microbatch)
+                made = replace(made, reference_logprobs=before)
             if world.rank == 0:
                 seconds = time.perf_counter() - started
                 folder.write(step, part, grpo.samplers, made, weights.version, seconds)

@@ -36,6 +36,8 @@ class Completions:
         versions: [N, S + 1] version of these weights; `NOT_SAMPLED` for prompts, words of an environment and padding.
         rewards: [N] what an environment gave; 0 without one.
         stopped: [N] whether a stop token ended it, not the limit.
+        reference_logprobs: [N, S] log-probability of what comes next by the model before the first step, where ranks
+            that sample give it; else [N, 0].
     """
 
     tokens: Tensor
@@ -44,11 +46,17 @@ class Completions:
     versions: Tensor
     rewards: Tensor
     stopped: Tensor
+    reference_logprobs: Tensor
 
     @property
     def sampled(self) -> Tensor:
         """[N, S + 1] whether the model chose the token."""
         return self.versions != NOT_SAMPLED
+
+    @property
+    def labels(self) -> Tensor:
+        """[N, S] the sampled token that comes after each; `IGNORE_INDEX` where none does."""
+        return torch.where(self.sampled, self.tokens, IGNORE_INDEX)[:, 1:]
 
 
 @dataclass
@@ -134,17 +142,25 @@ def sample(
         tokens[row, :end] = torch.tensor(sequence.text)
         logprobs[row, sequence.start : end] = torch.tensor(sequence.logprobs, dtype=torch.float64)
         ends[row], stopped[row] = end, sequence.finish == "stop"
-    if exact:
-        labels = torch.where(versions != NOT_SAMPLED, tokens, IGNORE_INDEX)[:, 1:]
-        parts = zip(tokens[:, :-1].split(microbatch), labels.split(microbatch), strict=True)
-        with torch.no_grad():
-            found = [token_logprobs(model, input_ids=a, shift_labels=b) for a, b in parts]
-        logprobs[:, 1:] = torch.cat(found)
     model.train(training)
     rewards = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
     if environments is not None:
         rewards += torch.tensor(environments.rewards, dtype=torch.float64, device=tokens.device)
-    return Completions(tokens, ends, logprobs, versions, rewards, stopped)
+    made = Completions(tokens, ends, logprobs, versions, rewards, stopped, logprobs[:, :0])
+    if exact:
+        logprobs[:, 1:] = logprobs_of(model, tokens[:, :-1], made.labels, microbatch)
+    return made
+
+
+@torch.no_grad()
+def logprobs_of(model: nn.Module, input_ids: Tensor, labels: Tensor, microbatch: int) -> Tensor:
+    """[N, S] log-probabilities of labels by the weights as they are, in passes over so many rows."""
+    training = model.training
+    model.eval()
+    parts = zip(input_ids.split(microbatch), labels.split(microbatch), strict=True)
+    found = [token_logprobs(model, input_ids=a, shift_labels=b) for a, b in parts]
+    model.train(training)
+    return torch.cat(found)
 
 
 def largest(value: Tensor) -> float:
