@@ -6,6 +6,7 @@ makes under tracing does not exist there.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -31,7 +32,12 @@ from hyper_parallel.backends.torch.memory import (
     training_step,
 )
 from hyper_parallel.ir import MemoryProgram, Operator
+from hyper_parallel.memory import Channel
 
+Saving = Literal["checkpoint", "on_cpu"]
+"""What is saved for backward: inputs of layers only (transformers' activation checkpointing, use_reentrant=False),
+or everything in host memory (`torch.autograd.graph.save_on_cpu`, whose copies are recorded as `SAVED` operators)."""
+SAVED = ("detach_copy", "lift_fresh_copy")
 SHAPES = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -81,6 +87,7 @@ def training(
     shards: int = 1,
     front_end: Literal["eager", "graph"] = "eager",
     clip_norm: float | None = None,
+    saving: Saving | None = None,
 ) -> MemoryProgram:
     """One training step.
 
@@ -92,6 +99,7 @@ def training(
             weights and state in float32 for its part of every weight; collectives are not in the program.
         front_end: See `capture_training`.
         clip_norm: Largest global norm of the gradients; None: they are not clipped, so updates may come early.
+        saving: What is saved for backward, with more than one shard; None: all, on the device.
     """
     with FakeTensorMode():
         model = llama(layers)
@@ -108,7 +116,7 @@ def training(
                 loss_chunks=loss_chunks,
                 front_end=front_end,
             ).program
-        return _sharded(model, batch, loss_chunks, shards, front_end, clip_norm)
+        return _sharded(model, batch, loss_chunks, shards, front_end, clip_norm, saving)
 
 
 def _sharded(
@@ -118,7 +126,10 @@ def _sharded(
     shards: int,
     front_end: str,
     clip_norm: float | None,
+    saving: Saving | None,
 ) -> MemoryProgram:
+    if saving == "checkpoint":
+        model.activation_checkpointing_enable({"use_reentrant": False})
     named = model_state(model)
     slots = {}
     for name, p in model.named_parameters():
@@ -130,10 +141,11 @@ def _sharded(
             named[f"{name}.{key}"] = (value, "optimizer")
 
     def step(**inputs: Any) -> Any:
-        if loss_chunks is None:
-            loss = model(**inputs, use_cache=False).loss
-        else:
-            loss = chunked_loss(model, inputs, loss_chunks)
+        with _through_host() if saving == "on_cpu" else nullcontext():
+            if loss_chunks is None:
+                loss = model(**inputs, use_cache=False).loss
+            else:
+                loss = chunked_loss(model, inputs, loss_chunks)
         loss.backward()
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
@@ -151,6 +163,27 @@ def _sharded(
 
     captured = record(step, batch, named, name="LlamaForCausalLM train", training=True)
     return (captured if front_end == "eager" else as_graph(captured)).program
+
+
+def _through_host() -> Any:
+    """`save_on_cpu`, its copies recorded by names that nothing else here has."""
+    out, back = (getattr(torch.ops.aten, name).default for name in SAVED)
+    return torch.autograd.graph.saved_tensors_hooks(out, back)
+
+
+def copied(program: MemoryProgram, channel: Channel) -> MemoryProgram:
+    """A step with `saving="on_cpu"`: copies take a channel's seconds, on the stream that computes, and host memory."""
+    host = {op.allocs[0] for op in program.operators if op.name == SAVED[0]}
+    storages = tuple(
+        replace(x, num_bytes=0) if s in host else x for s, x in enumerate(program.storages)
+    )
+    operators = tuple(
+        replace(op, seconds=channel.seconds(program.sizes[(*op.reads, *op.allocs)[-1]]))
+        if op.name in SAVED
+        else op
+        for op in program.operators
+    )
+    return replace(program, storages=storages, operators=operators)
 
 
 def as_kernels(program: MemoryProgram) -> MemoryProgram:

@@ -3,14 +3,16 @@
     python benchmarks/offload_policies.py                     # training, a table
     python benchmarks/offload_policies.py --json              # the same as JSON
     python benchmarks/offload_policies.py --step prefill      # or decode
-    python benchmarks/offload_policies.py --bandwidths 50 --goals peak --policies ours,full-recompute
+    python benchmarks/offload_policies.py --bandwidths 50 --goals peak --policies ours,checkpoint
+    python benchmarks/offload_policies.py --clip              # gradients clipped to a global norm, as recipes do
     python benchmarks/offload_policies.py --front-end graph   # the step after its least cut
 
 Two goals: the least peak at <= 2 % more time than the step with everything kept, and the least time under a budget.
-Policies other than ours are our models of them, with the same order of operators and the same simulator:
+What other code does is recorded as it runs, in its own order; the other policies are our models of them, with the same
+order of operators and the same simulator as ours:
 
-* keep: nothing moves. full-recompute: only the inputs of the decoder layers are kept, so the decoder's forward
-  operators run once more; its seconds are their sum, its peak is not computed.
+* keep: nothing moves; recorded. checkpoint: transformers' activation checkpointing, use_reentrant=False; recorded.
+* save-on-cpu: `torch.autograd.graph.save_on_cpu`; recorded, its copies on the stream that computes, at the link's speed.
 * recompute-only: our planner without copies, the best of its sets.
 * ours-host: ours, and optimizer updates may run in host memory at --host-gb-s.
 * ours-margin: ours with the default reserve for links that are slower than was said; ours itself plans without one.
@@ -27,14 +29,14 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 import transformers
-from _llama_8b import inference, training
+from _llama_8b import copied, inference, training
 from _simple_policies import simple_policy
 
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError
@@ -67,7 +69,7 @@ class Row:
     simulated_step_s: float | None
     against_start: float | None = None
     against_keep_s: float | None = None
-    against_full_recompute_s: float | None = None
+    against_checkpoint_s: float | None = None
     arena_over_peak: float | None = None
     device_bytes: int | None = None
     simulated_dram_bytes: int | None = None
@@ -108,17 +110,6 @@ def best_peak(
     return found
 
 
-def decoder_seconds(program: MemoryProgram) -> float:
-    """Seconds of the forward operators before the head is first used."""
-    head = {s for s, x in enumerate(program.storages) if x.name == "lm_head.weight"}
-    seconds = 0.0
-    for op in program.operators:
-        if op.phase != "forward" or head & set(op.reads):
-            break
-        seconds += op.seconds
-    return seconds
-
-
 def rows_of(
     program: MemoryProgram,
     gb_s: float,
@@ -127,16 +118,16 @@ def rows_of(
     budget: int,
     slowdown: float = SLOWDOWN,
     host_gb_s: float | None = None,
+    recorded: Mapping[str, MemoryProgram] | None = None,
 ) -> list[Row]:
-    """All policies for one bandwidth and goal."""
-    m = machine(gb_s)
+    """All policies for one bandwidth and goal; `recorded` are steps that save for backward as others do."""
+    m, recorded = machine(gb_s), recorded or {}
     start = order_peak(program, range(len(program.operators)))
     order = refine_order(program)[0]
     limit_s = program.seconds * (1 + slowdown)
     wanted: dict[str, Any] = (
         {"max_slowdown": slowdown} if goal == "peak" else {"budget_bytes": budget}
     )
-    full_s = program.seconds + decoder_seconds(program)
     rows = []
     for policy in policies:
         begin = time.process_time()
@@ -159,9 +150,10 @@ def rows_of(
                 row.on_host = sum(action.kind == "update" for action in plan.actions)
             elif policy == "keep":
                 row.simulated_peak_bytes, row.simulated_step_s = start, program.seconds
-            elif policy == "full-recompute":
-                row.simulated_step_s = full_s
-                row.against_keep_s = full_s / program.seconds - 1
+            elif policy in recorded:
+                step = copied(recorded[policy], m.store)
+                peak = order_peak(step, range(len(step.operators)))
+                row.simulated_peak_bytes, row.simulated_step_s = peak, step.seconds
             else:
 
                 def make(target: int, policy: str = policy) -> tuple[int, float]:
@@ -179,7 +171,8 @@ def rows_of(
         if row.simulated_peak_bytes is not None and row.simulated_step_s is not None:
             row.against_start = row.simulated_peak_bytes / start - 1
             row.against_keep_s = row.simulated_step_s / program.seconds - 1
-            row.against_full_recompute_s = row.simulated_step_s / full_s - 1
+            if "checkpoint" in recorded:
+                row.against_checkpoint_s = row.simulated_step_s / recorded["checkpoint"].seconds - 1
             if goal == "time" and row.simulated_peak_bytes > budget:
                 row.note = "above the budget"
         rows.append(row)
@@ -254,7 +247,7 @@ def main() -> None:
     parser.add_argument("--budget-gb", type=float, default=64.0)
     parser.add_argument(
         "--policies",
-        default="ours,ours-margin,ours-copies-only,recompute-only,longest-gap,largest-first,on-demand,full-recompute,keep",
+        default="ours,ours-margin,ours-copies-only,recompute-only,longest-gap,largest-first,on-demand,checkpoint,save-on-cpu,keep",
     )
     parser.add_argument(
         "--host-gb-s", type=float, default=200.0, help="host memory for updates there (ours-host)"
@@ -272,12 +265,27 @@ def main() -> None:
     order = refine_order(program)[0]
     start = order_peak(program, range(len(program.operators)))
     policies, links = args.policies.split(","), [float(b) for b in args.bandwidths.split(",")]
+    recorded = {}
+    if args.step == "training" and args.shards > 1 and args.front_end == "eager":
+        for policy, saving in (("checkpoint", "checkpoint"), ("save-on-cpu", "on_cpu")):
+            other = training(
+                args.tokens, args.layers, chunks, args.shards, "eager", clip_norm, saving
+            )
+            recorded[policy] = ROOFLINE.annotate(fused(other, args.pointwise_bytes))
+    policies = [p for p in policies if p in recorded or p not in ("checkpoint", "save-on-cpu")]
     rows = [
         row
         for gb_s in links
         for goal in args.goals.split(",")
         for row in rows_of(
-            program, gb_s, goal, policies, int(args.budget_gb * 1e9), args.slowdown, args.host_gb_s
+            program,
+            gb_s,
+            goal,
+            policies,
+            int(args.budget_gb * 1e9),
+            args.slowdown,
+            args.host_gb_s,
+            recorded,
         )
     ]
     identity = replay(program, program.on_device, identity_actions(program, order))
