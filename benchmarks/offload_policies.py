@@ -12,7 +12,7 @@ What other code does is recorded as it runs, in its own order; the other policie
 order of operators and the same simulator as ours:
 
 * keep: nothing moves; recorded. checkpoint: transformers' activation checkpointing, use_reentrant=False; recorded.
-* save-on-cpu: `torch.autograd.graph.save_on_cpu`; recorded, its copies on the stream that computes, at the link's speed.
+* save-on-cpu: `torch.autograd.graph.save_on_cpu`; recorded, copies on the stream that computes, as fast as the link.
 * recompute-only: our planner without copies, the best of its sets.
 * ours-host: ours, and optimizer updates may run in host memory at --host-gb-s.
 * ours-margin: ours with the default reserve for links that are slower than was said; ours itself plans without one.
