@@ -54,6 +54,12 @@ def held(prompts, completions, answer, **_):
         time.sleep(0.01)
     return digits(prompts, completions, answer)
 '''
+ROUTED = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 EXPORT = "checkpoint.export=true"
 ASYNC = ("grpo.rollout_ranks=1", "grpo.max_staleness=2", "training.deterministic=true")
 
@@ -120,9 +126,16 @@ def test_who_trains_and_who_samples_may_be_cut_otherwise(place):
     for name, words in (
         ("two", ("grpo.rollout_ranks=2", "parallel.dp_shard=2")),
         ("group", ("grpo.rollout_ranks=2", "grpo.rollout_tp=2")),
+        ("sharded", ("grpo.rollout_ranks=4", "grpo.rollout_tp=2", "grpo.rollout_dp_shard=2")),
     ):
         train(place, place / name, *ASYNC, *words)
         assert flat(place / name) == pytest.approx(flat(place / "one"), rel=1e-10, abs=1e-12)
+    routed = place / "routed.json"
+    routed.write_text(json.dumps({**json.loads((place / "model.json").read_text()), **ROUTED}))
+    train(place, place / "routed", *ASYNC, f"model.path={routed}")
+    experts = ("grpo.rollout_ranks=2", "grpo.rollout_dp_shard=2", "grpo.rollout_ep=2")
+    train(place, place / "experts", *ASYNC, f"model.path={routed}", *experts)
+    assert flat(place / "experts") == pytest.approx(flat(place / "routed"), rel=1e-10, abs=1e-12)
     # Whoever is late, weights are never older than said, and no completion is left out.
     words = (
         "grpo.rollout_ranks=1",

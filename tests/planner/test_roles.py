@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hyper_parallel.config import Recipe, load_recipe
-from hyper_parallel.errors import Contradiction, DoesNotFit, HyperParallelError
+from hyper_parallel.errors import Contradiction, DoesNotFit, HyperParallelError, NotDivisible
 from hyper_parallel.ir import Plan, role_tasks, steady_step_s
 from hyper_parallel.mpmd import on_shared_cores
 from hyper_parallel.planner import plan_recipe
@@ -255,6 +255,21 @@ def test_a_rank_that_samples_is_refused_where_it_has_too_little_memory(recipe):
         plan_recipe(recipe(grpo=AUTO, memory=0.05, parallel={"auto": True, "world_size": 4}))
 
 
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({"rollout_tp": 3}, "grpo.rollout_tp=2"),
+        ({"rollout_dp_shard": 3, "rollout_ep": 3}, "grpo.rollout_ep=1"),
+    ],
+)
+@pytest.mark.parametrize("parallel", [{"auto": True, "world_size": 1}, {"dp_shard": 1}])
+def test_a_copy_that_cannot_be_laid_out_is_refused_in_its_own_keys(recipe, change, hint, parallel):
+    with pytest.raises(NotDivisible) as caught:
+        plan_recipe(recipe(grpo={"rollout_ranks": 3, **change}, parallel=parallel))
+    assert caught.value.hint == hint
+    assert caught.value.where.startswith("grpo.rollout_")
+
+
 @pytest.mark.parametrize("key", ["rollout_ranks", "rollout_tp"])
 def test_auto_roles_with_given_degrees_are_refused(tmp_path, key):
     file = tmp_path / "recipe.yaml"
@@ -280,16 +295,18 @@ def test_ranks_that_share_this_machine_are_slower_while_both_roles_work(recipe):
     """Of a machine whose ranks share cores, asynchrony gives less than the longer role, and never more than in step."""
     given = {"parallel": {"dp_replicate": 1}, "topology": "local"}
     numbers = {"rollout_ranks": 1, "max_staleness": 1}
-    ahead = plan_recipe(recipe(grpo=numbers, training={"dtype": "float32"}, **given)).roles
+    plan = plan_recipe(recipe(grpo=numbers, training={"dtype": "float32"}, **given))
+    ahead = plan.roles
     (in_step,) = ahead.rejected
     longer = max(ahead.sample_s, ahead.learn_s)
     assert longer * (1 - 1e-6) <= ahead.step_s <= in_step.step_s * (1 + 1e-6)
     assert in_step.step_s == pytest.approx(ahead.sample_s + ahead.learn_s, rel=1e-3)
-    # A rank has the cores of one of two, also while the other waits: alone it takes twice what two share.
+    # A rank has the cores and the memory of one of two, whatever the other does.
     both = plan_recipe(
         recipe(training={"dtype": "float32"}, topology="local", parallel={"dp_replicate": 2})
     )
-    assert ahead.sample_s > 1.5 * both.roles.sample_s
+    assert plan.peak_flops == both.peak_flops
+    assert plan.memory_capacity_bytes == both.memory_capacity_bytes
 
 
 def test_the_pass_of_the_reference_is_with_the_role_that_makes_it(recipe):

@@ -83,6 +83,13 @@ def of_compared(recipe: Recipe, clash: Callable[..., None]) -> None:
             f"max_staleness={grpo.max_staleness}, deterministic={str(recipe.training.deterministic).lower()}",
             "set `grpo.max_staleness=1 training.deterministic=false`, or `grpo.partial_rollout=false`",
         )
+    if grpo.partial_rollout and grpo.rollout_dp_shard > 1:
+        clash(
+            "grpo.partial_rollout",
+            "ranks that gather parameters together take newer weights between rollouts only",
+            f"partial_rollout=true, rollout_dp_shard={grpo.rollout_dp_shard}",
+            "set `grpo.rollout_dp_shard=1 grpo.rollout_ep=1`, or `grpo.partial_rollout=false`",
+        )
     for name in ("environment", "partial_rollout"):
         if grpo.exact_logprobs and (value := getattr(grpo, name)):
             clash(

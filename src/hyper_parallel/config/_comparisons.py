@@ -42,6 +42,10 @@ class Grpo(Section):
     with `parallel: auto` the planner splits all ranks among both."""
     rollout_tp: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """So many of these ranks share a copy by tensor parallelism, and sample the same sequences. auto: as planned."""
+    rollout_dp_shard: int = Field(default=1, ge=1)
+    """So many of those share a copy, each with sequences of its own: parameters are gathered for every pass (FSDP)."""
+    rollout_ep: int = Field(default=1, ge=1)
+    """Ranks of a copy that share its experts, folded over `rollout_dp_shard` and `rollout_tp`."""
     reference_role: Literal["learner", "sampler"] = "learner"
     """With `beta`: who makes the pass of the reference, the ranks that train or those that only sample."""
     max_staleness: int = Field(default=0, ge=0)
@@ -76,14 +80,24 @@ class Grpo(Section):
         return 0 if self.rollout_ranks == "auto" else self.rollout_ranks
 
     @property
-    def copy_ranks(self) -> int:
+    def copy_tp(self) -> int:
         """`rollout_tp`; 1 until the planner has chosen."""
         return 1 if self.rollout_tp == "auto" else self.rollout_tp
 
     @property
-    def samplers(self) -> int:
+    def copy_ranks(self) -> int:
+        """Ranks that share a copy of the model to sample."""
+        return self.copy_tp * self.rollout_dp_shard
+
+    @property
+    def copies(self) -> int:
         """Copies of the model that only sample."""
         return self.sampling_ranks // self.copy_ranks
+
+    @property
+    def shares(self) -> int:
+        """Parts of a step's sequences that are sampled apart."""
+        return self.copies * self.rollout_dp_shard
 
     @property
     def samplers_refer(self) -> bool:

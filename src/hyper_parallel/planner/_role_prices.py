@@ -161,9 +161,10 @@ class Roles:
         grpo, rows = self.grpo, rows_of(self.request.workload)
         given = grpo.rollout_ranks
         for ranks in range(self.devices) if given == "auto" else [given]:
-            tps = self._tps if grpo.rollout_tp == "auto" and ranks else [grpo.copy_ranks]
+            tps = self._tps if grpo.rollout_tp == "auto" and ranks else [grpo.copy_tp]
             for tp in tps if ranks else [1]:
-                even = ranks % tp == 0 and (rows is None or rows % max(1, ranks // tp) == 0)
+                size = self.copy(tp).world_size if ranks else 1
+                even = ranks % size == 0 and (rows is None or rows % max(1, ranks // tp) == 0)
                 if even or grpo.rollout_tp != "auto" != given:
                     yield ranks, tp
 
@@ -171,22 +172,24 @@ class Roles:
     def _tps(self) -> list[int]:
         """Degrees in which ranks can share a copy."""
         r, degrees = self.request, range(1, self.devices)
-        return [t for t in degrees if r.refusal(Strategy(tp_x=t)) is None]
+        return [t for t in degrees if r.refusal(self.copy(t)) is None]
+
+    def copy(self, tp: int) -> Strategy:
+        """The layout of a copy that only samples, with so many ranks of tensor parallelism."""
+        return Strategy(tp_x=tp, dp_shard=self.grpo.rollout_dp_shard, ep=self.grpo.rollout_ep)
 
     def split(self, ranks: int, tp: int, learner: Learner) -> Split | str:
         """A split with a layout of the ranks that learn, or why it has no price."""
         work, grpo = learner.workload, self.grpo
         rows, batch = rows_of(work) or 1, work.microbatch or 1
-        slots, copies = batch, ranks // tp
+        slots, shares = batch, ranks // tp
         request, strategy = self.on(learner.strategy.world_size), learner.strategy
         if ranks:
-            if ranks % tp or rows % copies:
+            copy = self.copy(tp)
+            if ranks % copy.world_size or rows % shares:
                 return "ranks that only sample do not share the completions evenly"
-            slots, strategy = (
-                math.gcd(rows // copies, batch),
-                Strategy(tp_x=tp, dp_replicate=copies),
-            )
-            request = self.on(ranks)
+            slots = math.gcd(rows // shares, batch)
+            request, strategy = self.on(ranks), replace(copy, dp_replicate=ranks // copy.world_size)
         sampling = self._sampling(request, strategy, rows, slots)
         if isinstance(sampling, str):
             return sampling

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import DoesNotFit, UnsupportedSharding
+from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding, overrides
 from hyper_parallel.ir import Plan
 from hyper_parallel.planner._plan import require, search, to_plan
 from hyper_parallel.planner._price import PricedStrategy
 from hyper_parallel.planner._refine import Outcome, find
+from hyper_parallel.planner._refusals import check_legal
 from hyper_parallel.planner._request import PlanRequest
 from hyper_parallel.planner._role_prices import Learner, Roles, Split, rows_of
 from hyper_parallel.planner._space import divisors
@@ -38,9 +39,12 @@ def with_roles(
 
     Raises:
         DoesNotFit: HP401 when a rank that only samples has too little memory.
+        NotDivisible: HP203, UnsupportedSharding: HP205 for a layout that a copy which only samples cannot have.
     """
-    ranks, tp = recipe.grpo.sampling_ranks, recipe.grpo.copy_ranks
+    ranks, tp = recipe.grpo.sampling_ranks, recipe.grpo.copy_tp
     roles = Roles(recipe, request, plan.strategy.world_size + ranks)
+    if ranks:
+        _check_copy(roles, tp, where)
     learner = Learner(plan.strategy, plan.workload, plan.step_s, plan.stages, plan.memory)
     found = roles.split(ranks, tp, learner)
     if isinstance(found, str):
@@ -67,6 +71,8 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
         UnsupportedSharding: HP205 for a split of a model whose sampling is not priced.
     """
     roles = Roles(recipe, request, request.num_devices + recipe.grpo.sampling_ranks)
+    if recipe.grpo.sampling_ranks and recipe.grpo.rollout_tp != "auto":
+        _check_copy(roles, recipe.grpo.copy_tp, where)
     splits = [*roles.splits()]
     found: list[tuple[Split, Outcome, PricedStrategy]] = []
     large: list[tuple[Split, PricedStrategy]] = []
@@ -132,6 +138,23 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
         roles=roles.plan_of(best, [split for split, *_ in found]),
         notes=(*plan.notes, *notes),
     )
+
+
+def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
+    """Refuse a layout that a copy which only samples cannot have."""
+    copy, numbers = roles.copy(tp), roles.request.numbers
+    try:
+        check_legal(numbers, roles.request.workload.resolve(1), copy)
+        roles.request.shard(copy)
+    except HyperParallelError as error:
+        keys = {"tp": "rollout_tp", "tp_x": "rollout_tp", "ep": "rollout_ep"}
+        changes = {key.removeprefix("parallel."): value for key, value in error.changes.items()}
+        error.where = where("grpo.rollout_ep" if "ep" in changes else "grpo.rollout_tp")
+        error.changes = {
+            f"grpo.{keys[key]}": value for key, value in changes.items() if key in keys
+        }
+        error.hint = overrides(error.changes) or "grpo.rollout_tp=1 grpo.rollout_ep=1"
+        raise
 
 
 def _too_big(

@@ -64,25 +64,25 @@ def check_reward_models(loaded: LoadedRecipe, tokenizer_dir: str) -> None:
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
     """Raise when ranks that only sample form no whole groups, or would not have as many sequences each."""
     grpo = loaded.recipe.grpo
-    ranks, copies = grpo.sampling_ranks, grpo.samplers
+    ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:
         raise Contradiction(
             "ranks that only sample form whole groups",
-            where=loaded.where("grpo.rollout_tp"),
-            got=f"rollout_ranks={ranks}, rollout_tp={grpo.rollout_tp}",
-            hint=f"grpo.rollout_ranks={grpo.rollout_tp}",
+            where=loaded.where("grpo.rollout_ranks"),
+            got=f"rollout_ranks={ranks}, rollout_tp={grpo.copy_tp}, rollout_dp_shard={grpo.rollout_dp_shard}",
+            hint=f"grpo.rollout_ranks={grpo.copy_ranks}",
         )
-    if ranks and rows % copies:
+    if ranks and rows % shares:
         raise Contradiction(
             "ranks that only sample share the sequences of a step evenly",
             where=loaded.where("grpo.rollout_ranks"),
-            got=f"{copies} copies that sample, {rows} sequences in a step",
-            hint=f"grpo.rollout_ranks={grpo.rollout_tp}",
+            got=f"{shares} shares that are sampled apart, {rows} sequences in a step",
+            hint=f"grpo.rollout_ranks={grpo.copy_tp} grpo.rollout_dp_shard=1 grpo.rollout_ep=1",
         )
-    if ranks and grpo.exact_logprobs and rows // copies % microbatch:
+    if ranks and grpo.exact_logprobs and rows // shares % microbatch:
         raise Contradiction(
             "ranks that only sample read whole microbatches of the ranks that train",
             where=loaded.where("grpo.exact_logprobs"),
-            got=f"{rows // copies} sequences for each copy, microbatch={microbatch}",
-            changes={"training.microbatch": math.gcd(rows // copies, microbatch)},
+            got=f"{rows // shares} sequences in a share, microbatch={microbatch}",
+            changes={"training.microbatch": math.gcd(rows // shares, microbatch)},
         )

@@ -87,7 +87,7 @@ class Job:
     def worlds(self) -> tuple[int, ...]:
         """Ranks of the world that trains, and of each copy that only samples."""
         grpo = self.recipe.grpo
-        return (self.plan.strategy.world_size, *[grpo.copy_ranks] * grpo.samplers)
+        return (self.plan.strategy.world_size, *[grpo.copy_ranks] * grpo.copies)
 
     @property
     def ranks(self) -> int:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch import materialize
+from hyper_parallel.backends.torch import data_share, materialize
 from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Workload
 from hyper_parallel.runtime import Deadlines, World, parallelize, plan_of
@@ -157,7 +157,7 @@ class Publisher:
         if self._checkpoints is None:
             if first:
                 begin = {"done": self._done, "data": data, "origin_s": self._origin_s}
-                self._folder.begin(begin, self._settings.samplers, exact=self._exact)
+                self._folder.begin(begin, self._settings.shares, exact=self._exact)
             keep = self._settings.max_staleness + 2
             self._checkpoints = Checkpointer(
                 self._folder.policy, keep=keep, asynchronous=False, fingerprint={}
@@ -176,7 +176,7 @@ class Publisher:
     def take(self, step: int, first: int, count: int, device: torch.device) -> Completions:
         """Completions of `count` sequences of a step from number `first` on."""
         begin = time.perf_counter()
-        parts = self._settings.samplers
+        parts = self._settings.shares
         work = self._job.plan.workload
         each = (work.tokens_per_step or 0) // work.seq_len // parts
         read = [
@@ -199,8 +199,13 @@ class Publisher:
             self._checkpoints = None
 
 
-def sample_rank(job: Job, part: int) -> None:
-    """Sample share `part` of every step with weights as they are published, until the ranks that train have ended."""
+def sample_rank(job: Job, copy: int) -> None:
+    """Sample a share of every step with weights as they are published, until the ranks that train have ended.
+
+    Args:
+        job: The run.
+        copy: Number of the copy of the model that this rank belongs to.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the ranks that train end the run
     recipe, work = job.recipe, job.plan.workload
@@ -210,7 +215,7 @@ def sample_rank(job: Job, part: int) -> None:
         if training.deterministic:
             torch.use_deterministic_algorithms(True)
         model = build_model(recipe)
-        rows = (work.tokens_per_step or 0) // work.seq_len // grpo.samplers
+        rows = (work.tokens_per_step or 0) // work.seq_len // grpo.shares
         microbatch = math.gcd(rows, work.microbatch or 1)
         alone = Workload(
             work.seq_len,
@@ -219,11 +224,14 @@ def sample_rank(job: Job, part: int) -> None:
             param_dtype=work.param_dtype,
             reduce_dtype=work.reduce_dtype,
         )
-        layout = "" if grpo.rollout_tp == 1 else f"tp={grpo.rollout_tp}"
+        degrees = {"tp": grpo.copy_tp, "dp_shard": grpo.rollout_dp_shard, "ep": grpo.rollout_ep}
+        layout = " ".join(f"{axis}={degree}" for axis, degree in degrees.items())
         parallelize(model, plan_of(model, layout, alone), world, routing=routing_of(recipe))
         materialize(
             model, seed=training.seed, device=world.device
         )  # its values come with a version
+        part = copy * grpo.rollout_dp_shard + data_share(model)[0]
+        writes = world.rank % grpo.copy_tp == 0
         beat = (lambda phase: None) if world.pulse is None else world.pulse.beat
         folder = RolloutFolder(job.output_dir / "rollouts", beat)
         sampler = Sampler(model, load_tokenizer(job.packed.tokenizer_dir), grpo, training.seed)
@@ -251,7 +259,7 @@ def sample_rank(job: Job, part: int) -> None:
             if _agreed(folder.file(step, part).exists()):
                 continue
             recorder.begin_step((step - 1) * grpo.num_iterations + 1)
-            if recorder.over and world.rank == 0 and not timeline.exists():
+            if recorder.over and writes and not timeline.exists():
                 write_timeline(recorder.own(begin["origin_s"]), timeline)
             least = max(0, step - 1 - grpo.max_staleness)
             with recorder.span("wait for weights", "wait"):
@@ -266,7 +274,7 @@ def sample_rank(job: Job, part: int) -> None:
             parts = batches.microbatches(
                 (step - 1) * grpo.num_iterations,
                 part,
-                grpo.samplers,
+                grpo.shares,
                 microbatch,
                 rows // microbatch,
             )
@@ -284,15 +292,15 @@ def sample_rank(job: Job, part: int) -> None:
                 with recorder.span("reference", "compute"), reference.weights():
                     before = logprobs_of(model, made.tokens[:, :-1], made.labels, microbatch)
                 made = replace(made, reference_logprobs=before)
-            if world.rank == 0:
+            if writes:
                 seconds = time.perf_counter() - started
-                folder.write(step, part, grpo.samplers, made, weights.version, seconds)
-        if world.rank == 0 and not timeline.exists():
+                folder.write(step, part, grpo.shares, made, weights.version, seconds)
+        if writes and not timeline.exists():
             write_timeline(recorder.own(begin["origin_s"]), timeline)
 
 
 def _agreed(value: int) -> int:
-    """The least value of the ranks that share a copy."""
+    """The least value of the ranks that share a copy of the model."""
     if not dist.is_initialized():
         return value
     found = torch.tensor(value)
