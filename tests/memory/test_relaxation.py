@@ -95,3 +95,25 @@ def test_copies_and_recompute_are_weighed_together(layers, bytes_s, share, most)
     plan = plan_memory(program, machine, budget_bytes=budget)
     assert plan.device_bytes <= budget
     assert plan.seconds <= most * program.seconds
+
+
+@pytest.mark.parametrize("target_share", [0.35, 0.5])
+def test_the_optimum_does_not_depend_on_how_it_is_looked_for(target_share):
+    """A chain of layers alike has many choices that are as good but for what sets them apart."""
+    program = training_chain(12)
+    machine = MemoryMachine(Channel(400.0, 0), Channel(400.0, 0))
+    where = ("", frozenset[int]())
+    order = tuple(range(len(program.operators)))
+    rules = SelectionRules(
+        program, machine, order, program.seconds, None, where, move=None, recompute=True
+    )
+    flow = rules.relaxation(0.0).flow
+    found = flow.solve(int(target_share * order_peak(program, order)))
+    assert 0 < np.count_nonzero(found.parts) < len(found.parts)
+    for options in (
+        {"solver": "ipm"},
+        {"solver": "simplex"},
+        {"solver": "simplex", "presolve": "off"},
+    ):
+        values = np.array(flow.lp._run(options).getSolution().col_value)
+        assert np.array_equal(values[: len(found.parts)].round(6), found.parts), options

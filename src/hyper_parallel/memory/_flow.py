@@ -16,6 +16,10 @@ import numpy as np
 from hyper_parallel.memory._linear import LinearProgram
 from hyper_parallel.memory._memory_machine import MemoryMachine
 
+# Of choices that are equally good one is the best, whatever solver looks for it: bytes that are away for a short part
+# of the step, and then every part costs something else.
+_LONG, _TIE, _GOLDEN = 1e-6, 1e-7, (5**0.5 - 1) / 2
+_DIGITS = 6  # that solvers agree in
 _TRAFFIC = 1e-3  # what a second of copying costs: of two choices that wait as long, the one that moves less
 
 
@@ -58,11 +62,12 @@ class Flow:
 
         self._waits: list[int] = []
         self._needs: list[int] = []  # rows about the bytes of a sample
-        self._parts = 0
+        self._parts = self._variables = 0
 
     def part(self) -> int:
         """A new variable."""
-        return self.lp.variable(1.0)
+        self._parts += 1
+        return self.lp.variable(1.0, _TIE * (1 + self._parts * _GOLDEN % 1))
 
     def within(self, parts: Sequence[int], whole: int) -> None:
         """All parts together are not more than another one."""
@@ -75,6 +80,8 @@ class Flow:
     def gone(self, part: int, low: int, high: int, num_bytes: int) -> None:
         """The bytes are not needed on the device at positions [low, high)."""
         a, b = self._sample(low), self._sample(high)
+        share = (high - low) / (self._at[-1] + 1)
+        self.lp.costs[part] += _LONG * share * num_bytes / self._unit
         if a < b:
             self._add(self._gone[a], part, num_bytes / self._unit)
             self._add(self._gone[b], part, -num_bytes / self._unit)
@@ -97,7 +104,7 @@ class Flow:
     def solve(self, target_bytes: int) -> Flowed | None:
         """The choice of least waits under so many device bytes; None when there is none. No part comes after it."""
         if not self._waits:
-            self._parts = len(self.lp.costs)
+            self._variables = len(self.lp.costs)
             self._join()
         for at, held in zip(self._needs, self._profile.tolist(), strict=True):
             need = (held - target_bytes) / self._unit
@@ -105,8 +112,9 @@ class Flow:
         result = self.lp.solve()
         if result is None:
             return None
+        result = result.round(_DIGITS)
         waited = float(result[self._waits].sum())
-        return Flowed(result[: self._parts], (1.0 + waited) * self.step_s)
+        return Flowed(result[: self._variables], (1.0 + waited) * self.step_s)
 
     def _join(self) -> None:
         """What the parts add up to at every sample, and what both channels have carried by then."""

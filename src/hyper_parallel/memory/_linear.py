@@ -14,6 +14,9 @@ import numpy as np
 if TYPE_CHECKING:
     import highspy
 
+_SCALE = 1e4  # of costs, which differ by less than what a solver takes for equal
+_TOLERANCES = dict.fromkeys(("primal_feasibility_tolerance", "dual_feasibility_tolerance"), 1e-9)
+
 
 class SolverFailed(RuntimeError):
     """The solver found neither an optimum nor that there is none: nothing is known of the program."""
@@ -68,7 +71,7 @@ class LinearProgram:
 
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(self.costs), len(self.rows)
-        lp.col_cost_ = np.array(self.costs)
+        lp.col_cost_ = _SCALE * np.array(self.costs)
         lp.col_lower_, lp.col_upper_ = np.array(self.lowers), np.array(self.uppers)
         lp.row_lower_ = np.array([low for _, low, _ in self.rows])
         lp.row_upper_ = np.array([high for _, _, high in self.rows])
@@ -77,7 +80,7 @@ class LinearProgram:
         lp.a_matrix_.index_ = np.array([v for row, _, _ in self.rows for v in row])
         lp.a_matrix_.value_ = np.array([x for row, _, _ in self.rows for x in row.values()])
         solver: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
-        for name, value in {"output_flag": False, "threads": 1, **options}.items():
+        for name, value in {"output_flag": False, "threads": 1, **_TOLERANCES, **options}.items():
             solver.setOptionValue(name, value)
         if solver.passModel(lp) == highspy.HighsStatus.kError:
             raise SolverFailed("HiGHS refuses the program: a number of it is not finite")

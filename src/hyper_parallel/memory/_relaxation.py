@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _FINE, _COARSE = 400, 100  # positions: to decide what leaves, and what is made again
-_HALF, _NEARLY_ALL = 0.5, 0.9  # a storage of which so much is chosen is chosen
+_HALF = 0.5  # a storage of which so much leaves leaves
+_AGAIN = 0.3, 0.6, 0.9  # of which so much is made again is; tried in turn
 _BRIEF = 8  # positions: what is kept for no longer hardly leaves meanwhile
 
 
@@ -34,7 +35,7 @@ class RelaxedChoice:
 
     Attributes:
         seconds: Of the step in the relaxation.
-        recomputed: Storages that are dropped and made again: by half at least, or by nearly all.
+        recomputed: Storages that are dropped and made again: by a third at least, by more, by nearly all.
     """
 
     seconds: float
@@ -95,9 +96,7 @@ class Relaxation:
         if result is None:
             return None
         parts = {s: result.parts[part] for s, part in self.recomputed.items()}
-        recomputed = [
-            tuple(s for s, x in parts.items() if x >= least) for least in (_HALF, _NEARLY_ALL)
-        ]
+        recomputed = [tuple(s for s, x in parts.items() if x >= least) for least in _AGAIN]
         return RelaxedChoice(result.seconds, tuple(dict.fromkeys(recomputed)))
 
     def until(self, target_bytes: int) -> tuple[list[Candidate], np.ndarray]:

@@ -126,11 +126,8 @@ class SelectionRules:
             if least_s > limit_s():
                 break
             # What is made again in part as well may need more than that part of its inputs.
-            rules = (
-                self._relaxed(recomputed, least_s, target, limit_s())
-                for recomputed in result.recomputed
-            )
-            yield from next(filter(None, rules), ())
+            for recomputed in result.recomputed:
+                yield from self._relaxed(recomputed, least_s, target, limit_s())
             if limit_s() <= _NEAR_LEAST_TIME * least_s:
                 break
         share, limit = (seconds / self.step_s - 1 for seconds in (least_s, limit_s()))
