@@ -325,20 +325,19 @@ class PlannedDevice:
     def _run(self, ready: Prepared, index: int) -> None:
         for s, base in ready.results:
             self.state.enter(s, base)
+        if ready.communicates:
+            with self.hardware.in_library():
+                self._in_flight[index] = ready.run()
+            return
         seen = self.hardware.num_operators
-        with self.hardware.in_library(ready.communicates):
-            out = ready.run()
-        watched = self._counts and ready.dispatched and not ready.communicates
-        if watched and seen == self.hardware.num_operators:
+        out = ready.run()
+        if self._counts and ready.dispatched and seen == self.hardware.num_operators:
             raise StepChanged(
                 f"`{ready.func}` of the plan did not run: torch's dispatcher has not seen it",
                 where=f"operator {index} of {self.plan.program.name}",
                 hint="something has replaced the operator; capture and plan again",
             )
         if ready.plain:
-            return
-        if ready.communicates:
-            self._in_flight[index] = out
             return
         flat = tree_flatten(out)[0]
         if ready.staged:

@@ -10,7 +10,7 @@ import torch
 
 from hyper_parallel.backends.torch.memory._copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.memory._host_pool import HostPool
-from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
+from hyper_parallel.backends.torch.memory._operator_mode import CountingMode
 from hyper_parallel.backends.torch.memory._operators import tensors_in
 from hyper_parallel.backends.torch.memory._streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
@@ -48,7 +48,7 @@ class Hardware:
         self.device = device
         self.num_operators = 0
         self._counts_results = True
-        self._mode = OperatorMode(self._operator)
+        self._mode = CountingMode(self._operator)
         self._arena = range(0)  # its addresses
         self.dram = Meter("dram", alignment_bytes)
         self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
@@ -93,9 +93,9 @@ class Hardware:
         return self._mode if every or isinstance(self.gauge, Meter) else nullcontext()
 
     @contextmanager
-    def in_library(self, entered: bool = True) -> Iterator[None]:
+    def in_library(self) -> Iterator[None]:
         """Around a collective: what gloo makes for it is its own, as are the buffers of an accelerator's library."""
-        self._counts_results = not entered
+        self._counts_results = False
         try:
             yield
         finally:
@@ -104,6 +104,8 @@ class Hardware:
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_operators += 1
         out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and out.data_ptr() in self._arena:
+            return out
         for tensor in tensors_in(out) if self._counts_results else ():
             base = tensor.untyped_storage()
             elsewhere = base in self.dram or base.device.type != self.device.type
