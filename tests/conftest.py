@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # until the tests are collected: imports leave nothing to collect
+
 RANKS = ("e2e", "parity", "dist")
 """Marks of modules that start ranks, in the order in which they begin."""
 SPENT: pytest.StashKey[Counter[str]] = pytest.StashKey()
@@ -68,8 +70,8 @@ def _place(item: pytest.Item) -> int:
 
 def pytest_collection_finish() -> None:
     """Take what imports left behind (half a million objects with torch) out of every later garbage collection."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

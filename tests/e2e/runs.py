@@ -56,7 +56,7 @@ def command(*arguments: str, report: bool = False) -> Any:
     """
     drawn = report or arguments[0] != "train"
     with nullcontext() if drawn else patch("hyper_parallel.reports.write_report", _files_of_report):
-        result = CliRunner().invoke(application(), arguments)
+        result = CliRunner().invoke(application(arguments[0]), arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from hyper_parallel.backends.torch.memory import (
     LruSpillMode,
@@ -41,6 +43,22 @@ def recorded(model, optimizer, room):
     with recorder, room:
         loss = training_step(model, optimizer, inputs, clip_norm=0.5)
     return recorder.captured(loss, inputs, "step")
+
+
+def test_a_file_is_read_within_the_room(tmp_path, monkeypatch):
+    """Its pieces, of growing size, are storages of their own; nobody looks at their bytes one by one."""
+    stored = {str(i): torch.full((i, 1000), float(i)) for i in range(1, 12)}
+    save_file(stored, tmp_path / "state.safetensors")
+    targets = {name: torch.zeros_like(tensor) for name, tensor in stored.items()}
+    looks: list[int] = []
+    monkeypatch.setattr(torch.storage._StorageBase, "__repr__", looks.append)
+    room = LruSpillMode(100_000, CPU)
+    with room, safe_open(tmp_path / "state.safetensors", framework="pt") as file:
+        for name, target in targets.items():
+            target.copy_(file.get_slice(name)[0:12, 0:1000])
+    assert all(torch.equal(targets[name], tensor) for name, tensor in stored.items())
+    assert 88_000 <= room.peak_bytes <= 100_000
+    assert not looks
 
 
 def test_a_step_in_less_room_gives_the_same_bits_and_the_same_recording():

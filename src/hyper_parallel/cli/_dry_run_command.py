@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from hyper_parallel.cli._frame import collect_cycles
 from hyper_parallel.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def print_dry_run(
 
     from hyper_parallel.trainer import dry_run
 
+    collect_cycles()
     status = Console(stderr=True, highlight=False)
     with status.status("tracing"):
         result = dry_run(loaded, num_ranks=num_ranks, rank=rank)

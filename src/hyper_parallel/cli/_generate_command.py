@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hyper_parallel.cli._frame import collect_cycles
 from hyper_parallel.errors import BadValue, Contradiction
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def generate(
     from hyper_parallel.trainer._generate import Generator, Sampling
     from hyper_parallel.trainer._generate_memory import describe_use
 
+    collect_cycles()
     memory = _memory(device_memory, dram, flash_dir, topology)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
     if prompts is not None:

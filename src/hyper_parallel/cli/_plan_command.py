@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,17 +166,15 @@ def plan(
                 got="--recipe with a model, a workload or choices of the search",
                 hint=f"hyper-parallel plan --recipe {recipe}",
             )
-        with _kept():
-            chosen, named = _plan_recipe(recipe, devices, topology)
+        chosen, named = _plan_recipe(recipe, devices, topology)
     elif model is not None:
         workload = (seq_len, tokens_per_step)
         goal = (objective, deadline)
         named = (model, topology or "local")
-        with _kept():
-            chosen = _plan_model(
-                *named, devices, workload, pin, exclude, goal, top,
-                offload=offload, all_layouts=all_layouts, memory_headroom=free,
-            )  # fmt: skip
+        chosen = _plan_model(
+            *named, devices, workload, pin, exclude, goal, top,
+            offload=offload, all_layouts=all_layouts, memory_headroom=free,
+        )  # fmt: skip
     else:
         raise BadValue(
             "nothing to plan: give a model, a recipe, or two plans to compare",
@@ -206,18 +202,6 @@ def plan(
                 "the plan cannot be written", where="--output", got=f"{output}: {error.strerror}"
             ) from error
         typer.echo(f"plan written to {output}", err=True)
-
-
-@contextmanager
-def _kept() -> Iterator[None]:
-    """Without the collector of reference cycles: a plan is kept, and looking for what is not costs a tenth of it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _read(model: str, where: str | None = None) -> ModelSpec:

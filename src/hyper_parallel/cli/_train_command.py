@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hyper_parallel.cli._frame import is_quiet
+from hyper_parallel.cli._frame import collect_cycles, is_quiet
 from hyper_parallel.cli._pipes import lasting_output
 from hyper_parallel.errors import Contradiction
 
@@ -136,6 +136,7 @@ def _train(
         return prepare_job(loaded, progress=progress)
 
     job = prepared()
+    collect_cycles()
     if not (dry_run or no_calibrate) and launcher == "local" and (line := calibrate_first_run(job)):
         console.print(line, soft_wrap=True)
         job = prepared()

@@ -64,6 +64,7 @@ def begin_forked() -> None:
     """First of all in a rank: leave alone what the parent holds, and end when it ends."""
     parent = multiprocessing.parent_process()
     gc.freeze()  # what the parent left behind is not ours to destroy
+    gc.enable()  # the command has it off while it starts
     if sys.platform == "linux":
         # The kernel kills this rank when the parent ends, however it ends: prctl(2), PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -278,10 +279,17 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
     return found
 
 
+@functools.lru_cache(maxsize=256)  # layers are many, their classes few
+def _source(kind: type[nn.Module]) -> str | None:
+    """The text of a module's forward pass; None: there is none."""
+    with suppress(OSError, TypeError):
+        return inspect.getsource(kind.forward)
+    return None
+
+
 def _joins_to_input(module: nn.Module) -> bool:
     """Whether a module gives its inner result the width of its input, by a name for it; a rank has less."""
-    with suppress(OSError, TypeError):  # no source
-        source = inspect.getsource(type(module).forward)
+    if (source := _source(type(module))) is not None:
         named = re.search(r", ([a-z]\w*) = hidden_states\.(?:size\(\)|shape\b)", source)
         return named is not None and f", {named[1]})" in source
     return False
@@ -330,9 +338,11 @@ def _has_decoder(model: nn.Module) -> bool:
     """
     if (decoder := decoder_of(model)) is None:
         return False
-    with suppress(OSError, TypeError, UnsupportedSharding):  # no source, or no norm
-        base, norm = decoder[0], final_norm(decoder[0])
-        source = inspect.getsource(type(base).forward)
+    base = decoder[0]
+    with suppress(UnsupportedSharding):  # no norm
+        norm = final_norm(base)
+        if (source := _source(type(base))) is None:
+            return False
         calls = [source.count(f"self.{n}(") for n, m in base.named_children() if m is norm]
         return calls in ([], [0], [1])
     return False

@@ -8,8 +8,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.backends.torch._token_scores import head_of
+from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.config import Recipe, Training
 from hyper_parallel.errors import BadValue, Contradiction
 from hyper_parallel.ir import Plan
@@ -186,6 +188,17 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
         group["lr"] = lr
 
 
+class _OnShards(TorchFunctionMode):
+    """Gives the fused kernels local parts: DTensor looks for a layout of every list first, for longer than they run."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch._fused_adam_, torch._fused_adamw_):
+            args = tuple([local(tensor) for tensor in tensors] for tensors in args)
+        return func(*args, **(kwargs or {}))
+
+
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
     """Update the parameters; where `skip` is true nothing changes, decided on the device without a host read.
 
@@ -197,7 +210,8 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
         skip: Scalar on the parameters' device; None: always update.
     """
     if skip is None:
-        optimizer.step()
+        with _OnShards():
+            optimizer.step()
         return
     if not optimizer.defaults.get("fused"):
         if not skip.item():
@@ -205,6 +219,7 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
         return
     optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
     try:
-        optimizer.step()
+        with _OnShards():
+            optimizer.step()
     finally:
         del optimizer.found_inf  # type: ignore[attr-defined]

@@ -217,6 +217,9 @@ class LruSpillMode:
         """Bytes that an operator's results will take; all there are, when its shapes do not say so."""
         assert self._most is not None
         leaves, nest = tree_flatten((args, kwargs))
+        # A tensor is put on a storage, as when a file is read; as text it would be every byte.
+        put = sum(v.nbytes() for v in leaves if isinstance(v, torch.UntypedStorage))
+        leaves = [v for v in leaves if not isinstance(v, torch.UntypedStorage)]
         facts = (
             (v.dtype, v.device, v.shape, v.stride()) if isinstance(v, torch.Tensor) else str(v)
             for v in leaves
@@ -225,7 +228,7 @@ class LruSpillMode:
         if key not in self._made:
             self._made[key] = made_bytes(func, args, kwargs)
         made = self._made[key]
-        return self._most if made is None else made
+        return self._most if made is None else made + put
 
     def _take(self, tensor: torch.Tensor, values: bool) -> None:
         """Python code is given the bytes, or their address."""

@@ -60,7 +60,8 @@ class StorageWatch:
         self._mode.__exit__(*error)
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._follow_resized()
+        if not func.is_view:  # which neither needs nor takes bytes
+            self._follow_resized()
         out = func(*args, **kwargs)
         if func.namespace != "aten":
             for tensor in shared_tensors(func, tensors_in(args, kwargs)):

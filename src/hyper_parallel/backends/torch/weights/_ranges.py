@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,11 +43,10 @@ def local_ranges(tensor: Tensor, name: str = "tensor") -> tuple[tuple[Run, ...],
     Raises:
         UnsupportedSharding: The tensor is partial, or its uneven split has no unambiguous placement.
     """
-    indices = [torch.arange(size) for size in tensor.shape]
+    splits: dict[int, list[_Split]] = {}
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
-        splits: dict[int, list[_Split]] = {}
         for mesh_dim, placement in enumerate(tensor.placements):
             if placement.is_partial():
                 raise UnsupportedSharding(
@@ -59,14 +59,14 @@ def local_ranges(tensor: Tensor, name: str = "tensor") -> tuple[tuple[Run, ...],
                 rank = mesh.size(mesh_dim) if coordinate is None else coordinate[mesh_dim]
                 splits.setdefault(dim, []).append((mesh.size(mesh_dim), blocks, rank))
         for dim, split in splits.items():
-            if not _unambiguous(len(indices[dim]), tuple((d, b) for d, b, _ in split)):
+            size = tensor.shape[dim]
+            if not _unambiguous(size, tuple((d, b) for d, b, _ in split)):
                 raise UnsupportedSharding(
-                    f"dim {dim} of `{name}`, of size {len(indices[dim])}, is split unevenly by two mesh axes",
+                    f"dim {dim} of `{name}`, of size {size}, is split unevenly by two mesh axes",
                     got=tensor.placements,
                     allowed="sizes that the product of the two degrees divides",
                 )
-            indices[dim] = _stored(indices[dim], split)
-    return tuple(_runs(i) for i in indices)
+    return tuple(_runs(size, tuple(splits.get(dim, ()))) for dim, size in enumerate(tensor.shape))
 
 
 def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
@@ -79,7 +79,7 @@ def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
     local(tensor).detach().copy_(full)
 
 
-def _stored(indices: Tensor, splits: list[_Split]) -> Tensor:
+def _stored(indices: Tensor, splits: Sequence[_Split]) -> Tensor:
     """What one rank stores of a dim, in the order in which DTensor reads its placements."""
     for degree, blocks, rank in splits:
         indices = torch.cat([_chunk(block, degree, rank) for block in indices.chunk(blocks)])
@@ -115,7 +115,10 @@ def _chunk(indices: Tensor, degree: int, rank: int) -> Tensor:
     return chunks[rank] if rank < len(chunks) else indices[:0]
 
 
-def _runs(indices: Tensor) -> tuple[Run, ...]:
+@functools.lru_cache(maxsize=256)
+def _runs(size: int, splits: tuple[_Split, ...]) -> tuple[Run, ...]:
+    """What this rank stores of a dim."""
+    indices = _stored(torch.arange(size), splits)
     if not len(indices):
         return ()
     ends = (indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1
