@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pytest
 
@@ -17,7 +19,8 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
-FILES = ("on_streams", "on_models", "on_product")
+PROCESSES = (("on_larger",), ("on_product",), ("on_streams", "on_models"))
+"""Files of a process, the longest first: the product forks its ranks, from a process that has used no device."""
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +31,22 @@ def found(tmp_path_factory):
         **os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
     }  # fmt: skip
-    lines, log = [], ""
-    for files in (
-        FILES[:2],
-        FILES[2:],
-    ):  # the product forks its rank, from a process that has used no device
-        done = subprocess.run(
+
+    def run(files):
+        return subprocess.run(
             [sys.executable, "-m", "tests.accelerator.cases", *files],
             cwd=root, env=environ, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        lines += [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"case"')]
-        log += f"exit {done.returncode}\n{done.stderr[-4000:]}"
+
+    lines, log = [], ""
+    with ThreadPoolExecutor(2) as two_at_a_time:
+        for done in two_at_a_time.map(run, PROCESSES):
+            lines += [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"case"')]
+            log += f"exit {done.returncode}\n{done.stderr[-4000:]}"
     return {line["case"]: line for line in lines}, log
 
 
-@pytest.mark.parametrize("case", [name for file in FILES for name in names_in(file)])
+@pytest.mark.parametrize("case", [name for file in chain(*PROCESSES) for name in names_in(file)])
 def test_on_device(found, case):
     results, log = found
     assert case in results, log
