@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +66,7 @@ def local_ranges(tensor: Tensor, name: str = "tensor") -> tuple[tuple[Run, ...],
                     got=tensor.placements,
                     allowed="sizes that the product of the two degrees divides",
                 )
-    return tuple(_runs(size, tuple(splits.get(dim, ()))) for dim, size in enumerate(tensor.shape))
+    return tuple(_runs(_stored(n, splits.get(dim, ()))) for dim, n in enumerate(tensor.shape))
 
 
 def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
@@ -79,11 +79,16 @@ def copy_full(tensor: Tensor, full: Tensor, name: str = "tensor") -> None:
     local(tensor).detach().copy_(full)
 
 
-def _stored(indices: Tensor, splits: Sequence[_Split]) -> Tensor:
+def _stored(size: int, splits: Iterable[_Split]) -> list[range]:
     """What one rank stores of a dim, in the order in which DTensor reads its placements."""
+    held = [range(size)]
     for degree, blocks, rank in splits:
-        indices = torch.cat([_chunk(block, degree, rank) for block in indices.chunk(blocks)])
-    return indices
+        held = [
+            piece
+            for block in range(blocks)
+            for piece in _chunk(_chunk(held, blocks, block), degree, rank)
+        ]
+    return held
 
 
 @functools.lru_cache(maxsize=256)  # many parameters of thousands of ranks have few sizes
@@ -97,32 +102,36 @@ def _unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
     degrees = [degree for degree, _ in splits]
     if all(blocks == 1 for _, blocks in splits) or size % math.prod(degrees) == 0:
         return True
-    indices = torch.arange(size)
     inner = [k for k, (_, blocks) in enumerate(splits) if blocks == 1]
     outer = [k for k, (_, blocks) in enumerate(splits) if blocks > 1]
     for ranks in itertools.product(*(range(degree) for degree in degrees)):
-        read = _stored(indices, [(d, b, r) for (d, b), r in zip(splits, ranks, strict=True)])
-        held = indices
+        read = _stored(size, [(d, b, r) for (d, b), r in zip(splits, ranks, strict=True)])
+        held = [range(size)]
         for k in inner + outer[::-1]:
             held = _chunk(held, degrees[k], ranks[k])
-        if not torch.equal(read, held):
+        if _runs(read) != _runs(held):
             return False
     return True
 
 
-def _chunk(indices: Tensor, degree: int, rank: int) -> Tensor:
-    chunks = indices.chunk(degree)
-    return chunks[rank] if rank < len(chunks) else indices[:0]
+def _chunk(pieces: Sequence[range], count: int, number: int) -> list[range]:
+    """A chunk of some indices, as `torch.chunk` cuts them: the last ones may be shorter, or empty."""
+    length = -(-sum(map(len, pieces)) // count)
+    start, found = number * length, []
+    for piece in pieces:
+        found.append(piece[max(start, 0) : max(start + length, 0)])
+        start -= len(piece)
+    return [part for part in found if part]
 
 
-@functools.lru_cache(maxsize=256)
-def _runs(size: int, splits: tuple[_Split, ...]) -> tuple[Run, ...]:
-    """What this rank stores of a dim."""
-    indices = _stored(torch.arange(size), splits)
-    if not len(indices):
-        return ()
-    ends = (indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1
-    bounds = [0, *ends.tolist(), len(indices)]
-    return tuple(
-        Run(int(indices[a]), int(indices[b - 1]) + 1, a) for a, b in itertools.pairwise(bounds)
-    )
+def _runs(pieces: Iterable[range]) -> tuple[Run, ...]:
+    """The same, those that follow each other as one."""
+    runs: list[Run] = []
+    at = 0
+    for piece in pieces:
+        if runs and runs[-1].stop == piece.start:
+            runs[-1] = Run(runs[-1].start, piece.stop, runs[-1].at)
+        elif piece:
+            runs.append(Run(piece.start, piece.stop, at))
+        at += len(piece)
+    return tuple(runs)
