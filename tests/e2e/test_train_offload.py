@@ -30,7 +30,7 @@ EXPERTS = CONFIG | {
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [],
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 385, "n_embd": 32, "n_layer": 1, "n_head": 4}
-STEPS = 6
+STEPS = 4
 FREE = "training.max_grad_norm=null"  # without clipping, updates may run inside the backward pass
 FOUR = ("parallel.dp_shard=2", "parallel.tp_x=2", "training.microbatch=2")
 

@@ -83,6 +83,7 @@ def test_every_layout_trains_with_the_same_noise(tmp_path):
     place = make_place(tmp_path)
     noise = (
         "training.neftune_noise_alpha=5",
+        "training.eval_tokens=100",
         "checkpoint.export=false",
         "training.warmup_steps=1",
         "training.steps=2",
