@@ -37,7 +37,7 @@ class Requirement:
 
 
 REQUIREMENTS: Final = (
-    Requirement("highspy", "1.15", "core", "linear programs of memory planning", below="1.16"),
+    Requirement("highspy", "1.13", "core", "linear programs of memory planning"),
     Requirement("numpy", "1.25", "core", "planning"),
     Requirement("pydantic", "2.12", "core", "recipes"),
     Requirement("pyyaml", "6.0", "core", "recipes and topology files"),
