@@ -99,7 +99,8 @@ def main() -> None:
         "simulated_ratio": expected,
         "colocated_to_ahead": step_s["colocated"] / step_s["ahead"],
     }
-    enough = ratio >= FASTER and (to_goal is None or to_goal >= FASTER)
+    behind = None in goals["ahead"] and None not in goals["in_step"]  # it got there in step alone
+    enough = ratio >= FASTER and not behind and (to_goal is None or to_goal >= FASTER)
     result["passed"] = enough and abs(expected / ratio - 1) <= WITHIN
     print(json.dumps(result, indent=1 if given.json else None))
     sys.exit(not result["passed"])
