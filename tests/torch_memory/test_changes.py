@@ -1,11 +1,13 @@
 """What may change between steps: it counts, or the step is refused."""
 
 import copy
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from hyper_parallel.backends.torch.memory import record, training_step
+from hyper_parallel.backends.torch.memory import capture_training, record, training_step
 from hyper_parallel.errors import StepChanged
 from tests.torch_memory.models import tokens
 from tests.torch_memory.steps import batch, bits, captured, opened, same, trained, trainer
@@ -92,6 +94,42 @@ def test_what_the_program_cannot_see_is_refused_until_it_is_undone(change):
         loss, _ = device.step(batch(2))
     assert torch.equal(loss, losses[2])
     assert same(model, reference)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+def test_the_same_is_refused_after_planned_steps(change):
+    """When what was looked at in the step before is compared by identity only."""
+    model, optimizer, step = captured()
+    with opened(step) as device:
+        for number in (2, 3):
+            device.step(batch(number))
+        undo = change(model, optimizer)
+        with pytest.raises(StepChanged, match="HP512"):
+            device.step(batch(4))
+        undo()
+        device.step(batch(4))
+
+
+def test_a_change_far_inside_of_an_attribute_is_refused_after_planned_steps():
+    model, optimizer = trainer()
+    inside = model.model.layers[0].mlp
+    inside.kept = {"list": [1, SimpleNamespace(numbers=np.zeros(2))]}
+    training_step(model, optimizer, batch(0))
+    step = capture_training(model, optimizer, batch(1))
+    kept = inside.kept["list"]
+    with opened(step) as device:
+        for number in (2, 3):
+            device.step(batch(number))
+        for change, undo in (
+            (lambda: kept.append(2), kept.pop),
+            (lambda: vars(kept[1]).update(more=1), lambda: vars(kept[1]).pop("more")),
+            (lambda: kept[1].numbers.fill(1), lambda: kept[1].numbers.fill(0)),
+        ):
+            change()
+            with pytest.raises(StepChanged, match="HP512"):
+                device.step(batch(4))
+            undo()
+            device.step(batch(4))
 
 
 def test_the_error_says_what_has_changed_and_how_to_change_it():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch.memory import training_step
+from hyper_parallel.backends.torch.memory._bound_actions import BoundActions
 from hyper_parallel.errors import StepChanged, TransferFailed
 from tests.torch_memory.steps import batch, bits, captured, opened, same, trained
 from tests.torch_memory.test_parity import one_thread
@@ -92,14 +93,20 @@ def test_state_that_cannot_be_moved_stays_where_it_was(tmp_path, monkeypatch):
 def test_an_interrupted_step_leaves_no_state_that_passes_for_good(monkeypatch, copies):
     model, optimizer, step = captured()
     device = opened(step, copies=copies)
-    real, count = device._apply, iter(range(1000))
+    bound, count = BoundActions.bound, iter(range(1000))
 
-    def interrupted(action, ready):
-        if next(count) == 40:
-            raise KeyboardInterrupt
-        real(action, ready)
+    def interrupted(self, action, ready):
+        def act():
+            if next(count) == 40:
+                raise KeyboardInterrupt
+            real()
 
-    monkeypatch.setattr(device, "_apply", interrupted)
+        real = bound(self, action, ready)
+        return act
+
+    monkeypatch.setattr(BoundActions, "bound", interrupted)
+    with device.lent():  # its actions are bound anew
+        pass
     with pytest.raises(KeyboardInterrupt):
         device.step(batch(2))
     monkeypatch.undo()

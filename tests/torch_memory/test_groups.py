@@ -1,6 +1,7 @@
 """Collectives of a plan: begun and joined apart, written where the plan wants them, with the bits of a plain step."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -58,8 +59,9 @@ class Late(dist.Work):
 
 
 def late(action):
-    if isinstance(action, Prepared) and action.communicates:
-        return replace(action, run=lambda: Late(action.run))
+    ready, *rest = action.args
+    if isinstance(ready, Prepared) and ready.communicates:
+        return partial(action.func, replace(ready, run=lambda: Late(ready.run)), *rest)
     return action
 
 

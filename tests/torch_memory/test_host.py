@@ -126,6 +126,8 @@ def test_an_update_that_fails_stops_the_step(monkeypatch):
 
             return run
 
-        monkeypatch.setattr("hyper_parallel.backends.torch.memory._device.in_host_memory", broken)
+        monkeypatch.setattr(
+            "hyper_parallel.backends.torch.memory._bound_actions.in_host_memory", broken
+        )
         with pytest.raises(TransferFailed, match="no memory"):
             device.step(batch(2))

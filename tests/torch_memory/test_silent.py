@@ -4,6 +4,7 @@ import copy
 import ctypes
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -305,12 +306,13 @@ def test_the_meter_knows_nothing_of_the_plan():
     planned = device.plan.device_bytes
     assert device.step(batch(2))[1].device_bytes == planned
     actions = device.state.actions
-    at = next(at for at, ready in enumerate(actions) if isinstance(ready, Prepared))
-    run = actions[at].run
-    actions[at] = replace(actions[at], run=lambda: (kept.append(torch.empty(1 << 20)), run())[1])
+    at = next(at for at, act in enumerate(actions) if isinstance(act.args[0], Prepared))
+    run, (ready, index) = actions[at].func, actions[at].args
+    leaking = replace(ready, run=lambda: (kept.append(torch.empty(1 << 20)), ready.run())[1])
+    actions[at] = partial(run, leaking, index)
     for number in (1, 2):
         assert device.step(batch(3))[1].device_bytes == planned + number * (4 << 20)
-    actions[at] = replace(actions[at], run=lambda: None)
+    actions[at] = partial(run, replace(ready, run=lambda: None), index)
     with pytest.raises(StepChanged, match="did not run"):
         device.step(batch(4))
     device.close()

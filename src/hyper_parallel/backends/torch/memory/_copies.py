@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Literal
 
+import torch
+
 from hyper_parallel.errors import HyperParallelError, TransferFailed
 from hyper_parallel.ir import COPIES, Operator
 from hyper_parallel.units import KiB
@@ -19,14 +21,14 @@ SMALL: Final = 256 * KiB
 HOST: Final = "host"
 """The lane of operators in host memory."""
 
-_Task = Callable[[], None] | Future[Any]
+_Task = Callable[[], Any] | Future[Any]
 """Work that goes on beside the operators of the device."""
 
 
 class _Late:
     """Work that is done when somebody needs it, once."""
 
-    def __init__(self, ahead: list[_Task | None], move: Callable[[], None]) -> None:
+    def __init__(self, ahead: list[_Task | None], move: Callable[[], Any]) -> None:
         self._ahead, self._todo = ahead, [move]
 
     def __call__(self) -> None:
@@ -35,13 +37,19 @@ class _Late:
             for task in self._ahead:
                 finish(task)
             self._ahead.clear()
-            move()
+            with torch._C._DisableTorchDispatch():  # a copy is no operator of the step
+                move()
 
 
 class HostTasks:
-    """Operators in host memory that were begun and not joined, whatever runs them."""
+    """Operators in host memory that were begun and not joined, whatever runs them.
+
+    Attributes:
+        position: What stands for this point of the compute lane, until it goes on; None: nothing yet.
+    """
 
     def __init__(self) -> None:
+        self.position: Any = None
         self._updates: dict[int, Any] = {}
         self._changing: dict[int, Any] = {}  # storage -> the last of them that changes it
 
@@ -83,7 +91,7 @@ class CopyLanes(HostTasks):
             else {}
         )
 
-    def start(self, storage: int, lane: str, move: Callable[[], None], num_bytes: int) -> None:
+    def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
         """Issue a copy; `move` moves the bytes."""
         src, dst = COPIES[lane]
         # What fills the source must be done first.
@@ -109,7 +117,7 @@ class CopyLanes(HostTasks):
         self,
         lane: str,
         ahead: Sequence[_Task | None],
-        move: Callable[[], None],
+        move: Callable[[], Any],
         *,
         at_once: bool = False,
     ) -> _Task:

@@ -9,7 +9,7 @@ is simulated: all tiers are host memory or files, every buffer is counted, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._copies import Copies
@@ -25,11 +25,10 @@ from hyper_parallel.backends.torch.memory._first_step import PlainStep, StepOutc
 from hyper_parallel.backends.torch.memory._handover import hand_over
 from hyper_parallel.backends.torch.memory._held_state import HeldState
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
-from hyper_parallel.backends.torch.memory._operators import View, finished
-from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_memory
+from hyper_parallel.backends.torch.memory._operators import View
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
 from hyper_parallel.errors import StepChanged
-from hyper_parallel.ir import COPIES, Counter, MemoryAction, MemoryPlan, Timeline
+from hyper_parallel.ir import Counter, MemoryPlan, Timeline
 from hyper_parallel.memory import (
     Copied,
     MemoryMachine,
@@ -111,8 +110,9 @@ class PlannedDevice:
             None if before is None else before.state, take, spill,
         )  # fmt: skip
         self.hardware = self.state.hardware
-        self._in_flight: dict[int, Any] = {}  # what was begun with other ranks, by operator
-        self._expected, self._counts = expected, False
+        self._expected = expected
+        storages = enumerate(plan.program.storages)
+        self._made = [s for s, one in storages if one.at_end and not one.at_start]
         self._check = check and (expected is not None or captured.plain is not None)
         self._clock = ProgramClock(plan.program, machine)
         if self.hardware.timed is None:
@@ -162,7 +162,6 @@ class PlannedDevice:
         self.state.check_usable()
         self.state.owners.check()
         self._check_inputs(inputs)
-        self._counts = self._check or trace or self.hardware.timed is None
         if self._check and self._expected is None:
             with self.lent():
                 self._expected = PlainStep.of(self.captured, inputs)
@@ -175,7 +174,7 @@ class PlannedDevice:
             timed.begin(self.plan.program, trace)
         try:
             with torch.no_grad(), self._without_autocast():
-                with hardware.watched(self._counts):
+                with hardware.watched(self._check or trace):
                     samples = self._apply_all(clock, trace)
                 peaks, device_bytes = hardware.peaks, hardware.gauge.peak_bytes
                 outputs = tree_map_only(
@@ -185,9 +184,8 @@ class PlannedDevice:
         except BaseException:
             self.state.failed = True
             raise
-        for s, storage in enumerate(self.plan.program.storages):
-            if storage.at_end and not storage.at_start:
-                self.state.leave(s)
+        for s in self._made:
+            self.state.leave(s)
         if self._check and self._expected is not None:
             self._compare(outputs, self._expected)
             self._check = False
@@ -267,133 +265,19 @@ class PlannedDevice:
         self, clock: ProgramClock, trace: bool
     ) -> list[tuple[Any, tuple[tuple[str, int], ...]]]:
         """Apply the actions of the plan; with `trace` (time or event, bytes per tier) before and after each of them."""
+        ready = self.state.actions
+        if not trace:
+            for act in ready:
+                act()
+            return []
         timed = self.hardware.timed
-        samples = [(clock.now_s if timed is None else timed.now(), self.hardware.live)] * trace
-        for action, ready in zip(self.plan.actions, self.state.actions, strict=True):
-            marked = timed is not None and (trace or action.kind == "join")
-            begin = timed.now() if timed is not None and marked else None
-            self._apply(action, ready)
-            if timed is not None and action.kind == "join":
-                timed.joined(action.target, begin)
-            if not trace:
-                continue
+        samples = [(clock.now_s if timed is None else timed.now(), self.hardware.live)]
+        for action, act in zip(self.plan.actions, ready, strict=True):
+            begin = None if timed is None else timed.now()
+            act()
             if timed is None:
                 clock.apply(action)
             elif action.kind in ("run", "recompute"):
                 timed.ran(action, begin)
             samples.append((clock.now_s if timed is None else timed.now(), self.hardware.live))
         return samples
-
-    def _apply(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> None:
-        s, kind = action.target, action.kind
-        if isinstance(ready, Prepared):
-            self._run(ready, s)
-        elif kind == "update":
-            run = in_host_memory(self.captured.calls[s], self.state.on["dram"])
-            self.hardware.lanes.update(s, self.plan.program.operators[s], run)
-        elif kind == "join":
-            self._join(s)
-        elif kind in COPIES:
-            self._copy(s, kind, ready)
-        elif kind == "wait":
-            self.hardware.lanes.wait(s, action.tier)
-        elif kind == "detach":
-            self._drop(s, action.tier)
-        else:
-            if s in self.state.on["device"]:
-                self.state.leave(s)
-            self.state.on["dram"].pop(s, None)
-            if s in self.state.files:
-                self.state.files.drop(s)
-
-    def _join(self, index: int) -> None:
-        """Wait for what was begun beside the device's own operators."""
-        if index in self._in_flight:
-            with self.hardware.in_library():
-                finished(self._in_flight.pop(index))
-        else:
-            self.hardware.lanes.join(index, self.plan.program.operators[index])
-
-    def _drop(self, s: int, tier: str) -> None:
-        if tier == "device":
-            self.state.leave(s)
-        elif tier == "dram":
-            del self.state.on[tier][s]
-        else:
-            self.state.files.drop(s)
-
-    def _run(self, ready: Prepared, index: int) -> None:
-        for s, base in ready.results:
-            self.state.enter(s, base)
-        if ready.communicates:
-            with self.hardware.in_library():
-                self._in_flight[index] = ready.run()
-            return
-        seen = self.hardware.num_operators
-        out = ready.run()
-        if self._counts and ready.dispatched and seen == self.hardware.num_operators:
-            raise StepChanged(
-                f"`{ready.func}` of the plan did not run: torch's dispatcher has not seen it",
-                where=f"operator {index} of {self.plan.program.name}",
-                hint="something has replaced the operator; capture and plan again",
-            )
-        if ready.plain:
-            return
-        flat = tree_flatten(out)[0]
-        if ready.staged:
-            self._bring_in(ready, flat)
-        for position, value in ready.guards:
-            if flat[position] != value:
-                raise StepChanged(
-                    "the captured step took a branch or read a value",
-                    got=f"`{ready.func}` gives {flat[position]}, it gave {value}",
-                    hint="leave what Python reads (`.item()`, `.tolist()`, `.numpy()`) out of the step; "
-                    "for an optimizer keep the step count in tensors with `fused=True`",
-                )
-
-    def _bring_in(self, ready: Prepared, flat: list[Any]) -> None:
-        """Copy what an operator has made beside the arena to its addresses."""
-        for position, view, target in ready.staged:
-            made = flat[position]
-            base = made.untyped_storage() if isinstance(made, torch.Tensor) else None
-            if base is None or base.nbytes() != target.nbytes() or made.shape != view.size:
-                raise StepChanged(
-                    f"`{ready.func}` made a result of another size than in the captured step",
-                    got=None if base is None else f"{tuple(made.shape)}, {base.nbytes()} bytes",
-                    allowed=f"{view.size}, {target.nbytes()} bytes",
-                    hint="the size depends on the data; for experts use `experts_implementation='grouped_mm'`",
-                )
-            target.copy_(base)
-
-    def _copy(self, s: int, kind: str, place: torch.UntypedStorage | None) -> None:
-        src, dst = COPIES[kind]
-        size = self.plan.program.storages[s].num_bytes
-        move: Callable[[], None]
-        if dst == "flash":
-            self.state.files.take(s, size)
-            source = self.state.on["dram"][s]
-
-            def move() -> None:
-                self.state.files.write(s, source)
-
-        else:
-            into = self.state.on[dst].get(s)
-            if into is None and dst == "device":
-                assert place is not None
-                self.state.enter(s, place)
-                into = place
-            elif into is None:
-                into = self.state.on[dst][s] = self.hardware.in_dram(size)
-            target = into
-            if src == "flash":
-
-                def move() -> None:
-                    self.state.files.read(s, target)
-
-            else:
-                source = self.state.on[src][s]
-
-                def move() -> None:
-                    target.copy_(source, non_blocking=True)
-
-        self.hardware.lanes.start(s, kind, move, size)

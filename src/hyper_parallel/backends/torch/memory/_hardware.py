@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.backends.torch.memory._copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.memory._host_pool import HostPool
-from hyper_parallel.backends.torch.memory._operator_mode import CountingMode
 from hyper_parallel.backends.torch.memory._operators import tensors_in
 from hyper_parallel.backends.torch.memory._streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, Meter
 from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import MemoryMachine
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator of a planned step, whose tensors are plain ones.
+
+    Args:
+        made: Called with what each of them gives.
+    """
+
+    def __init__(self, made: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._made = made
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a planned step, and to say so takes longer than a small operator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self._made(out)
+        return out
 
 
 class Hardware:
@@ -32,6 +53,7 @@ class Hardware:
     Attributes:
         gauge: What the device gives: the arena and all storages that operators make, or an accelerator's allocator.
         num_operators: Operators that the dispatcher has seen inside `watched`.
+        counts: It sees them.
         inside: Bytes of the storages that are in the arena.
         lanes: Running copies.
         pool: DRAM buffers.
@@ -46,9 +68,9 @@ class Hardware:
         queues: DeviceApi | None,
     ) -> None:
         self.device = device
-        self.num_operators = 0
+        self.num_operators, self.counts = 0, False
         self._counts_results = True
-        self._mode = CountingMode(self._operator)
+        self._mode = _Watch(self._made)
         self._arena = range(0)  # its addresses
         self.dram = Meter("dram", alignment_bytes)
         self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
@@ -84,13 +106,16 @@ class Hardware:
         self._arena = range(base.data_ptr(), base.data_ptr() + num_bytes)
         return base
 
-    def watched(self, every: bool) -> AbstractContextManager[Any]:
+    @contextmanager
+    def watched(self, every: bool) -> Iterator[None]:
         """Around a step: count its operators, and on a simulated device the storages that they make.
 
         Args:
             every: Count on an accelerator too, where it takes the host's time.
         """
-        return self._mode if every or isinstance(self.gauge, Meter) else nullcontext()
+        self.counts = every or isinstance(self.gauge, Meter)
+        with self._mode if self.counts else nullcontext():
+            yield
 
     @contextmanager
     def in_library(self) -> Iterator[None]:
@@ -101,17 +126,16 @@ class Hardware:
         finally:
             self._counts_results = True
 
-    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _made(self, out: Any) -> None:
+        """An operator has run and gives this."""
         self.num_operators += 1
-        out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor) and out.data_ptr() in self._arena:
-            return out
+        if type(out) is torch.Tensor and out.data_ptr() in self._arena:
+            return  # the usual case
         for tensor in tensors_in(out) if self._counts_results else ():
             base = tensor.untyped_storage()
             elsewhere = base in self.dram or base.device.type != self.device.type
             if not elsewhere and base.data_ptr() not in self._arena:
                 self.gauge.adopt(base)
-        return out
 
     def in_dram(self, num_bytes: int) -> torch.UntypedStorage:
         """A counted DRAM buffer.

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
+from hyper_parallel.backends.torch.memory._bound_actions import Act, BoundActions
 from hyper_parallel.backends.torch.memory._captured import Captured, as_view
 from hyper_parallel.backends.torch.memory._copies import Copies, finish
 from hyper_parallel.backends.torch.memory._hardware import Hardware
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._operators import View
 from hyper_parallel.backends.torch.memory._owners import Owners
-from hyper_parallel.backends.torch.memory._prepared import Addresses, Held, Prepared
+from hyper_parallel.backends.torch.memory._prepared import Addresses, Held
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
 from hyper_parallel.backends.torch.memory._tiers import FileTier
 from hyper_parallel.errors import (
@@ -100,7 +101,9 @@ class HeldState:
         self.hardware.reserve(plan)
         self.files = FileTier(flash or Path(), self.hardware.flash)
         self.on: dict[str, Held] = {"device": {}, "dram": {}}
-        self.actions: list[Prepared | torch.UntypedStorage | None] = []
+        self._device, self._inside = self.on["device"], self.hardware.inside
+        self._sizes = plan.program.sizes
+        self.actions: list[Act] = []
         self.arena_bytes = plan.arena_bytes if arena_bytes is None else arena_bytes
         self.arena: torch.UntypedStorage | None = None
         self._numbers = {t.untyped_storage()._cdata: s for s, t in captured.state.items()}
@@ -114,13 +117,13 @@ class HeldState:
 
     def enter(self, s: int, base: torch.UntypedStorage) -> None:
         """A storage comes to its range on the device."""
-        self.on["device"][s] = base
-        self.hardware.inside.add(self.plan.program.sizes[s])
+        self._device[s] = base
+        self._inside.add(self._sizes[s])
 
     def leave(self, s: int) -> None:
         """A storage's range on the device is given up."""
-        del self.on["device"][s]
-        self.hardware.inside.add(-self.plan.program.sizes[s])
+        del self._device[s]
+        self._inside.add(-self._sizes[s])
 
     def _give_up(self) -> None:
         """Let go of everything on the device, and of the arena itself."""
@@ -132,7 +135,8 @@ class HeldState:
         if self.arena is None:
             self.arena = self.hardware.arena(self.arena_bytes)
         addresses = Addresses(self.captured, self.plan, self.arena)
-        self.actions = addresses.actions
+        bound = BoundActions(self).bound
+        self.actions = list(map(bound, self.plan.actions, addresses.actions))
         return addresses
 
     def _begin_to_hold(self, take: Callable[[HeldState], None]) -> None:

@@ -1,4 +1,4 @@
-"""The dispatch modes: they hand every operator to a function, of a step as it is written or of a planned one."""
+"""The one dispatch mode: hands every operator on plain local tensors to a function."""
 
 from __future__ import annotations
 
@@ -15,32 +15,6 @@ from hyper_parallel.backends.torch.memory._fake_values import fake_mode
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operator: function, arguments, keyword arguments."""
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-
-
-class CountingMode(TorchDispatchMode):
-    """Context in which planned operators, which are recorded ones on plain tensors, go through a function.
-
-    Args:
-        handler: Runs the operators.
-    """
-
-    def __init__(self, handler: Handler) -> None:
-        super().__init__()
-        self._handler = handler
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing in a plan is compiled, and to switch that off takes longer than an operator."""
-        return False
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return self._handler(func, args, kwargs or {})
 
 
 class OperatorMode(TorchDispatchMode):

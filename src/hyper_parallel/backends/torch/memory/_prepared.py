@@ -60,7 +60,7 @@ class Addresses:
 
     Attributes:
         at_start: Ranges of what is on the device between steps.
-        actions: For every action of the plan: an operator, the range that a copy to the device fills, or None.
+        actions: For every action of the plan: an operator, the range of a copy or one that is given up, or None.
     """
 
     def __init__(self, captured: Captured, plan: MemoryPlan, arena: torch.UntypedStorage) -> None:
@@ -104,10 +104,11 @@ class Addresses:
         kind, s = action.kind, action.target
         if kind in ("run", "recompute"):
             return self._operator(s, at)
-        if kind == "prefetch":
-            return self._place(s, at) if s not in self._now else self._range(s)
-        if kind == "free" or (kind == "detach" and action.tier == "device"):
-            self._now.pop(s, None)
+        if kind in ("prefetch", "store"):
+            return self._range(s) if s in self._now else self._place(s, at)
+        left = kind == "free" or (kind == "detach" and action.tier == "device")
+        if left and s in self._now:
+            return self._ranges[s, self._now.pop(s)]
         return None
 
     def _operator(self, index: int, at: int) -> Prepared:

@@ -6,9 +6,13 @@ A program repeats what was recorded. What the same Python code would do differen
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from itertools import chain
+from operator import is_
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -21,6 +25,8 @@ _TENSOR = (
     "make it a tensor before the capture, as in `lr=torch.tensor(1e-3)`: every step reads its value"
 )
 
+_LISTS = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (dict, *_LISTS)
 _Fact = tuple[tuple[str, ...], str, Any]
 """(parts of the name of whose it is, what it is, its value)."""
 
@@ -40,7 +46,8 @@ class CaptureSource:
         self._refusing: list[RemovableHandle] = []
         # A scheduler adds entries of its own.
         self._keys = [] if optimizer is None else [list(group) for group in optimizer.param_groups]
-        self._then = list(self._facts())
+        self._then = list(self._facts({}))
+        self._holding: _Holding | None = None
 
     def check(self) -> None:
         """Everything is as it was when the step was recorded.
@@ -48,8 +55,12 @@ class CaptureSource:
         Raises:
             StepChanged: HP512 with what is not.
         """
-        now = list(self._facts())
+        if self._holding is not None and self._holding.same():
+            return
+        seen: dict[int, Any] = {}
+        now = list(self._facts(seen))
         if now == self._then:
+            self._holding = _Holding(self._model, self._optimizer, seen)
             return
         pairs = zip(self._then, now, strict=False)
         changed = next(((a, b) for a, b in pairs if a != b), None)
@@ -69,9 +80,8 @@ class CaptureSource:
             else _RECAPTURE,
         )
 
-    def _facts(self) -> Iterator[_Fact]:
-        """Tensors, modules and hooks by identity. Walked in every step: no text is made, no module visited twice."""
-        seen: dict[int, Any] = {}
+    def _facts(self, seen: dict[int, Any]) -> Iterator[_Fact]:
+        """Tensors, modules and hooks by identity; `seen` gets the objects that were looked into."""
         for name, module in self._model.named_modules():
             yield (name,), "`training`", module.training
             for key, value in kept(module, seen):
@@ -118,6 +128,61 @@ class CaptureSource:
         for hook in self._refusing:
             hook.remove()
         self._refusing = []
+
+
+class _Holding:
+    """What facts are taken from, and the objects that it holds: as long as these are the same, so are the facts.
+
+    Looked at in every step, where making all facts anew would take longer than a small step.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        seen: Other objects that facts were taken from.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, seen: dict[int, Any]
+    ) -> None:
+        modules, self._parameters = list(model.modules()), list(model.parameters())
+        inside: list[Any] = [*modules, *seen.values()]
+        for module in modules:
+            inside += [module._parameters, module._buffers, module._modules]
+            inside += [getattr(module, kind) for kind in _HOOKS]
+        for p in self._parameters:
+            inside += filter(None, (p._backward_hooks, p._post_accumulate_grad_hooks))
+        if optimizer is not None:
+            groups = optimizer.param_groups
+            inside += [optimizer, groups, *groups, *(group["params"] for group in groups)]
+            inside += [optimizer.state, *optimizer.state.values()]
+        self._owners = [
+            one for one in inside if not isinstance(one, _CONTAINERS) and hasattr(one, "__dict__")
+        ]
+        self._maps = [one for one in inside if isinstance(one, dict)] + [*map(vars, self._owners)]
+        self._lists = [one for one in inside if isinstance(one, _LISTS)]
+        self._arrays = [(one, one.tobytes()) for one in inside if isinstance(one, np.ndarray)]
+        self._held, self._sizes = list(self._objects()), self._sizes_now()
+
+    def same(self) -> bool:
+        """Nothing holds another object than before."""
+        return (
+            self._sizes_now() == self._sizes
+            and all(map(is_, self._objects(), self._held))
+            and all(one.tobytes() == content for one, content in self._arrays)
+        )
+
+    def _objects(self) -> Iterator[Any]:
+        of = chain.from_iterable
+        maps = chain(of(self._maps), of(map(dict.values, self._maps)))
+        return chain(map(vars, self._owners), maps, of(self._lists))
+
+    def _sizes_now(self) -> list[Any]:
+        """How much everything holds, and what torch keeps in a parameter itself."""
+        own = [
+            (id(p.grad), p.requires_grad, id(p._backward_hooks), id(p._post_accumulate_grad_hooks))
+            for p in self._parameters
+        ]
+        return [*map(len, self._maps), *map(len, self._lists), *own]
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

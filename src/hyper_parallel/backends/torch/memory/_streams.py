@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from operator import sub
+from typing import Any, Final
 
 import torch
 
@@ -28,6 +29,15 @@ from hyper_parallel.ir.timeline import Span
 from hyper_parallel.memory import Copied
 
 _FILES = ("copy_in", "copy_out")
+_KEPT: Final = {
+    "wait": ("compute", "wait", "wait "),
+    "join": ("compute", "wait", "wait "),
+    "run": ("compute", "run", ""),
+    "recompute": ("compute", "recompute", ""),
+    "communication": ("communication", "communication", ""),
+    HOST: (HOST, "update", ""),
+}
+"""What is kept of a step beside copies: its lane, its category, and what its name begins with in a timeline."""
 
 
 class _HostEvent(torch.cpu.Event):
@@ -90,6 +100,9 @@ class Times:
 class StreamLanes(HostTasks):
     """The copies that are under way: one stream per direction, one thread for files in each direction.
 
+    Events are made once and recorded anew in every step, one for any number of things that begin at the same point of
+    the compute stream. A copy begins where it is issued or where the one before it on its stream ends.
+
     Args:
         api: The device's queues.
     """
@@ -106,26 +119,28 @@ class StreamLanes(HostTasks):
         }
         self._running: dict[tuple[int, str], Any] = {}
         self._compute: Any = None
-        self._marks: list[tuple[str, str, str, Any, Any, int]] = []
+        self._events: list[Any] = []
+        self._kept: dict[str, list[tuple[int | str, Any, Any]]] = {}
         self._trace = False
 
     def begin(self, program: MemoryProgram, trace: bool) -> None:
         """A step starts on the compute stream, which is the current one."""
         self._program = program
         self._compute = self._api.module.current_stream(self._api.device)
-        self._marks, self._trace = [], trace
+        self._trace, self.position = trace, None
+        self._kept = {what: [] for what in (*COPIES, *_KEPT)}
         self._begun: dict[int, Any] = {}
-        self._first, self._first_host = self._mark(self._compute), _HostEvent.now()
+        self._unused = iter(tuple(self._events))
+        self._first, self._first_host = self.now(), _HostEvent.now()
 
-    def start(self, storage: int, lane: str, move: Callable[[], None], num_bytes: int) -> None:
+    def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
         """Issue a copy; `move` moves the bytes, on the current stream or by itself."""
         src, dst = COPIES[lane]
         before = self._running.get((storage, src))
         change = self._changing.get(storage) if src == "dram" else None
-        issued = self._api.event()
-        issued.record(self._compute)
-        if lane not in _FILES and change is None and before is None:
-            self._running[storage, dst] = self._on_stream(storage, lane, move, [issued])
+        issued = self.now()
+        if before is None and change is None and lane not in _FILES:
+            self._running[storage, dst] = self._on_stream(storage, lane, move, issued)
             return
         todo = [move]
 
@@ -133,15 +148,16 @@ class StreamLanes(HostTasks):
             finish(change)
             ahead = finish(before) if isinstance(before, Future) else before
             if lane not in _FILES:
-                return self._on_stream(storage, lane, todo.pop(), [issued, ahead])
+                if ahead is not None:
+                    self._streams[lane].wait_event(ahead)
+                return self._on_stream(storage, lane, todo.pop(), issued, late=True)
             issued.synchronize()
             if ahead is not None:
                 ahead.synchronize()
             begin = _HostEvent.now()
             # Let go of the buffers before the copy counts as done: the plan may free them right then.
             todo.pop()()
-            known = self._program.storages[storage]
-            self._marks.append((lane, known.name, "copy", begin, _HostEvent.now(), known.num_bytes))
+            self._kept[lane].append((storage, begin, _HostEvent.now()))
             return None
 
         # A copy to the device that follows a file is issued where the file is read, one that follows an operator in
@@ -154,9 +170,7 @@ class StreamLanes(HostTasks):
     def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
         """Begin an operator in host memory, behind what fills its operands there and the operators before it."""
         # What it writes may still be on its way to the device, which the compute stream has been made to wait for.
-        issued = self._api.event()
-        issued.record(self._compute)
-        ahead = [issued, *(self._running.get((s, "dram")) for s in operator.touched)]
+        ahead = [self.now(), *(self._running.get((s, "dram")) for s in operator.touched)]
         todo = [run]
 
         def by_thread() -> None:
@@ -167,24 +181,24 @@ class StreamLanes(HostTasks):
             ahead.clear()
             begin = _HostEvent.now()
             todo.pop()()
-            self._marks.append((HOST, operator.name, "update", begin, _HostEvent.now(), 0))
+            self._kept[HOST].append((operator.name, begin, _HostEvent.now()))
 
         self._began(index, operator, self._threads[HOST].submit(by_thread))
 
     def _on_stream(
-        self, storage: int, lane: str, move: Callable[[], None], ahead: list[Any]
+        self, storage: int, lane: str, move: Callable[[], Any], issued: Any, *, late: bool = False
     ) -> Any:
-        """Copy on the stream of a direction, after these events; the event of its end."""
+        """Copy on the stream of a direction, after an event; the event of its end.
+
+        With `late` that event was long ago, and the time of the copy begins now.
+        """
         stream = self._streams[lane]
-        for event in ahead:
-            if event is not None:
-                stream.wait_event(event)
-        begin = self._mark(stream)
+        stream.wait_event(issued)
+        begin = self._mark(stream) if late else issued
         with self._api.module.stream(stream):
             move()
         end = self._mark(stream)
-        known = self._program.storages[storage]
-        self._marks.append((lane, known.name, "copy", begin, end, known.num_bytes))
+        self._kept[lane].append((storage, begin, end))
         return end
 
     def wait(self, storage: int, tier: str) -> None:
@@ -196,73 +210,88 @@ class StreamLanes(HostTasks):
             TransferFailed: HP513 when the copy could not be made.
         """
         done = self._running.pop((storage, tier))
-        begin = self._mark(self._compute)
-        if isinstance(done, Future):
+        begin = self.now()
+        by_host = isinstance(done, Future)
+        if by_host:
             done = finish(done)
         if done is not None:
             self._compute.wait_event(done)
-        name = f"wait {self._program.storages[storage].name}"
-        self._marks.append(("compute", name, "wait", begin, self._mark(self._compute), 0))
+        self.position = None
+        self._kept["wait"].append((storage, begin, self.now() if by_host else done))
 
     def ran(self, action: MemoryAction, begin: Any) -> None:
         """An operator was issued after `begin`; kept for the timeline."""
         operator = self._program.operators[action.target]
         if operator.group:
             self._begun[action.target] = begin
-            return
-        name = operator.name
-        self._marks.append(("compute", name, action.kind, begin, self._mark(self._compute), 0))
+        else:
+            self._kept[action.kind].append((operator.name, begin, self.now()))
 
     def joined(self, index: int, begin: Any) -> None:
         """The compute stream was made to wait for an operator of a group after `begin`.
 
         The collective library's stream is its own, so for the timeline the operator is under way until then.
         """
-        end, name = self._mark(self._compute), self._program.operators[index].name
-        group = self._program.operators[index].group
-        self._marks.append(("compute", f"wait {name}", "join" if group else "wait", begin, end, 0))
+        self.position = None
+        end, operator = self.now(), self._program.operators[index]
+        self._kept["join" if operator.group else "wait"].append((operator.name, begin, end))
         if index in self._begun:
-            lane = "communication"
-            self._marks.append((lane, name, lane, self._begun.pop(index), end, 0))
+            self._kept["communication"].append((operator.name, self._begun.pop(index), end))
 
     def now(self) -> Any:
         """An event at this point of the compute stream."""
-        return self._mark(self._compute)
+        if self.position is None:
+            self.position = self._mark(self._compute)
+        return self.position
 
     def seconds(self, event: Any) -> float:
         """When an event of the compute stream happened, from the start of the step."""
         return float(self._first.elapsed_time(event)) / 1e3
 
     def _mark(self, stream: Any) -> Any:
-        event = self._api.event(enable_timing=True)
+        event = next(self._unused, None)
+        if event is None:
+            event = self._api.event(enable_timing=True)
+            self._events.append(event)
         event.record(stream)
         return event
 
     def times(self) -> Times:
         """What the step took; waits for its end."""
-        last = self._mark(self._compute)
-        last.synchronize()
-        copied = dict.fromkeys(COPIES, Copied())
+        last = self.now()
+        for event in (
+            last,
+            *(self._kept[lane][-1][2] for lane in self._streams if self._kept[lane]),
+        ):
+            event.synchronize()
+        storages, copied = self._program.storages, dict.fromkeys(COPIES, Copied())
         spans: list[Span] = []
-        waited = joined = 0.0
-        for lane, name, category, begin, end, num_bytes in self._marks:
-            end.synchronize()
-            seconds = max(begin.elapsed_time(end), 0.0) / 1e3
-            if category == "copy":
-                old = copied[lane]
-                copied[lane] = Copied(
-                    old.count + 1, old.num_bytes + num_bytes, old.seconds + seconds
-                )
-            elif category == "wait":
-                waited += seconds
-            elif category == "join":
-                joined, category = joined + seconds, "wait"
+        seconds = dict.fromkeys(self._kept, 0.0)
+        for what, kept in self._kept.items():
+            if not kept:
+                continue
+            first = self._first_host if what in (*_FILES, HOST) else self._first
+            targets, begins, ends = zip(*kept, strict=True)
+            stops = [at / 1e3 for at in map(first.elapsed_time, ends)]
+            starts = [at / 1e3 for at in map(first.elapsed_time, begins)]
+            if what in COPIES:
+                starts = list(map(max, starts, [0.0, *stops]))
+            took = [max(gap, 0.0) for gap in map(sub, stops, starts)]
+            seconds[what] = sum(took)
+            if what in COPIES:
+                num_bytes = sum(storages[s].num_bytes for s in targets)
+                copied[what] = Copied(len(kept), num_bytes, seconds[what])
             if self._trace:
-                first = self._first_host if lane in (*_FILES, HOST) else self._first
-                start = first.elapsed_time(begin) / 1e3
-                spans.append(Span(lane, name, start, seconds, category))
-        now = self._first.elapsed_time(last) / 1e3
-        return Times(now, waited, joined, copied, spans if self._trace else None)
+                lane, category, prefix = _KEPT.get(what, (what, "copy", ""))
+                names = [storages[t].name if isinstance(t, int) else t for t in targets]
+                spans += [
+                    Span(lane, prefix + name, start, length, category)
+                    for name, start, length in zip(names, starts, took, strict=True)
+                ]
+        return Times(
+            self.seconds(last), seconds["wait"], seconds["join"], copied,
+            spans if self._trace else None,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the threads, and wait for what the device still does."""

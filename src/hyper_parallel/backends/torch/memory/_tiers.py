@@ -68,7 +68,8 @@ class Meter:
             TierFull: HP403 when the capacity is exceeded.
         """
         self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
         if self._capacity is not None and self.live_bytes > self._capacity:
             raise TierFull(
                 f"the {self.name} tier is full",

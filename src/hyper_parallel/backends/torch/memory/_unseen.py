@@ -299,6 +299,7 @@ def _plain(value: Any, depth: int, seen: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return "a tensor", id(value)
     if isinstance(value, (np.ndarray, np.generic)):
+        seen[id(value)] = value
         return value.tobytes()
     if not depth or isinstance(value, _CODE) or id(value) in seen:
         return None
