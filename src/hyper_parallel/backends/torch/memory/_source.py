@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hyper_parallel.backends.torch.memory._unseen import kept
+from hyper_parallel.backends.torch.memory._unseen import TORCH_KEEPS, kept
 from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -144,9 +144,15 @@ class _Holding:
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, seen: dict[int, Any]
     ) -> None:
-        modules, self._parameters = list(model.modules()), list(model.parameters())
-        inside: list[Any] = [*modules, *seen.values()]
-        for module in modules:
+        self._modules, self._parameters = list(model.modules()), list(model.parameters())
+        # Of a module, beside what torch keeps in it but facts are not taken from; two, so that it is a tuple.
+        wanted = {"training", "_parameters", "_buffers", "_modules", *_HOOKS}
+        self._get = [
+            itemgetter("training", *wanted.union(set(vars(one)) - TORCH_KEEPS))
+            for one in self._modules
+        ]
+        inside: list[Any] = list(seen.values())
+        for module in self._modules:
             inside += [module._parameters, module._buffers, module._modules]
             inside += [getattr(module, kind) for kind in _HOOKS]
         for p in self._parameters:
@@ -155,26 +161,33 @@ class _Holding:
             groups = optimizer.param_groups
             inside += [optimizer, groups, *groups, *(group["params"] for group in groups)]
             inside += [optimizer.state, *optimizer.state.values()]
-        self._owners = [
-            one for one in inside if not isinstance(one, _CONTAINERS) and hasattr(one, "__dict__")
-        ]
-        self._maps = [one for one in inside if isinstance(one, dict)] + [*map(vars, self._owners)]
-        self._lists = [one for one in inside if isinstance(one, _LISTS)]
-        self._arrays = [(one, one.tobytes()) for one in inside if isinstance(one, np.ndarray)]
+        others = [one for one in inside if not isinstance(one, _CONTAINERS)]
+        self._owners = [one for one in others if hasattr(one, "__dict__")]
+        self._arrays = [(one, one.tobytes()) for one in others if isinstance(one, np.ndarray)]
+        containers = [one for one in inside if isinstance(one, _CONTAINERS)]
+        containers += map(vars, self._owners)
+        self._empty = [one for one in containers if not one]
+        self._maps = [one for one in containers if one and isinstance(one, dict)]
+        self._lists = [one for one in containers if one and not isinstance(one, dict)]
         self._held, self._sizes = list(self._objects()), self._sizes_now()
 
     def same(self) -> bool:
         """Nothing holds another object than before."""
-        return (
-            self._sizes_now() == self._sizes
-            and all(map(is_, self._objects(), self._held))
-            and all(one.tobytes() == content for one, content in self._arrays)
-        )
+        try:
+            return (
+                not any(self._empty)
+                and self._sizes_now() == self._sizes
+                and all(map(is_, self._objects(), self._held))
+                and all(one.tobytes() == content for one, content in self._arrays)
+            )
+        except KeyError:  # an attribute is gone
+            return False
 
     def _objects(self) -> Iterator[Any]:
         of = chain.from_iterable
+        modules = (get(vars(one)) for get, one in zip(self._get, self._modules, strict=True))
         maps = chain(of(self._maps), of(map(dict.values, self._maps)))
-        return chain(map(vars, self._owners), maps, of(self._lists))
+        return chain(of(modules), map(vars, self._owners), maps, of(self._lists))
 
     def _sizes_now(self) -> list[Any]:
         """How much everything holds, and what torch keeps in a parameter itself."""
@@ -182,7 +195,8 @@ class _Holding:
             (id(p.grad), p.requires_grad, id(p._backward_hooks), id(p._post_accumulate_grad_hooks))
             for p in self._parameters
         ]
-        return [*map(len, self._maps), *map(len, self._lists), *own]
+        containers = chain(map(vars, self._modules), self._maps, self._lists)
+        return [*map(len, containers), *own]
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

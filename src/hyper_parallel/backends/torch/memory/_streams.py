@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import sub
 from typing import Any, Final
 
@@ -38,6 +38,33 @@ _KEPT: Final = {
     HOST: (HOST, "update", ""),
 }
 """What is kept of a step beside copies: its lane, its category, and what its name begins with in a timeline."""
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Copies of one direction in a step, column by column: thousands of them are read at once, between two steps.
+
+    Attributes:
+        storages: What is copied.
+        begins: Events after which each begins.
+        ends: Events that end them.
+        waits: Where the compute stream waits for them; None: it does not, or the host does.
+        num_bytes: Of all of them.
+    """
+
+    storages: list[int] = field(default_factory=list)
+    begins: list[Any] = field(default_factory=list)
+    ends: list[Any] = field(default_factory=list)
+    waits: list[Any] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, storage: int, begin: Any, end: Any, num_bytes: int) -> None:
+        """One more."""
+        self.storages.append(storage)
+        self.begins.append(begin)
+        self.ends.append(end)
+        self.waits.append(None)
+        self.num_bytes += num_bytes
 
 
 class _HostEvent(torch.cpu.Event):
@@ -120,7 +147,9 @@ class StreamLanes(HostTasks):
         self._running: dict[tuple[int, str], Any] = {}
         self._compute: Any = None
         self._events: list[Any] = []
-        self._kept: dict[str, list[tuple[int | str, Any, Any]]] = {}
+        self._copies: dict[str, _Copies] = {}
+        self._by_threads: list[tuple[str, int, Any, Any]] = []
+        self._kept: dict[str, list[tuple[str, Any, Any]]] = {}
         self._trace = False
 
     def begin(self, program: MemoryProgram, trace: bool) -> None:
@@ -128,7 +157,8 @@ class StreamLanes(HostTasks):
         self._program = program
         self._compute = self._api.module.current_stream(self._api.device)
         self._trace, self.position = trace, None
-        self._kept = {what: [] for what in (*COPIES, *_KEPT)}
+        self._copies, self._by_threads = {lane: _Copies() for lane in self._streams}, []
+        self._kept = {what: [] for what in _KEPT}
         self._begun: dict[int, Any] = {}
         self._unused = iter(tuple(self._events))
         self._first, self._first_host = self.now(), _HostEvent.now()
@@ -140,24 +170,31 @@ class StreamLanes(HostTasks):
         change = self._changing.get(storage) if src == "dram" else None
         issued = self.now()
         if before is None and change is None and lane not in _FILES:
-            self._running[storage, dst] = self._on_stream(storage, lane, move, issued)
+            end, copies = self._on_stream(lane, move, issued), self._copies[lane]
+            self._running[storage, dst] = copies, len(copies.ends)
+            copies.add(storage, issued, end, num_bytes)
             return
         todo = [move]
 
         def by_thread() -> Any:
             finish(change)
-            ahead = finish(before) if isinstance(before, Future) else before
+            ahead = _end(before)
             if lane not in _FILES:
+                stream = self._streams[lane]
                 if ahead is not None:
-                    self._streams[lane].wait_event(ahead)
-                return self._on_stream(storage, lane, todo.pop(), issued, late=True)
+                    stream.wait_event(ahead)
+                stream.wait_event(issued)
+                late = self._mark(stream)
+                end = self._on_stream(lane, todo.pop(), late)
+                self._by_threads.append((lane, storage, late, end))
+                return end
             issued.synchronize()
             if ahead is not None:
                 ahead.synchronize()
             begin = _HostEvent.now()
             # Let go of the buffers before the copy counts as done: the plan may free them right then.
             todo.pop()()
-            self._kept[lane].append((storage, begin, _HostEvent.now()))
+            self._by_threads.append((lane, storage, begin, _HostEvent.now()))
             return None
 
         # A copy to the device that follows a file is issued where the file is read, one that follows an operator in
@@ -170,13 +207,14 @@ class StreamLanes(HostTasks):
     def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
         """Begin an operator in host memory, behind what fills its operands there and the operators before it."""
         # What it writes may still be on its way to the device, which the compute stream has been made to wait for.
-        ahead = [self.now(), *(self._running.get((s, "dram")) for s in operator.touched)]
+        issued = self.now()
+        ahead = [self._running.get((s, "dram")) for s in operator.touched]
         todo = [run]
 
         def by_thread() -> None:
+            issued.synchronize()
             for task in ahead:
-                event = finish(task) if isinstance(task, Future) else task
-                if event is not None:
+                if (event := _end(task)) is not None:
                     event.synchronize()
             ahead.clear()
             begin = _HostEvent.now()
@@ -185,21 +223,13 @@ class StreamLanes(HostTasks):
 
         self._began(index, operator, self._threads[HOST].submit(by_thread))
 
-    def _on_stream(
-        self, storage: int, lane: str, move: Callable[[], Any], issued: Any, *, late: bool = False
-    ) -> Any:
-        """Copy on the stream of a direction, after an event; the event of its end.
-
-        With `late` that event was long ago, and the time of the copy begins now.
-        """
+    def _on_stream(self, lane: str, move: Callable[[], Any], after: Any) -> Any:
+        """Copy on the stream of a direction, after an event; the event of its end."""
         stream = self._streams[lane]
-        stream.wait_event(issued)
-        begin = self._mark(stream) if late else issued
+        stream.wait_event(after)
         with self._api.module.stream(stream):
             move()
-        end = self._mark(stream)
-        self._kept[lane].append((storage, begin, end))
-        return end
+        return self._mark(stream)
 
     def wait(self, storage: int, tier: str) -> None:
         """Let the compute stream go on only after the newest copy of a storage into a tier.
@@ -209,15 +239,15 @@ class StreamLanes(HostTasks):
         Raises:
             TransferFailed: HP513 when the copy could not be made.
         """
-        done = self._running.pop((storage, tier))
-        begin = self.now()
-        by_host = isinstance(done, Future)
-        if by_host:
-            done = finish(done)
-        if done is not None:
-            self._compute.wait_event(done)
+        copy, begin = self._running.pop((storage, tier)), self.now()
+        if (end := _end(copy)) is not None:
+            self._compute.wait_event(end)
         self.position = None
-        self._kept["wait"].append((storage, begin, self.now() if by_host else done))
+        if isinstance(copy, Future):
+            self._kept["wait"].append((self._program.storages[storage].name, begin, self.now()))
+        else:
+            copies, at = copy
+            copies.waits[at] = begin
 
     def ran(self, action: MemoryAction, begin: Any) -> None:
         """An operator was issued after `begin`; kept for the timeline."""
@@ -259,35 +289,44 @@ class StreamLanes(HostTasks):
     def times(self) -> Times:
         """What the step took; waits for its end."""
         last = self.now()
-        for event in (
-            last,
-            *(self._kept[lane][-1][2] for lane in self._streams if self._kept[lane]),
-        ):
+        for event in (last, *(copies.ends[-1] for copies in self._copies.values() if copies.ends)):
+            event.synchronize()
+        for _, _, _, event in self._by_threads:
             event.synchronize()
         storages, copied = self._program.storages, dict.fromkeys(COPIES, Copied())
-        spans: list[Span] = []
         seconds = dict.fromkeys(self._kept, 0.0)
-        for what, kept in self._kept.items():
-            if not kept:
-                continue
-            first = self._first_host if what in (*_FILES, HOST) else self._first
-            targets, begins, ends = zip(*kept, strict=True)
-            stops = [at / 1e3 for at in map(first.elapsed_time, ends)]
-            starts = [at / 1e3 for at in map(first.elapsed_time, begins)]
-            if what in COPIES:
-                starts = list(map(max, starts, [0.0, *stops]))
+        spans: list[Span] = []
+        at_ms = self._first.elapsed_time
+        for lane, copies in self._copies.items():
+            stops = list(map(at_ms, copies.ends))
+            starts = list(map(max, map(at_ms, copies.begins), [0.0, *stops]))
             took = [max(gap, 0.0) for gap in map(sub, stops, starts)]
-            seconds[what] = sum(took)
-            if what in COPIES:
-                num_bytes = sum(storages[s].num_bytes for s in targets)
-                copied[what] = Copied(len(kept), num_bytes, seconds[what])
+            waits = zip(copies.waits, stops, strict=True)
+            asked = [stop if wait is None else at_ms(wait) for wait, stop in waits]
+            waited = [max(gap, 0.0) for gap in map(sub, stops, asked)]
+            copied[lane] = Copied(len(stops), copies.num_bytes, sum(took) / 1e3)
+            seconds["wait"] += sum(waited) / 1e3
+            for n, s in enumerate(copies.storages if self._trace else ()):
+                name, wait = storages[s].name, (asked[n] / 1e3, waited[n] / 1e3)
+                spans.append(Span(lane, name, starts[n] / 1e3, took[n] / 1e3, "copy"))
+                spans.append(Span("compute", f"wait {name}", *wait, "wait"))
+        for lane, s, begin, end in self._by_threads:
+            at_ms = (self._first_host if lane in _FILES else self._first).elapsed_time
+            start, length = at_ms(begin) / 1e3, max(at_ms(end) - at_ms(begin), 0.0) / 1e3
+            old, known = copied[lane], storages[s]
+            num_bytes = old.num_bytes + known.num_bytes
+            copied[lane] = Copied(old.count + 1, num_bytes, old.seconds + length)
             if self._trace:
-                lane, category, prefix = _KEPT.get(what, (what, "copy", ""))
-                names = [storages[t].name if isinstance(t, int) else t for t in targets]
-                spans += [
-                    Span(lane, prefix + name, start, length, category)
-                    for name, start, length in zip(names, starts, took, strict=True)
-                ]
+                spans.append(Span(lane, known.name, start, length, "copy"))
+        for what, kept in self._kept.items():
+            at_ms = (self._first_host if what == HOST else self._first).elapsed_time
+            lane, category, prefix = _KEPT[what]
+            for name, begin, end in kept:
+                start, stop = at_ms(begin) / 1e3, at_ms(end) / 1e3
+                length = max(stop - start, 0.0)
+                seconds[what] += length
+                if self._trace:
+                    spans.append(Span(lane, prefix + name, start, length, category))
         return Times(
             self.seconds(last), seconds["wait"], seconds["join"], copied,
             spans if self._trace else None,
@@ -298,3 +337,10 @@ class StreamLanes(HostTasks):
         for lane in self._threads.values():
             lane.shutdown()
         self._api.module.synchronize(self._api.device)
+
+
+def _end(copy: Future[Any] | tuple[_Copies, int] | None) -> Any:
+    """The event of the end of a copy; None: it has ended, or is none."""
+    if isinstance(copy, Future):
+        return finish(copy)
+    return None if copy is None else copy[0].ends[copy[1]]

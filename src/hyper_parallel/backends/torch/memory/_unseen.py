@@ -35,7 +35,10 @@ _POINTERS: Final = _VALUES | {"data_ptr", "__dlpack__"}
 _PLAIN: Final = frozenset((Tensor, nn.Parameter))
 _DEPTH: Final = 4
 """Levels of lists, dicts and objects below an attribute that are looked into."""
-_TORCH: Final = frozenset(vars(nn.Module())) | {"_opt_called", "_need_device_dtype_check_for_fused"}
+TORCH_KEEPS: Final = frozenset(vars(nn.Module())) | {
+    "_opt_called",
+    "_need_device_dtype_check_for_fused",
+}
 """Attributes that torch keeps in every module, a scheduler in an optimizer, a fused optimizer until its first step."""
 _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.optim.Optimizer)
 
@@ -287,7 +290,7 @@ def kept(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, 
     """
     seen = {} if seen is None else seen
     for key, value in vars(owner).items():
-        if key not in _TORCH and not isinstance(value, Tensor):
+        if key not in TORCH_KEEPS and not isinstance(value, Tensor):
             if key == "param_groups":
                 value = [{k: v for k, v in group.items() if k != "params"} for group in value]
             yield key, _plain(list(value.values()) if key == "state" else value, _DEPTH, seen)
