@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 import torch
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._held_tensor import hold, sharing
 from hyper_parallel.errors import StepChanged
+
+_KEY = attrgetter("_cdata")
 
 
 class Owners:
@@ -22,10 +25,9 @@ class Owners:
         self._captured = captured
         self._held: list[tuple[torch.Tensor, type]] = []
         self._left: list[tuple[int, torch.Tensor, int]] = []  # (storage, its tensor, its version)
-        # (storage, its tensor, what tells torch's storage from another one): looked at in every step
-        self._owned = [
-            (s, tensor, captured.state[s].untyped_storage()._cdata) for s, tensor in captured.owners
-        ]
+        # Looked at in every step; the key tells torch's storage from another one.
+        self._tensors = [tensor for _, tensor in captured.owners]
+        self._recorded = [_KEY(captured.state[s].untyped_storage()) for s, _ in captured.owners]
         operators = captured.program.operators
         self._written = {s for operator in operators for s in operator.writes}
 
@@ -43,12 +45,13 @@ class Owners:
     def _check(self) -> None:
         if self._captured.source is not None:
             self._captured.source.check()
-        for s, tensor, recorded in self._owned:
-            if tensor.untyped_storage()._cdata != recorded:
-                raise StepChanged(
-                    f"`{self._name(s)}` was given another storage",
-                    hint="change its values in place (`tensor.copy_(...)`), inside `with device.lent():`",
-                )
+        now = list(map(_KEY, map(torch.Tensor.untyped_storage, self._tensors)))
+        if now != self._recorded:
+            changed = next(at for at, key in enumerate(now) if key != self._recorded[at])
+            raise StepChanged(
+                f"`{self._name(self._captured.owners[changed][0])}` was given another storage",
+                hint="change its values in place (`tensor.copy_(...)`), inside `with device.lent():`",
+            )
 
     def check_bytes(self, num_bytes: Callable[[torch.UntypedStorage], int]) -> None:
         """Every one of them has its bytes, on the device or where they are lent to.

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from operator import sub
 from typing import Any, Final
 
 import torch
@@ -300,15 +299,16 @@ class StreamLanes(HostTasks):
         for lane, copies in self._copies.items():
             stops = list(map(at_ms, copies.ends))
             starts = list(map(max, map(at_ms, copies.begins), [0.0, *stops]))
-            took = [max(gap, 0.0) for gap in map(sub, stops, starts)]
             waits = zip(copies.waits, stops, strict=True)
             asked = [stop if wait is None else at_ms(wait) for wait, stop in waits]
-            waited = [max(gap, 0.0) for gap in map(sub, stops, asked)]
-            copied[lane] = Copied(len(stops), copies.num_bytes, sum(took) / 1e3)
-            seconds["wait"] += sum(waited) / 1e3
+            reached = list(map(max, stops, asked))
+            busy_s = max(sum(stops) - sum(starts), 0.0) / 1e3
+            copied[lane] = Copied(len(stops), copies.num_bytes, busy_s)
+            seconds["wait"] += max(sum(reached) - sum(asked), 0.0) / 1e3
             for n, s in enumerate(copies.storages if self._trace else ()):
-                name, wait = storages[s].name, (asked[n] / 1e3, waited[n] / 1e3)
-                spans.append(Span(lane, name, starts[n] / 1e3, took[n] / 1e3, "copy"))
+                name, length = storages[s].name, (stops[n] - starts[n]) / 1e3
+                wait = asked[n] / 1e3, (reached[n] - asked[n]) / 1e3
+                spans.append(Span(lane, name, starts[n] / 1e3, length, "copy"))
                 spans.append(Span("compute", f"wait {name}", *wait, "wait"))
         for lane, s, begin, end in self._by_threads:
             at_ms = (self._first_host if lane in _FILES else self._first).elapsed_time
