@@ -79,10 +79,10 @@ class Flow:
         # What goes on to flash: by direction, seconds of each part; and by size, whether any does.
         self._onward: tuple[dict[int, float], dict[int, float]] = {}, {}
         self._buffers: dict[int, int] = {}
-        self._after: dict[int, dict[int, float]] = {}  # by position, seconds of copies
         self._stalls: list[tuple[int, range, float]] = []
         self._waits: list[int] = []
         self._needs: list[int] = []  # rows about the bytes of a sample
+        self._stores: list[int] = []  # rows about what is stored in a stretch
         self._parts = self._count = 0
 
     def part(self) -> int:
@@ -149,11 +149,6 @@ class Flow:
             where = range(self._sample(low), self._sample(high) + 1)
             self._stalls.append((part, where, stall_s / self.step_s))
 
-    def outlasts(self, part: int, since: int, num_bytes: int) -> None:
-        """A copy that begins after a position ends after the step."""
-        if since >= self.positions[-min(3, len(self.positions))]:
-            self._after.setdefault(since, {})[part] = self._store.seconds(num_bytes) / self.step_s
-
     def longer(self, part: int, position: int, seconds: float) -> None:
         """A position takes so many seconds longer."""
         self._add(self._longer[self._sample(position)], part, seconds / self.step_s)
@@ -163,15 +158,19 @@ class Flow:
 
         Args:
             target_bytes: Device bytes.
-            reserve: By position, bytes that are left free.
+            reserve: By position, bytes that are left free; at the end, that are not copied any more.
         """
         if not self._waits:
-            self._variables = len(self.lp.costs)
+            self._parts = len(self.lp.costs)
             self._join()
         samples = zip(self._needs, self.positions.tolist(), self._profile.tolist(), strict=True)
         for at, position, held in samples:
             need = (held + reserve.get(position, 0.0) - target_bytes) / self._unit
             self.lp.change_bound(at, need if need > 0 else -np.inf)
+        late_s = reserve.get(len(self._everywhere), 0.0) / self._store.bytes_s
+        for row, between_s in zip(self._stores[::-1], self._between[::-1].tolist(), strict=True):
+            self.lp.change_bound(row, min(late_s - between_s, 0.0) / self.step_s)
+            late_s = max(late_s - between_s, 0.0)
         result = self.lp.solve()
         if result is None:
             return None
@@ -225,7 +224,9 @@ class Flow:
                 grows = {copied[lane]: 1.0, **dict.fromkeys(before[4 + lane : 5 + lane], -1.0)}
                 lp.at_least(grows, 0.0)
                 carried = {v: -seconds * x for v, x in grows.items()}
-                lp.at_least({**carried, self._waits[j]: 1.0}, -self._between[j] / self.step_s)
+                row = lp.at_least({**carried, self._waits[j]: 1.0}, -self._between[j] / self.step_s)
+                if lane == 0:
+                    self._stores.append(row)
             if self._longer[j]:
                 longer = {part: -x for part, x in self._longer[j].items()}
                 lp.at_least({**longer, self._waits[j]: 1.0}, 0.0)
@@ -248,21 +249,10 @@ class Flow:
             if onward:
                 busy = {part: -seconds for part, seconds in onward.items()}
                 lp.at_least({**dict.fromkeys(self._waits, 1.0), **busy}, -1.0)
-        later: dict[int, float] = {}
-        for since in sorted(self._after, reverse=True):
-            later |= {part: -x for part, x in self._after[since].items()}
-            left = (self._ends[-1] - self._ends[since]) / self.step_s
-            lp.at_least({self._waits[-1]: 1.0, **later}, -left)
 
     def _sample(self, position: int) -> int:
         """The first sample at or after a position."""
         return int(np.searchsorted(self.positions, position))
-
-    def _begins(self, position: int) -> int:
-        """The first sample whose stretch begins at or after a position."""
-        if position == 0:
-            return 0
-        return min(int(np.searchsorted(self.positions, position - 1)) + 1, len(self.positions))
 
     def _add(self, changes: dict[int, float], part: int, value: float) -> None:
         changes[part] = changes.get(part, 0.0) + value

@@ -14,9 +14,6 @@ import numpy as np
 if TYPE_CHECKING:
     import highspy
 
-_SCALE = 1e4  # of costs, which differ by less than what a solver takes for equal
-_TOLERANCES = dict.fromkeys(("primal_feasibility_tolerance", "dual_feasibility_tolerance"), 1e-9)
-
 
 _SCALE = 1e4  # of costs, which differ by less than what a solver takes for equal
 _METHODS: tuple[dict[str, str | float], ...] = (

@@ -24,13 +24,11 @@ class Candidate:
         gaps: The gap, or head and tail.
         num_bytes: What it takes on the device.
         idle_s: Seconds without an access.
-        exposed_s: Seconds by which its last copy outlasts the step even on an empty channel.
     """
 
     gaps: tuple[Gap, ...]
     num_bytes: int
     idle_s: float
-    exposed_s: float = 0.0
 
     @property
     def storage(self) -> int:
@@ -123,11 +121,7 @@ class OffloadCandidates:
             return result
         idle = float(self._starts_s[first] + self._ends_s[-1] - self._ends_s[last])
         tail = Gap(s, last, self.n, "dram")
-        exposed = 0.0
-        if self.changed(s):
-            done = self._ends_s[self.since(tail)] + self.machine.store.seconds(storage.num_bytes)
-            exposed = max(0.0, float(done - self._ends_s[-1]))
-        return [*result, Candidate((Gap(s, -1, first, "dram"), tail), size, idle, exposed)]
+        return [*result, Candidate((Gap(s, -1, first, "dram"), tail), size, idle)]
 
     def _profile(self) -> np.ndarray:
         """Device bytes during every position, liveness and recomputation applied, nothing moved."""

@@ -66,8 +66,8 @@ class Relaxation:
         """With the fullest position of each of some stretches."""
         profile = candidates.profile
         stretches = np.array_split(np.arange(len(profile)), min(_SAMPLES, len(profile)))
-        positions = np.array([part[np.argmax(profile[part])] for part in stretches])
-        return cls(candidates, finder, positions)
+        fullest = [part[np.argmax(profile[part])] for part in stretches]
+        return cls(candidates, finder, np.array(fullest))
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> Flowed | None:
         """The optimum for a target; None when it cannot be reached. See `Flow.solve`."""
@@ -120,7 +120,6 @@ class Relaxation:
             if self.candidates.changed(c.storage):
                 stored = self.in_dram(c.storage, self.candidates.since(tail), tail.first + 1)
                 flow.within([part], stored)
-                flow.outlasts(part, self.candidates.since(tail), c.num_bytes)
         return part
 
     def _gap(self, c: Candidate) -> None:

@@ -181,15 +181,12 @@ class Rounding:
             waited_s: What its program waits at every position, and at the end.
         """
         flow = choice.relaxation.flow
-        more = (flow.by_sample(waited_s[:-1]) - self._expected_s(choice))[:-1]
+        more = flow.by_sample(waited_s[:-1]) - self._expected_s(choice)
+        more[-1] += waited_s[-1]
         more[more <= _NOTHING * flow.step_s] = 0.0
-        more[:-1] = np.maximum(more[:-1], more[1:])
-        bytes_s = self._machine.store.bytes_s
-        return {
-            at: x * bytes_s
-            for at, x in zip(flow.positions.tolist(), more.tolist(), strict=True)
-            if x
-        }
+        more[:-2] = np.maximum(more[:-2], more[1:-1])
+        positions, bytes_s = [*flow.positions.tolist(), len(self._order)], self._machine.store.bytes_s
+        return {at: x * bytes_s for at, x in zip(positions, more.tolist(), strict=True) if x}
 
     def _expected_s(self, choice: WholeChoice) -> np.ndarray:
         """By sample of the linear program, seconds that computing waits and does not compute again."""
