@@ -18,7 +18,7 @@ from hyper_parallel.memory._recompute import Chains, choose_recomputes
 from hyper_parallel.memory._relaxation import Relaxation
 from hyper_parallel.memory._usedef import use_definitions
 
-_DOUBTS = 40
+_DOUBTS = 6
 _GROWN = 12  # times that positions are added for a target
 _NOTHING = 1e-5  # of the step
 _WHOLE = 0.98  # of one that leaves: what is missing is no other storage
