@@ -74,7 +74,7 @@ class Emitter:
         # At least so long from the start of a position to that of the last one.
         left = np.cumsum((recomputed_s + np.diff(starts, append=starts[-1:]))[::-1])[::-1]
         self.left_s: list[float] = left.tolist()
-        self.due: dict[int, int] = {}  # what is still leaving when its reload is due -> its next use
+        self.due: dict[int, int] = {}  # next use of what still leaves when its reload is due
         written = recomputes.host.device_writes(program, order)
         self.writes = [written.get(s, []) for s in range(len(program.storages))]
         self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
@@ -329,6 +329,7 @@ class Emitter:
 
     def _full_until(self, s: int, position: int, last: int) -> int | None:
         """Where there is room for a storage up to its use; None: from now on, and it is planned for."""
+        assert self.budget is not None
         ahead, size = self.planned[position:last], self.program.sizes[s]
         over = np.flatnonzero(ahead + size > self.budget)
         if len(over):

@@ -185,8 +185,9 @@ class Rounding:
         more[-1] += waited_s[-1]
         more[more <= _NOTHING * flow.step_s] = 0.0
         more[:-2] = np.maximum(more[:-2], more[1:-1])
-        positions, bytes_s = [*flow.positions.tolist(), len(self._order)], self._machine.store.bytes_s
-        return {at: x * bytes_s for at, x in zip(positions, more.tolist(), strict=True) if x}
+        positions = [*flow.positions.tolist(), len(self._order)]
+        found = zip(positions, (more * self._machine.store.bytes_s).tolist(), strict=True)
+        return {at: num_bytes for at, num_bytes in found if num_bytes}
 
     def _expected_s(self, choice: WholeChoice) -> np.ndarray:
         """By sample of the linear program, seconds that computing waits and does not compute again."""
