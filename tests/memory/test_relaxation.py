@@ -41,7 +41,7 @@ def away(target_bytes):
     part = flow.part()
     flow.gone(part, 1, 2, 100)
     flow.stored(part, 1, 1, 100)
-    flow.back(part, 2, 100)
+    flow.back(part, 2, 100, 2)
     found = flow.solve(target_bytes, {})
     return None if found is None else (found.parts[part], found.seconds)
 

@@ -58,6 +58,7 @@ class Flow:
     ) -> None:
         self.lp = LinearProgram()
         self._ends = np.cumsum(seconds)
+        self._starts = self._ends - np.array(seconds)
         self.positions = positions
         self._everywhere = profile
         self._spans: list[tuple[int, int, int, int]] = []  # what is gone: part, positions, bytes
@@ -75,7 +76,9 @@ class Flow:
         self._gone, self._leave, self._final, self._due, self._longer, self._dram = (
             [dict[int, float]() for _ in range(count)] for _ in range(6)
         )
-
+        # The same: bytes that are coming back as they would if no copy came early, and those whose copy has begun then.
+        self._coming, self._begun = ([dict[int, float]() for _ in range(count)] for _ in range(2))
+        self._longest_s = 0.0  # of these copies
         # What goes on to flash: by direction, seconds of each part; and by size, whether any does.
         self._onward: tuple[dict[int, float], dict[int, float]] = {}, {}
         self._buffers: dict[int, int] = {}
@@ -122,11 +125,20 @@ class Flow:
 
     def gone(self, part: int, low: int, high: int, num_bytes: int) -> None:
         """The bytes are not needed on the device at positions [low, high)."""
-        a, b = self._sample(low), self._sample(high)
         self._spans.append((part, low, high, num_bytes))
-        if a < b:
-            self._add(self._gone[a], part, num_bytes / self._unit)
-            self._add(self._gone[b], part, -num_bytes / self._unit)
+        self._during(self._gone, part, low, high, num_bytes)
+
+    def away(self, part: int, low: int, high: int, num_bytes: int) -> None:
+        """The bytes are not needed at positions [low, high) and are back then; a copy takes all its room as it begins."""
+        idle_s = self._starts[high] - self._starts[low]
+        copy_s = min(self._prefetch.seconds(num_bytes), idle_s / 2)
+        self._longest_s = max(self._longest_s, copy_s)
+        at = int(np.searchsorted(self._starts, self._starts[high] - copy_s, "right")) - 1
+        begins = min(max(at, low), high)
+        self._spans.append((part, low, high, num_bytes))
+        self._during(self._gone, part, low, begins, num_bytes)
+        self._during(self._coming, part, begins, high, num_bytes)
+        self.back(part, high, num_bytes, begins)
 
     def stored(self, part: int, final: int, leaves: int, num_bytes: int) -> None:
         """The bytes may be copied from one position on, and are gone from a later one on if they were."""
@@ -134,9 +146,11 @@ class Flow:
         self._add(self._leave[self._sample(leaves)], part, self._copied(self._store, num_bytes))
         self.lp.costs[part] += self._traffic(self._store.seconds(num_bytes))
 
-    def back(self, part: int, position: int, num_bytes: int) -> None:
-        """The bytes are copied back before a position."""
-        self._add(self._due[self._sample(position)], part, self._copied(self._prefetch, num_bytes))
+    def back(self, part: int, position: int, num_bytes: int, begins: int) -> None:
+        """The bytes are copied back before a position; from another one on they count as there."""
+        copied = self._copied(self._prefetch, num_bytes)
+        self._add(self._due[self._sample(position)], part, copied)
+        self._add(self._begun[self._sample(begins)], part, copied)
         self.lp.costs[part] += self._traffic(self._prefetch.seconds(num_bytes))
 
     def within_gap(self, part: int, low: int, high: int, num_bytes: int, stored: bool) -> None:
@@ -213,15 +227,19 @@ class Flow:
         unit_s = [self._unit / channel.bytes_s / self.step_s for channel in channels]
         before: tuple[int, ...] = ()
         taken: tuple[int, ...] = ()
+        waited, later = list[int](), list[int]()
         for j in range(count + 1):
             self._waits.append(lp.variable(cost=1.0 + j * _LATER / count))
             gone = self._total(self._gone[j], before[:1], lower=-np.inf)
             leave = self._total(self._leave[j], before[1:2])
             final = self._total(self._final[j], before[2:3])
             due = self._total(self._due[j], before[3:4])
+            begun = self._total(self._begun[j], before[4:5])
+            coming = self._total(self._coming[j], before[5:6])
+            waited.append(self._total({self._waits[j]: 1.0}, tuple(waited[-1:])))
             copied = out, back = lp.variable(), lp.variable()
             for lane, seconds in enumerate(unit_s):
-                grows = {copied[lane]: 1.0, **dict.fromkeys(before[4 + lane : 5 + lane], -1.0)}
+                grows = {copied[lane]: 1.0, **dict.fromkeys(before[6 + lane : 7 + lane], -1.0)}
                 lp.at_least(grows, 0.0)
                 carried = {v: -seconds * x for v, x in grows.items()}
                 row = lp.at_least({**carried, self._waits[j]: 1.0}, -self._between[j] / self.step_s)
@@ -237,12 +255,20 @@ class Flow:
                 buffers = {y: -size / self._unit for size, y in self._buffers.items()}
                 lp.at_least({taken[0]: -1.0, **buffers}, -self._dram_bytes / self._unit)
             # Still there: what was to leave and is not copied yet, and what has come back before it is due.
-            leaving = lp.variable()
+            leaving, early = lp.variable(), lp.variable()
             lp.at_least({leaving: 1.0, out: 1.0, leave: -1.0}, 0.0)
+            lp.at_least({early: 1.0, back: -1.0, begun: 1.0}, 0.0)
             if j < count:
-                held = {gone: 1.0, leaving: -1.0, back: -1.0, due: 1.0}
+                later.append(lp.variable())
+                lp.at_least({coming: 1.0, later[j]: -1.0}, 0.0)
+                held = {gone: 1.0, leaving: -1.0, early: -1.0, later[j]: 1.0}
                 self._needs.append(lp.at_least(held, -np.inf))
-            before = (gone, leave, final, due, out, back)
+            before = (gone, leave, final, due, begun, coming, out, back)
+        # What comes back while computing waits has not begun to before.
+        times = np.cumsum(self._between)
+        ends = np.searchsorted(times, times + self._longest_s).clip(max=count)
+        for j, (end, one) in enumerate(zip(ends.tolist(), later, strict=False)):
+            lp.at_least({one: -unit_s[1], waited[end]: 1.0, waited[j]: -1.0} if end > j else {one: -1.0}, 0.0)
         for part, where, stall in self._stalls:
             lp.at_least({**{self._waits[j]: 1.0 for j in where}, part: -stall}, 0.0)
         for onward in self._onward:  # over the whole step, for it goes in any order
@@ -253,6 +279,14 @@ class Flow:
     def _sample(self, position: int) -> int:
         """The first sample at or after a position."""
         return int(np.searchsorted(self.positions, position))
+
+    def _during(
+        self, changes: list[dict[int, float]], part: int, low: int, high: int, num_bytes: int
+    ) -> None:
+        a, b = self._sample(low), self._sample(high)
+        if a < b:
+            self._add(changes[a], part, num_bytes / self._unit)
+            self._add(changes[b], part, -num_bytes / self._unit)
 
     def _add(self, changes: dict[int, float], part: int, value: float) -> None:
         changes[part] = changes.get(part, 0.0) + value

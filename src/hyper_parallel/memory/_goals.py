@@ -17,7 +17,7 @@ _GOOD = 1.02  # of the live peak: an arena that is no larger needs no other prog
 _TRIED = 3  # programs whose addresses are looked for at each target; of small programs four times as many
 _LARGE_PROGRAM = 300  # operators
 _TARGETS = 12  # by bisection, until they are so close
-_TARGET_PARTS = 100
+_TARGET_PARTS, _SAVED_PARTS = 100, 40  # of the target, and of what it saves
 _AIMS = 5  # targets; from the third on lower by half of what addresses took too much
 # Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
 _GAPS = (256, 50)
@@ -198,7 +198,8 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitt
     result = [identity]
 
     def close() -> bool:
-        return high - low <= max(high // _TARGET_PARTS, search.program.alignment_bytes)
+        near = min(high // _TARGET_PARTS, (identity.peak - low) // _SAVED_PARTS)
+        return high - low <= max(near, search.program.alignment_bytes)
 
     for _ in range(_TARGETS):
         if close():

@@ -68,7 +68,7 @@ class Search:
         made: list[tuple[WholeChoice, Emitted]] = []
         large = len(self.program.operators) > _LARGE_PROGRAM
         for headroom in _HEADROOMS:
-            aim = target - int(headroom * target)
+            aim = target - int(headroom * min(target, max(self.identity.peak - target, 0)))
             for choice, e in self._refined(aim, target, limit_s):
                 made.append((choice, e))
                 if e.overfull(self.machine):

@@ -86,8 +86,7 @@ class Relaxation:
     def leaves(self, s: int, low: int, high: int, stored: int | None) -> int:
         """The part of a storage that is away at positions [low, high), once another part of it is in DRAM."""
         part = self.flow.part()
-        self.flow.gone(part, low, high, self.sizes[s])
-        self.flow.back(part, high, self.sizes[s])
+        self.flow.away(part, low, high, self.sizes[s])
         clean = stored is None or stored == self.homes.get(s)
         if not clean:
             self.flow.in_dram(part, low, high, self.sizes[s])
@@ -112,11 +111,11 @@ class Relaxation:
         """A storage that starts and ends the step away."""
         flow, part = self.flow, self.flow.part()
         flow.in_dram(part, 0, self.candidates.n, c.num_bytes)
-        for low, high in c.spans:
-            flow.gone(part, low, high, c.num_bytes)
-        if len(c.gaps) > 1:
-            head, tail = c.gaps
-            flow.back(part, head.last, c.num_bytes)
+        *inside, (low, high) = c.spans
+        flow.gone(part, low, high, c.num_bytes)
+        if inside:
+            tail = c.gaps[1]
+            flow.away(part, *inside[0], c.num_bytes)
             if self.candidates.changed(c.storage):
                 stored = self.in_dram(c.storage, self.candidates.since(tail), tail.first + 1)
                 flow.within([part], stored)
@@ -144,7 +143,7 @@ class Relaxation:
                 since = self.candidates.since(gap) + 1
                 flow.stored(always, since, gap.first + 1, num_bytes)
             elif gap.last < self.candidates.n:
-                flow.back(always, gap.last, num_bytes)
+                flow.back(always, gap.last, num_bytes, gap.last)
 
 
 def _recompute(model: Relaxation, finder: Chains) -> None:
