@@ -11,9 +11,9 @@ from hyper_parallel.memory._memory_machine import MemoryMachine
 from hyper_parallel.memory._rounding import Rounding, WholeChoice
 
 _LARGE_PROGRAM = 300  # operators
-_HEADROOMS = (0.0, 0.02, 0.04, 0.08, 0.16)
+_HEADROOMS = (0, 1, 2, 4)  # storages that are on their way beyond what the linear program counts
 _POLISHED, _PASSES = 1, 3
-_ROUNDS = 5  # of the linear program for one target
+_ROUNDS = 6  # of the linear program for one target
 _NEAR = 1.25  # times the limit: a program that is slower by more tells nothing
 
 
@@ -67,9 +67,10 @@ class Search:
         result: list[Emitted] = []
         made: list[tuple[WholeChoice, Emitted]] = []
         large = len(self.program.operators) > _LARGE_PROGRAM
+        copied_bytes = 0
         for headroom in _HEADROOMS:
-            aim = target - int(headroom * min(target, max(self.identity.peak - target, 0)))
-            for choice, e in self._refined(aim, target, limit_s):
+            for choice, e in self._refined(target - headroom * copied_bytes, target, limit_s):
+                copied_bytes = copied_bytes or choice.copied_bytes
                 made.append((choice, e))
                 if e.overfull(self.machine):
                     continue

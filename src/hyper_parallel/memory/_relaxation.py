@@ -63,10 +63,12 @@ class Relaxation:
 
     @classmethod
     def sampled(cls, candidates: OffloadCandidates, finder: Chains | None) -> Relaxation:
-        """With the fullest position of each of some stretches."""
-        profile = candidates.profile
-        stretches = np.array_split(np.arange(len(profile)), min(_SAMPLES, len(profile)))
-        fullest = [part[np.argmax(profile[part])] for part in stretches]
+        """With the fullest position of each of some stretches, half by positions and half by time."""
+        profile, ends_s = candidates.profile, np.cumsum(candidates.seconds)
+        along = ends_s / max(ends_s[-1], 1e-30) + np.linspace(0.0, 1.0, len(profile))
+        edges = np.searchsorted(along, np.linspace(0.0, 2.0, _SAMPLES + 1)[1:-1])
+        stretches = np.split(np.arange(len(profile)), np.unique(edges))
+        fullest = [part[np.argmax(profile[part])] for part in stretches if len(part)]
         return cls(candidates, finder, np.array(fullest))
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> Flowed | None:

@@ -49,6 +49,12 @@ class WholeChoice:
         """Device bytes, copies not counted."""
         return int(self.profile.max(initial=0))
 
+    @property
+    def copied_bytes(self) -> int:
+        """Size of what a copied byte belongs to, in the mean."""
+        sizes = [c.num_bytes for c in self.chosen]
+        return sum(size * size for size in sizes) // max(sum(sizes), 1)
+
 
 class Rounding:
     """The linear program of one order, with its updates in host memory, and its optima in whole storages.
