@@ -7,20 +7,20 @@ planner.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
 
 from hyper_parallel.errors import BadValue
 from hyper_parallel.ir import MemoryAction, MemoryProgram, replay
 from hyper_parallel.memory._emit import Emitter
+from hyper_parallel.memory._issue import Gap
 from hyper_parallel.memory._memory_machine import MemoryMachine
+from hyper_parallel.memory._movable import OffloadCandidates
 from hyper_parallel.memory._recompute import Recomputes
-from hyper_parallel.memory._select import Rank, Selector
 from hyper_parallel.memory._usedef import use_definitions
 
-_RANK: dict[str, Rank] = {
-    "longest-gap": "longest_gap",
-    "on-demand": "longest_gap",
-    "largest-first": "largest",
-}
+_POLICIES = ("longest-gap", "on-demand", "largest-first")
 
 
 def simple_policy(
@@ -43,13 +43,12 @@ def simple_policy(
     Raises:
         BadValue: HP102 for another policy.
     """
-    if policy not in _RANK:
-        raise BadValue(f"no policy is called `{policy}`", allowed=list(_RANK))
+    if policy not in _POLICIES:
+        raise BadValue(f"no policy is called `{policy}`", allowed=list(_POLICIES))
     recomputes = Recomputes([list(u) for u in use_definitions(program, order).uses])
-    movable = [s for s, x in enumerate(program.storages) if x.kind == "activation"]
-    selector = Selector(program, machine, tuple(order), recomputes, movable)
-    chosen, planned = selector.select(target_bytes, _RANK[policy])
-    gaps = [g for c in chosen for g in c.gaps]
+    gaps, planned = _selected(
+        program, machine, tuple(order), recomputes, policy == "largest-first", target_bytes
+    )
     on_demand = policy == "on-demand"  # the operator that needs a storage then fetches it itself
     emitter = Emitter(
         program, machine, order, gaps, recomputes, target_bytes, planned, on_demand=on_demand
@@ -58,3 +57,41 @@ def simple_policy(
     assert actions is not None
     judged = replay(program, tuple(emitter.copies.homes), actions)
     return judged.peak_bytes["device"], emitter.ledger.clock.now_s
+
+
+def _selected(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    order: tuple[int, ...],
+    recomputes: Recomputes,
+    largest: bool,
+    target_bytes: int,
+) -> tuple[list[Gap], np.ndarray]:
+    """Gaps of activations, bytes at the highest position first, until the profile is under the target; the profile."""
+    seconds = np.array([program.operators[i].seconds for i in order])
+    ends_s = np.cumsum(seconds)
+    starts_s = ends_s - seconds
+    profile = OffloadCandidates(program, machine, order, recomputes, ()).profile
+    items: list[tuple[float, Gap, int, int]] = []  # value, and the positions at which it is gone
+    for s, storage in enumerate(program.storages):
+        if storage.kind != "activation" or not program.sizes[s]:
+            continue
+        out_s = machine.store.seconds(storage.num_bytes)
+        back_s = machine.prefetch.seconds(storage.num_bytes)
+        for a, b in pairwise(recomputes.uses[s]):
+            low = max(int(np.searchsorted(starts_s, ends_s[a] + out_s)), a + 1)
+            high = max(int(np.searchsorted(starts_s, starts_s[b] - back_s, "right")) - 1, 0)
+            if low < high:
+                value = float(program.sizes[s]) if largest else float(starts_s[b] - ends_s[a])
+                items.append((value, Gap(s, a, b, "dram"), low, high))
+    items.sort(key=lambda item: -item[0])
+    chosen: list[Gap] = []
+    while len(profile) and profile.max() > target_bytes:
+        at = int(np.argmax(profile))
+        pick = next((item for item in items if item[2] <= at < item[3]), None)
+        if pick is None:
+            break
+        items.remove(pick)
+        chosen.append(pick[1])
+        profile[pick[2] : pick[3]] -= program.sizes[pick[1].storage]
+    return chosen, profile

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from _llama_8b import as_flash, llama, training
 from _machine import machine as facts
+from _recompute_sets import cheapest_at_peak, recompute_sets
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -52,15 +53,13 @@ from hyper_parallel.memory import (
     plan_memory,
     refine_order,
 )
+from hyper_parallel.memory._movable import OffloadCandidates
 from hyper_parallel.memory._plan_memory import unmoved_seconds
 from hyper_parallel.memory._recompute import (
     Chains,
-    cheapest_at_peak,
     choose_recomputes,
     recompute_density,
 )
-from hyper_parallel.memory._select import Selector
-from hyper_parallel.memory._selection_rules import recompute_sets
 from hyper_parallel.memory._usedef import live_bytes, use_definitions
 
 DEVELOPED = ("llama-8b", "llama-8b-8-layers", "moe")
@@ -243,20 +242,20 @@ def computed_again(
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """(Bytes of the peak, seconds) of what is cheap to make again, and of everything else that may be.
 
-    Both as the sets of results that the memory planner tries: what one is made from has to stay, so they are taken
+    Both as sets of results: what one is made from has to stay, so they are taken
     together. Cheap is the set that frees most per second, of those that free at least half of what can be freed.
     """
     chains = use_definitions(program, order)
     finder = Chains(program, chains)
     density = recompute_density(finder)
     machine = MemoryMachine(channel, channel)
-    sets = [chosen for _, chosen in recompute_sets(program, machine, chains, density, None)]
+    sets = recompute_sets(program, machine, density)
     sets += [cheapest_at_peak(program, chains, density, x * program.seconds) for x in LONGER]
     most = float(live_bytes(program, chains).max())
     found = []
     for chosen in sets:
         dropped = choose_recomputes(finder, chosen)
-        profile = Selector(program, machine, order, dropped, ()).profile
+        profile = OffloadCandidates(program, machine, order, dropped, ()).profile
         found.append((max(most - float(profile.max()), 0.0), dropped.seconds))
     largest = max(found)
     halves = [x for x in found if 2.0 * x[0] >= largest[0] > 0.0] or [(0.0, 0.0)]

@@ -16,9 +16,10 @@ from hyper_parallel.memory import (
     use_definitions,
 )
 from hyper_parallel.memory._emit import Emitter
+from hyper_parallel.memory._emitted import assign_tiers
 from hyper_parallel.memory._host import HostUpdates, hostable
+from hyper_parallel.memory._movable import OffloadCandidates
 from hyper_parallel.memory._recompute import Chains, choose_recomputes, recompute_density
-from hyper_parallel.memory._select import Selector, assign_tiers
 from tests.memory.programs import training_chain
 from tests.memory.test_communication import communicating
 from tests.memory.test_random_programs import machines, programs
@@ -48,14 +49,18 @@ def emissions(draw):
     recomputes = choose_recomputes(finder, again)
     recomputes.host = HostUpdates.of(program, order, hosted, recomputes.uses)
     movable = [s for s, x in enumerate(program.storages) if x.persistent or not x.at_start]
-    selector = Selector(program, machine, order, recomputes, movable, stall=draw(st.booleans()))
-    whole = int(selector.profile.max())
+    candidates = OffloadCandidates(program, machine, order, recomputes, movable)
+    whole = int(candidates.profile.max())
     target = int(whole * draw(st.floats(0.0, 1.0)))
-    chosen, planned = selector.select(target, draw(st.sampled_from(["largest", "ring", "home"])))
+    chosen = [c for c in candidates.all if draw(st.booleans())]
+    planned = candidates.profile.copy()
+    for c in chosen:
+        for low, high in c.spans:
+            planned[low:high] -= c.num_bytes
     at_home = recomputes.host.at_home
     gaps = assign_tiers(program, machine, chosen, draw(st.sampled_from([0.0, 0.5])), at_home)
     budget = draw(st.sampled_from([None, target, whole]))
-    emitter = Emitter(program, machine, order, gaps, recomputes, budget, planned.copy())
+    emitter = Emitter(program, machine, order, gaps, recomputes, budget, planned)
     actions = emitter.emit()
     seconds = emitter.ledger.clock.now_s
     return MemoryPlan(program, tuple(emitter.copies.homes), actions, seconds), machine

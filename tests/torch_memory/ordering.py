@@ -4,7 +4,7 @@ the timing.
 `Order` has the names of torch's device modules. Every stream and every thread is an agent with a clock; an event
 carries the clock of its stream; waiting joins clocks. An access to bytes must come after every earlier access to them
 by another agent, unless both read. Giving bytes back counts as a write by the compute stream, because that is where
-they are handed out again. Bytes that were `allocated` may be any that were given back before, wherever they lie here;
+they are handed out again, at the point that it has come to: operators and waits move it on. Bytes that were `allocated` may be any that were given back before, wherever they lie here;
 of others only the addresses count, as in the arena.
 """
 
@@ -114,8 +114,7 @@ class Order:
         with self._lock:
             clock = self.compute.clock
             _join(clock, self.host())
-            clock["compute"] = clock.get("compute", 0) + 1
-            self._last_back = clock["compute"]
+            self._last_back = clock.setdefault("compute", 1)
             self._check("compute", clock, start, size, True, "given back")
 
     def _check(self, agent, clock, start, size, write, label):
@@ -134,6 +133,7 @@ class _Stream:
     def wait_event(self, event):
         if not self.order.leave_out(self.name):
             _join(self.clock, event.clock)
+            self.clock[self.name] = self.clock.get(self.name, 0) + 1
 
 
 class _Event:

@@ -14,13 +14,17 @@ from collections.abc import Mapping
 class HostBuffers:
     """Buffers of every size: how many are in use, and the most that ever were.
 
+    Args:
+        kept: By size, buffers that no other size gets the bytes of.
+
     Attributes:
         most: By size, buffers that must exist.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Mapping[int, int] | None = None) -> None:
         self._now: Counter[int] = Counter()
         self.most: Counter[int] = Counter()
+        self._kept = Counter(kept or {})
         self._fitting: dict[tuple[int, int], bool] = {}  # forgotten when `most` grows
 
     def take(self, size: int) -> None:
@@ -36,11 +40,12 @@ class HostBuffers:
 
     def fits(self, size: int, capacity_bytes: int) -> bool:
         """One more buffer of a size in use takes no slabs beyond a capacity."""
-        if self._now[size] < self.most[size]:
+        if self._now[size] < max(self.most[size], self._kept[size]):
             return True
         asked = size, capacity_bytes
         if asked not in self._fitting:
-            self._fitting[asked] = slab_bytes(self.most + Counter({size: 1})) <= capacity_bytes
+            more = (self.most | self._kept) + Counter({size: 1})
+            self._fitting[asked] = slab_bytes(more) <= capacity_bytes
         return self._fitting[asked]
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Final
 
 from hyper_parallel.errors import TierFull
+from hyper_parallel.memory._emitted import Emitted
 from hyper_parallel.memory._memory_machine import MemoryMachine
-from hyper_parallel.memory._portfolio import Emitted, Search
+from hyper_parallel.memory._programs import Search
 
 _ROUNDS: Final = 6  # of bisection
 _LARGE_ROUNDS: Final = 3
@@ -34,7 +35,7 @@ def sufficient_capacity(
     machine = searches[0].machine
 
     def on(changed: MemoryMachine) -> list[Search]:
-        return [replace(s, machine=changed, made={}) for s in searches]
+        return [s.on(changed) for s in searches]
 
     def first(changed: MemoryMachine) -> Emitted | None:
         result = (search.first(aim, fits) for search in on(changed))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hyper_parallel.ir import (
     MEMORY_TIERS,
     HostBuffers,
@@ -18,6 +20,11 @@ from hyper_parallel.memory._memory_machine import MemoryMachine
 class EmissionLedger:
     """The books of one emission.
 
+    Args:
+        program: Storages.
+        machine: Capacities.
+        kept: By size, buffers of DRAM that no other size gets the bytes of.
+
     Attributes:
         clock: Time after the actions.
         actions: What was emitted.
@@ -27,14 +34,16 @@ class EmissionLedger:
         current: Per storage: tier -> its content is the newest.
     """
 
-    def __init__(self, program: MemoryProgram, machine: MemoryMachine) -> None:
+    def __init__(
+        self, program: MemoryProgram, machine: MemoryMachine, kept: Mapping[int, int] | None = None
+    ) -> None:
         self._sizes = program.sizes
         self._dram_capacity = machine.dram_bytes
         self.clock = ProgramClock(program, machine)
         self.actions: list[MemoryAction] = []
         self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        self.buffers = HostBuffers()
+        self.buffers = HostBuffers(kept)
         self.current: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
 
     def take(self, s: int, tier: MemoryTier) -> None:

@@ -39,22 +39,25 @@ class Emitter:
         recomputes: Recomputes,
         budget_bytes: int | None,
         planned: np.ndarray | None = None,
-        back: dict[tuple[int, int], int] | None = None,
-        window: float | None = None,
+        pauses_s: np.ndarray | None = None,
         on_demand: bool = False,
     ) -> None:
         self.program, self.recomputes, self.order = program, recomputes, order
         gaps = [*recomputes.host.gaps, *gaps]
         self.planned = np.zeros(0, np.int64) if planned is None else planned
-        self.back = back or {}  # (storage, end of gap) -> where `planned` counts it again
         self.budget = budget_bytes
         self.held: list[int] = []
+        self._waited_s: list[float] = []  # before each position
         seconds = recomputes.host.seconds(program, order)
         starts = np.cumsum([0.0, *seconds])[:-1]
-        due = issue_positions(gaps, starts, program, machine, window, recomputes.host.ready)
+        paused = starts if pauses_s is None else starts + np.cumsum(pauses_s)
+        due = issue_positions(gaps, paused, program, machine, recomputes.host.ready)
         self.reloads = ReloadQueue(() if on_demand else due)
-        self.ledger = EmissionLedger(program, machine)
+        # Buffers of other sizes do not help what is on its way to or from flash.
+        passing = {program.sizes[g.storage]: 1 for g in gaps if g.tier == "flash"}
+        self.ledger = EmissionLedger(program, machine, passing)
         self.copies = InFlightCopies(program, self.ledger, recomputes, gaps, self.reloads)
+        self.copies.arrived = lambda s: self._arrive(s, self.copies.place)
         self.comms = CommsInFlight(program)
         self.tiers = 1 if machine.copy_out is None else 2  # that something may leave for
         for s, storage in enumerate(program.storages):
@@ -71,10 +74,15 @@ class Emitter:
         # At least so long from the start of a position to that of the last one.
         left = np.cumsum((recomputed_s + np.diff(starts, append=starts[-1:]))[::-1])[::-1]
         self.left_s: list[float] = left.tolist()
-        self.due: set[int] = set()  # reload is due, but there is no room yet
+        self.due: dict[int, int] = {}  # next use of what still leaves when its reload is due
         written = recomputes.host.device_writes(program, order)
         self.writes = [written.get(s, []) for s in range(len(program.storages))]
         self.early = early_stores(gaps, program, len(order), recomputes, self.writes)
+
+    @property
+    def waited_s(self) -> np.ndarray:
+        """Seconds that computing waited for copies at every position, and at the end."""
+        return np.diff([*self._waited_s, self.ledger.clock.wait_s])
 
     def _ends(self) -> list[set[int]]:
         """Per position, what leaves or is over once the operator there is done."""
@@ -96,6 +104,7 @@ class Emitter:
         ready = list[Gap]()
         for position, index in enumerate(self.order):
             self.copies.place = position
+            self._waited_s.append(self.ledger.clock.wait_s)
             if self.ledger.clock.now_s + self.left_s[position] > limit_s:
                 return None
             self._retire(position)
@@ -113,6 +122,7 @@ class Emitter:
             if ready:
                 ready = self._store_early(ready, position)
         self.copies.place = len(self.order)
+        self._waited_s.append(self.ledger.clock.wait_s)
         for running in (*self.comms.running, *self.copies.updates.running):
             self._join(running, len(self.order))
         while self.copies.leaving:
@@ -252,7 +262,9 @@ class Emitter:
         late = set[MemoryTier]()
         for item in list(self.copies.leaving):
             if self.ledger.clock.arrival_s(item.storage, item.into) <= self.ledger.clock.now_s:
-                item.leaves = item.leaves and item.storage not in self.due
+                if item.leaves and item.into == "dram" and item.storage in self.due:
+                    last = self.due[item.storage]
+                    item.leaves = self._full_until(item.storage, position, last) is not None
                 self.copies.finish(item)
             elif (
                 not self.recomputes.host.operators
@@ -264,7 +276,7 @@ class Emitter:
     def _reload(self, number: int, gap: Gap, kind: MemoryActionKind, position: int) -> None:
         """Issue a planned reload, or try it again later for lack of room."""
         s = gap.storage
-        self.due.discard(s)
+        self.due.pop(s, None)
         if position > gap.last:
             return
         if self.comms and self.comms.keep(s):
@@ -274,7 +286,7 @@ class Emitter:
             going = [p for p in self.copies.leaving if p.storage == s and p.leaves]
             if going and self.budget is not None and early:
                 # It has not left yet. If the budget needs the room it still goes, else its leave is called off.
-                self.due.add(s)
+                self.due[s] = gap.last
                 self.reloads.for_copy(number, s)
                 return
             for item in going:
@@ -286,6 +298,8 @@ class Emitter:
                 self.reloads.until(number, position + 1)
                 return
             self.copies.copy_in(s)
+        elif not early and self.budget is not None and self.program.sizes[s] > self._free_bytes():
+            return  # the operator brings it once there is room
         elif early and not self._may_come_early(number, gap, position):
             return
         elif early and any(
@@ -308,13 +322,20 @@ class Emitter:
         if self.ledger.live["device"] + size > self.budget:
             self.reloads.for_bytes(number, size)
             return False
-        ahead = self.planned[position : self.back.get((gap.storage, gap.last), gap.last)]
+        full = self._full_until(gap.storage, position, gap.last)
+        if full is not None:  # what is planned only grows
+            self.reloads.until(number, full)
+        return full is None
+
+    def _full_until(self, s: int, position: int, last: int) -> int | None:
+        """Where there is room for a storage up to its use; None: from now on, and it is planned for."""
+        assert self.budget is not None
+        ahead, size = self.planned[position:last], self.program.sizes[s]
         over = np.flatnonzero(ahead + size > self.budget)
-        if len(over):  # what is planned only grows
-            self.reloads.until(number, position + int(over[-1]) + 1)
-            return False
+        if len(over):
+            return position + int(over[-1]) + 1
         ahead += size  # the next early reload sees this one
-        return True
+        return None
 
     def _bring(self, s: int) -> None:
         """Start the copy to the device unless the bytes are there or on their way."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory._capacity_hint import sufficient_capacity, tier_full
+from hyper_parallel.memory._emitted import Emitted
 from hyper_parallel.memory._host import device_part
-from hyper_parallel.memory._portfolio import Emitted, Search
+from hyper_parallel.memory._programs import Search
 from hyper_parallel.memory._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
 
@@ -17,7 +17,7 @@ _GOOD = 1.02  # of the live peak: an arena that is no larger needs no other prog
 _TRIED = 3  # programs whose addresses are looked for at each target; of small programs four times as many
 _LARGE_PROGRAM = 300  # operators
 _TARGETS = 12  # by bisection, until they are so close
-_TARGET_PARTS = 100
+_TARGET_PARTS, _SAVED_PARTS = 100, 40  # of the target, and of what it saves
 _AIMS = 5  # targets; from the third on lower by half of what addresses took too much
 # Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
 _GAPS = (256, 50)
@@ -72,10 +72,7 @@ def _least_time(
     aim = arena_budget - arena_budget // _GAPS[0]
     for count in range(1, _AIMS + 1 if floor <= arena_budget else 1):
         within_s = best[0].seconds if best else limit_s
-        fresh = replace(search, best_seen=search.best_seen)
-        result = [
-            e for e in fresh.portfolio(aim, within_s, budget=arena_budget) if e.peak <= arena_budget
-        ]
+        result = [e for e in search.programs(aim, within_s, lowers=True) if e.peak <= arena_budget]
         arenas: list[int] = []
         distinct = list({e.actions: e for e in result}.values())
         for e in sorted(distinct, key=lambda e: (e.seconds, e.peak))[:tried]:
@@ -110,19 +107,19 @@ def _least_time(
             f"no memory plan fits {format_bytes(budget)} in less time than another one",
             got=f"{budget} bytes",
         )
-    # Programs that aim at the floor are made for every budget, so their least bytes are what planning finds again.
-    fresh = replace(search, best_seen=search.best_seen)
-    lowest = fresh.portfolio(floor)
-    candidates = sorted(lowest, key=lambda e: (e.peak, e.seconds))[:3] or [search.best_seen]
-    plans = {id(e): finish(e) for e in candidates}
-    others = fresh.portfolio((floor + arena_budget) // 2, budget=arena_budget)
-    for e in sorted((*lowest, *others), key=lambda e: (e.seconds, e.peak)):
+    # The lowest programs are looked for in the same way whatever the budget is, so planning finds them again.
+    fresh = search.fresh()
+    last = _least_peak(fresh, fresh.identity, float("inf"))[-1]
+    lowest = {id(e): e for e in (last, fresh.best_seen)}
+    plans = {at: finish(e) for at, e in lowest.items()}
+    others = fresh.programs((floor + arena_budget) // 2, lowers=True)
+    for e in sorted((*lowest.values(), *others), key=lambda e: (e.seconds, e.peak)):
         if e.peak > arena_budget:
             continue
         plan = plans.get(id(e)) or finish(e)
         if plan.device_bytes <= budget:
             return e, plan
-    least = min(plans[id(e)].device_bytes for e in candidates)
+    least = min(plan.device_bytes for plan in plans.values())
     error = BudgetImpossible(
         f"no memory plan fits {format_bytes(budget)}",
         got=f"{budget} bytes",
@@ -176,38 +173,59 @@ def least_peak(
     finish: Callable[[Emitted], MemoryPlan],
 ) -> tuple[Emitted, MemoryPlan]:
     """The program of least peak within a time, and its plan; the identity when nothing lowers it."""
-    programs = (_least_peak(search, identity, limit_s) for search in searches)
-    best = min(programs, key=lambda e: (e.peak, e.seconds))
-    return best, finish(best)
+    programs = {e.actions: e for search in searches for e in _least_peak(search, identity, limit_s)}
+    best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
+    plans = [(best, finish(best))]
+    if plans[0][1].arena_bytes > _GOOD * best.peak:
+        # One that takes hardly more may have better addresses.
+        for search in searches:
+            again = search.programs(int(_GOOD * best.peak), limit_s, lowers=True)
+            programs |= {e.actions: e for e in again if e.seconds <= limit_s}
+        del programs[best.actions]
+        others = sorted(programs.values(), key=lambda e: (e.peak, e.seconds))
+        plans += [(e, finish(e)) for e in others[:_TRIED]]
+    return min(plans, key=lambda one: (one[1].device_bytes, one[0].peak))
 
 
-def _least_peak(search: Search, identity: Emitted, limit_s: float) -> Emitted:
-    """The program of least peak within the time; the identity when nothing lowers it.
+def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitted]:
+    """Programs of ever lower peaks within the time, the identity first.
 
-    Bisects the target; every success is judged by its real peak, so the answer never depends on monotony. One rule that
-    meets a target is enough to go on; the lowest one met is asked of all.
+    Bisects the target: first that of the linear program alone, which is quick and hardly too high, then from there on
+    that of programs. Every success is judged by its real peak, so the answer never depends on monotony.
     """
     low, high = working_set_bytes(device_part(search.program, search.machine)), identity.peak
     best = identity
-    met: int | None = None
+    result = [identity]
+
+    def close() -> bool:
+        near = min(high // _TARGET_PARTS, (identity.peak - low) // _SAVED_PARTS)
+        return high - low <= max(near, search.program.alignment_bytes)
+
     for _ in range(_TARGETS):
-        target = (low + high) // 2
-        if high - low <= max(high // _TARGET_PARTS, search.program.alignment_bytes):
+        if close():
             break
+        target = (low + high) // 2
+        if search.reaches(target, limit_s):
+            high = target
+        else:
+            low = target
+    step, high = high - low, identity.peak
+    for _ in range(_TARGETS):
+        if close():
+            break
+        target = min(low + step, (low + high) // 2)
         fine = [
             e
-            for e in search.portfolio(target, limit_s, every=False)
+            for e in search.programs(target, limit_s)
             if e.seconds <= limit_s and e.peak < best.peak
         ]
         if fine:
-            met = target
             best = min(fine, key=lambda e: (e.peak, e.seconds))
+            result.append(best)
             high = min(best.peak, high)
             if best.peak > target:
                 low = target
         else:
             low = target
-    if met is not None:
-        fine = [e for e in search.portfolio(met, limit_s) if e.seconds <= limit_s]
-        best = min((best, *fine), key=lambda e: (e.peak, e.seconds))
-    return best
+            step *= 2
+    return result

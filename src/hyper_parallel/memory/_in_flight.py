@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hyper_parallel.ir import MemoryProgram, MemoryTier
 from hyper_parallel.memory._emission_ledger import EmissionLedger
@@ -29,7 +29,10 @@ class InFlightCopies:
         leaving: Copies out of the device or out of DRAM.
         arriving: Copies towards the device.
         ahead: Stored before they leave: the copy stays until then.
+        arrived: Waits for a copy to the device, and drops what nothing will use in host memory.
     """
+
+    arrived: Callable[[int], None]
 
     def __init__(
         self,
@@ -165,9 +168,14 @@ class InFlightCopies:
                 continue
             going = (p for p in self.leaving if p.leaves and p.into == "flash" and p.storage != s)
             item = next((p for p in going if sizes[p.storage] == sizes[s]), None)
-            if item is None:
+            if item is not None:
+                self.finish(item)
+                continue
+            come = (x for x, into in self.arriving if into == "device" and sizes[x] == sizes[s])
+            passed = next((x for x in come if self.homes[x] != "dram" and x != s), None)
+            if passed is None:
                 return
-            self.finish(item)
+            self.arrived(passed)
 
     def release(self, s: int) -> None:
         """Free a storage, behind its running copies."""

@@ -51,18 +51,15 @@ def issue_positions(
     starts_s: np.ndarray,
     program: MemoryProgram,
     machine: MemoryMachine,
-    window: float | None = None,
     ready: Callable[[Gap], int] = lambda gap: gap.first + 1,
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
     """When to issue every reload: as late as possible on one serial channel per direction, deadlines kept.
 
     Args:
         gaps: What comes back.
-        starts_s: Start of each position without stalls.
+        starts_s: When each position is expected to start.
         program: Sizes.
         machine: Channels.
-        window: No copy starts earlier than this many of its own durations before its deadline. On a channel that is
-            asked for more than it can carry, the serial schedule alone would fetch everything at once.
         ready: Position from which on a gap's reload may be issued.
 
     Returns:
@@ -81,8 +78,6 @@ def issue_positions(
         for kind in kinds:
             seconds = machine.channel(kind).seconds(num_bytes)
             begin = min(deadline, free_s[kind]) - seconds
-            if window is not None:
-                begin = max(begin, deadline - window * seconds)
             free_s[kind] = deadline = begin
             position = max(bisect_right(times, begin) - 1, ready(gap), 0)
             events.append((min(position, gap.last), -2 * rank - (kind == "copy_in"), gap, kind))

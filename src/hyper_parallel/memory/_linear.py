@@ -14,7 +14,11 @@ import numpy as np
 if TYPE_CHECKING:
     import highspy
 
+
 _SCALE = 1e4  # of costs, which differ by less than what a solver takes for equal
+_METHODS: tuple[dict[str, str | float], ...] = (
+    {"solver": "simplex"}, {"solver": "ipm"}, {"solver": "simplex", "presolve": "off"},
+)  # fmt: skip
 _TOLERANCES = dict.fromkeys(("primal_feasibility_tolerance", "dual_feasibility_tolerance"), 1e-9)
 
 
@@ -31,42 +35,66 @@ class LinearProgram:
     uppers: list[float] = field(default_factory=list)
     rows: list[tuple[Mapping[int, float], float, float]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._solver: highspy.Highs | None = None  # of the last solution, while only bounds changed
+
     def variable(self, upper: float = np.inf, cost: float = 0.0, lower: float = 0.0) -> int:
         """A new variable."""
+        self._solver = None
         self.costs.append(cost)
         self.lowers.append(lower)
         self.uppers.append(upper)
         return len(self.costs) - 1
 
-    def at_least(self, coefficients: Mapping[int, float], bound: float) -> None:
+    def at_least(self, coefficients: Mapping[int, float], bound: float) -> int:
         """A new row that is not below its bound."""
+        self._solver = None
         self.rows.append((coefficients, bound, np.inf))
+        return len(self.rows) - 1
 
     def equal(self, coefficients: Mapping[int, float], value: float) -> None:
         """A new row with one value."""
+        self._solver = None
         self.rows.append((coefficients, value, value))
+
+    def change_bound(self, row: int, bound: float) -> None:
+        """Another bound for a row of `at_least`."""
+        coefficients, low, high = self.rows[row]
+        if bound != low:
+            self.rows[row] = coefficients, bound, high
+            if self._solver is not None:
+                self._solver.changeRowBounds(row, bound, high)
 
     def solve(self) -> np.ndarray | None:
         """A point of least cost; None when no point satisfies every row.
+
+        Again after bounds have changed, it starts from the last solution and takes a small part of the time.
 
         Raises:
             SolverFailed: The solver ended without an answer.
         """
         import highspy  # 4 MiB in every rank that plans nothing
 
-        methods: tuple[dict[str, str | float], ...] = (
-            {"solver": "ipm"}, {"solver": "simplex"}, {"solver": "simplex", "presolve": "off"},
-        )  # fmt: skip
-        for options in methods:
-            solver = self._run(options)
+        solver, self._solver = self._solver, None
+        for options in ({}, *_METHODS):
+            if options:
+                solver = self._loaded(options)
+            elif solver is None:
+                continue
+            assert solver is not None
+            solver.run()
             status = solver.getModelStatus()
             if status == highspy.HighsModelStatus.kOptimal:
+                self._solver = solver
                 return np.array(solver.getSolution().col_value)
             if status == highspy.HighsModelStatus.kInfeasible:
+                self._solver = solver
                 return None
+        assert solver is not None
         raise SolverFailed(f"HiGHS ended without an answer: {solver.modelStatusToString(status)}")
 
-    def _run(self, options: Mapping[str, str | float]) -> highspy.Highs:
+    def _loaded(self, options: Mapping[str, str | float]) -> highspy.Highs:
+        """A solver that has the whole program."""
         import highspy
 
         lp = highspy.HighsLp()
@@ -84,5 +112,4 @@ class LinearProgram:
             solver.setOptionValue(name, value)
         if solver.passModel(lp) == highspy.HighsStatus.kError:
             raise SolverFailed("HiGHS refuses the program: a number of it is not finite")
-        solver.run()
         return solver

@@ -37,8 +37,8 @@ from hyper_parallel.memory._memory_machine import MemoryMachine
 from hyper_parallel.memory._plan_memory import plan_memory, unmoved_seconds
 from hyper_parallel.topology import cache_dir
 
-PLANNER = 14
-"""Number of the planner's rules and of the file's form: raised with every change, so that old files are not met."""
+PLANNER = 15
+"""Number of the planner's passes and of the file's form: raised with every change, so that old files are not met."""
 
 _KINDS: tuple[MemoryActionKind, ...] = get_args(MemoryActionKind)
 _WHATS = ("offload", "recompute", "stream", "update")

@@ -1,8 +1,8 @@
 """The planner: least peak at a bounded slowdown, or least time under a byte budget.
 
-Both goals share one step: for a target in bytes, try a small portfolio (recompute density limits, ranking rules),
-emit each as a program, and let the exact replay and the simulator judge what was emitted. No choice is kept on the
-strength of an estimate.
+Five passes: an order of the operators; one linear program of what leaves and what is made again; rounding to whole
+storages; emission as a program; addresses. Both goals share one step, programs for a target in bytes. The exact replay
+and the simulator judge what was emitted: no choice is kept on the strength of an estimate.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import gc
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
 from hyper_parallel.ir import (
@@ -25,14 +27,15 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.memory._address import assign_addresses
 from hyper_parallel.memory._clock import clocked
+from hyper_parallel.memory._emitted import Emitted
 from hyper_parallel.memory._goals import least_peak, least_time
 from hyper_parallel.memory._host import HostUpdates, hostable
 from hyper_parallel.memory._host_sets import defer_host_readers, host_sets
 from hyper_parallel.memory._memory_machine import MemoryMachine
 from hyper_parallel.memory._order import order_peak, order_seconds, refine_order
 from hyper_parallel.memory._overlap import DEPTHS, overlapped
-from hyper_parallel.memory._portfolio import Emitted, Search
-from hyper_parallel.memory._selection_rules import SelectionRules
+from hyper_parallel.memory._programs import Search
+from hyper_parallel.memory._rounding import Rounding
 from hyper_parallel.memory._usedef import identity_actions
 
 _MARGIN = 0.3  # of the bandwidth, for the least peak: a link that was said 30 % too fast still keeps the time limit
@@ -205,17 +208,10 @@ def _in_order(
     searches = []
     for where in host_sets(program, machine, order, slack_s or 0.0):
         late = defer_host_readers(program, machine, order, where[1])
-        rules = SelectionRules(
-            program,
-            machine,
-            late,
-            identity.seconds,
-            slack_s,
-            where,
-            move=goal.move,
-            recompute=goal.recompute,
+        rounding = Rounding(
+            program, machine, late, where[1], move=goal.move, recompute=goal.recompute
         )
-        searches.append(Search(program, machine, late, rules, identity))
+        searches.append(Search(program, machine, late, rounding, where[0], identity))
     if budget_bytes is not None:
         best, plan = least_time(
             searches,
@@ -240,7 +236,7 @@ def _in_order(
     reserve = f", with links {goal.margin:.0%} slower {best.seconds:.6g}" if goal.margin else ""
     outcome = (
         f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {plan.seconds:.6g}{reserve} "
-        f"({best.rule})"
+        f"({best.statement})"
     )
     return replace(plan, statement=(*statement, outcome))
 
@@ -249,9 +245,9 @@ def _identity(program: MemoryProgram, order: tuple[int, ...]) -> Emitted:
     actions = identity_actions(program, order)
     peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
     peaks["device"] = order_peak(program, order)
-    return Emitted(
-        actions, program.on_device, order_seconds(program, order), peaks, 0, (), None, "identity"
-    )
+    seconds = order_seconds(program, order)
+    waited_s = np.zeros(len(order) + 1)
+    return Emitted(actions, program.on_device, seconds, peaks, 0, (), None, "identity", waited_s)
 
 
 def _finish(

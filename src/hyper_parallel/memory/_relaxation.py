@@ -1,128 +1,83 @@
-"""What leaves and what is made again, decided at once by a linear program: the choice that computing waits for least.
+"""The choice as a linear program: what leaves and what is made again, so that computing waits least.
 
-A ranking rule takes one candidate after another at the highest position. Under a tight budget that spends the channels
-on what the rule happens to like; the relaxation weighs all candidates, and recomputation with them. Its choice is
-rounded to whole storages and emitted as any other.
+All candidates and all recomputation are weighed at once, each by the part of it that is chosen. Gradients that wait for
+a norm before they are clipped are no special case: they are candidates between their making and the norm.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 
 from hyper_parallel.memory._flow import Flow, Flowed
 from hyper_parallel.memory._linear import SolverFailed
-from hyper_parallel.memory._recompute import Chain, Chains, longest_gap
-
-if TYPE_CHECKING:
-    from hyper_parallel.memory._select import Candidate, Selector
+from hyper_parallel.memory._movable import Candidate, OffloadCandidates
+from hyper_parallel.memory._recompute import MAX_CHAIN, Chain, Chains, longest_gap
 
 _LOG = logging.getLogger(__name__)
 
-_FINE, _COARSE = 400, 100  # positions: to decide what leaves, and what is made again
-_HALF = 0.5  # a storage of which so much leaves leaves
-_AGAIN = 0.3, 0.6, 0.9  # of which so much is made again is; tried in turn
+_SAMPLES = 128  # positions at first
 _BRIEF = 8  # positions: what is kept for no longer hardly leaves meanwhile
 
 
-@dataclass(frozen=True)
-class RelaxedChoice:
-    """The optimum.
-
-    Attributes:
-        seconds: Of the step in the relaxation.
-        recomputed: Storages that are dropped and made again: by a third at least, by more, by nearly all.
-    """
-
-    seconds: float
-    recomputed: tuple[tuple[int, ...], ...]
-
-
 class Relaxation:
-    """The linear program of a selector's candidates.
+    """The linear program of the candidates of one order.
 
     Args:
-        selector: Candidates without regard to the time of their copies, recomputations that are given.
-        finder: What may be made again besides; None: nothing.
+        candidates: What may leave; nothing is made again yet.
+        finder: What may be made again; None: nothing.
+        positions: Those that stand for all, in order.
+
+    Attributes:
+        homes: By storage, the part that starts and ends the step away.
+        away: By storage, (low, high, part): what is away by copy at positions [low, high).
+        recomputed: By storage, the part that is dropped and made again.
     """
 
-    def __init__(self, selector: Selector, finder: Chains | None = None) -> None:
-        self.selector = selector
-        self.sizes = selector.program.sizes
-        seconds = np.diff(np.concatenate(([0.0], selector.ends_s)))
-        for position, extra in selector.recomputes.least_s(selector.program).items():
-            seconds[position] += extra
-        self.flow = Flow(
-            selector.profile,
-            seconds.tolist(),
-            selector.machine,
-            _FINE if finder is None else _COARSE,
-        )
-        self.candidates: dict[int, Candidate] = {}  # by part
-        self.inside: dict[int, list[int]] = {}  # storage -> parts of its gaps inside the step
-        self.kept_by: dict[int, int] = {}  # part of a gap -> part of what must be in DRAM for it
-        self.recomputed: dict[int, int] = {}  # storage -> part
+    def __init__(
+        self, candidates: OffloadCandidates, finder: Chains | None, positions: np.ndarray
+    ) -> None:
+        self.candidates = candidates
+        self.sizes = candidates.program.sizes
+        self.flow = Flow(candidates.profile, candidates.seconds, candidates.machine, positions)
+        self.homes: dict[int, int] = {}
+        self.away: dict[int, list[tuple[int, int, int]]] = {}
+        self.recomputed: dict[int, int] = {}
+        self._kept_by: dict[int, int] = {}  # part of a gap -> part of what must be in DRAM for it
         self._stored: dict[
             tuple[int, int], tuple[int, int]
         ] = {}  # content -> part, first position that it leaves
-        homes: dict[int, int] = {}
-        for c in selector.candidates:
-            if c.home and len(c.gaps) < 3:
-                homes[c.gaps[0].storage] = self._home(c)
-        for c in selector.candidates:
+        for c in candidates.all:
+            if c.home:
+                self.homes[c.storage] = self._home(c)
+        for c in candidates.all:
             if not c.home:
-                self._gap(c, homes.get(c.gaps[0].storage))
+                self._gap(c)
         self._host()
         if finder is not None:
             _recompute(self, finder)
-        for (s, since), (part, leaves) in self._stored.items():
-            self.flow.stored(part, since + 1, leaves, self.sizes[s])
-        self._flowed = cache(self._solve)
+        for (s, _), (part, leaves) in self._stored.items():
+            self.flow.stored(part, leaves, leaves, self.sizes[s])
 
-    def _solve(self, target_bytes: int) -> Flowed | None:
+    @classmethod
+    def sampled(cls, candidates: OffloadCandidates, finder: Chains | None) -> Relaxation:
+        """With the fullest position of each of some stretches, half by positions and half by time."""
+        profile, ends_s = candidates.profile, np.cumsum(candidates.seconds)
+        along = ends_s / max(ends_s[-1], 1e-30) + np.linspace(0.0, 1.0, len(profile))
+        edges = np.searchsorted(along, np.linspace(0.0, 2.0, _SAMPLES + 1)[1:-1])
+        stretches = np.split(np.arange(len(profile)), np.unique(edges))
+        fullest = [part[np.argmax(profile[part])] for part in stretches if len(part)]
+        return cls(candidates, finder, np.array(fullest))
+
+    def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> Flowed | None:
+        """The optimum for a target; None when it cannot be reached. See `Flow.solve`."""
         try:
-            return self.flow.solve(target_bytes)
-        except SolverFailed as error:  # the other rules still choose
-            _LOG.warning("nothing is relaxed for %d bytes: %s", target_bytes, error)
+            return self.flow.solve(target_bytes, reserve)
+        except SolverFailed as error:  # another target may still have an answer
+            _LOG.warning("nothing is planned for %d bytes: %s", target_bytes, error)
             return None
-
-    def solve(self, target_bytes: int) -> RelaxedChoice | None:
-        """The optimum for a target; None when it cannot be reached."""
-        result = self._flowed(target_bytes)
-        if result is None:
-            return None
-        parts = {s: result.parts[part] for s, part in self.recomputed.items()}
-        recomputed = [tuple(s for s, x in parts.items() if x >= least) for least in _AGAIN]
-        return RelaxedChoice(result.seconds, tuple(dict.fromkeys(recomputed)))
-
-    def until(self, target_bytes: int) -> tuple[list[Candidate], np.ndarray]:
-        """As `Greedy.until`: the optimum in whole storages; nothing when there is none."""
-        result = self._flowed(target_bytes)
-        if result is None:
-            return [], self.selector.profile
-        profile = self.selector.profile.copy()
-        chosen: list[Candidate] = []
-        rest: list[Candidate] = []
-        for part in sorted(self.candidates, key=lambda part: -result.parts[part]):
-            if result.parts[part] < _HALF:
-                rest.append(self.candidates[part])
-            else:
-                chosen.append(self.candidates[part])
-                _take(profile, chosen[-1])
-        while len(profile) and profile.max() > target_bytes:
-            at = int(np.argmax(profile))
-            freed = (c for c in rest if any(low <= at < high for low, high in c.spans))
-            pick = next(freed, None)
-            if pick is None:
-                break
-            rest.remove(pick)
-            chosen.append(pick)
-            _take(profile, pick)
-        return chosen, profile
 
     def in_dram(self, s: int, since: int, leaves: int) -> int:
         """The part of a storage whose content since a position is copied to DRAM, to leave at a later one."""
@@ -130,51 +85,67 @@ class Relaxation:
         self._stored[s, since] = part, min(first, leaves)
         return part
 
-    def _home(self, c: Candidate) -> int:
-        """A storage that starts and ends the step away."""
-        selector, flow = self.selector, self.flow
-        part, head = flow.part(), c.gaps[0]
-        self.candidates[part] = c
-        for low, high in c.spans:
-            flow.gone(part, low, high, c.num_bytes)
-        if head.last < selector.n:
-            flow.back(part, head.last, c.num_bytes)
-            tail = c.gaps[1]
-            if tail.storage in selector.written:
-                final = self.in_dram(tail.storage, selector.since(tail), tail.first + 1)
-                flow.within([part], final)
+    def leaves(self, s: int, low: int, high: int, stored: int | None) -> int:
+        """The part of a storage that is away at positions [low, high), once another part of it is in DRAM."""
+        part = self.flow.part()
+        self.flow.away(part, low, high, self.sizes[s])
+        clean = stored is None or stored == self.homes.get(s)
+        if not clean:
+            self.flow.in_dram(part, low, high, self.sizes[s])
+        self.flow.within_gap(part, low, high, self.sizes[s], not clean)
+        if stored is not None:
+            self._kept_by[part] = stored
+            self.flow.within([part], stored)
+        self.away.setdefault(s, []).append((low, high, part))
         return part
 
-    def _gap(self, c: Candidate, home: int | None) -> None:
+    def comes_early(self, s: int, gap: tuple[int, int, int], wanted: dict[int, list[int]]) -> None:
+        """A storage is back before the end of its gap when something is made from it within."""
+        low, _, whole = gap
+        part = self.leaves(s, low, min(wanted), None)
+        self.flow.either([whole, part])
+        for p in (p for parts in wanted.values() for p in parts):
+            self.flow.either([whole, p])
+        if whole in self._kept_by:
+            self.flow.within([whole, part], self._kept_by[whole])
+
+    def _home(self, c: Candidate) -> int:
+        """A storage that starts and ends the step away."""
+        flow, part = self.flow, self.flow.part()
+        flow.in_dram(part, 0, self.candidates.n, c.num_bytes)
+        *inside, (low, high) = c.spans
+        flow.gone(part, low, high, c.num_bytes)
+        if inside:
+            tail = c.gaps[1]
+            flow.away(part, *inside[0], c.num_bytes)
+            if self.candidates.changed(c.storage):
+                stored = self.in_dram(c.storage, self.candidates.since(tail), tail.first + 1)
+                flow.within([part], stored)
+        return part
+
+    def _gap(self, c: Candidate) -> None:
         """A storage that leaves between two uses."""
-        gap, part = c.gaps[0], self.flow.part()
-        self.candidates[part] = c
-        self.inside.setdefault(gap.storage, []).append(part)
-        self.flow.gone(part, gap.first + 1, gap.last, c.num_bytes)
-        self.flow.back(part, gap.last, c.num_bytes)
-        if gap.storage in self.selector.recomputes.host.at_home:
-            return
-        if home is None or not self.selector.clean(gap):
-            home = self.in_dram(gap.storage, self.selector.since(gap), gap.first + 1)
-        self.kept_by[part] = home
-        self.flow.within([part], home)
+        s, gap = c.storage, c.gaps[0]
+        stored = None
+        if s not in self.candidates.recomputes.host.at_home:
+            stored = self.homes.get(s) if self.candidates.clean(gap) else None
+            if stored is None:
+                stored = self.in_dram(s, self.candidates.since(gap), gap.first + 1)
+        self.leaves(s, gap.first + 1, gap.last, stored)
 
     def _host(self) -> None:
         """What updates in host memory copy, whatever is chosen."""
-        selector, flow = self.selector, self.flow
-        host = selector.recomputes.host
+        flow, host = self.flow, self.candidates.recomputes.host
         always = flow.lp.variable(1.0, lower=1.0) if host.gaps else 0
+        for s in host.at_home:
+            flow.in_dram(always, 0, self.candidates.n, self.sizes[s])
         for gap in host.gaps:
             num_bytes = self.sizes[gap.storage]
             if gap.storage not in host.at_home:
-                flow.stored(always, selector.since(gap) + 1, selector.n, num_bytes)
-            elif gap.last < selector.n:
-                flow.back(always, gap.last, num_bytes)
-
-
-def _take(profile: np.ndarray, c: Candidate) -> None:
-    for low, high in c.spans:
-        profile[low:high] -= c.num_bytes
+                since = self.candidates.since(gap) + 1
+                flow.stored(always, since, gap.first + 1, num_bytes)
+            elif gap.last < self.candidates.n:
+                flow.back(always, gap.last, num_bytes, gap.last)
 
 
 def _recompute(model: Relaxation, finder: Chains) -> None:
@@ -182,45 +153,75 @@ def _recompute(model: Relaxation, finder: Chains) -> None:
     flow, uses = model.flow, finder.chains.uses
     runs: dict[tuple[int, int], int] = {}
     kept: dict[int, dict[int, list[int]]] = {}  # storage -> until when -> parts that need it
-    early: dict[
-        int, dict[int, list[int]]
-    ] = {}  # part of a gap -> position within -> parts that need it there
+    # (storage, gap of it) -> position within -> parts that need it there
+    early: dict[tuple[int, tuple[int, int, int]], dict[int, list[int]]] = {}
+    chains: dict[int, tuple[Chain, int, int]] = {}
+    gaps = {s: list(away) for s, away in model.away.items()}
     for s in range(len(model.sizes)):
         chain, gap = finder.of_longest_gap(s), longest_gap(uses[s])
         if chain is None or gap is None:
             continue
         low, until = gap
         part = model.recomputed[s] = flow.part()
+        chains[s] = chain, low, until
         flow.gone(part, low + 1, until, model.sizes[s])
-        same = [p for p in model.inside.get(s, ()) if model.candidates[p].gaps[0].first == low]
-        if same:
-            flow.either([*same, part])
         for operator in chain.operators:
             if (operator, until) not in runs:
+                seconds = finder.program.operators[operator].seconds
                 runs[operator, until] = flow.part()
-                flow.longer(
-                    runs[operator, until], until, finder.program.operators[operator].seconds
-                )
+                flow.longer(runs[operator, until], until, seconds)
             flow.within([part], runs[operator, until])
         for x in chain.kept:
             kept.setdefault(x, {}).setdefault(until, []).append(part)
-        for p in _across(model, chain, until):
-            early.setdefault(p, {}).setdefault(until, []).append(part)
+        for x in chain.inputs:
+            for away in gaps.get(x, ()) if x not in chain.kept else ():
+                if away[0] <= until < away[1]:
+                    early.setdefault((x, away), {}).setdefault(until, []).append(part)
     for x, needed in kept.items():
         _keep(model, finder, x, needed)
-    for p, wanted in early.items():
-        _come_early(model, p, wanted)
+    for (x, away), wanted in early.items():
+        model.comes_early(x, away, wanted)
+    made: dict[tuple[int, int], int] = {}
+    for s, part in model.recomputed.items():
+        _make_inputs(model, chains, s, part, chains[s][2], made, MAX_CHAIN)
+    for s, part in model.recomputed.items():  # then it is not away as well
+        same = [p for low, _, p in model.away.get(s, ()) if low == chains[s][1] + 1]
+        if same:
+            flow.either([*same, part])
 
 
-def _across(model: Relaxation, chain: Chain, position: int) -> list[int]:
-    """Parts of gaps of a chain's inputs that reach across the position where it runs."""
-    return [
-        p
-        for x in chain.inputs
-        if x not in chain.kept
-        for p in model.inside.get(x, ())
-        if model.candidates[p].gaps[0].first < position < model.candidates[p].gaps[0].last
-    ]
+def _make_inputs(
+    model: Relaxation,
+    chains: Mapping[int, tuple[Chain, int, int]],
+    s: int,
+    part: int,
+    position: int,
+    made: dict[tuple[int, int], int],
+    depth: int,
+) -> None:
+    """What is made at a position needs its inputs there: they are made again no later, and stay until they are used.
+
+    Args:
+        model: The linear program.
+        chains: By storage that may be made again, how, and the positions of its gap.
+        s: A storage that is made at the position.
+        part: Its part that is.
+        position: Where.
+        made: By storage and position, parts that were asked for before.
+        depth: How far inputs of inputs are followed.
+    """
+    flow = model.flow
+    for x in chains[s][0].inputs if depth else ():
+        _, low, until = chains.get(x, (None, 0, 0))
+        if not low < position < until or flow.together(position, until):
+            continue
+        new = (x, position) not in made
+        early = made[x, position] = made[x, position] if not new else flow.part()
+        # Both are made again only if this one is made early.
+        flow.lp.at_least({early: 1.0, part: -1.0, model.recomputed[x]: -1.0}, -1.0)
+        if new:
+            flow.gone(early, position, until, -model.sizes[x])
+            _make_inputs(model, chains, x, early, position, made, depth - 1)
 
 
 def _keep(model: Relaxation, finder: Chains, x: int, needed: dict[int, list[int]]) -> None:
@@ -228,7 +229,6 @@ def _keep(model: Relaxation, finder: Chains, x: int, needed: dict[int, list[int]
     flow, size = model.flow, model.sizes[x]
     low, writes = finder.chains.uses[x][-1], finder.chains.writes[x]
     since = max(writes, default=finder.chains.uses[x][0])
-    movable = x in set(model.selector.movable)
     before: int | None = None
     for until in sorted(needed):
         part = flow.part()
@@ -237,24 +237,7 @@ def _keep(model: Relaxation, finder: Chains, x: int, needed: dict[int, list[int]
         if before is not None:
             flow.within([part], before)
         flow.gone(part, low + 1, until + 1, -size)
-        if movable and until - low > _BRIEF:
-            away = flow.part()
+        if x in model.candidates.movable and until - low > _BRIEF:
+            away = model.leaves(x, low + 1, until, model.in_dram(x, since, low + 1))
             flow.within([away], part)
-            flow.within([away], model.in_dram(x, since, low + 1))
-            flow.gone(away, low + 1, until, size)
-            flow.back(away, until, size)
         before, low = part, until
-
-
-def _come_early(model: Relaxation, gap: int, wanted: dict[int, list[int]]) -> None:
-    """A storage is back before the end of its gap when something is made from it within."""
-    flow, c = model.flow, model.candidates[gap]
-    first = min(wanted)
-    part = flow.part()
-    flow.gone(part, c.gaps[0].first + 1, first, c.num_bytes)
-    flow.back(part, first, c.num_bytes)
-    flow.either([gap, part])
-    for p in (p for parts in wanted.values() for p in parts):
-        flow.either([gap, p])
-    if gap in model.kept_by:
-        flow.within([gap, part], model.kept_by[gap])

@@ -1,0 +1,57 @@
+"""Sets of results that are made again, chosen by seconds per byte alone; none is used by the planner."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hyper_parallel.ir import MemoryProgram
+from hyper_parallel.memory import MemoryMachine, UseDef
+from hyper_parallel.memory._recompute import longest_gap
+from hyper_parallel.memory._usedef import live_bytes
+
+
+def recompute_sets(
+    program: MemoryProgram, machine: MemoryMachine, density: dict[int, float]
+) -> list[list[int]]:
+    """Sets of storages by limits to the seconds per byte: none, far below a copy's, a copy's, everything."""
+    ranked = sorted(density, key=lambda s: (density[s], -program.sizes[s], s))
+    transfer = 1 / machine.prefetch.bytes_s
+    limits = (transfer / 8, transfer, float("inf"))
+    return [[], *([s for s in ranked if density[s] <= limit] for limit in limits)]
+
+
+def cheapest_at_peak(
+    program: MemoryProgram, chains: UseDef, density: dict[int, float], allowed_s: float
+) -> list[int]:
+    """Storages whose recomputation lowers the highest positions for the fewest seconds per byte, within a time.
+
+    A storage that is idle somewhere else only would spend the time for nothing.
+
+    Args:
+        program: Sizes and seconds.
+        chains: Accesses in the planned order.
+        density: Seconds per freed byte of what may be recomputed.
+        allowed_s: Seconds of recomputation in all.
+    """
+    gaps = {s: gap for s in density if (gap := longest_gap(chains.uses[s])) is not None}
+    items = sorted(gaps, key=lambda s: (density[s], -program.sizes[s], s))
+    low = np.array([gaps[s][0] + 1 for s in items])
+    high = np.array([gaps[s][1] for s in items])
+    cost = np.array([density[s] * program.sizes[s] for s in items])
+    free = np.ones(len(items), bool)
+    profile = live_bytes(program, chains)
+    chosen: list[int] = []
+    while items and len(profile):
+        at = int(np.argmax(profile))
+        if profile[at] <= 0:
+            break
+        covers = np.flatnonzero(free & (low <= at) & (at < high) & (cost <= allowed_s))
+        if not len(covers):
+            profile[at] = 0  # nothing lowers it any more
+            continue
+        pick = int(covers[0])
+        free[pick] = False
+        allowed_s -= float(cost[pick])
+        chosen.append(items[pick])
+        profile[low[pick] : high[pick]] -= program.sizes[items[pick]]
+    return chosen
