@@ -111,3 +111,21 @@ def test_a_plan_does_not_depend_on_how_the_solver_gets_there(monkeypatch, goal):
         plans.append(plan_memory(program, machine, **goal))
     assert plans[0].choices
     assert plans[0].actions == plans[1].actions
+
+
+def test_weights_that_are_used_once_a_step_are_streamed_by_what_has_room_for_its_copy():
+    """Half of what is read passes the link in a step; a copy takes all its room, so a large one would save nothing."""
+    sizes = [100] * 20 + [1500] + [100] * 20
+    storages = [Storage("x", 1, "input", True, True)]
+    storages += [Storage(f"w{i}", size, "weight", True, True) for i, size in enumerate(sizes)]
+    operators = tuple(
+        Operator(f"mm{i}", (0, i + 1), flops=1.0, access_bytes=1, seconds=1.0) for i in range(41)
+    )
+    link = Channel(50.0, 0.0)  # a small weight takes two operators, 20 of them a step
+    plan = plan_memory(
+        MemoryProgram("stream", tuple(storages), operators, 1, 1), MemoryMachine(link, link),
+        max_slowdown=0.0, bandwidth_margin=0.0,
+    )  # fmt: skip
+    moved = {a.target for a in plan.actions if a.kind == "prefetch"}
+    assert {storages[s].num_bytes for s in moved} == {100}
+    assert plan.peak_bytes["device"] <= sum(sizes) + 1 - 1600  # of 2,000 at most

@@ -4,8 +4,9 @@ the timing.
 `Order` has the names of torch's device modules. Every stream and every thread is an agent with a clock; an event
 carries the clock of its stream; waiting joins clocks. An access to bytes must come after every earlier access to them
 by another agent, unless both read. Giving bytes back counts as a write by the compute stream, because that is where
-they are handed out again, at the point that it has come to: operators and waits move it on. Bytes that were `allocated` may be any that were given back before, wherever they lie here;
-of others only the addresses count, as in the arena.
+they are handed out again, at the point that it has come to: operators and waits move it on. Bytes that were
+`allocated` may be any that were given back before, wherever they lie here; of others only the addresses count, as in
+the arena.
 """
 
 import threading

@@ -58,14 +58,13 @@ class Flow:
     ) -> None:
         self.lp = LinearProgram()
         self._ends = np.cumsum(seconds)
-        self._starts = self._ends - np.array(seconds)
+        self._starts = np.concatenate(([0.0], self._ends))
         self.positions = positions
         self._everywhere = profile
         self._spans: list[tuple[int, int, int, int]] = []  # what is gone: part, positions, bytes
         self._profile = profile[self.positions]
-        ends = np.concatenate(([0.0], np.cumsum(seconds)))
-        self._between = np.diff([0.0, *ends[self.positions], ends[-1]])
-        self.step_s = max(float(ends[-1]), 1e-30)
+        self._between = np.diff([0.0, *self._starts[self.positions], self._starts[-1]])
+        self.step_s = max(float(self._starts[-1]), 1e-30)
         self._store, self._prefetch = machine.store, machine.prefetch
         self._dram_bytes = machine.dram_bytes
         self._flash = (machine.copy_out, machine.copy_in)
@@ -129,7 +128,7 @@ class Flow:
         self._during(self._gone, part, low, high, num_bytes)
 
     def away(self, part: int, low: int, high: int, num_bytes: int) -> None:
-        """The bytes are not needed at positions [low, high) and are back then; a copy takes all its room as it begins."""
+        """Bytes are not needed at positions [low, high), and back then; their copy takes all its room as it begins."""
         idle_s = self._starts[high] - self._starts[low]
         copy_s = min(self._prefetch.seconds(num_bytes), idle_s / 2)
         self._longest_s = max(self._longest_s, copy_s)
@@ -266,9 +265,10 @@ class Flow:
             before = (gone, leave, final, due, begun, coming, out, back)
         # What comes back while computing waits has not begun to before.
         times = np.cumsum(self._between)
-        ends = np.searchsorted(times, times + self._longest_s).clip(max=count)
-        for j, (end, one) in enumerate(zip(ends.tolist(), later, strict=False)):
-            lp.at_least({one: -unit_s[1], waited[end]: 1.0, waited[j]: -1.0} if end > j else {one: -1.0}, 0.0)
+        lasts = np.searchsorted(times, times + self._longest_s).clip(max=count).tolist()
+        for j, one in enumerate(later):
+            waits = {waited[lasts[j]]: 1.0, waited[j]: -1.0} if lasts[j] > j else {}
+            lp.at_least({one: -unit_s[1], **waits}, 0.0)
         for part, where, stall in self._stalls:
             lp.at_least({**{self._waits[j]: 1.0 for j in where}, part: -stall}, 0.0)
         for onward in self._onward:  # over the whole step, for it goes in any order
