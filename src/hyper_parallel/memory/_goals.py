@@ -173,8 +173,13 @@ def least_peak(
     finish: Callable[[Emitted], MemoryPlan],
 ) -> tuple[Emitted, MemoryPlan]:
     """The program of least peak within a time, and its plan; the identity when nothing lowers it."""
-    programs = {e.actions: e for search in searches for e in _least_peak(search, identity, limit_s)}
-    best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
+    best, programs = identity, {identity.actions: identity}
+    for search in searches:  # what one has found is to be lowered by the next
+        lower = best.peak - best.peak // _TARGET_PARTS
+        tried = search.programs(lower, limit_s) if best is not identity else [best]
+        if any(e.peak <= best.peak and e.seconds <= limit_s for e in tried):
+            programs |= {e.actions: e for e in _least_peak(search, best, limit_s)}
+            best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
     plans = [(best, finish(best))]
     if plans[0][1].arena_bytes > _GOOD * best.peak:
         # One that takes hardly more may have better addresses.
@@ -187,18 +192,18 @@ def least_peak(
     return min(plans, key=lambda one: (one[1].device_bytes, one[0].peak))
 
 
-def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitted]:
-    """Programs of ever lower peaks within the time, the identity first.
+def _least_peak(search: Search, best: Emitted, limit_s: float) -> list[Emitted]:
+    """Programs of ever lower peaks within the time, the one to be lowered first.
 
     Bisects the target: first that of the linear program alone, which is quick and hardly too high, then from there on
     that of programs. Every success is judged by its real peak, so the answer never depends on monotony.
     """
-    low, high = working_set_bytes(device_part(search.program, search.machine)), identity.peak
-    best = identity
-    result = [identity]
+    low, high = working_set_bytes(device_part(search.program, search.machine)), best.peak
+    start = high
+    result = [best]
 
     def close() -> bool:
-        near = min(high // _TARGET_PARTS, (identity.peak - low) // _SAVED_PARTS)
+        near = min(high // _TARGET_PARTS, (start - low) // _SAVED_PARTS)
         return high - low <= max(near, search.program.alignment_bytes)
 
     for _ in range(_TARGETS):
@@ -209,7 +214,7 @@ def _least_peak(search: Search, identity: Emitted, limit_s: float) -> list[Emitt
             high = target
         else:
             low = target
-    step, high = high - low, identity.peak
+    step, high = high - low, start
     for _ in range(_TARGETS):
         if close():
             break
