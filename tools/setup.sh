@@ -26,6 +26,9 @@ fi
     exit 1
 }
 
+# An environment that sees packages of others sees those of the Python itself, not of an environment that is active.
+python=$("$python" -c 'import sys; print(sys._base_executable)')
+
 has_torch() {
     "$1" -c 'import sys, torch; v = torch.__version__.split("+")[0].split(".")
 sys.exit((int(v[0]), int(v[1])) < (2, 11))' 2>/dev/null

@@ -69,6 +69,8 @@ class Search:
         large = len(self.program.operators) > _LARGE_PROGRAM
         copied_bytes = 0
         for headroom in _HEADROOMS:
+            if headroom and not copied_bytes:
+                break  # nothing was emitted
             for choice, e in self._refined(target - headroom * copied_bytes, target, limit_s):
                 copied_bytes = copied_bytes or choice.copied_bytes
                 made.append((choice, e))
