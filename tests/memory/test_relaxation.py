@@ -129,3 +129,10 @@ def test_weights_that_are_used_once_a_step_are_streamed_by_what_has_room_for_its
     moved = {a.target for a in plan.actions if a.kind == "prefetch"}
     assert {storages[s].num_bytes for s in moved} == {100}
     assert plan.peak_bytes["device"] <= sum(sizes) + 1 - 1600  # of 2,000 at most
+
+
+def test_the_solver_prints_nothing(capfd):
+    lp = LinearProgram()
+    lp.variable(cost=1.0)
+    assert lp.solve() == pytest.approx([0.0])
+    assert capfd.readouterr() == ("", "")

@@ -36,7 +36,7 @@ class LinearProgram:
     rows: list[tuple[Mapping[int, float], float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._solver: highspy.Highs | None = None  # of the last solution, while only bounds changed
+        self._solver: highspy._core._Highs | None = None  # of the last solution, while only bounds changed
 
     def variable(self, upper: float = np.inf, cost: float = 0.0, lower: float = 0.0) -> int:
         """A new variable."""
@@ -93,7 +93,7 @@ class LinearProgram:
         assert solver is not None
         raise SolverFailed(f"HiGHS ended without an answer: {solver.modelStatusToString(status)}")
 
-    def _loaded(self, options: Mapping[str, str | float]) -> highspy.Highs:
+    def _loaded(self, options: Mapping[str, str | float]) -> highspy._core._Highs:
         """A solver that has the whole program."""
         import highspy
 
@@ -107,7 +107,7 @@ class LinearProgram:
         lp.a_matrix_.start_ = np.cumsum([0, *(len(row) for row, _, _ in self.rows)])
         lp.a_matrix_.index_ = np.array([v for row, _, _ in self.rows for v in row])
         lp.a_matrix_.value_ = np.array([x for row, _, _ in self.rows for x in row.values()])
-        solver: highspy.Highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        solver = highspy._core._Highs()  # what `Highs` adds is not used, and prints who made it
         for name, value in {"output_flag": False, "threads": 1, **_TOLERANCES, **options}.items():
             solver.setOptionValue(name, value)
         if solver.passModel(lp) == highspy.HighsStatus.kError:
