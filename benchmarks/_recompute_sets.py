@@ -6,8 +6,15 @@ import numpy as np
 
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory import MemoryMachine, UseDef
-from hyper_parallel.memory._recompute import longest_gap
+from hyper_parallel.memory._recompute import Chains, longest_gap
 from hyper_parallel.memory._usedef import live_bytes
+
+
+def recompute_density(finder: Chains) -> dict[int, float]:
+    """Seconds per freed byte of every storage that may be recomputed over its longest idle gap."""
+    sizes = finder.program.sizes
+    result = ((s, finder.of_longest_gap(s)) for s in range(len(sizes)))
+    return {s: chain.seconds / sizes[s] for s, chain in result if chain is not None}
 
 
 def recompute_sets(

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from _llama_8b import as_flash, llama, training
 from _machine import machine as facts
-from _recompute_sets import cheapest_at_peak, recompute_sets
+from _recompute_sets import cheapest_at_peak, recompute_density, recompute_sets
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -55,11 +55,7 @@ from hyper_parallel.memory import (
 )
 from hyper_parallel.memory._movable import OffloadCandidates
 from hyper_parallel.memory._plan_memory import unmoved_seconds
-from hyper_parallel.memory._recompute import (
-    Chains,
-    choose_recomputes,
-    recompute_density,
-)
+from hyper_parallel.memory._recompute import Chains, choose_recomputes
 from hyper_parallel.memory._usedef import live_bytes, use_definitions
 
 DEVELOPED = ("llama-8b", "llama-8b-8-layers", "moe")

@@ -19,7 +19,7 @@ from hyper_parallel.memory._emit import Emitter
 from hyper_parallel.memory._emitted import assign_tiers
 from hyper_parallel.memory._host import HostUpdates, hostable
 from hyper_parallel.memory._movable import OffloadCandidates
-from hyper_parallel.memory._recompute import Chains, choose_recomputes, recompute_density
+from hyper_parallel.memory._recompute import Chains, choose_recomputes
 from tests.memory.programs import training_chain
 from tests.memory.test_communication import communicating
 from tests.memory.test_random_programs import machines, programs
@@ -44,8 +44,8 @@ def emissions(draw):
         machine, hosted = replace(machine, host=host), hostable(program)
     order = overlapped(program, range(len(program.operators)), draw(st.integers(0, 2)))
     finder = Chains(program, use_definitions(program, order, hosted))
-    density = sorted(recompute_density(finder))
-    again = draw(st.lists(st.sampled_from(density), unique=True)) if density else []
+    may = [s for s in range(len(program.storages)) if finder.of_longest_gap(s)]
+    again = draw(st.lists(st.sampled_from(may), unique=True)) if may else []
     recomputes = choose_recomputes(finder, again)
     recomputes.host = HostUpdates.of(program, order, hosted, recomputes.uses)
     movable = [s for s, x in enumerate(program.storages) if x.persistent or not x.at_start]

@@ -136,3 +136,13 @@ def test_the_solver_prints_nothing(capfd):
     lp.variable(cost=1.0)
     assert lp.solve() == pytest.approx([0.0])
     assert capfd.readouterr() == ("", "")
+
+
+def test_where_positions_are_still_missing_the_emission_decides(monkeypatch):
+    """With few of them, and fewer added than the optimum asks for, a plan still keeps its budget."""
+    monkeypatch.setattr("hyper_parallel.memory._relaxation._SAMPLES", 3)
+    monkeypatch.setattr("hyper_parallel.memory._rounding._GROWN", 1)
+    program, link = training_chain(12), Channel(400.0)
+    budget = order_peak(program, range(len(program.operators))) // 2
+    plan = plan_memory(program, MemoryMachine(link, link), budget_bytes=budget)
+    assert 0 < plan.device_bytes <= budget

@@ -19,7 +19,7 @@ from hyper_parallel.memory._memory_machine import Channel, MemoryMachine
 # Of choices that are equally good one is the best, whatever solver looks for it: parts differ in what they cost.
 _TIE, _GOLDEN = 1e-7, (5**0.5 - 1) / 2
 _LATER = 1e-4  # a wait at the end of the step costs more than one at its beginning
-_EXACT = 1e-4
+_EXACT = 1e-4  # of the target: less over it is no position that is missing
 _DIGITS = 6  # that solvers agree in
 _TRAFFIC = 1e-3  # what a second of copying costs: of two choices that wait as long, the one that moves less
 

@@ -36,7 +36,9 @@ class LinearProgram:
     rows: list[tuple[Mapping[int, float], float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._solver: highspy._core._Highs | None = None  # of the last solution, while only bounds changed
+        self._solver: highspy._core._Highs | None = (
+            None  # of the last solution, while only bounds changed
+        )
 
     def variable(self, upper: float = np.inf, cost: float = 0.0, lower: float = 0.0) -> int:
         """A new variable."""

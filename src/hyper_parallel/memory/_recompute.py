@@ -3,7 +3,7 @@
 A result may be recomputed when its operator is repeatable and its inputs still have the contents of the first run. What
 the operator makes besides (the sums of an attention, the statistics of a norm) is dropped and comes back with it. An
 input that is dead by then is recomputed too, for the moment only, up to a small depth, or lives on when it is small
-against what it gives again. A result is judged by its recompute density: seconds of compute per byte it frees.
+against what it gives again.
 """
 
 from __future__ import annotations
@@ -160,13 +160,6 @@ class Chains:
             return True
         dear = any(self.program.operators[o].flops for o in below.operators)
         return dear or sum(self.program.sizes[x] for x in below.kept) > self.program.sizes[s]
-
-
-def recompute_density(finder: Chains) -> dict[int, float]:
-    """Seconds per freed byte of every storage that may be recomputed over its longest idle gap."""
-    sizes = finder.program.sizes
-    result = ((s, finder.of_longest_gap(s)) for s in range(len(sizes)))
-    return {s: chain.seconds / sizes[s] for s, chain in result if chain is not None}
 
 
 def choose_recomputes(finder: Chains, chosen: Collection[int]) -> Recomputes:

@@ -18,7 +18,7 @@ from hyper_parallel.memory._recompute import Chains, choose_recomputes
 from hyper_parallel.memory._relaxation import Relaxation
 from hyper_parallel.memory._usedef import use_definitions
 
-_DOUBTS = 6
+_DOUBTS = 6  # of each kind: with as many small chains are planned within 10 % of what trying everything finds
 _GROWN = 12  # times that positions are added for a target
 _NOTHING = 1e-5  # of the step
 _WHOLE = 0.98  # of one that leaves: what is missing is no other storage
@@ -104,17 +104,16 @@ class Rounding:
 
         It is asked for at some positions, and then for those as well where the optimum takes more than the target.
         """
-        for _ in range(_GROWN):
+        for grown in range(_GROWN + 1):
             relaxed = self._relaxation.solve(target_bytes, reserve)
             if relaxed is None:
                 return None
             more = self._relaxation.flow.over(relaxed, target_bytes)
-            if not len(more):
+            if not len(more) or grown == _GROWN:  # what is still over is for the emission to tell
                 break
             positions = np.union1d(self._relaxation.flow.positions, more)
             finder = self._finder if self._recompute else None
             self._relaxation = Relaxation(self._candidates_of(()), finder, positions)
-
         return relaxed
 
     def fresh(self) -> Rounding:
