@@ -23,7 +23,6 @@ from transformers import (
 
 from hyper_parallel.backends.torch._forward import cache_argument
 from hyper_parallel.backends.torch.memory import (
-    as_graph,
     capture_inference,
     capture_training,
     chunked_loss,
@@ -85,7 +84,6 @@ def training(
     layers: int = 32,
     loss_chunks: int | None = 8,
     shards: int = 1,
-    front_end: Literal["eager", "graph"] = "eager",
     clip_norm: float | None = None,
     saving: Saving | None = None,
 ) -> MemoryProgram:
@@ -97,7 +95,6 @@ def training(
         loss_chunks: See `chunked_loss`; None: the model's own loss.
         shards: 1: AdamW on the bf16 weights, state in bf16. More: ZeRO-1 as one of so many ranks sees it, with master
             weights and state in float32 for its part of every weight; collectives are not in the program.
-        front_end: See `capture_training`.
         clip_norm: Largest global norm of the gradients; None: they are not clipped, so updates may come early.
         saving: What is saved for backward, with more than one shard; None: all, on the device.
     """
@@ -109,14 +106,9 @@ def training(
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             training_step(model, optimizer, batch, loss_chunks=loss_chunks)
             return capture_training(
-                model,
-                optimizer,
-                batch,
-                clip_norm=clip_norm,
-                loss_chunks=loss_chunks,
-                front_end=front_end,
+                model, optimizer, batch, clip_norm=clip_norm, loss_chunks=loss_chunks
             ).program
-        return _sharded(model, batch, loss_chunks, shards, front_end, clip_norm, saving)
+        return _sharded(model, batch, loss_chunks, shards, clip_norm, saving)
 
 
 def _sharded(
@@ -124,7 +116,6 @@ def _sharded(
     batch: Any,
     loss_chunks: int | None,
     shards: int,
-    front_end: str,
     clip_norm: float | None,
     saving: Saving | None,
 ) -> MemoryProgram:
@@ -161,8 +152,7 @@ def _sharded(
         model.zero_grad(set_to_none=True)
         return loss.detach()
 
-    captured = record(step, batch, named, name="LlamaForCausalLM train", training=True)
-    return (captured if front_end == "eager" else as_graph(captured)).program
+    return record(step, batch, named, name="LlamaForCausalLM train", training=True).program
 
 
 def _through_host() -> Any:

@@ -5,7 +5,7 @@
 
 * random: drawn programs of 3 to 24 operators, as the tests draw them, on drawn machines.
 * tiny: training, prefill and decode of six model families with three layers, and the models of `offload_overhead.py`.
-* llama: training (both front ends), prefill and decode with Llama-8B shapes.
+* llama: training, prefill and decode with Llama-8B shapes.
 
 Every program is planned for six goals. For a plan that is over 2 % above, an exact search tells whether any addresses
 for its stays are within 2 %: `impossible` is a proof that there are none, `unknown` is a search that was given up.
@@ -101,9 +101,7 @@ def llama_cases(layers: int) -> Iterator[Case]:
     from _llama_8b import inference, training
     from offload_policies import ROOFLINE, machine
 
-    for front_end in ("eager", "graph"):
-        program = ROOFLINE.annotate(training(8192, layers, 8, 8, front_end))
-        yield f"llama-8b train, {front_end}", program, machine(50)
+    yield "llama-8b train", ROOFLINE.annotate(training(8192, layers, 8, 8)), machine(50)
     yield "llama-8b prefill", ROOFLINE.annotate(inference(8192, 8320, layers)), machine(50)
     yield "llama-8b decode", ROOFLINE.annotate(inference(1, 8320, layers)), machine(50)
 

@@ -5,7 +5,6 @@
     python benchmarks/offload_policies.py --step prefill      # or decode
     python benchmarks/offload_policies.py --bandwidths 50 --goals peak --policies ours,checkpoint
     python benchmarks/offload_policies.py --clip              # gradients clipped to a global norm, as recipes do
-    python benchmarks/offload_policies.py --front-end graph   # the step after its least cut
 
 Two goals: the least peak at <= 2 % more time than the step with everything kept, and the least time under a budget.
 What other code does is recorded as it runs, in its own order; the other policies are our models of them, with the same
@@ -232,7 +231,6 @@ def main() -> None:
         "--model-loss", action="store_true", help="the model's own loss, not chunked"
     )
     parser.add_argument("--slowdown", type=float, default=SLOWDOWN)
-    parser.add_argument("--front-end", choices=("eager", "graph"), default="eager")
     parser.add_argument(
         "--clip", action="store_true", help="gradients are clipped to a global norm"
     )
@@ -257,7 +255,7 @@ def main() -> None:
     if args.step == "training":
         chunks = None if args.model_loss else 8
         clip_norm = 1.0 if args.clip else None
-        program = training(args.tokens, args.layers, chunks, args.shards, args.front_end, clip_norm)
+        program = training(args.tokens, args.layers, chunks, args.shards, clip_norm)
     else:
         tokens = args.tokens if args.step == "prefill" else 1
         program = inference(tokens, args.tokens + 128, args.layers)
@@ -266,11 +264,9 @@ def main() -> None:
     start = order_peak(program, range(len(program.operators)))
     policies, links = args.policies.split(","), [float(b) for b in args.bandwidths.split(",")]
     recorded = {}
-    if args.step == "training" and args.shards > 1 and args.front_end == "eager":
+    if args.step == "training" and args.shards > 1:
         for policy, saving in (("checkpoint", "checkpoint"), ("save-on-cpu", "on_cpu")):
-            other = training(
-                args.tokens, args.layers, chunks, args.shards, "eager", clip_norm, saving
-            )
+            other = training(args.tokens, args.layers, chunks, args.shards, clip_norm, saving)
             recorded[policy] = ROOFLINE.annotate(fused(other, args.pointwise_bytes))
     policies = [p for p in policies if p in recorded or p not in ("checkpoint", "save-on-cpu")]
     rows = [

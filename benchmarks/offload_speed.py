@@ -2,13 +2,13 @@
 
     python benchmarks/offload_speed.py --json
 
-A training step of Llama-8B shapes (32 layers, 8192 tokens, ZeRO-1 over 8), captured under fake tensors by both front
-ends, and planned for the least peak and for the least time under an ample, a tight and a very tight budget. Planning
-finds the order of operators and their use-definition chains itself; `analysis_cpu_s` says how long that takes alone,
-and is a part of `planning_cpu_s`. `cached_cpu_s` is the whole second call: hashing program, machine and goal, reading
-the file, replaying and timing every action, checking addresses. CPU seconds of one process with one thread; the
-libraries are imported before. `addition_ns` says how fast the machine is, which on a shared one changes: one addition
-of a Python loop, before and after all that.
+A training step of Llama-8B shapes (32 layers, 8192 tokens, ZeRO-1 over 8), captured under fake tensors, and planned for
+the least peak and for the least time under an ample, a tight and a very tight budget. Planning finds the order of
+operators and their use-definition chains itself; `analysis_cpu_s` says how long that takes alone, and is a part of
+`planning_cpu_s`. `cached_cpu_s` is the whole second call: hashing program, machine and goal, reading the file,
+replaying and timing every action, checking addresses. CPU seconds of one process with one thread; the libraries are
+imported before. `addition_ns` says how fast the machine is, which on a shared one changes: one addition of a Python
+loop, before and after all that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from _llama_8b import training
@@ -30,15 +30,10 @@ from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.memory import order_peak, plan_memory_cached, refine_order, use_definitions
 
 
-def of_front_end(
-    front_end: Literal["eager", "graph"],
-    layers: int,
-    bandwidths: list[float],
-    goals: dict[str, dict[str, Any]],
-) -> dict[str, Any]:
+def timed(layers: int, bandwidths: list[float], goals: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Capture, analyse, plan every goal, read every plan again."""
     begin = time.process_time()
-    captured = training(8192, layers, 8, 8, front_end)
+    captured = training(8192, layers, 8, 8)
     capture_s = time.process_time() - begin
     begin = time.process_time()
     program = ROOFLINE.annotate(captured)
@@ -68,9 +63,8 @@ def of_front_end(
                     row["simulated_step_share"] = plan.seconds / program.seconds
                     row["arena_over_peak"] = plan.arena_bytes / plan.peak_bytes["device"] - 1
             rows.append(row)
-            print(front_end, json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return {
-        "front_end": front_end,
         "operators": len(program.operators),
         "storages": len(program.storages),
         "capture_cpu_s": capture_s,
@@ -94,11 +88,10 @@ def addition_ns() -> float:
 
 
 def main() -> None:
-    """Time both front ends."""
+    """Time it all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="JSON; the default as well")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--front-ends", default="eager,graph")
     parser.add_argument("--bandwidths", default="25,50,100,200")
     parser.add_argument("--budgets-gb", default="64,40,20")
     args = parser.parse_args()
@@ -112,16 +105,14 @@ def main() -> None:
     }
     links = [float(b) for b in args.bandwidths.split(",")]
     machine_ns = [addition_ns()]
-    timed = [of_front_end(f, args.layers, links, goals) for f in args.front_ends.split(",")]
+    found = timed(args.layers, links, goals)
     machine_ns.append(addition_ns())
-    keys = ("most_planning_cpu_s", "most_capture_analysis_planning_cpu_s", "most_cached_cpu_s")
     result = {
         "what": "CPU seconds on this machine; peaks and steps are simulated",
         "command": sys.argv[1:],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "addition_ns": machine_ns,
-        **{key: max(one[key] for one in timed) for key in keys},
-        "front_ends": timed,
+        **found,
     }
     print(json.dumps(result, indent=1))
 

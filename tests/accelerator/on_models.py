@@ -124,10 +124,6 @@ def on_bytes_that_a_kernel_takes_for_itself(knobs, folder):
         assert measured.device_bytes == plan.device_bytes
 
 
-def on_training_through_the_graph(knobs, folder):
-    trained(knobs, "llama", front_end="graph")
-
-
 def on_prefill_and_decode_with_a_cache(knobs, folder):
     for length in (8, 1):
         model = model_of("llama").eval().to(EMU)

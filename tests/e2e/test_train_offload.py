@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 
 import pytest
 import torch
@@ -123,25 +122,10 @@ def test_one_rank_through_three_tiers(place, train):
     assert "counted device bytes" in page
 
 
-GRAPHS = {
-    "one": (FREE,),
-    "routed experts": ("model.path={place}/experts.json", "training.steps=3"),
-    "full recompute": ("training.recompute=full", "training.steps=3"),
-    "two": ("parallel.dp_shard=2", FREE),
-    "two stages": ("parallel.pp=2", "training.microbatch=2", "training.steps=3"),
-}
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.timeout(300)
-def test_the_graph_of_a_step_is_trained_with_the_bits_of_the_plain_run(place, train, name):
-    given = [part.format(place=place) for part in GRAPHS[name]]
-    steps = 3 if "training.steps=3" in given else STEPS
-    more = ("offload.capture=graph", "offload.max_slowdown=0.05")
-    mine = train(f"{name} as graph", *given, *more)
-    assert_same_run(mine, train(name, *given), last=steps)
-    (note,) = (n for n in Plan.load(mine / "plan.json").notes if "least cut" in n)
-    assert int(re.search("([0-9]+) cheap operators", note)[1]) > 0
+def test_a_step_that_recomputes_every_layer(train):
+    given = ("training.recompute=full", "training.steps=3")
+    mine = train("full recompute-off", *given, "offload.max_slowdown=0.05")
+    assert_same_run(mine, train("full recompute", *given), last=3)
 
 
 @pytest.mark.parametrize("reorder", ["true", "false"])

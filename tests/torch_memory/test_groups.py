@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.backends.torch.memory import PlannedDevice, record
-from hyper_parallel.backends.torch.memory._operators import finished
+from hyper_parallel.backends.torch.memory._operators import finished, tensors_in
 from hyper_parallel.backends.torch.memory._prepared import Prepared
 from hyper_parallel.errors import CaptureUnsupported
+from hyper_parallel.ir import Strategy
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
-from hyper_parallel.runtime import World, launch
+from hyper_parallel.runtime import CommCounter, World, launch
 
 pytestmark = pytest.mark.torch
 
@@ -76,6 +77,9 @@ def rank_body(_):
         )
         talks = [op for op in captured.program.operators if op.group]
         assert len(talks) == 6
+        with CommCounter(Strategy(dp_shard=2).mesh(), dist.get_rank()) as counter:
+            step(w.clone(), inputs(1))
+        assert sum(op.access_bytes for op in talks) == sum(counter.sent_bytes.values())
         assert not any(op.beside for op in talks)
         assert not any("wait_tensor" in op.name for op in captured.program.operators)
         program = Roofline(1e9, 1e9, 1e-6).annotate(captured.program)
@@ -109,6 +113,35 @@ def several(x):
     name = dist.group.WORLD.group_name
     found = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([x, x], 2, name)
     return wait(found[0]).sum() + wait(found[1]).sum()
+
+
+def test_lists_send_what_single_tensors_send():
+    """Outputs that are given beside inputs are not sent."""
+    ops = torch.ops._c10d_functional
+    with World.fake(1, 4):
+        name, mesh = dist.group.WORLD.group_name, Strategy(dp_shard=4).mesh()
+        part, whole = torch.ones(8), torch.ones(32)
+        parts = list(torch.ones(4, 8))
+        for kind, *ways in (
+            (
+                "all_gather",
+                lambda: dist.all_gather(parts, part),
+                lambda: dist.group.WORLD._allgather_base(whole, part),
+                lambda: ops.all_gather_into_tensor(part, 4, name),
+                lambda: ops.all_gather_into_tensor_coalesced([part[:4], part[4:]], 4, name),
+            ),
+            (
+                "reduce_scatter",
+                lambda: dist.reduce_scatter(part, parts),
+                lambda: dist.group.WORLD._reduce_scatter_base(part, whole),
+                lambda: ops.reduce_scatter_tensor(whole, "sum", 4, name),
+            ),
+        ):
+            for way in ways:
+                with CommCounter(mesh, 1) as counter:
+                    for tensor in tensors_in(way()):
+                        wait(tensor)
+                assert counter.sent_bytes == {(kind, ("dp_shard",)): 3 * part.nbytes}
 
 
 @pytest.mark.dist

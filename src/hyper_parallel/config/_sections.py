@@ -384,8 +384,6 @@ class Offload(Section):
     """Results may be dropped and computed again."""
     update_on_host: bool = False
     """Optimizer updates may run on the CPU, on state that stays in host memory. It may round differently there."""
-    capture: Literal["eager", "graph"] = "eager"
-    """What backward keeps before the plan: what autograd saves, or the least cut of the recorded graph."""
 
     @property
     def on(self) -> bool:

@@ -12,7 +12,6 @@ from hyper_parallel.memory._address import (
 )
 from hyper_parallel.memory._capacity_hint import with_capacity_hint
 from hyper_parallel.memory._clock import Copied, ProgramClock, clocked
-from hyper_parallel.memory._cut import Cut, cut_program
 from hyper_parallel.memory._memory_machine import Channel, MemoryMachine, Roofline
 from hyper_parallel.memory._order import order_peak, order_seconds, refine_order
 from hyper_parallel.memory._overlap import overlapped
@@ -32,7 +31,6 @@ from hyper_parallel.memory._usedef import (
 __all__ = [
     "Channel",
     "Copied",
-    "Cut",
     "MemoryMachine",
     "ProgramClock",
     "ReloadBound",
@@ -40,7 +38,6 @@ __all__ = [
     "UseDef",
     "assign_addresses",
     "clocked",
-    "cut_program",
     "dependencies",
     "find_overlap",
     "identity_actions",

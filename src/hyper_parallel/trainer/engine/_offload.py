@@ -33,7 +33,6 @@ from hyper_parallel.backends.torch.memory import (
     PlannedDevice,
     StepCapture,
     StepOutcome,
-    as_graph,
     model_state,
     optimizer_state,
 )
@@ -57,7 +56,6 @@ from hyper_parallel.trainer.engine._offload_record import (
     agreed,
     drift_line,
     excess_line,
-    graph_line,
     offload_line,
     refuse_above,
     updates_line,
@@ -151,9 +149,6 @@ class PlannedSteps:
             )
         with self._undone():
             self._captured = self._capture(second, empty)
-        if choice.capture == "graph":
-            recorded, self._captured = self._captured, as_graph(self._captured)
-            self._note(graph_line(recorded.program, self._captured.program))
         self._program = self._assumed.annotate(self._captured.program)
         self.plan = agreed(self._planned, self._program, self._machine, self._budget)
         if choice.update_on_host:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hyper_parallel.backends.torch.memory import ULPS
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError, TierFull
-from hyper_parallel.ir import MemoryPlan, MemoryProgram, MemoryTerm, Plan, Timeline
+from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
 from hyper_parallel.memory import order_peak, order_seconds, peak_by_kind, with_capacity_hint
 from hyper_parallel.trainer._files import write_timeline
 from hyper_parallel.units import format_bytes, format_seconds
@@ -110,16 +110,6 @@ def offload_line(plan: MemoryPlan) -> str:
     return (
         f"offload: predicted peak {tiers} (without: {format_bytes(before)}); simulated step "
         f"{format_seconds(plan.seconds)} (without: {format_seconds(before_s)})"
-    )
-
-
-def graph_line(recorded: MemoryProgram, cut: MemoryProgram) -> str:
-    """What the least cut of a recorded step changes, in one line."""
-    again = len(cut.operators) - len(recorded.operators)
-    before, after = (format_bytes(order_peak(p, range(len(p.operators)))) for p in (recorded, cut))
-    return (
-        f"offload: after the least cut of the step's graph {again} cheap operators run again in the backward pass; "
-        f"peak with everything kept {after}, without the cut {before}"
     )
 
 

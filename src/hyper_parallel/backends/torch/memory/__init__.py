@@ -10,7 +10,6 @@ from hyper_parallel.backends.torch.memory._cpu_kernels import with_kernel_bytes
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import FakeKernels, Workspace
 from hyper_parallel.backends.torch.memory._first_step import ULPS, PlainStep, StepOutcome
-from hyper_parallel.backends.torch.memory._graph import as_graph
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode, spill_mode, within_device
 from hyper_parallel.backends.torch.memory._operators import Call, View
 from hyper_parallel.backends.torch.memory._recorder import Recorder, Recording
@@ -58,7 +57,6 @@ __all__ = [
     "StorageWatch",
     "View",
     "Workspace",
-    "as_graph",
     "cache_state",
     "capture_inference",
     "capture_training",

@@ -36,8 +36,7 @@ from hyper_parallel.backends.torch.memory._captured import (
 from hyper_parallel.backends.torch.memory._collectives import (
     WAIT,
     Message,
-    group_of,
-    sent_bytes,
+    refuse_unplaced,
     together,
 )
 from hyper_parallel.backends.torch.memory._kernel_bytes import beside, of_piece, run
@@ -58,6 +57,7 @@ from hyper_parallel.backends.torch.memory._operators import (
     written_leaves,
 )
 from hyper_parallel.backends.torch.memory._storages import Entry, Storages
+from hyper_parallel.backends.torch.memory._traffic import group_of, sent_bytes
 from hyper_parallel.backends.torch.memory._unseen import Unseen
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, Operator, Phase, StorageKind
@@ -262,7 +262,8 @@ class StepCapture:
             return  # a view, or an alias: an address, not work
         changed = tuple(dict.fromkeys(self.view(t).storage for t in written))
         self._unseen.fill(func, storages_in(views), changed, [view.storage for _, view in made])
-        flops, group = count_flops(func, args, kwargs, out), group_of(func, args, kwargs)
+        refuse_unplaced(func)
+        flops, group = count_flops(func, args, kwargs, out), group_of(func, args)
         random = draws(func, args, kwargs, phase, drew)
         parts = split_lists(func, views[0], views[1], len(made))
         for number, (part_args, part_kwargs) in enumerate(parts):
@@ -275,8 +276,7 @@ class StepCapture:
             moved = sum(v.num_bytes * (2 if v.storage in writes else 1) for v in operands)
             moved += sum(self._entries[s].num_bytes for s in allocs)
             if group is not None:
-                made_here = [view for _, view in mine]
-                moved = sent_bytes(func, (part_args, part_kwargs), made_here, group.size())
+                moved = sent_bytes(func, args, group)
             self._keep(
                 Operator(
                     name,

@@ -1,4 +1,4 @@
-"""Operators that other ranks take part in: with which group, how many bytes they send, and where they write.
+"""Operators that other ranks take part in: where they write, and which are one.
 
 Functional collectives give a fresh result that the collective library also keeps, until some thread of it lets go. Here
 they run as what torch itself makes of them, a collective into a tensor that exists already: the result is at its
@@ -13,11 +13,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory._captured import storages_in, views_in
-from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, Call, Messages, View
+from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, Call, Messages
+from hyper_parallel.backends.torch.memory._traffic import group_of
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Operator, Phase
 
@@ -32,45 +31,23 @@ WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 """Where a functional collective was waited for; a plan has its own places for that."""
 
 
-def group_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.ProcessGroup | None:
-    """The process group of an operator, or None when it works alone.
+def refuse_unplaced(func: Any) -> None:
+    """Refuse a functional collective that cannot write at a given address.
 
     Raises:
-        CaptureUnsupported: HP511 for a functional collective that cannot write at a given address.
+        CaptureUnsupported: HP511.
     """
-    if getattr(func, "namespace", "") not in COMMUNICATION:
-        return None
-    if func.namespace != "c10d" and func._opname.removesuffix("_") not in _FUNCTIONAL:
+    if _is_functional(func) and func._opname.removesuffix("_") not in _FUNCTIONAL:
         raise CaptureUnsupported(
             f"`{func}` cannot write its results at given addresses",
             allowed=sorted(_FUNCTIONAL),
             hint="use the collectives of torch.distributed, one tensor each",
         )
-    for value in tree_flatten((args, kwargs))[0]:
-        if isinstance(value, dist.ProcessGroup):
-            return value
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value)
-    named = [a.name for a in func._schema.arguments].index("group_name")
-    return _resolve_process_group(kwargs["group_name"] if named >= len(args) else args[named])
 
 
-def sent_bytes(func: Any, args: Any, made: list[View], ranks: int) -> int:
-    """Bytes that one rank sends; the algorithms that need least: rings, direct exchange."""
-    views = views_in(args)
-    given, out = sum(v.num_bytes for v in views), sum(v.num_bytes for v in made)
-    name = func._opname.strip("_").removesuffix("_base").removesuffix("_single")
-    others = ranks - 1
-    if name in ("allgather", "all_gather_into_tensor"):
-        # Every rank passes on what all others have; inside the arguments there are its own part and the whole.
-        return (given + out) * others // (ranks + 1)
-    if name in ("reduce_scatter", "reduce_scatter_tensor"):
-        return (given + out) * others // (ranks + 1)
-    if name in ("allreduce", "all_reduce"):
-        return 2 * given * others // ranks
-    if name in ("alltoall", "all_to_all"):
-        return (given + out) // 2 * others // ranks
-    return given
+def _is_functional(func: Any) -> bool:
+    namespace = getattr(func, "namespace", "")
+    return namespace in COMMUNICATION and namespace != "c10d"
 
 
 def together(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]:
@@ -78,7 +55,7 @@ def together(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]
     calls = tuple(args for _, args, _ in messages)
     writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
     funcs = tuple(func for func, *_ in messages)
-    group = group_of(funcs[0], messages[0][1], {})
+    group = group_of(funcs[0], messages[0][1])
     assert group is not None
     operator = Operator(
         "c10d.messages",
@@ -96,18 +73,15 @@ def together(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]
 def into_group(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:
     """How a functional collective writes its result at a given address; None for any other operator."""
     func = call.func
-    if getattr(func, "namespace", "") not in COMMUNICATION or func.namespace == "c10d":
+    if not _is_functional(func):
         return None
     begin = _FUNCTIONAL[func._opname.removesuffix("_")]
     names = [argument.name for argument in func._schema.arguments]
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> _Begin:
         named = {**dict(zip(names, args, strict=False)), **kwargs}
-        group = named["group_name"]
-        if not isinstance(group, dist.ProcessGroup):
-            group = _resolve_process_group(group)
         # In place: the argument is the result.
-        return begin(named, outs[0] if outs else named["input"], group)
+        return begin(named, outs[0] if outs else named["input"], group_of(func, args))
 
     return bind
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -14,7 +14,6 @@ from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._fake_values import fake_mode
-from hyper_parallel.backends.torch.memory._graph import as_graph
 from hyper_parallel.backends.torch.memory._source import CaptureSource
 from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.errors import CaptureUnsupported
@@ -31,7 +30,6 @@ def capture_training(
     clip_norm: float | None = None,
     loss_chunks: int | None = None,
     alignment_bytes: int = 512,
-    front_end: Literal["eager", "graph"] = "eager",
 ) -> Captured:
     """Record one training step: forward, loss, backward, optional clipping, optimizer.
 
@@ -45,7 +43,6 @@ def capture_training(
         clip_norm: Clip the global gradient norm to this.
         loss_chunks: Compute head and loss in so many blocks of tokens, see `chunked_loss`; None: the model's own loss.
         alignment_bytes: See `MemoryProgram`.
-        front_end: What the backward pass keeps: eager: what autograd does; graph: see `as_graph`.
     """
 
     def step(**batch: torch.Tensor) -> torch.Tensor:
@@ -57,7 +54,7 @@ def capture_training(
         step, inputs, named, name=name, training=True, alignment_bytes=alignment_bytes
     )
     captured.source = CaptureSource(model, optimizer)
-    return captured if front_end == "eager" else as_graph(captured)
+    return captured
 
 
 def training_step(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from hyper_parallel.backends.torch.memory._operators import COMMUNICATION
+from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, tensors_in
 from hyper_parallel.ir import Mesh
 from hyper_parallel.shard import ring_bytes
 
@@ -33,32 +32,30 @@ def kind_of(name: str) -> str | None:
 
 
 def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The process group of a collective that is counted: an object in c10d, a name in functional ones."""
-    if func.namespace not in COMMUNICATION or kind_of(func.__name__) is None:
+    """The process group of an operator, an object in c10d and mostly a name elsewhere; None when it works alone."""
+    if getattr(func, "namespace", "") not in COMMUNICATION:
         return None
-    for arg in reversed(args):
-        if isinstance(arg, str):
-            return dist.distributed_c10d._resolve_process_group(arg)
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return dist.ProcessGroup.unbox(arg)
-    raise AssertionError("a collective without a process group")
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name in ("process_group", "group_name"):
+            if isinstance(value, str):
+                return _resolve_process_group(value)
+            return value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
+    return None
 
 
 def sent_bytes(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
-    """Bytes this rank sends in ring algorithms; for an all-to-all with splits, what it really sends to other ranks."""
-    name, kind = func.__name__, kind_of(func.__name__)
-    assert kind is not None
+    """Bytes this rank sends in ring algorithms; for an all-to-all with splits, what it really sends to other ranks.
+
+    What has no such kind, as a message that is received, counts whole.
+    """
+    kind, ranks = kind_of(func.__name__), group.size()
     if kind == "all_to_all":
         return _sent_to_others(args, group)
-    tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
-    sizes = [t.numel() * t.element_size() for t in tensors]
-    if name.startswith(("_allgather_base_", "_reduce_scatter_base_")):
-        whole = max(sizes)  # output and input are both listed; the larger one is the whole
-    elif kind == "all_gather" and len(tensors) == 1:
-        whole = sizes[0] * group.size()
-    else:
-        whole = sum(sizes)
-    return ring_bytes(kind, whole, group.size())
+    # Results that are given are arguments too; the larger side is the whole.
+    whole = max(sum(t.nbytes for t in tensors_in(arg)) for arg in args)
+    if kind == "all_gather" and func.namespace != "c10d":  # given only what this rank has
+        whole *= ranks
+    return whole if kind is None else ring_bytes(kind, whole, ranks)
 
 
 def _sent_to_others(args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
