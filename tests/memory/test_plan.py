@@ -83,6 +83,16 @@ def test_least_time_stays_under_the_budget(budget):
     assert looser.seconds <= plan.seconds
 
 
+def test_a_step_whose_operators_have_no_seconds_is_planned():
+    """Nobody annotated it: then every copy is waited for, and a budget is kept all the same."""
+    program = training_chain()
+    ops = tuple(replace(op, seconds=0.0) for op in program.operators)
+    program = replace(program, operators=ops)
+    plan = plan_memory(program, machine(), budget_bytes=9000)
+    assert plan.device_bytes <= 9000
+    assert plan.seconds > 0.0
+
+
 def test_an_impossible_budget_says_the_least():
     program = training_chain()
     with pytest.raises(BudgetImpossible) as caught:

@@ -163,9 +163,10 @@ class Emitter:
         for s in wanted:
             if copies.leaving or self.comms or "device" not in current[s]:
                 self._bring(s)
+        # What was to be read is waited for: its bytes may go now.
+        spared = [s for i in meant if i not in rerun for s in operators[i].reads]
         if copies.arriving:
-            spared = [s for i in meant if i not in rerun for s in operators[i].reads]
-            for s in (*wanted, *spared):  # what was to be read is waited for: its bytes may go now
+            for s in (*wanted, *spared):
                 self._arrive(s, position)
         for s in op.writes if copies.leaving else ():
             for item in [p for p in copies.leaving if p.storage == s]:
@@ -191,7 +192,7 @@ class Emitter:
         if op.group:
             self.comms.begin(index)
         ends = self.ends[position]
-        for s in touched:
+        for s in dict.fromkeys((*touched, *spared)) if spared else touched:
             if (s in ends or rerun) and "device" in current[s]:
                 self._after(s, position, position)
 

@@ -64,11 +64,13 @@ class Flow:
         self._spans: list[tuple[int, int, int, int]] = []  # what is gone: part, positions, bytes
         self._profile = profile[self.positions]
         self._between = np.diff([0.0, *self._starts[self.positions], self._starts[-1]])
-        self.step_s = max(float(self._starts[-1]), 1e-30)
+        self.step_s = float(self._starts[-1])
         self._store, self._prefetch = machine.store, machine.prefetch
         self._dram_bytes = machine.dram_bytes
         self._flash = (machine.copy_out, machine.copy_in)
         self._unit = max(float(profile.max()), 1.0)  # numbers near 1 for the solver
+        # A step whose operators have no seconds is measured in copies.
+        self._unit_s = self.step_s or self._unit / machine.store.bytes_s
         count = len(self.positions) + 1
         # By sample, what each account has more from there on: bytes that are gone between two uses, that are to leave
         # by copy, that may be copied, that must be back; and seconds that the sample takes longer.
@@ -110,7 +112,7 @@ class Flow:
             there[onward := self.part()] = -1.0
             self.within([onward], part)
             for lane, channel in zip(self._onward, (out, back), strict=True):
-                lane[onward] = channel.seconds(num_bytes) / self.step_s
+                lane[onward] = channel.seconds(num_bytes) / self._unit_s
             if num_bytes not in self._buffers:
                 self._buffers[num_bytes] = self.part()
             self.within([onward], self._buffers[num_bytes])
@@ -160,11 +162,11 @@ class Flow:
         stall_s = copies_s - (self._ends[high - 1] - self._ends[low - 1])
         if stall_s > 0:
             where = range(self._sample(low), self._sample(high) + 1)
-            self._stalls.append((part, where, stall_s / self.step_s))
+            self._stalls.append((part, where, stall_s / self._unit_s))
 
     def longer(self, part: int, position: int, seconds: float) -> None:
         """A position takes so many seconds longer."""
-        self._add(self._longer[self._sample(position)], part, seconds / self.step_s)
+        self._add(self._longer[self._sample(position)], part, seconds / self._unit_s)
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> Flowed | None:
         """The choice of least waits under so many device bytes; None when there is none. No part comes after it.
@@ -182,13 +184,13 @@ class Flow:
             self.lp.change_bound(at, need if need > 0 else -np.inf)
         late_s = reserve.get(len(self._everywhere), 0.0) / self._store.bytes_s
         for row, between_s in zip(self._stores[::-1], self._between[::-1].tolist(), strict=True):
-            self.lp.change_bound(row, min(late_s - between_s, 0.0) / self.step_s)
+            self.lp.change_bound(row, min(late_s - between_s, 0.0) / self._unit_s)
             late_s = max(late_s - between_s, 0.0)
         result = self.lp.solve()
         if result is None:
             return None
         result = result.round(_DIGITS)
-        waits = result[self._waits] * self.step_s
+        waits = result[self._waits] * self._unit_s
         return Flowed(result[: self._parts], self.step_s + float(waits.sum()), waits)
 
     def over(self, flowed: Flowed, target_bytes: int) -> np.ndarray:
@@ -223,7 +225,7 @@ class Flow:
         """What the parts add up to at every sample, and what both channels have carried by then."""
         lp, count = self.lp, len(self.positions)
         channels = (self._store, self._prefetch)
-        unit_s = [self._unit / channel.bytes_s / self.step_s for channel in channels]
+        unit_s = [self._unit / channel.bytes_s / self._unit_s for channel in channels]
         before: tuple[int, ...] = ()
         taken: tuple[int, ...] = ()
         waited, later = list[int](), list[int]()
@@ -241,7 +243,9 @@ class Flow:
                 grows = {copied[lane]: 1.0, **dict.fromkeys(before[6 + lane : 7 + lane], -1.0)}
                 lp.at_least(grows, 0.0)
                 carried = {v: -seconds * x for v, x in grows.items()}
-                row = lp.at_least({**carried, self._waits[j]: 1.0}, -self._between[j] / self.step_s)
+                row = lp.at_least(
+                    {**carried, self._waits[j]: 1.0}, -self._between[j] / self._unit_s
+                )
                 if lane == 0:
                     self._stores.append(row)
             if self._longer[j]:
@@ -296,7 +300,7 @@ class Flow:
         return (num_bytes + channel.latency_bytes) / self._unit
 
     def _traffic(self, seconds: float) -> float:
-        return _TRAFFIC * seconds / self.step_s
+        return _TRAFFIC * seconds / self._unit_s
 
     def _total(self, changes: dict[int, float], before: tuple[int, ...], lower: float = 0.0) -> int:
         """An account: what it was at the sample before, and what came to it."""
