@@ -7,7 +7,14 @@ import re
 import tempfile
 from pathlib import Path
 
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hyper_parallel as hp
 from hyper_parallel.ir import Plan
+from hyper_parallel.runtime import World, launch
 from tests.e2e.runs import CONFIG, command, curve, rows, train, write_functions
 
 KIB = 1024
@@ -79,6 +86,60 @@ def on_train_two_ranks_with_a_budget(knobs, folder):
     )  # FSDP drops gradients that the update, on another stream, has yet to read
     two = ("parallel.dp_shard=2", "training.steps=2")
     assert_as_planned(trained("two", *two, f"offload.budget={BUDGET}"), plain(*two))
+
+
+def own_loop(kind, budget):
+    """A loop of a user on a rank's device, with clipping and an evaluation between steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4))
+    ).to("emu")
+    plain = model
+    if kind == "fsdp":
+        mesh = init_device_mesh("emu", (2,))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model, bucket_cap_mb=0.03)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def step(x):
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = step if budget is None else hp.offload(step, budget=budget, topology="dgx-h100")
+    draws = torch.Generator().manual_seed(0)
+    losses, most = [], 0
+    for at in range(5):
+        losses.append(float(run(torch.randn(16, 64, generator=draws).to("emu"))))
+        if budget is not None and at > 2:
+            assert run.measured.device_bytes == run.plan.device_bytes
+            most = run.measured.device_bytes
+            with run.lent(), torch.no_grad():
+                plain(torch.ones(1, 64, device="emu"))
+    return losses, most
+
+
+def on_a_loop_on_two_ranks_by_one_call(knobs, folder):
+    """Behind slow operators; what FSDP empties and refills stays its own while a plain step shares the device."""
+    knobs.set_devices(2)
+    knobs.set_operator_delay_us(100)
+    knobs.set_late_poison(1)
+
+    def body(rank):
+        with World.join():
+            for kind, budget in (("fsdp", 150 * KIB), ("replicas", 200 * KIB)):
+                plain, _ = own_loop(kind, None)
+                found, most = own_loop(kind, budget)
+                assert found == plain, kind
+                assert 0 < most <= budget
+
+    launch(body, 2, timeout_s=200)
 
 
 def on_train_with_updates_on_the_host(knobs, folder):

@@ -6,7 +6,7 @@ import pytest
 
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.memory import with_capacity_hint
-from hyper_parallel.trainer.engine._offload_record import of_all
+from hyper_parallel.runtime import of_all
 
 pytestmark = pytest.mark.torch
 

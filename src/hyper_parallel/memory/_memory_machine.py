@@ -44,12 +44,20 @@ class Roofline:
         """Seconds of one operator."""
         return self.overhead_s + max(op.flops / self.flops_s, op.access_bytes / self.bytes_s)
 
-    def annotate(self, program: MemoryProgram) -> MemoryProgram:
-        """The program with `seconds` filled in from its flops and access bytes."""
-        return replace(
-            program,
-            operators=tuple(replace(op, seconds=self.seconds(op)) for op in program.operators),
-        )
+    def annotate(self, program: MemoryProgram, link: Channel | None = None) -> MemoryProgram:
+        """The program with `seconds` filled in from its flops and access bytes.
+
+        Args:
+            program: Its operators.
+            link: Between ranks, for what they exchange: `comm_s`; None: such operators are like any other.
+        """
+
+        def timed(op: Operator) -> Operator:
+            if link is not None and op.group:
+                return replace(op, seconds=0.0, comm_s=link.seconds(op.access_bytes))
+            return replace(op, seconds=self.seconds(op))
+
+        return replace(program, operators=tuple(map(timed, program.operators)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from hyper_parallel.backends.torch import (
     materialize,
     token_logprobs,
 )
+from hyper_parallel.runtime._agreed import agreed, of_all, of_ranks
 from hyper_parallel.runtime._heartbeat import Pulse
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.runtime._launch import launch
@@ -43,6 +44,7 @@ __all__ = [
     "RoutingStatistics",
     "World",
     "accumulate",
+    "agreed",
     "audit",
     "clip_grad_norm_",
     "data_share",
@@ -57,6 +59,8 @@ __all__ = [
     "launched_rank",
     "load_pretrained",
     "materialize",
+    "of_all",
+    "of_ranks",
     "offload",
     "parallelize",
     "plan_of",

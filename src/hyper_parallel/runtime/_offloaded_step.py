@@ -1,22 +1,29 @@
 """Offload in one call: a training step that a user wrote, run by a memory plan.
 
 The first call is the step as it is (it makes the optimizer's state), the second is recorded and planned, and from the
-third on the plan runs. The first planned step is compared with the plain one, bit for bit on a CPU.
+third on the plan runs. The first planned step is compared with the plain one, bit for bit on a CPU. With several ranks
+every one plans its own step; they begin what they do together in the order in which it was recorded.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hyper_parallel.backends.torch.data._fsdp import gathered
 from hyper_parallel.backends.torch.memory import (
     Captured,
     Measured,
@@ -24,12 +31,14 @@ from hyper_parallel.backends.torch.memory import (
     model_state,
     optimizer_state,
     record,
-    within_device,
+    spill_mode,
 )
 from hyper_parallel.backends.torch.memory._source import CaptureSource
-from hyper_parallel.errors import BadValue, CaptureUnsupported, StepChanged
-from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.memory import MemoryMachine, Roofline, plan_memory
+from hyper_parallel.backends.torch.weights._ranges import local
+from hyper_parallel.errors import BadValue, BudgetImpossible, CaptureUnsupported, StepChanged
+from hyper_parallel.ir import MemoryPlan, MemoryProgram
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.runtime._agreed import agreed
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.units import parse_bytes
@@ -68,23 +77,26 @@ def offload(
 
     Raises:
         BadValue: HP102 when not exactly one goal is given, or a model or optimizer cannot be found.
-        CaptureUnsupported: HP511 on several ranks; in the calls, for a step that cannot be repeated faithfully.
-        BudgetImpossible: HP402 in the second call, with the least budget that can be kept.
+        CaptureUnsupported: HP511 in the calls, for a step that cannot be repeated faithfully.
+        BudgetImpossible: HP402 in the second call, on all ranks, with the least budget that can be kept.
     """
     if (budget is None) == (max_slowdown is None):
         raise BadValue(
             "one goal is needed", got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
             allowed="budget or max_slowdown", hint='hp.offload(step, budget="24GiB")',
         )  # fmt: skip
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        raise CaptureUnsupported(
-            "hp.offload runs the step of one rank",
-            got=f"{dist.get_world_size()} ranks",
-            hint="`offload.budget` in a recipe plans steps of many ranks",
-        )
     model = model if model is not None else _found(step, torch.nn.Module, "model")
     found = optimizer if optimizer is not None else _found(step, torch.optim.Optimizer, "optimizer")
-    node = detect_local(1) if topology == "local" else load_topology(topology)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # as torchrun says
+    if topology == "local" and ranks > here:
+        raise BadValue(
+            "`local` is one machine, and the ranks are on several",
+            got=f"{ranks} ranks, {here} of them here",
+            hint='hp.offload(step, ..., topology="dgx-h100")',
+        )
+    node = detect_local(here) if topology == "local" else load_topology(topology)
+    tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     flops = node.peak_flops(str(dtype).removeprefix("torch."))
     return OffloadedStep(
@@ -93,6 +105,7 @@ def offload(
         found,
         host_machine(node, None if node.host_bytes is None else int(node.host_bytes), flash=False),
         Roofline(flops, node.device.memory_bytes_s.value),
+        Channel(tier.bytes_s.value, tier.latency_s.value),
         None if budget is None else parse_bytes(budget),
         max_slowdown,
     )
@@ -124,19 +137,25 @@ class OffloadedStep:
         optimizer: torch.optim.Optimizer,
         machine: MemoryMachine,
         roofline: Roofline,
+        link: Channel,
         budget_bytes: int | None,
         max_slowdown: float | None,
     ) -> None:
         self._step, self._model, self._optimizer = step, model, optimizer
-        self._machine, self._roofline = machine, roofline
+        self._machine, self._roofline, self._link = machine, roofline, link
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
-        self._begun = False
+        # DistributedDataParallel orders its buckets anew in the second one.
+        self._plain = (
+            2 if any(isinstance(m, DistributedDataParallel) for m in model.modules()) else 1
+        )
         self._zeroes_first = False
         self.plan: MemoryPlan | None = None
         self.measured: Measured | None = None
-        where = next(model.parameters()).device
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._owned, self._empty = partial(gathered, sharded), list[weakref.ref[Any]]()
+        where = self._where = next(model.parameters()).device
         # Kernels of an accelerator take a single-precision rate, those of a CPU the number that Python has.
         dtype = torch.float64 if where.type == "cpu" else torch.float32
         for group in optimizer.param_groups:
@@ -160,10 +179,12 @@ class OffloadedStep:
         facts = ((v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in leaves)
         key = nest, tuple(facts)
         _check_plain(leaves)
-        if not self._begun:  # SGD has no state after it either
-            self._begun = True
-            with within_device(next(self._model.parameters()).device):
-                return self._step(*args, **kwargs)
+        if self._plain:  # SGD has no state after it either
+            self._plain -= 1
+            with spill_mode(self._where, owned=self._owned) as mode:  # on a CPU nothing is moved
+                result = self._step(*args, **kwargs)
+                self._empty = mode.emptied  # by FSDP, which fills it again
+            return result
         if key not in self._planned:
             return self._recorded(key, leaves, tensors)
         if self._device is None or self._device[0] != key:
@@ -188,9 +209,10 @@ class OffloadedStep:
         # Gradients of the step before, which a step that begins with `zero_grad` neither reads nor keeps.
         for p in parameters if self._zeroes_first else ():
             if p.grad is None and p.requires_grad:
-                p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+                p.grad = _no_gradient(p)
         old = [(p, p.grad) for p in parameters if p.grad is not None]
-        unread = {grad.untyped_storage()._cdata for _, grad in old if grad.layout is torch.strided}
+        grads = [local(grad) for _, grad in old if grad.layout is torch.strided]
+        unread = {grad.untyped_storage()._cdata for grad in grads}
 
         def run(**inputs: torch.Tensor) -> Any:
             args, kwargs = tree_unflatten(
@@ -204,22 +226,38 @@ class OffloadedStep:
             return returned[0]
 
         named = {**model_state(self._model), **optimizer_state(self._model, self._optimizer)}
-        with within_device(next(self._model.parameters()).device):
-            captured = record(run, tensors, named, name=self._step.__name__, training=True)
+        on_cpu = self._where.type == "cpu"
+        captured = record(
+            run,
+            tensors,
+            named,
+            name=self._step.__name__,
+            training=True,
+            empty=self._empty,
+            spill=None if on_cpu else spill_mode(self._where, owned=self._owned),
+        )
         if any(t.untyped_storage()._cdata in unread for t in captured.state.values()):
             raise CaptureUnsupported(
                 "the step reads gradients of the step before it",
                 hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
             )
-        captured.source = CaptureSource(self._model, self._optimizer)
-        plan = plan_memory(
-            self._roofline.annotate(captured.program),
+        captured.source, captured.owned = CaptureSource(self._model, self._optimizer), self._owned
+        program = self._roofline.annotate(captured.program, self._link)
+        try:
+            plan = agreed(partial(self._plan_of, program), program, self._machine)
+        except BudgetImpossible as error:
+            error.hint = f"hp.offload(step, budget={error.least_bytes})"
+            raise
+        self._planned[key] = _Planned(captured, plan)
+        return returned.pop()
+
+    def _plan_of(self, program: MemoryProgram) -> MemoryPlan:
+        return plan_memory(
+            program,
             self._machine,
             budget_bytes=self._budget_bytes,
             max_slowdown=self._max_slowdown,
         )
-        self._planned[key] = _Planned(captured, plan)
-        return returned.pop()
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -241,6 +279,17 @@ class OffloadedStep:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
+
+
+def _no_gradient(p: torch.nn.Parameter) -> torch.Tensor:
+    """Zeros for a gradient, of a parameter that is cut over ranks this one's part, in the bytes of a single number."""
+    part = local(p)
+    zeros = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(part)
+    if not isinstance(p, DTensor):
+        return zeros
+    return DTensor.from_local(
+        zeros, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
 
 def _check_plain(leaves: list[Any]) -> None:

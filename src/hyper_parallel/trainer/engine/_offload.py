@@ -45,6 +45,7 @@ from hyper_parallel.memory import (
     predicted_timeline,
     summarise,
 )
+from hyper_parallel.runtime import agreed
 from hyper_parallel.trainer.engine._gauges import PhaseSpans
 from hyper_parallel.trainer.engine._loop import Loop, StepInputs, statistics
 from hyper_parallel.trainer.engine._offload_machine import (
@@ -53,7 +54,6 @@ from hyper_parallel.trainer.engine._offload_machine import (
 )
 from hyper_parallel.trainer.engine._offload_record import (
     OffloadRecord,
-    agreed,
     drift_line,
     excess_line,
     offload_line,

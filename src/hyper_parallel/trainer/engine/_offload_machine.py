@@ -78,12 +78,7 @@ class Assumed:
 
     def annotate(self, program: MemoryProgram) -> MemoryProgram:
         """The program with seconds: a roofline for what the device computes, the link for what ranks exchange."""
-        timed = self.roofline.annotate(program)
-        operators = (
-            replace(op, seconds=0.0, comm_s=self.link.seconds(op.access_bytes)) if op.group else op
-            for op in timed.operators
-        )
-        return replace(timed, operators=tuple(operators))
+        return self.roofline.annotate(program, self.link)
 
 
 def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:

@@ -1,23 +1,17 @@
-"""What ranks with memory plans tell each other and people: records, lines, timelines, and one error for all."""
+"""What ranks with memory plans tell people: records, lines, timelines."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
-
-import torch.distributed as dist
 
 from hyper_parallel.backends.torch.memory import ULPS
-from hyper_parallel.errors import BudgetImpossible, HyperParallelError, TierFull
+from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.ir import MemoryPlan, MemoryTerm, Plan, Timeline
-from hyper_parallel.memory import order_peak, order_seconds, peak_by_kind, with_capacity_hint
+from hyper_parallel.memory import order_peak, order_seconds, peak_by_kind
+from hyper_parallel.runtime import of_ranks
 from hyper_parallel.trainer._files import write_timeline
 from hyper_parallel.units import format_bytes, format_seconds
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +49,7 @@ class OffloadRecord:
 
     def over_ranks(self) -> OffloadRecord:
         """The largest of every number over all ranks."""
-        return OffloadRecord(*map(max, zip(*map(astuple, _of_ranks(self)), strict=True)))
-
-
-def _of_ranks(mine: T) -> list[T]:
-    """A value of every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    every = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return every
+        return OffloadRecord(*map(max, zip(*map(astuple, of_ranks(self)), strict=True)))
 
 
 def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
@@ -76,7 +61,7 @@ def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
         notes: Sentences about it, beside those that it says itself.
     """
     fullest = max(
-        _of_ranks(_memory_terms(memory)),
+        of_ranks(_memory_terms(memory)),
         key=lambda terms: sum(t.bytes for t in terms if t.tier == "hbm"),
     )
     lines = tuple(f"offload: {line}" for line in memory.statement)
@@ -131,7 +116,7 @@ def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
     Raises:
         BudgetImpossible: HP402 with the bytes of the fullest rank.
     """
-    most = max(_of_ranks(peak_bytes))
+    most = max(of_ranks(peak_bytes))
     if budget_bytes is not None and most > budget_bytes:
         raise BudgetImpossible(
             f"{what} does not fit {format_bytes(budget_bytes)}",
@@ -163,47 +148,3 @@ def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> No
     """Predicted and measured timeline of one planned step, for the report."""
     for timeline, name in zip(timelines, ("predicted", "measured"), strict=True):
         write_timeline(timeline, directory / f"offload_{name}.json")
-
-
-def agreed(make: Callable[[], MemoryPlan], *given: object) -> MemoryPlan:
-    """This rank's plan, made by the first of the ranks that are given the same: planning repeats itself to the byte.
-
-    When any rank has none, every rank raises the error that asks for most.
-    """
-    digests = _of_ranks(hashlib.sha256(repr(given).encode()).hexdigest())
-    planners = [digests.index(digest) for digest in digests]
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    made: MemoryPlan | HyperParallelError | None = None
-    if planners[rank] == rank:
-        try:
-            made = make()
-        except HyperParallelError as error:
-            made = error
-    errors = _of_ranks(made if isinstance(made, HyperParallelError) else None)
-    if error := of_all([e for e in errors if e is not None]):
-        raise error
-    for planner in sorted({p for r, p in enumerate(planners) if p != r}):
-        plans = [made if rank == planner else None]
-        dist.broadcast_object_list(plans, src=planner)
-        if planners[rank] == planner:
-            made = plans[0]
-    assert isinstance(made, MemoryPlan)
-    return made
-
-
-def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:
-    """The error of every rank in one: what it asks for is enough for all of them."""
-    full = [error for error in errors if isinstance(error, TierFull)]
-    others = [error for error in errors if error not in full]
-    if others or not full:  # no DRAM helps all of them
-        budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
-        return max((*others, *budgets), key=_device_bytes, default=None)
-    shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
-    return with_capacity_hint(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
-
-
-def _device_bytes(error: HyperParallelError) -> int:
-    """The device budget that an error asks for; 0 for one that no budget mends."""
-    if isinstance(error, TierFull):
-        return error.enough_bytes["device"]
-    return error.least_bytes if isinstance(error, BudgetImpossible) else 0

@@ -34,7 +34,7 @@ from hyper_parallel.backends.torch.memory._captured import (
     where_it_runs,
 )
 from hyper_parallel.backends.torch.memory._collectives import (
-    WAIT,
+    ASIDE,
     Message,
     refuse_unplaced,
     together,
@@ -191,8 +191,7 @@ class StepCapture:
         return "optimizer" if self._seen_backward else "forward"
 
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        aside = func.namespace == "profiler" or func._opname == "record_stream"
-        if aside or func is WAIT:
+        if func.namespace == "profiler" or func._opname in ASIDE:
             return func(*args, **kwargs)
         # What its owner has emptied is forgotten before it may come back with the same size.
         self.storages.end_resized()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Captured:
         source: The model and optimizer that may not change while the program runs, when they are known.
         named: Views of the state that is known by name, and of what the step changes beside it.
         plain: Runs the same step without a plan, on inputs by name; None: nobody can.
+        owned: See `LruSpillMode`.
     """
 
     program: MemoryProgram
@@ -52,6 +53,7 @@ class Captured:
     source: CaptureSource | None = None
     named: Mapping[str, View] = field(default_factory=dict)
     plain: Callable[..., Any] | None = None
+    owned: Callable[[], Iterable[torch.Tensor]] = tuple
 
     @property
     def given(self) -> set[int]:

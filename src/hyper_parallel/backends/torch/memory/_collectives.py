@@ -27,8 +27,8 @@ _REDUCTIONS: Final = {
 _Begin = Callable[[], Any]
 Message = tuple[Any, Any, tuple[int, ...]]
 """A function that sends or receives, its arguments with views for tensors, and the storages that it fills."""
-WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
-"""Where a functional collective was waited for; a plan has its own places for that."""
+ASIDE: Final = ("wait_tensor", "_wrap_tensor_autograd", "record_stream")
+"""Operators about when something is waited for; a plan has its own places for that."""
 
 
 def refuse_unplaced(func: Any) -> None:

@@ -85,7 +85,7 @@ class PlainStep:
         runs = []
         for _ in range(1 if where.type == "cpu" else 2):
             with _undone([bases[s] for s in captured.changed], where, captured.generators):
-                with within_device(where):
+                with within_device(where, captured.owned):
                     outputs = captured.plain(**inputs)
                 state = {k: view.on(bases[view.storage]) for k, view in captured.named.items()}
                 runs.append(StepOutcome.of(outputs, state))

@@ -370,18 +370,30 @@ def _keyed(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
 
 
 def spill_mode(
-    device: torch.device, budget_bytes: int | None = None, *, stays_away: bool = False
+    device: torch.device,
+    budget_bytes: int | None = None,
+    *,
+    stays_away: bool = False,
+    owned: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> LruSpillMode:
     """For code without a plan: within the budget and, on an accelerator, what is free; a fifth is left to kernels."""
-    if device.type == "cpu":
-        return LruSpillMode(budget_bytes, device, stays_away=stays_away)
-    module = torch.get_device_module(device)
-    free, _ = module.mem_get_info(device)
-    most = free + module.memory_reserved(device)
-    most = most if budget_bytes is None else min(most, budget_bytes)
-    return LruSpillMode(int(0.8 * most), device, stays_away=stays_away)
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        free, _ = module.mem_get_info(device)
+        most = free + module.memory_reserved(device)
+        budget_bytes = int(0.8 * (most if budget_bytes is None else min(most, budget_bytes)))
+    mode = LruSpillMode(budget_bytes, device, stays_away=stays_away)
+    mode.owned = owned
+    return mode
 
 
-def within_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Around a step without a plan: on an accelerator storages share what is free."""
-    return nullcontext() if device.type == "cpu" else spill_mode(device)
+def within_device(
+    device: torch.device, owned: Callable[[], Iterable[torch.Tensor]] = tuple
+) -> AbstractContextManager[Any]:
+    """Around a step without a plan: on an accelerator storages share what is free.
+
+    Args:
+        device: Where the step runs.
+        owned: See `LruSpillMode`.
+    """
+    return nullcontext() if device.type == "cpu" else spill_mode(device, owned=owned)

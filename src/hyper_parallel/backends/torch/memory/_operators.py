@@ -133,9 +133,9 @@ def without_work(out: Any) -> Any:
 
     Gloo copies some results when its work is waited for; a caller's later wait would be recorded as operators.
     """
-    finished(out)
+    flat = finished(out)
     future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result([])
+    future.set_result([value for value in flat if isinstance(value, torch.Tensor)])
     done = _create_work_from_future(future).boxed()
     return tree_map_only(torch.ScriptObject, lambda v: done if _is_work(v) else v, out)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hyper_parallel.backends.torch.memory._capture import StepCapture
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._chunked_loss import chunked_loss
 from hyper_parallel.backends.torch.memory._fake_values import fake_mode
+from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._source import CaptureSource
 from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.errors import CaptureUnsupported
@@ -184,6 +186,8 @@ def record(
     name: str,
     training: bool,
     alignment_bytes: int = 512,
+    empty: Sequence[weakref.ref[Any]] = (),
+    spill: LruSpillMode | None = None,
 ) -> Captured:
     """Run `step(**inputs)` once and record it.
 
@@ -197,6 +201,8 @@ def record(
         name: Name of the program.
         training: See `StepCapture`.
         alignment_bytes: See `MemoryProgram`.
+        empty: See `StepCapture`.
+        spill: Keeps the step within the device while it runs; None: there is room.
 
     Raises:
         CaptureUnsupported: HP511 for what cannot be repeated faithfully.
@@ -213,7 +219,10 @@ def record(
         **{k: (t, "input") for k, t in inputs.items()},
         **named,
     }
-    recorder = StepCapture(everything, training=training, alignment_bytes=alignment_bytes)
+    bring = (lambda _: None) if spill is None else spill.bring
+    recorder = StepCapture(
+        everything, training=training, alignment_bytes=alignment_bytes, empty=empty, bring=bring
+    )
     hooks = []
     for tensor, _ in named.values():
         if tensor.is_leaf and tensor.requires_grad:
@@ -223,7 +232,7 @@ def record(
                 )
             )
     try:
-        with recorder:
+        with recorder, spill or nullcontext():  # what is recorded is on the device then
             result = step(**inputs)
     finally:
         for hook in hooks:

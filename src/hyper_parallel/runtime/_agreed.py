@@ -1,0 +1,68 @@
+"""What ranks with memory plans tell each other: a plan for those that run the same, one error for all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from hyper_parallel.errors import BudgetImpossible, HyperParallelError, TierFull
+from hyper_parallel.ir import MemoryPlan
+from hyper_parallel.memory import with_capacity_hint
+
+T = TypeVar("T")
+
+
+def of_ranks(mine: T) -> list[T]:
+    """A value of every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    every = [mine] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def agreed(make: Callable[[], MemoryPlan], *given: object) -> MemoryPlan:
+    """This rank's plan, made by the first of the ranks that are given the same: planning repeats itself to the byte.
+
+    When any rank has none, every rank raises the error that asks for most.
+    """
+    digests = of_ranks(hashlib.sha256(repr(given).encode()).hexdigest())
+    planners = [digests.index(digest) for digest in digests]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    made: MemoryPlan | HyperParallelError | None = None
+    if planners[rank] == rank:
+        try:
+            made = make()
+        except HyperParallelError as error:
+            made = error
+    errors = of_ranks(made if isinstance(made, HyperParallelError) else None)
+    if error := of_all([e for e in errors if e is not None]):
+        raise error
+    for planner in sorted({p for r, p in enumerate(planners) if p != r}):
+        plans = [made if rank == planner else None]
+        dist.broadcast_object_list(plans, src=planner)
+        if planners[rank] == planner:
+            made = plans[0]
+    assert isinstance(made, MemoryPlan)
+    return made
+
+
+def of_all(errors: list[HyperParallelError]) -> HyperParallelError | None:
+    """The error of every rank in one: what it asks for is enough for all of them."""
+    full = [error for error in errors if isinstance(error, TierFull)]
+    others = [error for error in errors if error not in full]
+    if others or not full:  # no DRAM helps all of them
+        budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
+        return max((*others, *budgets), key=_device_bytes, default=None)
+    shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
+    return with_capacity_hint(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
+
+
+def _device_bytes(error: HyperParallelError) -> int:
+    """The device budget that an error asks for; 0 for one that no budget mends."""
+    if isinstance(error, TierFull):
+        return error.enough_bytes["device"]
+    return error.least_bytes if isinstance(error, BudgetImpossible) else 0
