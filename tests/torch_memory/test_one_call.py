@@ -185,3 +185,30 @@ def test_what_cannot_be_is_refused_with_what_to_write() -> None:
     _, _, counted = make()  # counts its steps in Python
     with pytest.raises((CaptureUnsupported, StepChanged)):
         run(hp.offload(counted, max_slowdown=0.1), [ROWS] * 4)
+
+
+def test_an_optimizer_of_accelerate_is_the_one_that_it_wraps() -> None:
+    Accelerator = pytest.importorskip("accelerate").Accelerator
+
+    def train(offloaded: bool):
+        model, optimizer, _ = make(fused=True)
+        accelerator = Accelerator(cpu=True)
+        wrapped, driver = accelerator.prepare(model, optimizer)
+
+        def step(batch, *, scale):
+            loss = (wrapped(batch["rows"]) - batch["wanted"]).square().mean() * scale
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            driver.step()
+            driver.zero_grad()
+            return {"loss": loss.detach(), "norm": norm}
+
+        if not offloaded:
+            return model, optimizer, run(step, [ROWS] * 5)
+        with hp.offload(step, max_slowdown=0.5) as planned:
+            return model, optimizer, run(planned, [ROWS] * 5)
+
+    model, optimizer, plain = train(False)
+    mine, ours, found = train(True)
+    assert found == plain
+    same_state(mine, ours, model, optimizer)

@@ -56,6 +56,7 @@ def cut(kind: str) -> nn.Module:
 def train(kind: str, budget: int | None) -> tuple[list[float], list[torch.Tensor], int]:
     """Losses and evaluations, this rank's part of the state at the end, and counted device bytes."""
     model, first = cut(kind), kind == "zero first"
+    inner = getattr(model, "module", model)  # a step may name a model and what wraps it
     parameters = list(model.parameters())
     # torch's fused updates take no mixture: biases of the second product are not cut.
     groups = [[p for p in parameters if isinstance(p, DTensor) == cut] for cut in (True, False)]
@@ -68,7 +69,7 @@ def train(kind: str, budget: int | None) -> tuple[list[float], list[torch.Tensor
         loss = (model(rows).float() - wanted).square().mean()
         loss.backward()
         if kind != "tensor":
-            nn.utils.clip_grad_norm_(parameters, 0.5)
+            nn.utils.clip_grad_norm_(inner.parameters(), 0.5)
         optimizer.step()
         if not first:
             optimizer.zero_grad()
@@ -86,7 +87,7 @@ def train(kind: str, budget: int | None) -> tuple[list[float], list[torch.Tensor
             continue
         most = max(most, run.measured.device_bytes if run.measured else 0)
         with run.lent(), torch.no_grad():
-            getattr(model, "module", model)(batch[0])
+            inner(batch[0])
     if budget is not None:
         run.close()
     state = [*parameters, *(v for slots in optimizer.state.values() for v in slots.values())]

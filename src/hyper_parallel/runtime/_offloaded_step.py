@@ -87,6 +87,8 @@ def offload(
         )  # fmt: skip
     model = model if model is not None else _found(step, torch.nn.Module, "model")
     found = optimizer if optimizer is not None else _found(step, torch.optim.Optimizer, "optimizer")
+    while isinstance(inner := getattr(found, "optimizer", None), torch.optim.Optimizer):
+        found = inner  # of one that wraps it, as Accelerate's does
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # as torchrun says
     if topology == "local" and ranks > here:
@@ -146,10 +148,8 @@ class OffloadedStep:
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
-        # DistributedDataParallel orders its buckets anew in the second one.
-        self._plain = (
-            2 if any(isinstance(m, DistributedDataParallel) for m in model.modules()) else 1
-        )
+        replicas = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        self._plain = 2 if replicas else 1  # steps to come; in the second buckets are ordered anew
         self._zeroes_first = False
         self.plan: MemoryPlan | None = None
         self.measured: Measured | None = None
@@ -326,6 +326,9 @@ def _found(step: Callable[..., Any], kind: type, name: str) -> Any:
     except TypeError:  # a callable that is no Python function
         values += vars(step).values() if hasattr(step, "__dict__") else []
     found = list({id(value): value for value in values if isinstance(value, kind)}.values())
+    if kind is torch.nn.Module:  # of a model and what wraps it, the wrapper
+        inside = {id(part) for value in found for part in [*value.modules()][1:]}
+        found = [value for value in found if id(value) not in inside]
     if len(found) != 1:
         raise BadValue(
             f"the step refers to {len(found) or 'no'} {name}{'s' * (len(found) > 1)}",
