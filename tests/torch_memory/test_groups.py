@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyper_parallel.backends.torch.memory import PlannedDevice, record
 from hyper_parallel.backends.torch.memory._operators import finished, tensors_in
@@ -113,6 +114,19 @@ def several(x):
     name = dist.group.WORLD.group_name
     found = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([x, x], 2, name)
     return wait(found[0]).sum() + wait(found[1]).sum()
+
+
+def test_a_step_without_bytes_may_talk():
+    """torch numbers such collectives with random numbers of Python, which are not the step's."""
+
+    def step(x):
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    with World.fake(1, 4), FakeTensorMode():
+        captured = record(step, {"x": torch.ones(8)}, {}, name="talk", training=False)
+    assert [op.name for op in captured.program.operators if op.group] == ["c10d.allreduce_"]
 
 
 def test_lists_send_what_single_tensors_send():

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.backends.torch.memory._fake_values import fake_mode
-from hyper_parallel.backends.torch.memory._operators import TORCH
+from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, TORCH
 from hyper_parallel.backends.torch.memory._storages import Storages
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Operator
@@ -143,11 +143,14 @@ class Unseen:
         foreign = func.namespace not in TORCH and fake_mode() is None
         bases = [t.untyped_storage() for t in given if id(t) not in said] if foreign else []
         states, before = generators(bases) if foreign else [], [digest(base) for base in bases]
-        self._inside = True
+        fake_talk = func.namespace in COMMUNICATION and fake_mode() is not None
+        self._inside, numbers = True, random.getstate() if fake_talk else None
         try:
             yield call
         finally:
             self._inside = False
+            if numbers is not None:  # torch numbers collectives without bytes by random numbers
+                random.setstate(numbers)
         if foreign:
             call.drew = not all(map(torch.equal, states, generators(bases)))
             if before != [digest(base) for base in bases]:
