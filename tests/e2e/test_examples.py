@@ -20,6 +20,7 @@ PROMISES = {
     "05_custom_objective.py": "equal to 10 digits, and lower with every step: True",
     "06_save_and_load.py": "continues as if it had never stopped",
     "07_offload.py": "bit for bit the losses without a plan: True",
+    "08_offload_ranks.py": "DistributedDataParallel: the losses without a plan: True",
     "own_roles.py": "answers are better than by chance: True",
 }
 
