@@ -104,7 +104,7 @@ def cell(name: str) -> dict[str, Any]:
     step = step_of(model, optimizer)
     torch.manual_seed(11)
     losses = [step(given[0])]
-    with StorageWatch(inputs=True) as watch:
+    with StorageWatch() as watch:
         for tensor in bits(model, optimizer).values():
             watch.hold(tensor)
         losses.append(step(given[1]))
