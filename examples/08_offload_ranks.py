@@ -11,7 +11,7 @@ import hyper_parallel as hp
 from hyper_parallel.runtime import World
 
 CONFIG = LlamaConfig(
-    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+    vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2,
 )  # fmt: skip
 
@@ -39,7 +39,7 @@ def train(sharded: bool, budget: str | None) -> tuple[list[float], int]:
 
     run = step if budget is None else hp.offload(step, budget=budget)
     draws = torch.Generator().manual_seed(dist.get_rank())
-    losses = [run(torch.randint(0, 512, (2, 64), generator=draws)).item() for _ in range(6)]
+    losses = [run(torch.randint(0, 512, (2, 64), generator=draws)).item() for _ in range(5)]
     if budget is None:
         return losses, 0
     run.close()
@@ -49,7 +49,7 @@ def train(sharded: bool, budget: str | None) -> tuple[list[float], int]:
 def rank(_: int) -> list[str]:
     said = []
     with World.join("cpu"):  # under torchrun `dist.init_process_group("gloo")` does as well
-        for sharded, budget in ((True, "5MiB"), (False, "9MiB")):
+        for sharded, budget in ((True, "3MiB"), (False, "6MiB")):
             plain, (planned, most) = train(sharded, None)[0], train(sharded, budget)
             how = "fully_shard" if sharded else "DistributedDataParallel"
             said.append(

@@ -14,6 +14,7 @@ from hyper_parallel.backends.torch.memory import (
     record,
     training_step,
 )
+from hyper_parallel.backends.torch.memory._storages import Entry, Storages
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.memory import (
     Channel,
@@ -204,3 +205,16 @@ def test_conjugate_and_negative_views_are_addresses():
             for mine, plain in zip(out, complex_step(**drawn(seed)), strict=True):
                 assert torch.equal(mine, plain)
             assert measured.peak_bytes == plan.peak_bytes
+
+
+def test_a_storage_may_end_while_others_are_looked_at():
+    """As when garbage is collected, or the thread of a collective lets go, in the middle of it."""
+    first, others = torch.empty(8), [torch.empty(8)]
+    storages = Storages(1, lambda _: others.clear())
+    for tensor in (first, *others):
+        storages.add(tensor, Entry("made", 0, "activation"), watch=True)
+    del tensor
+    first.untyped_storage().resize_(0)
+    ((_, entry, base),) = storages.end_resized()
+    assert (entry.num_bytes, base.nbytes()) == (32, 0)
+    assert storages.living == []

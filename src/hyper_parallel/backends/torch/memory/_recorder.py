@@ -206,7 +206,7 @@ class Recorder:
 
     def _follow_resized(self, *, everywhere: bool = False) -> None:
         """FSDP frees and refills gathered parameters by resizing their storages, which no operator shows."""
-        for key, entry in self.storages.end_resized(everywhere=everywhere):
+        for key, entry, _ in self.storages.end_resized(everywhere=everywhere):
             number = self.storages.begin(key, replace(entry, at_start=False))
             self._run(Operator("resize", allocs=(number,)))
 

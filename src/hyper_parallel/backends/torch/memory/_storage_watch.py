@@ -76,5 +76,5 @@ class StorageWatch:
         return out
 
     def _follow_resized(self, *, everywhere: bool = False) -> None:
-        for key, entry in self._storages.end_resized(everywhere=everywhere):
+        for key, entry, _ in self._storages.end_resized(everywhere=everywhere):
             self._storages.begin(key, replace(entry, at_start=False))

@@ -127,23 +127,24 @@ class Storages:
         if key in self._numbers:
             self._end(key)
 
-    def end_resized(self, *, everywhere: bool = False) -> list[tuple[int, Entry]]:
+    def end_resized(self, *, everywhere: bool = False) -> list[tuple[int, Entry, Any]]:
         """Let storages end whose owner has changed their size.
 
         Args:
             everywhere: Look at all living storages, not only at the watched ones.
 
         Returns:
-            Identity of each, and what is known of it.
+            Identity of each, what is known of it, and the storage itself, which may not end before it is taken up.
         """
         ended = []
         for key in list(self._numbers if everywhere else self._watched):
-            base, number = self._refs[key](), self._numbers.get(key)
+            ref, number = self._refs.get(key), self._numbers.get(key)  # others end meanwhile
+            base = None if ref is None else ref()
             if base is None or number is None or base.nbytes() == self.entries[number].num_bytes:
                 continue
             self._end(key)
             self.entries[number].resized, self._watched[key] = True, None
-            ended.append((key, self.entries[number]))
+            ended.append((key, self.entries[number], base))
         return ended
 
     @property
