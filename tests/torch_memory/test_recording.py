@@ -209,12 +209,11 @@ def test_conjugate_and_negative_views_are_addresses():
 
 def test_a_storage_may_end_while_others_are_looked_at():
     """As when garbage is collected, or the thread of a collective lets go, in the middle of it."""
-    first, others = torch.empty(8), [torch.empty(8)]
+    first, others = Holder(torch.empty(8)), [torch.empty(8)]
     storages = Storages(1, lambda _: others.clear())
-    for tensor in (first, *others):
-        storages.add(tensor, Entry("made", 0, "activation"), watch=True)
-    del tensor
-    first.untyped_storage().resize_(0)
-    ((_, entry, base),) = storages.end_resized()
-    assert (entry.num_bytes, base.nbytes()) == (32, 0)
+    storages.add(first.tensor, Entry("first", 0, "activation"), watch=True)
+    storages.add(others[0], Entry("other", 0, "activation"), watch=True)
+    first.tensor.untyped_storage().resize_(0)
+    ended = [(entry.name, entry.num_bytes) for _, entry, _ in storages.end_resized()]
+    assert ended == [("first", 32)]
     assert storages.living == []
