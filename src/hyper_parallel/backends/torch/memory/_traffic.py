@@ -40,6 +40,7 @@ def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
             if isinstance(value, str):
                 return _resolve_process_group(value)
             return value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
+    assert kind_of(func.__name__) is None, f"`{func}` without a process group would go uncounted"
     return None
 
 
