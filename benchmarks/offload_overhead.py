@@ -181,10 +181,7 @@ class _Host:
         lanes = self.device.hardware.timed
         events = 0
         if lanes is not None:
-            events = sum(
-                len(c.begins) + len(c.ends) + sum(w is not None for w in c.waits)
-                for c in lanes._copies.values()
-            )
+            events = sum(len(c.begins) + len(c.ends) + len(c.waits) for c in lanes._copies.values())
         return {
             "operators": self.runs,
             "actions": len(self.plan.actions),

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from hyper_parallel.backends.torch.memory._copies import HOST, HostTasks, finish
@@ -47,13 +48,15 @@ class _Copies:
         storages: What is copied.
         begins: Events after which each begins.
         ends: Events that end them.
-        waits: Where the compute stream waits for them; None: it does not, or the host does.
+        waited: Those that the compute stream waits for.
+        waits: Where it does.
         num_bytes: Of all of them.
     """
 
     storages: list[int] = field(default_factory=list)
     begins: list[Any] = field(default_factory=list)
     ends: list[Any] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
     waits: list[Any] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -62,7 +65,6 @@ class _Copies:
         self.storages.append(storage)
         self.begins.append(begin)
         self.ends.append(end)
-        self.waits.append(None)
         self.num_bytes += num_bytes
 
 
@@ -246,7 +248,8 @@ class StreamLanes(HostTasks):
             self._kept["wait"].append((self._program.storages[storage].name, begin, self.now()))
         else:
             copies, at = copy
-            copies.waits[at] = begin
+            copies.waited.append(at)
+            copies.waits.append(begin)
 
     def ran(self, action: MemoryAction, begin: Any) -> None:
         """An operator was issued after `begin`; kept for the timeline."""
@@ -297,19 +300,23 @@ class StreamLanes(HostTasks):
         spans: list[Span] = []
         at_ms = self._first.elapsed_time
         for lane, copies in self._copies.items():
-            stops = list(map(at_ms, copies.ends))
-            starts = list(map(max, map(at_ms, copies.begins), [0.0, *stops]))
-            waits = zip(copies.waits, stops, strict=True)
-            asked = [stop if wait is None else at_ms(wait) for wait, stop in waits]
-            reached = list(map(max, stops, asked))
-            busy_s = max(sum(stops) - sum(starts), 0.0) / 1e3
+            stops = np.fromiter(map(at_ms, copies.ends), float, len(copies.ends))
+            starts = np.fromiter(map(at_ms, copies.begins), float, len(stops))
+            starts[1:] = np.maximum(starts[1:], stops[:-1])
+            asked = stops.copy()
+            asked[copies.waited] = list(map(at_ms, copies.waits))
+            reached = np.maximum(stops, asked)
+            busy_s = max(float((stops - starts).sum()), 0.0) / 1e3
             copied[lane] = Copied(len(stops), copies.num_bytes, busy_s)
-            seconds["wait"] += max(sum(reached) - sum(asked), 0.0) / 1e3
-            for n, s in enumerate(copies.storages if self._trace else ()):
-                name, length = storages[s].name, (stops[n] - starts[n]) / 1e3
-                wait = asked[n] / 1e3, (reached[n] - asked[n]) / 1e3
-                spans.append(Span(lane, name, starts[n] / 1e3, length, "copy"))
-                spans.append(Span("compute", f"wait {name}", *wait, "wait"))
+            seconds["wait"] += float((reached - asked).sum()) / 1e3
+            if self._trace:
+                columns = (starts, stops - starts, asked, reached - asked)
+                rows = zip(copies.storages, *(column.tolist() for column in columns), strict=True)
+                for s, start, length, wait, waited in rows:
+                    name = storages[s].name
+                    spans.append(Span(lane, name, start / 1e3, length / 1e3, "copy"))
+                    at = Span("compute", f"wait {name}", wait / 1e3, waited / 1e3, "wait")
+                    spans.append(at)
         for lane, s, begin, end in self._by_threads:
             at_ms = (self._first_host if lane in _FILES else self._first).elapsed_time
             start, length = at_ms(begin) / 1e3, max(at_ms(end) - at_ms(begin), 0.0) / 1e3
