@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -205,7 +205,8 @@ class Rounding:
     def doubts(self, choice: WholeChoice) -> list[int | Candidate]:
         """Storages that are made again or not, and candidates; those first about which least is decided."""
         again = {s: float(choice.relaxed.parts[p]) for s, p in choice.relaxation.recomputed.items()}
-        leave = {c: _part(choice.relaxation, choice.relaxed, c) for c in choice.candidates.all}
+        parts = choice.relaxed.parts.tolist()
+        leave = {c: _part(choice.relaxation, parts, c) for c in choice.candidates.all}
         return [
             *sorted(again, key=lambda s: abs(again[s] - 0.5))[:_DOUBTS],
             *sorted(leave, key=lambda c: abs(leave[c] - 0.5))[:_DOUBTS],
@@ -229,7 +230,8 @@ class Rounding:
         self, relaxation: Relaxation, relaxed: Flowed, target_bytes: int, again: tuple[int, ...]
     ) -> WholeChoice:
         candidates = self._candidates_of(again)
-        parts = {c: _part(relaxation, relaxed, c) for c in candidates.all}
+        values = relaxed.parts.tolist()
+        parts = {c: _part(relaxation, values, c) for c in candidates.all}
         chosen = tuple(_diffused(parts))
         choice = WholeChoice(candidates, chosen, candidates.profile, again, relaxed, relaxation)
         return self._filled(choice, parts, target_bytes)
@@ -272,18 +274,17 @@ class Rounding:
         return self._candidates[again]
 
 
-def _part(relaxation: Relaxation, relaxed: Flowed, c: Candidate) -> float:
+def _part(relaxation: Relaxation, parts: Sequence[float], c: Candidate) -> float:
     """The part of a candidate that the linear program chose."""
     if c.home:
-        return float(relaxed.parts[relaxation.homes[c.storage]])
-    low, high = c.spans[0]
-    # What is away for most of the time counts; the ends of a gap may differ by what is made again within.
-    near = (
-        p
-        for a, b, p in relaxation.away.get(c.storage, ())
-        if 2 * (min(b, high) - max(a, low)) > max(high - low, b - a)
-    )
-    return float(sum(relaxed.parts[p] for p in near))
+        return parts[relaxation.homes[c.storage]]
+    low, high = c.gaps[0].first + 1, c.gaps[0].last
+    result = 0.0
+    for a, b, part in relaxation.away.get(c.storage, ()):
+        # What is away for most of the time counts; the ends of a gap may differ by what is made again within.
+        if (a == low and b == high) or (2 * (min(b, high) - max(a, low)) > max(high - low, b - a)):
+            result += parts[part]
+    return result
 
 
 def _diffused(parts: Mapping[Candidate, float]) -> list[Candidate]:
