@@ -19,7 +19,7 @@ from hyper_parallel.memory._memory_machine import Channel, MemoryMachine
 # Of choices that are equally good one is the best, whatever solver looks for it: parts differ in what they cost.
 _TIE, _GOLDEN = 1e-7, (5**0.5 - 1) / 2
 _LATER = 1e-4  # a wait at the end of the step costs more than one at its beginning
-_EXACT = 2e-3  # of the target: less over it is no position that is missing
+_EXACT = 2e-3  # of what is to be saved: less over the target is no position that is missing
 _DIGITS = 6  # that solvers agree in
 _TRAFFIC = 1e-3  # what a second of copying costs: of two choices that wait as long, the one that moves less
 
@@ -203,13 +203,14 @@ class Flow:
         np.add.at(change, lows, -gone)
         np.add.at(change, highs, gone)
         held = self._everywhere + np.cumsum(change[:-1])
+        most = target_bytes + _EXACT * max(float(self._everywhere.max()) - target_bytes, 0.0)
         stretches = np.split(held, self.positions)
         starts = np.concatenate(([0], self.positions))
         return np.array(
             [
                 start + int(np.argmax(part))
                 for start, part in zip(starts.tolist(), stretches, strict=True)
-                if len(part) and part.max() > target_bytes * (1 + _EXACT)
+                if len(part) and part.max() > most
             ],
             dtype=np.int64,
         )

@@ -11,8 +11,8 @@ from hyper_parallel.memory._memory_machine import MemoryMachine
 from hyper_parallel.memory._rounding import Rounding, WholeChoice
 
 _LARGE_PROGRAM = 300  # operators
-# Storages that are on their way beyond what the linear program counts, for large programs and for small ones.
-_HEADROOMS, _FINER_HEADROOMS = (0, 2), (0, 1, 2, 4)
+# Storages that are on their way beyond what the linear program counts; the second for programs that are emitted fast.
+_HEADROOMS, _FINER_HEADROOMS, _FAST_PROGRAM = (0, 2), (0, 1, 2, 4), 3000
 _POLISHED, _PASSES = 1, 3
 _ROUNDS = 6  # of the linear program for one target
 _NEAR = 1.25  # times the limit: a program that is slower by more tells nothing
@@ -69,7 +69,8 @@ class Search:
         made: list[tuple[WholeChoice, Emitted]] = []
         large = len(self.program.operators) > _LARGE_PROGRAM
         copied_bytes = 0
-        for headroom in _HEADROOMS if large else _FINER_HEADROOMS:
+        fast = len(self.program.operators) <= _FAST_PROGRAM
+        for headroom in _FINER_HEADROOMS if fast else _HEADROOMS:
             if headroom and not copied_bytes:
                 break  # nothing was emitted
             for choice, e in self._refined(target - headroom * copied_bytes, target, limit_s):
