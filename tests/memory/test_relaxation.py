@@ -35,6 +35,14 @@ def test_a_solver_that_fails_is_not_read_as_out_of_reach():
         unbounded.solve()
 
 
+def test_no_two_choices_of_two_parts_cost_the_same():
+    """Else which one is taken is up to the solver, whose tolerance is 1e-9 of 1e4 times the costs."""
+    flow = Flow(np.array([100]), [1.0], SLOW, np.arange(1))
+    costs = np.array([flow.lp.costs[flow.part()] for _ in range(60)])
+    pairs = np.sort((costs[:, None] + costs)[np.triu_indices(60, 1)])
+    assert np.diff(pairs).min() > 1e-13
+
+
 def away(target_bytes):
     """Of 100 bytes that are idle for a second, 10 bytes a second: (the part that leaves, seconds of the step)."""
     flow = Flow(np.array([100, 160, 100]), [1.0, 1.0, 1.0], SLOW, np.arange(3))

@@ -16,7 +16,8 @@ import numpy as np
 from hyper_parallel.memory._linear import LinearProgram
 from hyper_parallel.memory._memory_machine import Channel, MemoryMachine
 
-# Of choices that are equally good one is the best, whatever solver looks for it: parts differ in what they cost.
+# Of choices that are equally good one is the best, whatever solver looks for it: parts differ in what they cost. A
+# little by their numbers squared, for choices whose numbers have the same sum would cost the same again.
 _TIE, _GOLDEN = 1e-7, (5**0.5 - 1) / 2
 _LATER = 1e-4  # a wait at the end of the step costs more than one at its beginning
 _EXACT = 2e-3  # of what is to be saved: less over the target is no position that is missing
@@ -94,7 +95,8 @@ class Flow:
     def part(self) -> int:
         """A new variable."""
         self._count += 1
-        return self.lp.variable(1.0, _TIE * (1 + self._count * _GOLDEN % 1))
+        unlike = self._count * _GOLDEN % 1 + self._count**2 * _GOLDEN % 1 / 100
+        return self.lp.variable(1.0, _TIE * (1 + unlike))
 
     def within(self, parts: Sequence[int], whole: int) -> None:
         """All parts together are not more than another one."""
