@@ -71,6 +71,8 @@ class _Copies:
 class _HostEvent(torch.cpu.Event):
     """An event of torch.cpu, which has no queue, with the time that it lacks."""
 
+    __slots__ = ("_at_s",)  # some thousand are read between two steps
+
     def __init__(self, enable_timing: bool = False) -> None:
         self._at_s = 0.0
 
