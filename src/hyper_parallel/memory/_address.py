@@ -1,9 +1,9 @@
 """Static addresses: one arena for every stay on the device, no allocator at run time.
 
-Interval colouring with sizes is NP-hard. Stays are piled up, the lowest one always next, which comes within a few
-percent of the live peak (the lower bound). What is there all the time lies at the bottom, in an order that depends on
-nothing else. A storage that is there at both ends of the step but not in between has one address at both: the next
-step finds it where this one leaves it.
+Interval colouring with sizes is NP-hard. First fit of a few stays, and piles of many (the lowest one always next), come
+within a few percent of the live peak (the lower bound). What is there all the time lies at the bottom, in an order that
+depends on nothing else. A storage that is there at both ends of the step but not in between has one address at both:
+the next step finds it where this one leaves it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import numpy as np
 from hyper_parallel.ir import Extent, MemoryPlan
 
 _TIGHT = 1.002  # of the live peak: an arena this close to it is not worth another order
-_ROUNDS, _PLACED = 12, 12_000  # piles, and stays in all of them; but one of each order at least
-_CROWDS = 10  # classes of stays, by the most bytes that live beside them
-_FORWARD = 0.6  # of its rank is left to a stay that ended too high
+_MANY = 3000  # items
+_ROUNDS = 12  # of first fit
+_CROWDED = 0.9  # stays that see this share of the live peak are placed before the others
+_FORWARD = 0.65  # of its rank is left to a stay that ended too high
+_CROWDS = 10  # classes of stays in piles, by the most bytes that live beside them
 
 Item = tuple[Extent, ...]
 """Stays that share an address: one, or the last and the first of a storage that goes around."""
@@ -105,7 +107,8 @@ def _items(stays: Sequence[Extent], end: int) -> list[Item]:
 def _fitted(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]:
     """An offset for every item, and the end of the highest one.
 
-    The best of piles in three orders, and in the same with all that ended above the live peak moved towards the front.
+    First fit, the largest first; then from the peak outwards, and again with all that ended above the live peak moved
+    towards the front. Many items are piled up instead, which takes a fifth of the time and leaves smaller gaps there.
     Source: squeaky wheel optimization, Joslin and Clements 1999.
     """
     size = np.array([sizes[item[0].storage] for item in items], np.int64)
@@ -126,27 +129,57 @@ def _fitted(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, in
     np.add.at(change, stop, -size[owner])
     live = change.cumsum()
     floor = int(live.max())
+    if len(items) > _MANY:
+        return _by_piles(items, clashes, size, times, live)
+    peak = int(live.argmax())
+
+    def away(i: int) -> tuple[int, ...]:
+        first, last = items[i][0].start, items[i][-1].stop
+        if len(items[i]) > 1:  # around the end of the step
+            last = len(live)
+        distance = max(0, first - peak, peak + 1 - last)
+        crowded = int(live[first : max(last, first + 1)].max()) >= _CROWDED * floor
+        return int(not crowded), distance, -int(size[i] if distance else times[i])
+
+    order: list[int] = np.lexsort((-times, -size)).tolist()
+    best = np.zeros(len(items), np.int64), int(size.sum()) + 1
+    for count in range(_ROUNDS):
+        if count == 1:
+            order = sorted(range(len(items)), key=away)
+        low = _first_fit(clashes, size, order)
+        best = min(best, (low, int((low + size).max(initial=0))), key=lambda fit: fit[1])
+        if best[1] <= _TIGHT * floor:
+            break
+        over = low + size > floor
+        rank = {i: at * _FORWARD if over[i] else float(at) for at, i in enumerate(order)}
+        order = sorted(order, key=rank.__getitem__)
+    return best
+
+
+def _by_piles(
+    items: Sequence[Item],
+    clashes: Sequence[np.ndarray],
+    size: np.ndarray,
+    times: np.ndarray,
+    live: np.ndarray,
+) -> tuple[np.ndarray, int]:
+    """The best of piles in three orders of preference."""
+    floor = int(live.max())
     most = [
         max(int(live[e.start : max(e.stop, e.start + 1)].max()) for e in item) for item in items
     ]
     crowded = np.array(most, np.int64) * _CROWDS // max(floor, 1)
-    # With the part of the live peak by which the first is preferred to the last.
-    orders = [
+    orders = (  # with the part of the live peak by which the first is preferred to the last
         (np.lexsort((-times * size, -crowded)), 0.005),
         (np.lexsort((-size, -times)), 0.015),
         (np.argsort(-times * np.sqrt(size), kind="stable"), 0.03),
-    ]
+    )
     best = np.zeros(len(items), np.int64), int(size.sum()) + 1
-    for _ in range(min(max(_PLACED // max(len(items), 1), len(orders)), _ROUNDS)):
-        order, ahead = orders.pop(0)
+    for order, ahead in orders:
         low = _piled(clashes, size, order, ahead * floor)
         best = min(best, (low, int((low + size).max(initial=0))), key=lambda fit: fit[1])
         if best[1] <= _TIGHT * floor:
             break
-        rank = np.empty(len(items))
-        rank[order] = np.arange(len(items))
-        rank[low + size > floor] *= _FORWARD
-        orders.append((np.argsort(rank, kind="stable"), ahead))
     return best
 
 
@@ -173,4 +206,18 @@ def _piled(
         above = above[(low[above] < top) & (key[above] < np.inf)]
         low[above] = top
         key[above] = top + later[above]
+    return low
+
+
+def _first_fit(clashes: Sequence[np.ndarray], size: np.ndarray, order: Sequence[int]) -> np.ndarray:
+    """Every item, in an order, at the lowest address that is free during all of its stays."""
+    low, high = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
+    for i in order:
+        there = clashes[i][high[clashes[i]] > 0]
+        there = there[np.argsort(low[there], kind="stable")]
+        # Gaps between neighbours: from the highest end so far to the next start.
+        tops = np.maximum.accumulate(np.concatenate(([0], high[there])))
+        fits = np.flatnonzero(low[there] - tops[:-1] >= size[i])
+        low[i] = tops[fits[0]] if len(fits) else tops[-1]
+        high[i] = low[i] + size[i]
     return low
