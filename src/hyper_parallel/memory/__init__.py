@@ -12,7 +12,12 @@ from hyper_parallel.memory._address import (
 )
 from hyper_parallel.memory._capacity_hint import with_capacity_hint
 from hyper_parallel.memory._clock import Copied, ProgramClock, clocked
-from hyper_parallel.memory._memory_machine import Channel, MemoryMachine, Roofline
+from hyper_parallel.memory._memory_machine import (
+    Channel,
+    MemoryMachine,
+    Roofline,
+    with_seconds,
+)
 from hyper_parallel.memory._order import order_peak, order_seconds, refine_order
 from hyper_parallel.memory._overlap import overlapped
 from hyper_parallel.memory._plan_cache import plan_memory_cached
@@ -54,6 +59,7 @@ __all__ = [
     "summarise",
     "use_definitions",
     "with_capacity_hint",
+    "with_seconds",
     "working_set_bytes",
     "wrong_address",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hyper_parallel.ir import MemoryProgram, Operator
@@ -58,6 +59,17 @@ class Roofline:
             return replace(op, seconds=self.seconds(op))
 
         return replace(program, operators=tuple(map(timed, program.operators)))
+
+
+def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> MemoryProgram:
+    """The program with measured seconds of its operators; 0, and what communicates: as it was. None: all of it."""
+    if measured is None:
+        return program
+    pairs = zip(program.operators, measured, strict=True)
+    return replace(
+        program,
+        operators=tuple(replace(op, seconds=s) if s and not op.group else op for op, s in pairs),
+    )
 
 
 @dataclass(frozen=True, slots=True)

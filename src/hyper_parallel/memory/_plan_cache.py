@@ -33,7 +33,7 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.memory._address import wrong_address
 from hyper_parallel.memory._clock import clocked
-from hyper_parallel.memory._memory_machine import MemoryMachine
+from hyper_parallel.memory._memory_machine import MemoryMachine, with_seconds
 from hyper_parallel.memory._plan_memory import plan_memory, unmoved_seconds
 from hyper_parallel.topology import cache_dir
 
@@ -66,6 +66,7 @@ def plan_memory_cached(
     machine: MemoryMachine,
     *,
     cache: Path | None = None,
+    measured: Sequence[float] | None = None,
     budget_bytes: int | None = None,
     max_slowdown: float | None = None,
     move: Collection[StorageKind] | None = None,
@@ -79,6 +80,8 @@ def plan_memory_cached(
         program: See `plan_memory`.
         machine: See `plan_memory`.
         cache: Directory of the plans; None: `plans` in the user's cache directory.
+        measured: Seconds of the operators as the device took them. They differ from run to run and are not looked
+            up: a plan that is found has the seconds that it was made with.
         budget_bytes: See `plan_memory`.
         max_slowdown: See `plan_memory`.
         move: See `plan_memory`.
@@ -91,7 +94,7 @@ def plan_memory_cached(
     """
     kinds = None if move is None else tuple(sorted(set(move)))
     goal = _CachedGoal(budget_bytes, max_slowdown, kinds, recompute, reorder, bandwidth_margin)
-    key = fingerprint(program, machine, goal)
+    key = fingerprint(program, machine, (goal, measured is not None))
     path = (cache or cache_dir() / "plans") / f"{key[:32]}.json"
     if path.exists():
         try:
@@ -99,7 +102,7 @@ def plan_memory_cached(
         except (_Unusable, MemoryPlanInvalid, OSError) as error:
             _log.warning("the cached memory plan %s is ignored: %s", path, error)
     plan = plan_memory(
-        program,
+        with_seconds(program, measured),
         machine,
         budget_bytes=budget_bytes,
         max_slowdown=max_slowdown,
@@ -109,7 +112,7 @@ def plan_memory_cached(
         bandwidth_margin=bandwidth_margin,
     )
     try:
-        _write(path, key, plan)
+        _write(path, key, plan, timed=measured is not None)
     except OSError as error:
         _log.warning("the memory plan could not be cached in %s: %s", path, error)
     return plan
@@ -131,7 +134,7 @@ def fingerprint(program: MemoryProgram, machine: MemoryMachine, goal: object) ->
     return digest.hexdigest()
 
 
-def _write(path: Path, key: str, plan: MemoryPlan) -> None:
+def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
     actions, choices, stays = plan.actions, plan.choices, plan.addresses
     document = {
         "fingerprint": key,
@@ -152,6 +155,7 @@ def _write(path: Path, key: str, plan: MemoryPlan) -> None:
         "statement": list(plan.statement),
         "offsets": [e.offset_bytes for e in stays],
         "arena_bytes": plan.arena_bytes,
+        "seconds": [op.seconds for op in plan.program.operators] if timed else None,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     # Readers see the old file or the whole new one, never a part.
@@ -165,6 +169,8 @@ def _read(
 ) -> MemoryPlan:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        if (seconds := document["seconds"]) is not None:
+            program = with_seconds(program, [float(s) for s in seconds])
         plan = _decode(document, key, program, machine)
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise _Unusable(f"{type(error).__name__}: {error}") from error

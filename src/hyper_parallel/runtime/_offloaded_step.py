@@ -37,7 +37,7 @@ from hyper_parallel.backends.torch.memory._source import CaptureSource
 from hyper_parallel.backends.torch.weights._ranges import local
 from hyper_parallel.errors import BadValue, BudgetImpossible, CaptureUnsupported, StepChanged
 from hyper_parallel.ir import MemoryPlan, MemoryProgram
-from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, with_seconds
 from hyper_parallel.runtime._agreed import agreed
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.topology import detect_local, load_topology
@@ -244,7 +244,8 @@ class OffloadedStep:
         captured.source, captured.owned = CaptureSource(self._model, self._optimizer), self._owned
         program = self._roofline.annotate(captured.program, self._link)
         try:
-            plan = agreed(partial(self._plan_of, program), program, self._machine)
+            timed = with_seconds(program, captured.seconds)
+            plan = agreed(partial(self._plan_of, timed), program, self._machine)
         except BudgetImpossible as error:
             error.hint = f"hp.offload(step, budget={error.least_bytes})"
             raise

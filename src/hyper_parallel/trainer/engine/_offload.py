@@ -237,6 +237,7 @@ class PlannedSteps:
         return plan_memory_cached(
             self._program,
             self._machine,
+            measured=self._captured.seconds,
             budget_bytes=self._budget,
             max_slowdown=choice.max_slowdown,
             recompute=choice.recompute,

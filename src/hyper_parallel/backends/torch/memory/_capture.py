@@ -39,7 +39,13 @@ from hyper_parallel.backends.torch.memory._collectives import (
     refuse_unplaced,
     together,
 )
-from hyper_parallel.backends.torch.memory._kernel_bytes import beside, of_piece, run
+from hyper_parallel.backends.torch.memory._kernel_bytes import (
+    Timed,
+    beside,
+    kernel_seconds,
+    of_piece,
+    run,
+)
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import (
     VIEWS,
@@ -96,6 +102,7 @@ class StepCapture:
         self._unseen, self._bring = Unseen(self.storages), bring
         self._operators: list[Operator] = []
         self._calls: list[Call] = []
+        self._timed: list[Timed] = []
         self._state: dict[int, torch.Tensor] = {}
         self.part: Phase | None = None
         self._named = named
@@ -216,7 +223,7 @@ class StepCapture:
         before = [t.untyped_storage().nbytes() for t in written]
         try:
             with self._unseen.inside(func, leaves, written) as seen:
-                out, taken = run(func, args, kwargs, leaves)
+                out, taken, events = run(func, args, kwargs, leaves)
         except DataDependentOutputException as error:
             raise CaptureUnsupported(
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
@@ -233,7 +240,10 @@ class StepCapture:
             return out
         if [t.untyped_storage().nbytes() for t in written] != before:
             raise resizes(str(func))
+        first = len(self._operators)
         self._record(func, leaves, args, kwargs, views, written, out, taken, seen.drew)
+        if events is not None and len(self._operators) > first:
+            self._timed.append((range(first, len(self._operators)), events))
         return out
 
     def _record(
@@ -378,4 +388,5 @@ class StepCapture:
             on_host,
             tuple(self._owners.values()),
             named=state,
+            seconds=kernel_seconds(self._operators, self._timed),
         )

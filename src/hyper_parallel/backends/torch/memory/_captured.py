@@ -39,6 +39,7 @@ class Captured:
         named: Views of the state that is known by name, and of what the step changes beside it.
         plain: Runs the same step without a plan, on inputs by name; None: nobody can.
         owned: See `LruSpillMode`.
+        seconds: Of every operator, as measured while it was recorded, 0 where it was not; None: on a simulated device.
     """
 
     program: MemoryProgram
@@ -54,6 +55,7 @@ class Captured:
     named: Mapping[str, View] = field(default_factory=dict)
     plain: Callable[..., Any] | None = None
     owned: Callable[[], Iterable[torch.Tensor]] = tuple
+    seconds: tuple[float, ...] | None = None
 
     @property
     def given(self) -> set[int]:

@@ -1,7 +1,8 @@
-"""Device bytes that an operator takes beside the addresses of its results.
+"""Device bytes that an operator takes beside the addresses of its results, and how long it runs.
 
 What a kernel takes for itself and gives back before it returns depends on the kernel that a device chooses: sums in
-float32, sorted rows, workspaces. So the allocator of an accelerator is asked while the step is recorded.
+float32, sorted rows, workspaces. So the allocator of an accelerator is asked while the step is recorded, and its
+events are put around every kernel.
 
 The gradient of an embedding is as large as the table and no kernel writes it at a given address, so it is made beside
 its address a few columns at a time. A column of it depends on the same column of the incoming gradient only and is
@@ -23,8 +24,9 @@ from torch.utils._pytree import tree_map_only
 from hyper_parallel.backends.torch.memory._operators import COMMUNICATION, Call, View, tensors_in
 from hyper_parallel.backends.torch.memory._out_variants import into
 from hyper_parallel.backends.torch.memory._storages import Entry
+from hyper_parallel.backends.torch.memory._streams import DeviceApi
 from hyper_parallel.backends.torch.memory._workspace import device_workspace
-from hyper_parallel.ir import GRADIENT_PIECES
+from hyper_parallel.ir import GRADIENT_PIECES, Operator
 from hyper_parallel.units import KiB
 
 _LEAST: Final = 64 * KiB  # a smaller piece is not worth its launches
@@ -39,9 +41,15 @@ def beside(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
     return tuple(entries[view.storage].num_bytes for _, view in call.made)
 
 
+Events = tuple[Any, Any]
+"""Before and after a kernel, on the stream that it runs on."""
+Timed = tuple[range, Events]
+"""Operators of the program that are the parts of one, and the events around it."""
+
+
 def run(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
-) -> tuple[Any, tuple[int, ...]]:
+) -> tuple[Any, tuple[int, ...], Events | None]:
     """Run an operator.
 
     Args:
@@ -51,22 +59,48 @@ def run(
         tensors: The tensors among them.
 
     Returns:
-        Its outputs, and the bytes that its kernel had for itself beside them. The allocator's peak begins anew.
+        Its outputs, the bytes that its kernel had for itself beside them, and the events around it, on an accelerator.
+        The allocator's peak begins anew.
     """
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     if device is None or func.namespace in COMMUNICATION:
-        return func(*args, **kwargs), ()
+        return func(*args, **kwargs), (), None
     module: Any = torch.get_device_module(device)
     measurable = hasattr(module, "max_memory_allocated")
     if not measurable or any(isinstance(t, FakeTensor) for t in tensors):
         taken = device_workspace(func, args, kwargs)
-        return func(*args, **kwargs), (taken,) if taken else ()
+        return func(*args, **kwargs), (taken,) if taken else (), None
+    event, stream = DeviceApi.of(device).event, module.current_stream(device)
+    begin, end = event(enable_timing=True), event(enable_timing=True)
     with _no_collection():
         module.reset_peak_memory_stats(device)
+        begin.record(stream)
         out = func(*args, **kwargs)
+        end.record(stream)
         # What stays is a result, or a workspace that a library keeps.
         taken = int(module.max_memory_allocated(device) - module.memory_allocated(device))
-    return out, (taken,) if taken else ()
+    return out, (taken,) if taken else (), (begin, end)
+
+
+def kernel_seconds(
+    operators: Sequence[Operator], timed: Sequence[Timed]
+) -> tuple[float, ...] | None:
+    """Seconds of every operator by the events around it, 0 where there are none; None: there are none at all.
+
+    The host is slower than the device while a step is recorded, so between two events is also what a launch takes, the
+    least of them. A kernel that is shorter than a launch counts as one: the host issues no faster.
+    """
+    if not timed:
+        return None
+    timed[-1][1][1].synchronize()
+    found = [float(begin.elapsed_time(end)) / 1e3 for _, (begin, end) in timed]
+    launch, seconds = min(found), [0.0] * len(operators)
+    for (parts, _), between in zip(timed, found, strict=True):
+        moved = sum(operators[at].access_bytes for at in parts)
+        for at in parts:
+            share = operators[at].access_bytes / moved if moved else 1 / len(parts)
+            seconds[at] = max(between - launch, launch) * share
+    return tuple(seconds)
 
 
 @contextmanager

@@ -266,20 +266,16 @@ def numbers_read(func: Any, flat: Sequence[Any]) -> list[tuple[int, Any]]:
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Floating-point operations: torch's own formulas, and two that its registry lacks on a CPU."""
-    packet = func._overloadpacket
+    """Floating-point operations: torch's own formulas, but of attention: those refuse grouped heads in torch 2.11."""
+    packet, name = func._overloadpacket, func._opname
+    if name.startswith("_scaled_dot_product_") and _has(func, "is_causal"):
+        causal = _argument(func, args, kwargs, "is_causal")
+        if not name.endswith("_backward"):
+            return _attention_flops(*args[:3], causal)
+        # Five matrix products against two in forward: scores again, then dV, dP, dQ, dK.
+        return 2.5 * _attention_flops(*args[1:4], causal)
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
-    name = func._opname
-    if name == "_scaled_dot_product_flash_attention_for_cpu":
-        return _attention_flops(
-            args[0], args[1], args[2], _argument(func, args, kwargs, "is_causal")
-        )
-    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        # Five matrix products against two in forward: scores again, then dV, dP, dQ, dK.
-        return 2.5 * _attention_flops(
-            args[1], args[2], args[3], _argument(func, args, kwargs, "is_causal")
-        )
     if name == "_grouped_mm":
         left, right = args[0], args[1]
         return 2.0 * left.shape[-2] * left.shape[-1] * right.shape[-1]

@@ -169,7 +169,11 @@ class _TwoSteps:
             other = self._staging_bytes - program.staging_bytes
             budget = limits.device_bytes - other
             try:
-                plans.append(plan_memory_cached(program, machine, budget_bytes=budget))
+                plans.append(
+                    plan_memory_cached(
+                        program, machine, measured=captured.seconds, budget_bytes=budget
+                    )
+                )
             except BudgetImpossible as error:
                 least = max(least, error.least_bytes + other)
         if least:
