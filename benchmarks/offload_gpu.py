@@ -276,9 +276,9 @@ def run(case: Case, only: list[str] | None) -> Iterator[tuple[str, dict[str, Any
     policies: dict[str, Callable[[], dict[str, Any]]] = {
         "checkpoint": lambda: plain(case, checkpoint=True),
         "save_on_cpu": lambda: save_on_cpu(case),
-        "core": lambda: core(case),
-        "plan": lambda: planned(case, link, None),
         "plan-70": lambda: planned(case, link, 0.7),
+        "plan": lambda: planned(case, link, None),
+        "core": lambda: core(case),
     }
     for name, policy in policies.items():
         if only and name not in only:
@@ -332,9 +332,11 @@ def main() -> int:
     assert device is not None
     tokens = given.tokens or (64 if given.tiny else 8192)
     case = Case(device, given.tiny, given.layers, tokens, given.steps, 1.0 if given.clip else None)
-    rows = dict(run(case, given.only))
-    for row in rows.values():
+    rows = {}
+    for name, row in run(case, given.only):
         row.pop("losses", None)
+        rows[name] = row
+        print(name, json.dumps(row), file=sys.stderr, flush=True)
     print(json.dumps({
         "machine": machine(), "device": str(device), "layers": given.layers, "tokens": tokens,
         "dtype": str(case.dtype), "clip_norm": case.clip, "policies": rows,

@@ -124,6 +124,25 @@ def on_bytes_that_a_kernel_takes_for_itself(knobs, folder):
         assert measured.device_bytes == plan.device_bytes
 
 
+def on_operators_are_timed_while_they_are_recorded(knobs, folder):
+    """Parts of an update share its time, and a kernel shorter than a launch counts as one."""
+    delay_s = 2e-3
+    taken = []
+    for us in (0, 2000):
+        model, optimizer = trainer("llama")
+        training_step(model, optimizer, batch(0))
+        knobs.set_operator_delay_us(us)
+        taken.append(capture_training(model, optimizer, batch(1)))
+        knobs.set_operator_delay_us(0)
+    fast, slow = (dict(enumerate(step.seconds)) for step in taken)
+    operators = taken[1].program.operators
+    parts = [n for n, op in enumerate(operators) if op.name == "_fused_adamw_"]
+    assert len(parts) == len([*model.parameters()])
+    assert sum(slow[n] for n in parts) >= delay_s > max(slow[n] for n in parts)
+    alone = [n for n, op in enumerate(operators) if op.name == "mm"]
+    assert min(slow[n] for n in alone) >= delay_s > sorted(fast[n] for n in alone)[len(alone) // 2]
+
+
 def on_prefill_and_decode_with_a_cache(knobs, folder):
     for length in (8, 1):
         model = model_of("llama").eval().to(EMU)

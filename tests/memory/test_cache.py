@@ -14,6 +14,7 @@ from hyper_parallel.memory import (
     order_peak,
     plan_memory,
     plan_memory_cached,
+    with_seconds,
 )
 from tests.memory.programs import training_chain
 
@@ -55,6 +56,28 @@ def test_other_arguments_are_another_plan(filled, tmp_path):
     elsewhere = replace(training_chain(), address_bytes=8)
     plan_memory_cached(elsewhere, MACHINE, cache=tmp_path, budget_bytes=9000)
     assert len(list(tmp_path.glob("*"))) == 7
+
+
+def test_measured_seconds_are_kept_with_the_plan_and_not_looked_up(tmp_path):
+    program = training_chain()
+    first, later = ([op.seconds * x for op in program.operators] for x in (1.25, 1.26))
+    given = {"cache": tmp_path, "budget_bytes": 9000}
+    plan = plan_memory_cached(program, MACHINE, measured=first, **given)
+    assert [op.seconds for op in plan.program.operators] == first
+    assert plan == plan_memory(with_seconds(program, first), MACHINE, budget_bytes=9000)
+    assert plan_memory_cached(program, MACHINE, measured=later, **given) == plan
+    # One without measurements is another plan.
+    assert plan_memory_cached(program, MACHINE, **given).program == program
+    assert len(list(tmp_path.glob("*"))) == 2
+
+
+def test_seconds_that_were_not_measured_stay_as_they_were():
+    program = training_chain()
+    one, two, *others = program.operators
+    mixed = replace(program, operators=(one, replace(two, group="ranks"), *others))
+    measured = [0.0, 5.0, *(7.0 for _ in others)]
+    found = [op.seconds for op in with_seconds(mixed, measured).operators]
+    assert found == [one.seconds, two.seconds, *(7.0 for _ in others)]
 
 
 def _set(key, value):

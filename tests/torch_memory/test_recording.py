@@ -14,6 +14,7 @@ from hyper_parallel.backends.torch.memory import (
     record,
     training_step,
 )
+from hyper_parallel.backends.torch.memory._operators import count_flops
 from hyper_parallel.backends.torch.memory._storages import Entry, Storages
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.memory import (
@@ -217,3 +218,19 @@ def test_a_storage_may_end_while_others_are_looked_at():
     ended = [(entry.name, entry.num_bytes) for _, entry, _ in storages.end_resized()]
     assert ended == [("first", 32)]
     assert storages.living == []
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_of_accelerators_is_counted_with_grouped_heads_and_what_is_masked(kernel):
+    """Keys of two heads serve eight; torch 2.11 has a formula for that which raises."""
+    q, k = torch.empty(3, 8, 5, 16, device="meta"), torch.empty(3, 2, 5, 16, device="meta")
+    rest = () if kernel == "flash" else (None, False)
+    aten = torch.ops.aten
+    forward = getattr(aten, f"_scaled_dot_product_{kernel}_attention").default
+    backward = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    pairs = {False: 25, True: 15}
+    for causal, seen in pairs.items():
+        whole = 2 * 2 * 3 * 8 * seen * 16
+        assert count_flops(forward, (q, k, k, *rest, 0.0, causal), {}, None) == whole
+        given = {a.name: None for a in backward._schema.arguments[4:]} | {"is_causal": causal}
+        assert count_flops(backward, (q, q, k, k), given, None) == 2.5 * whole
