@@ -31,6 +31,8 @@ EXPERTS = CONFIG | {
 GPT2 = {"model_type": "gpt2", "vocab_size": 385, "n_embd": 32, "n_layer": 1, "n_head": 4}
 STEPS = 4
 FREE = "training.max_grad_norm=null"  # without clipping, updates may run inside the backward pass
+# Of a machine whose rates are known: whether so little host memory is enough hangs on them.
+THREE_TIERS = (FREE, "topology=dgx-h100", "offload.budget=1200KiB", "offload.dram=300KiB")
 FOUR = ("parallel.dp_shard=2", "parallel.tp_x=2", "training.microbatch=2")
 
 
@@ -109,11 +111,8 @@ def assert_same_run(mine, reference, last=STEPS):
 
 def test_one_rank_through_three_tiers(place, train):
     flash = place / "flash"
-    mine = train(
-        "one-off", FREE, "offload.budget=1000KiB", "offload.dram=200KiB", f"offload.flash_dir={flash}",
-        report=True,
-    )  # fmt: skip
-    assert assert_same_run(mine, train("one", FREE)) <= 1000 * 1024
+    mine = train("one-off", *THREE_TIERS, f"offload.flash_dir={flash}", report=True)
+    assert assert_same_run(mine, train("one", FREE)) <= 1200 * 1024
     assert rows(mine / "metrics.jsonl")[-1]["offload"]["flash_bytes"] > 0
     assert not list(flash.iterdir())
     page = (mine / "report.html").read_text()
@@ -172,8 +171,8 @@ def test_messages_between_two_ranks(place, train, given, request):
         part.format(place=place) for part in (*given, "training.steps=5", "training.eval_every=0")
     ]
     name = request.node.callspec.id
-    mine = train(f"{name}-off", *given, "offload.max_slowdown=0.05")
-    assert_same_run(mine, train(name, *given), last=5)
+    mine = train(f"{name}-off", *given, "offload.budget=900KiB")
+    assert assert_same_run(mine, train(name, *given), last=5) <= 900 * 1024
 
 
 def test_two_ranks_update_their_shards_on_the_host(place, train):
@@ -360,10 +359,7 @@ def test_a_failing_copy_ends_the_run_with_its_cause(place, train, monkeypatch, f
     monkeypatch.setattr(FileTier, "write", writing)
     said = {"truncated": "wrong size", "full": "No space left", "dies": "the thread died"}[fault]
     with pytest.raises(TransferFailed, match=said):
-        train(
-            f"fault-{fault}", FREE, "offload.budget=1000KiB", "offload.dram=200KiB",
-            f"offload.flash_dir={place}/flash-{fault}",
-        )  # fmt: skip
+        train(f"fault-{fault}", *THREE_TIERS, f"offload.flash_dir={place}/flash-{fault}")
     assert len(rows(place / f"fault-{fault}" / "metrics.jsonl")) < STEPS
     assert not list((place / f"fault-{fault}").glob(f"checkpoints/*{STEPS}"))
     assert not list((place / f"flash-{fault}").iterdir())
