@@ -8,6 +8,8 @@ memory (`torch.autograd.graph.save_on_cpu`); `core`, all saved tensors that `tor
 stream with prefetch; `plan`, the least memory for 2 % more time; `plan-70`, the fastest plan for 70 % of eager's peak.
 Wanted: `plan` or `plan-70` within 2 % of eager's time at 30 % less memory or better. `--clip` clips gradients at 1.
 
+`--profile` adds, of one more step, what the device computed for and copied by kernel: where the time of a plan goes.
+
 Peaks are the allocator's, less what was on the device before the policy; `plan_peak_bytes` is what the plan predicts:
 without the workspaces that libraries keep. A CPU has no such counter: there only the plans have one, counted. Every
 policy starts from the same weights in a model of its own; the losses of the timed steps are compared.
@@ -58,6 +60,7 @@ class Case:
         tokens: Tokens of the one sequence.
         steps: Timed steps.
         clip: Largest norm of the gradients; None: they are not clipped.
+        profile: Also say which kernels take how long.
     """
 
     def __init__(
@@ -68,8 +71,9 @@ class Case:
         tokens: int,
         steps: int,
         clip: float | None,
+        profile: bool,
     ) -> None:
-        self.device, self.steps, self.clip = device, steps, clip
+        self.device, self.steps, self.clip, self.profile = device, steps, clip, profile
         self.config = LlamaConfig(
             **(TINY if tiny else SHAPES), num_hidden_layers=layers, use_cache=False
         )
@@ -110,6 +114,22 @@ class Case:
             return None
         return int(self.module.max_memory_allocated(self.device)) - self.before
 
+    def kernels(self, step: Callable[[Batch], Any]) -> dict[str, Any]:
+        """Milliseconds and calls of the longest kernels and copies of a step, by torch's profiler."""
+        if not self.profile:
+            return {}
+        batch = self.batch(2 + self.steps)
+        with torch.profiler.profile(acc_events=True) as found:
+            step(batch)
+            self.settle()
+        on_device = [
+            (event.self_device_time_total / 1e3, event.count, event.key[:120])
+            for event in found.key_averages()
+            if event.device_type != torch.autograd.DeviceType.CPU
+        ]
+        total = sum(ms for ms, _, _ in on_device)
+        return {"kernels_ms": total, "kernels": sorted(on_device, reverse=True)[:40]}
+
     def timed(self, step: Callable[[Batch], Tensor]) -> dict[str, Any]:
         """Seconds of steps after two that warm up, the peak over them, their losses."""
         losses, seconds = {n: step(self.batch(n)) for n in range(2)}, []
@@ -127,6 +147,7 @@ class Case:
             "step_s": statistics.median(seconds),
             "peak_bytes": self.peak_bytes(),
             "losses": {number: float(loss) for number, loss in losses.items()},
+            **self.kernels(step),
         }
 
 
@@ -222,6 +243,7 @@ def planned(case: Case, link: Channel, share: float | None) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begin)
             losses[number] = loss
         taken = case.peak_bytes()
+        kernels = case.kernels(device.step)
     peak, predicted = measured.device_bytes, plan.device_bytes
     return {
         "step_s": statistics.median(seconds[1:]),
@@ -242,6 +264,7 @@ def planned(case: Case, link: Channel, share: float | None) -> dict[str, Any]:
         "predicted_step_s": plan.seconds,
         "device_step_s": measured.seconds,
         "statement": plan.statement,
+        **kernels,
     }
 
 
@@ -311,6 +334,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--profile", action="store_true", help="say which kernels take how long")
     parser.add_argument("--clip", action="store_true", help="clip gradients at a norm of 1")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", nargs="+", help="policies besides eager")
@@ -331,7 +355,8 @@ def main() -> int:
     device = here if given.device == "auto" else torch.device(given.device)
     assert device is not None
     tokens = given.tokens or (64 if given.tiny else 8192)
-    case = Case(device, given.tiny, given.layers, tokens, given.steps, 1.0 if given.clip else None)
+    clip = 1.0 if given.clip else None
+    case = Case(device, given.tiny, given.layers, tokens, given.steps, clip, given.profile)
     rows = {}
     for name, row in run(case, given.only):
         row.pop("losses", None)

@@ -85,9 +85,11 @@ class PlainStep:
         assert captured.plain is not None
         where = captured.device
         bases = {s: tensor.untyped_storage() for s, tensor in captured.state.items()}
+        made = captured.eager_peak_bytes - sum(base.nbytes() for base in bases.values())
         runs = []
         for _ in range(1 if where.type == "cpu" else 2):
-            with _undone([bases[s] for s in captured.changed], where, captured.generators):
+            changed = [bases[s] for s in captured.changed]
+            with _undone(changed, where, captured.generators, made):
                 with within_device(where, captured.owned):
                     outputs = captured.plain(**inputs)
                 state = {k: view.on(bases[view.storage]) for k, view in captured.named.items()}
@@ -127,10 +129,21 @@ class PlainStep:
 def _undone(
     storages: Iterable[torch.UntypedStorage],
     device: torch.device,
-    generators: Sequence[torch.Generator] = (),
+    generators: Sequence[torch.Generator],
+    made_bytes: int,
 ) -> Iterator[None]:
-    """Put the bytes of storages, and random numbers, back where they were; the copies are in host memory."""
-    before = [(base, torch.UntypedStorage(base.nbytes()).copy_(base)) for base in storages]
+    """Put the bytes of storages, and random numbers, back where they were.
+
+    The copies are on the device where they leave room for what a step makes, `made_bytes`; else in host memory, from
+    which gigabytes take seconds.
+    """
+    storages = list(storages)
+    num_bytes = sum(base.nbytes() for base in storages)
+    fits = num_bytes + made_bytes <= 0.8 * _free_bytes(device)  # as much as spilling uses
+    home = device if fits else torch.device("cpu")
+    before = [
+        (base, torch.UntypedStorage(base.nbytes(), device=home).copy_(base)) for base in storages
+    ]
     states = [generator.get_state() for generator in generators]
     devices = [] if device.type == "cpu" else [device]
     try:
@@ -141,6 +154,15 @@ def _undone(
             base.copy_(copy)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What an accelerator's allocator can still give."""
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
 
 
 def _flat(tensor: Tensor) -> Tensor:
