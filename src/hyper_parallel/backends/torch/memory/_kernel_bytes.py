@@ -92,7 +92,8 @@ def kernel_seconds(
     """
     if not timed:
         return None
-    timed[-1][1][1].synchronize()
+    for _, (_, end) in timed:  # operators may be on several streams
+        end.synchronize()
     found = [float(begin.elapsed_time(end)) / 1e3 for _, (begin, end) in timed]
     launch, seconds = min(found), [0.0] * len(operators)
     for (parts, _), between in zip(timed, found, strict=True):
