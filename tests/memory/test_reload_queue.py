@@ -12,7 +12,11 @@ def four_reloads() -> ReloadQueue:
 
 
 def tried(queue: ReloadQueue, position: int, free_bytes: int = 0) -> list[int]:
-    return [number for number, _, _ in queue.at(position, lambda: free_bytes)]
+    return [number for number, _, _ in at(queue, position, free_bytes)]
+
+
+def at(queue: ReloadQueue, position: int, free_bytes: int = 0, dram_fits: bool = False):
+    return queue.at(position, lambda: free_bytes, lambda num_bytes: dram_fits)
 
 
 def test_each_is_tried_once_in_order_when_its_time_has_come():
@@ -22,25 +26,25 @@ def test_each_is_tried_once_in_order_when_its_time_has_come():
 
 def test_one_that_sleeps_keeps_its_place_in_the_queue():
     queue = four_reloads()
-    for number, _, _ in queue.at(2, lambda: 0):
+    for number, _, _ in at(queue, 2):
         queue.until(number, 5 - number)  # 0 sleeps until 5, 1 until 4
     assert [tried(queue, position) for position in (3, 4, 5, 6)] == [[2, 3], [1], [0], []]
 
 
 def test_nobody_sleeps_longer_than_until_it_must_be_back():
     queue = four_reloads()
-    for number, _, _ in queue.at(2, lambda: 0):
+    for number, _, _ in at(queue, 2):
         queue.until(number, 100)
     assert [tried(queue, position) for position in (8, 9)] == [[2, 3], [0, 1]]
 
 
 def test_room_wakes_the_first_that_fits_and_others_only_while_it_lasts():
     queue = four_reloads()
-    for number, _, _ in queue.at(2, lambda: 0):
+    for number, _, _ in at(queue, 2):
         queue.for_bytes(number, 10)
     assert tried(queue, 3, 9) == [2, 3]
     free, found = [15], []
-    for number, _, _ in queue.at(4, lambda: free[0]):
+    for number, _, _ in queue.at(4, lambda: free[0], lambda _: False):
         found.append(number)
         free[0] -= 10
     assert found == [0]
@@ -49,10 +53,41 @@ def test_room_wakes_the_first_that_fits_and_others_only_while_it_lasts():
 
 def test_the_end_of_a_copy_wakes_those_behind_it_at_once_and_those_before_at_the_next_position():
     queue, found = four_reloads(), []
-    for number, _, _ in queue.at(2, lambda: 0):
+    for number, _, _ in at(queue, 2):
         queue.for_copy(number, 7)
-    for number, _, _ in queue.at(3, lambda: 0):
+    for number, _, _ in at(queue, 3):
         found.append(number)
     assert found == [2, 3]
     queue.ended(7, 3)
     assert tried(queue, 4) == [0, 1]
+
+
+def test_a_line_for_dram_moves_up_as_buffers_come_free():
+    queue = four_reloads()
+    for number, _, _ in at(queue, 2):
+        queue.for_dram(number, 10 if number == 0 else 20)
+    for number, _, _ in at(queue, 3):
+        queue.for_dram(number, 20)
+    free, found = {10: 0, 20: 2}, []
+    for number, _, _ in queue.at(4, lambda: 0, lambda size: free[size] > 0):
+        found.append(number)
+        free[10 if number == 0 else 20] -= 1
+    assert found == [1, 2]
+    free[10] = 1
+    assert [n for n, _, _ in queue.at(5, lambda: 0, lambda size: free[size] > 0)] == [0]
+    assert tried(queue, 9) == [3]  # it must be back, room or not
+
+
+def test_a_long_line_for_dram_costs_one_question_of_every_size():
+    """It was tried as a whole at every position: of large models, for minutes."""
+    events = [(0, Gap(s, 0, 1000, "flash"), "copy_in") for s in range(500)]
+    queue, asked = ReloadQueue(events), list[int]()
+    for number, _, _ in at(queue, 0):
+        queue.for_dram(number, number % 2)
+
+    def full(num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return False
+
+    assert not list(queue.at(1, lambda: 0, full))
+    assert sorted(asked) == [0, 1]

@@ -2,98 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
 from hyper_parallel.errors import TierFull
 from hyper_parallel.memory._emitted import Emitted
 from hyper_parallel.memory._memory_machine import MemoryMachine
-from hyper_parallel.memory._programs import Search
 
-_ROUNDS: Final = 6  # of bisection
-_LARGE_ROUNDS: Final = 3
-_LARGE: Final = 1500  # operators; an emission takes a part of a second
+_ROUNDS: Final = 5  # of bisection
 
-_Fits = Callable[[Emitted], bool]
+_On = Callable[[MemoryMachine], Emitted | None]
 
 
-def sufficient_capacity(
-    searches: Sequence[Search],
-    aim: int,
-    fits: _Fits,
-    planned: Callable[[Sequence[Search]], Emitted | None],
-) -> dict[str, int]:
+def sufficient_capacity(machine: MemoryMachine, planned: _On, tried: _On) -> dict[str, int]:
     """Bytes of DRAM or of flash, each with the other as it is, with which planning succeeds; empty when none helps.
 
+    It is what a plan without the limit takes; of DRAM before a flash tier, which goes without most of it, less.
+
     Args:
-        searches: What has found nothing.
-        aim: Device bytes that programs aim at.
-        fits: Whether a program keeps the budget.
-        planned: What planning with these searches ends with; None: it fails.
+        machine: With it, planning finds nothing.
+        planned: What planning with other capacities ends with; None: it fails.
+        tried: The same of its first step only.
     """
-    machine = searches[0].machine
-
-    def on(changed: MemoryMachine) -> list[Search]:
-        return [s.on(changed) for s in searches]
-
-    def first(changed: MemoryMachine) -> Emitted | None:
-        result = (search.first(aim, fits) for search in on(changed))
-        return next((e for e in result if e is not None), None)
-
-    result = {}
+    result = dict[str, int]()
     if machine.dram_bytes is not None:
-        result["dram"] = _least(
-            machine.dram_bytes,
-            lambda n: first(replace(machine, dram_bytes=n)),
-            lambda e: e.dram_bytes,
-            lambda n: planned(on(replace(machine, dram_bytes=n))),
-            same=machine.copy_out is None,
-        )
+        unlimited = planned(replace(machine, dram_bytes=None))
+        if unlimited is not None:
+            most = max(unlimited.dram_bytes, machine.dram_bytes + 1)
+            enough = (
+                most if machine.copy_out is None else _before_flash(machine, most, planned, tried)
+            )
+            if enough is not None:
+                result["dram"] = enough
     if machine.copy_out is not None and machine.flash_bytes is not None:
-        result["flash"] = _least(
-            machine.flash_bytes,
-            lambda n: first(replace(machine, flash_bytes=n)),
-            lambda e: e.peaks["flash"],
-            lambda n: planned(on(replace(machine, flash_bytes=n))),
-            same=True,
-        )
-    return {tier: sufficient for tier, sufficient in result.items() if sufficient is not None}
+        unlimited = planned(replace(machine, flash_bytes=None))
+        if unlimited is not None:
+            result["flash"] = max(unlimited.peaks["flash"], machine.flash_bytes + 1)
+    return result
 
 
-def _least(
-    low: int,
-    first: Callable[[int], Emitted | None],
-    taken: Callable[[Emitted], int],
-    planned: Callable[[int | None], Emitted | None],
-    *,
-    same: bool,
-) -> int | None:
-    """The smallest capacity of a tier above `low` that was found to be enough; None when no capacity is.
+def _before_flash(machine: MemoryMachine, most: int, planned: _On, tried: _On) -> int | None:
+    """Bytes of DRAM that are enough, at best the least; None when none were found.
 
     Args:
-        low: A capacity that is not enough.
-        first: A program for a capacity.
-        taken: Bytes that a program takes in the tier.
-        planned: What planning with a capacity ends with; None: unlimited.
-        same: With what an unlimited plan takes, planning finds that plan again.
+        machine: With its DRAM, planning finds nothing.
+        most: What is taken when DRAM has no limit.
+        planned: See `sufficient_capacity`.
+        tried: See there.
     """
-    if (whole := planned(None)) is None:
-        return None
-    most = high = max(taken(whole), low + 1)
-    for _ in range(_LARGE_ROUNDS if len(whole.actions) > _LARGE else _ROUNDS):
+    low, high = machine.dram_bytes or 0, most
+    for _ in range(_ROUNDS):
         middle = (low + high) // 2
-        if middle == low:
-            break
-        if (now := first(middle)) is None:
+        if (found := tried(replace(machine, dram_bytes=middle))) is None:
             low = middle
         else:
-            high = max(taken(now), low + 1)
-    if high < most and planned(high) is not None:
-        return high
+            high = max(found.dram_bytes, low + 1)
     # With a capacity DRAM is shared between what stays there and what goes on to flash.
-    tried = (most,) if same else (most, 2 * most, 4 * most)
-    return next((n for n in tried if same or planned(n) is not None), None)
+    sizes = dict.fromkeys((high, most, 2 * most, 4 * most))
+    return next((n for n in sizes if planned(replace(machine, dram_bytes=n)) is not None), None)
 
 
 def tier_full(budget_bytes: int, machine: MemoryMachine, sufficient: Mapping[str, int]) -> TierFull:

@@ -71,12 +71,12 @@ class EmissionLedger:
 
     def dram_fits(self, s: int) -> bool:
         """Whether DRAM has room for a storage."""
+        return "dram" in self.current[s] or self.has_dram(self._sizes[s])
+
+    def has_dram(self, num_bytes: int) -> bool:
+        """Whether DRAM has a buffer of so many bytes."""
         capacity = self._dram_capacity
-        return (
-            capacity is None
-            or "dram" in self.current[s]
-            or self.buffers.fits(self._sizes[s], capacity)
-        )
+        return capacity is None or self.buffers.fits(num_bytes, capacity)
 
     @property
     def dram_bytes(self) -> int:

@@ -108,7 +108,9 @@ class Emitter:
             if self.ledger.clock.now_s + self.left_s[position] > limit_s:
                 return None
             self._retire(position)
-            for number, gap, kind in self.reloads.at(position, self._free_bytes):
+            for number, gap, kind in self.reloads.at(
+                position, self._free_bytes, self.ledger.has_dram
+            ):
                 self._reload(number, gap, kind, position)
             if index in self.recomputes.host.operators:
                 for running in self.comms.before(self.program.operators[index]):
@@ -296,7 +298,7 @@ class Emitter:
             if "dram" in self.ledger.current[s]:
                 return
             if early and not self.ledger.dram_fits(s):
-                self.reloads.until(number, position + 1)
+                self.reloads.for_dram(number, self.program.sizes[s])
                 return
             self.copies.copy_in(s)
         elif not early and self.budget is not None and self.program.sizes[s] > self._free_bytes():

@@ -9,6 +9,7 @@ from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory._capacity_hint import sufficient_capacity, tier_full
 from hyper_parallel.memory._emitted import Emitted
 from hyper_parallel.memory._host import device_part
+from hyper_parallel.memory._memory_machine import MemoryMachine
 from hyper_parallel.memory._programs import Search
 from hyper_parallel.memory._usedef import working_set_bytes
 from hyper_parallel.units import format_bytes
@@ -18,10 +19,14 @@ _TRIED = 3  # programs whose addresses are looked for at each target; of small p
 _LARGE_PROGRAM = 300  # operators
 _TARGETS = 12  # by bisection, until they are so close
 _TARGET_PARTS, _SAVED_PARTS = 100, 40  # of the target, and of what it saves
+_REFUSED_PARTS, _REFUSED_GROWTH = (
+    32,
+    4,
+)  # of the target, when all that is asked is what would be enough
 _AIMS = 5  # targets; from the third on lower by half of what addresses took too much
 # Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
 _GAPS = (256, 50)
-_ELSEWHERE = 20  # the same while it is asked what DRAM or flash would be enough
+_ELSEWHERE = 20  # the same while it is asked what DRAM would be enough
 # A program that is faster by less is not tried again with more room for gaps; at the first target, by much less.
 _WORTH_MORE_GAPS, _WORTH_MORE_GAPS_AT_FIRST = 0.97, 0.998
 
@@ -109,7 +114,7 @@ def _least_time(
         )
     # The lowest programs are looked for in the same way whatever the budget is, so planning finds them again.
     fresh = search.fresh()
-    last = _least_peak(fresh, fresh.identity, float("inf"))[-1]
+    last = _least_peak(fresh, fresh.identity, float("inf"), refused=True)[-1]
     lowest = {id(e): e for e in (last, fresh.best_seen)}
     plans = {at: finish(e) for at, e in lowest.items()}
     others = fresh.programs((floor + arena_budget) // 2, lowers=True)
@@ -143,24 +148,25 @@ def _more_elsewhere(
 ) -> TierFull | None:
     """What stands in the way, when it is DRAM or flash."""
     program, machine = searches[0].program, searches[0].machine
-    arena_budget = budget - program.staging_bytes
-    if working_set_bytes(device_part(program, machine)) > arena_budget:
+    if working_set_bytes(device_part(program, machine)) > budget - program.staging_bytes:
         return None
 
-    def fits(e: Emitted) -> bool:
-        return e.peak <= arena_budget and finish(e).device_bytes <= budget
-
-    def planned(others: Sequence[Search]) -> Emitted | None:
-        for search in others:
+    def planned(changed: MemoryMachine) -> Emitted | None:
+        for search in searches:
             try:
-                return _least_time(search, budget, finish)[0]
+                return _least_time(search.on(changed), budget, finish)[0]
             except BudgetImpossible:
                 continue
         return None
 
-    sufficient = sufficient_capacity(
-        searches, arena_budget - arena_budget // _ELSEWHERE, fits, planned
-    )
+    def tried(changed: MemoryMachine) -> Emitted | None:
+        arena_budget = budget - program.staging_bytes
+        aim = arena_budget - arena_budget // _ELSEWHERE
+        found = (e for s in searches for e in s.on(changed).programs(aim, lowers=True))
+        fits = (e for e in found if e.peak <= arena_budget)
+        return next((e for e in fits if finish(e).device_bytes <= budget), None)
+
+    sufficient = sufficient_capacity(machine, planned, tried)
     if not sufficient:
         return None
     return tier_full(budget, machine, {**sufficient, "device": error.least_bytes})
@@ -192,8 +198,12 @@ def least_peak(
     return min(plans, key=lambda one: (one[1].device_bytes, one[0].peak))
 
 
-def _least_peak(search: Search, best: Emitted, limit_s: float) -> list[Emitted]:
+def _least_peak(
+    search: Search, best: Emitted, limit_s: float, *, refused: bool = False
+) -> list[Emitted]:
     """Programs of ever lower peaks within the time, the one to be lowered first.
+
+    A target that is out of reach takes longest to try, so for a refusal fewer of them are.
 
     Bisects the target: first that of the linear program alone, which is quick and hardly too high, then from there on
     that of programs. Every success is judged by its real peak, so the answer never depends on monotony.
@@ -204,6 +214,7 @@ def _least_peak(search: Search, best: Emitted, limit_s: float) -> list[Emitted]:
 
     def close() -> bool:
         near = min(high // _TARGET_PARTS, (start - low) // _SAVED_PARTS)
+        near = high // _REFUSED_PARTS if refused else near
         return high - low <= max(near, search.program.alignment_bytes)
 
     for _ in range(_TARGETS):
@@ -232,5 +243,5 @@ def _least_peak(search: Search, best: Emitted, limit_s: float) -> list[Emitted]:
                 low = target
         else:
             low = target
-            step *= 2
+            step *= _REFUSED_GROWTH if refused else 2
     return result

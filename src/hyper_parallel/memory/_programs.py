@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hyper_parallel.ir import MemoryProgram
@@ -144,10 +144,6 @@ class Search:
                 return
             for j, num_bytes in more.items():
                 reserve[j] = reserve.get(j, 0.0) + num_bytes
-
-    def first(self, target: int, fits: Callable[[Emitted], bool]) -> Emitted | None:
-        """Any program for a target that respects the other tiers and fits."""
-        return next((e for e in self.programs(target, lowers=True) if fits(e)), None)
 
     def _emit(self, choice: WholeChoice, target: int, limit_s: float) -> Emitted | None:
         """The program of a choice; None when it takes longer than the limit."""
