@@ -7,7 +7,8 @@ Policies: `eager`; `checkpoint`, every layer recomputed (transformers); `save_on
 memory (`torch.autograd.graph.save_on_cpu`); `core`, all saved tensors that `torch._functorch` can offload, on its own
 stream with prefetch; `plan`, the least memory for 2 % more time; `plan-70`, the fastest plan for 70 % of eager's peak.
 Wanted: `plan` or `plan-70` within 2 % of eager's time at 30 % less memory or better; the exit
-code is 1 when neither is, on an accelerator. `--clip` clips gradients at 1.
+code is 1 when neither is, on an accelerator. `--clip` clips gradients at 1. `--loss-chunks 8` computes head and loss in
+blocks of tokens, under every policy: the logits, which no policy can move, are most of what is left else.
 
 `--profile` adds, of one more step, what the device computed for and copied by kernel: where the time of a plan goes.
 
@@ -61,6 +62,7 @@ class Case:
         tokens: Tokens of the one sequence.
         steps: Timed steps.
         clip: Largest norm of the gradients; None: they are not clipped.
+        chunks: Blocks of tokens for head and loss; None: the model's own loss.
         profile: Also say which kernels take how long.
     """
 
@@ -72,9 +74,11 @@ class Case:
         tokens: int,
         steps: int,
         clip: float | None,
+        chunks: int | None,
         profile: bool,
     ) -> None:
-        self.device, self.steps, self.clip, self.profile = device, steps, clip, profile
+        self.device, self.steps, self.profile = device, steps, profile
+        self.step: dict[str, Any] = {"clip_norm": clip, "loss_chunks": chunks}
         self.config = LlamaConfig(
             **(TINY if tiny else SHAPES), num_hidden_layers=layers, use_cache=False
         )
@@ -162,7 +166,7 @@ def plain(
 
     def step(batch: Batch) -> Tensor:
         with context():
-            return training_step(model, optimizer, batch, clip_norm=case.clip)
+            return training_step(model, optimizer, batch, **case.step)
 
     return case.timed(step)
 
@@ -189,18 +193,14 @@ def core(case: Case) -> dict[str, Any]:
 
     backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition)
     model, optimizer = case.made()
-    forward = torch.compile(model, backend=backend, fullgraph=False)
+    # Of the model itself, which computes the loss unless that is done in blocks.
+    whole = case.step["loss_chunks"] is None
+    inner: Any = model if whole else model.get_decoder()
+    inner.forward = torch.compile(inner.forward, backend=backend, fullgraph=False)
     streams = case.device.type != "cpu"
 
     def step(batch: Batch) -> Tensor:
-        loss = forward(**batch, use_cache=False).loss
-        loss.backward()
-        if case.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        detached: Tensor = loss.detach()
-        return detached
+        return training_step(model, optimizer, batch, **case.step)
 
     with config.patch(
         enable_activation_offloading=True,
@@ -220,9 +220,9 @@ def planned(case: Case, link: Channel, share: float | None) -> dict[str, Any]:
         share: Budget as a share of the captured peak; None: the least memory for 2 % more time.
     """
     model, optimizer = case.made()
-    losses = {0: training_step(model, optimizer, case.batch(0), clip_norm=case.clip)}
+    losses = {0: training_step(model, optimizer, case.batch(0), **case.step)}
     start = time.perf_counter()
-    captured = capture_training(model, optimizer, case.batch(1), clip_norm=case.clip)
+    captured = capture_training(model, optimizer, case.batch(1), **case.step)
     captured_s = time.perf_counter() - start
     rough = Roofline(400e12, 2.5e12).annotate(captured.program)
     program = with_seconds(rough, captured.seconds)
@@ -292,7 +292,7 @@ def link_of(device: torch.device, module: Any) -> Channel:
 def run(case: Case, only: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every policy and what it took; a policy that this device or torch cannot run says why."""
     # Libraries take their workspaces and kernels are loaded here, so that the first policy does not pay for it.
-    training_step(*case.made(), case.batch(0), clip_norm=case.clip)
+    training_step(*case.made(), case.batch(0), **case.step)
     case.begin()
     eager = plain(case)
     link = link_of(case.device, case.module)
@@ -337,6 +337,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--profile", action="store_true", help="say which kernels take how long")
     parser.add_argument("--clip", action="store_true", help="clip gradients at a norm of 1")
+    parser.add_argument("--loss-chunks", type=int, help="head and loss in so many blocks of tokens")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--only", nargs="+", help="policies besides eager")
     parser.add_argument("--json", action="store_true", help="JSON; the default as well")
@@ -356,8 +357,16 @@ def main() -> int:
     device = here if given.device == "auto" else torch.device(given.device)
     assert device is not None
     tokens = given.tokens or (64 if given.tiny else 8192)
-    clip = 1.0 if given.clip else None
-    case = Case(device, given.tiny, given.layers, tokens, given.steps, clip, given.profile)
+    case = Case(
+        device,
+        given.tiny,
+        given.layers,
+        tokens,
+        given.steps,
+        1.0 if given.clip else None,
+        given.loss_chunks,
+        given.profile,
+    )
     rows = {}
     for name, row in run(case, given.only):
         row.pop("losses", None)
@@ -365,7 +374,7 @@ def main() -> int:
         print(name, json.dumps(row), file=sys.stderr, flush=True)
     print(json.dumps({
         "machine": machine(), "device": str(device), "layers": given.layers, "tokens": tokens,
-        "dtype": str(case.dtype), "clip_norm": case.clip, "policies": rows,
+        "dtype": str(case.dtype), **case.step, "policies": rows,
     }, indent=1))  # fmt: skip
     plans = [row for name, row in rows.items() if name.startswith("plan") and "less_memory" in row]
     good = any(row["more_time"] <= 0.02 and row["less_memory"] >= 0.3 for row in plans)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._lru_spill import within_device
+from hyper_parallel.backends.torch.memory._workspace import FILLED, allocatable_bytes
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
@@ -139,13 +140,15 @@ def _undone(
     """
     storages = list(storages)
     num_bytes = sum(base.nbytes() for base in storages)
-    fits = num_bytes + made_bytes <= 0.8 * _free_bytes(device)  # as much as spilling uses
+    on_device = device.type != "cpu"
+    taken = torch.get_device_module(device).memory_allocated(device) if on_device else 0
+    fits = taken + num_bytes + made_bytes <= FILLED * allocatable_bytes(device)
     home = device if fits else torch.device("cpu")
     before = [
         (base, torch.UntypedStorage(base.nbytes(), device=home).copy_(base)) for base in storages
     ]
     states = [generator.get_state() for generator in generators]
-    devices = [] if device.type == "cpu" else [device]
+    devices = [device] if on_device else []
     try:
         with torch.random.fork_rng(devices, device_type=device.type):
             yield
@@ -154,15 +157,6 @@ def _undone(
             base.copy_(copy)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """What an accelerator's allocator can still give."""
-    if device.type == "cpu":
-        return 0
-    module = torch.get_device_module(device)
-    free, _ = module.mem_get_info(device)
-    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
 
 
 def _flat(tensor: Tensor) -> Tensor:

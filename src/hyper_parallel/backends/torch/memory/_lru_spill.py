@@ -32,6 +32,7 @@ from hyper_parallel.backends.torch.memory._operators import (
     written_leaves,
 )
 from hyper_parallel.backends.torch.memory._unseen import TakenMode
+from hyper_parallel.backends.torch.memory._workspace import FILLED, allocatable_bytes
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 Content = torch.UntypedStorage | Callable[[], torch.UntypedStorage]
@@ -376,12 +377,10 @@ def spill_mode(
     stays_away: bool = False,
     owned: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> LruSpillMode:
-    """For code without a plan: within the budget and, on an accelerator, what is free; a fifth is left to kernels."""
+    """For code without a plan: within the budget and, on an accelerator, what is free, less what is left to kernels."""
     if device.type != "cpu":
-        module = torch.get_device_module(device)
-        free, _ = module.mem_get_info(device)
-        most = free + module.memory_reserved(device)
-        budget_bytes = int(0.8 * (most if budget_bytes is None else min(most, budget_bytes)))
+        most = allocatable_bytes(device)
+        budget_bytes = int(FILLED * (most if budget_bytes is None else min(most, budget_bytes)))
     mode = LruSpillMode(budget_bytes, device, stays_away=stays_away)
     mode.owned = owned
     return mode

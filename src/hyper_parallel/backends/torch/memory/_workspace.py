@@ -9,7 +9,7 @@ bfloat16 products (1.5 MiB for layers of 256). `with_kernel_bytes` measures thos
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ _ARITHMETIC = tuple(
     getattr(torch.ops.aten, name).Tensor
     for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
 )
+
+FILLED: Final = 0.8
+"""The share of a device that storages may fill; the rest is left to kernels."""
+
+
+def allocatable_bytes(device: torch.device) -> int:
+    """What an accelerator's allocator can give, with what it has given; of a CPU 0."""
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device))
 
 
 def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
