@@ -19,10 +19,8 @@ _TRIED = 3  # programs whose addresses are looked for at each target; of small p
 _LARGE_PROGRAM = 300  # operators
 _TARGETS = 12  # by bisection, until they are so close
 _TARGET_PARTS, _SAVED_PARTS = 100, 40  # of the target, and of what it saves
-_REFUSED_PARTS, _REFUSED_GROWTH = (
-    32,
-    4,
-)  # of the target, when all that is asked is what would be enough
+# When all that is asked is what would be enough: parts of the target, and by how much more a next one rises.
+_REFUSED_PARTS, _REFUSED_GROWTH = 32, 4
 _AIMS = 5  # targets; from the third on lower by half of what addresses took too much
 # Parts of the room that are left for gaps between addresses at the first targets; then at least the last one more.
 _GAPS = (256, 50)
