@@ -25,6 +25,13 @@ def machine() -> dict[str, object]:
     }
 
 
+def device_of(name: str) -> torch.device | None:
+    """The device that `--device` names; None: `auto` on a machine without an accelerator."""
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True)
+    return torch.device(name)
+
+
 def _cpu() -> str:
     if sys.platform == "linux":
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from _llama_8b import SHAPES
-from _machine import machine
+from _machine import device_of, machine
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -342,11 +342,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="policies besides eager")
     parser.add_argument("--json", action="store_true", help="JSON; the default as well")
     given = parser.parse_args()
-    here = torch.accelerator.current_accelerator(check_available=True)
-    if here is None and given.device == "auto":
+    device = device_of(given.device)
+    if device is None:
         print(json.dumps({"skipped": "no accelerator; --device cpu --tiny runs the script"}))
         return 0
-    if here is None and given.device != "cpu":
+    if device.type != "cpu" and not torch.accelerator.is_available():
         error = DeviceUnavailable(
             "this benchmark measures an accelerator, and there is none",
             got=given.device,
@@ -354,8 +354,6 @@ def main() -> int:
         )
         print(error, file=sys.stderr)
         return 2
-    device = here if given.device == "auto" else torch.device(given.device)
-    assert device is not None
     tokens = given.tokens or (64 if given.tiny else 8192)
     case = Case(
         device,

@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 import torch
-from _machine import machine
+from _machine import device_of, machine
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,11 +96,10 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="auto, cuda, npu, ..., cpu")
     parser.add_argument("--json", action="store_true", help="JSON; the default as well")
     given = parser.parse_args()
-    here = torch.accelerator.current_accelerator(check_available=True)
-    if here is None and given.device == "auto":
+    device = device_of(given.device)
+    if device is None:
         print(json.dumps({"skipped": "no accelerator; --device cpu runs the script"}))
         return 0
-    device = here if given.device == "auto" and here else torch.device(given.device)
     rows = {name: case(name, device) for name in CASES}
     print(json.dumps({"machine": machine(), "device": str(device), "models": rows}, indent=1))
     good = all(

@@ -20,7 +20,7 @@ _ARITHMETIC = tuple(
 )
 
 FILLED: Final = 0.8
-"""The share of a device that storages may fill; the rest is left to kernels."""
+"""The share of a device that storages may fill; the rest is for kernels and what an allocator cannot use. A guess."""
 
 
 def allocatable_bytes(device: torch.device) -> int:
