@@ -3,7 +3,8 @@
 #   make fuzz N=100 SEED=1   random strategies against one device; a failing one is made as small as possible
 #   make fuzz-inputs N=1000  damaged files of every format: each is read, or refused with a code
 #   make chaos N=20 SEED=1   faults in small runs (killed, frozen, damaged checkpoints): nothing may be lost
-#   make test    formatting, types, import layers, and the whole test suite in two processes
+#   make test    formatting, types, import layers, and the test suite in two processes
+#   make test-slow   further cells of its matrices, on up to sixteen ranks, and long faults (minutes)
 #   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
 #   make test-cluster   ranks started by Slurm, Ray and on two hosts, as far as one machine can be them (minutes)
 #   make test-llamafactory   unmodified LlamaFactory with and without us, in an environment of its own (minutes)
@@ -17,7 +18,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos docs bench clean llamafactory-demo
+.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos docs bench clean llamafactory-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -38,6 +39,9 @@ check: setup
 
 test: check
 	$(bin)/python tools/test_in_parallel.py
+
+test-slow: setup
+	$(bin)/python tools/test_in_parallel.py -m slow
 
 test-accelerator: setup
 	$(bin)/pytest tests/accelerator -m accelerator -q

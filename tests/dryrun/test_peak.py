@@ -18,6 +18,7 @@ pytestmark = pytest.mark.dist
 SIZES = {"hidden": 128, "mlp": 384, "head_dim": 16, "vocab": 512, "seq_len": 64, "dtype": "float32"}
 LARGER = {"hidden": 256, "mlp": 768, "vocab": 1024}
 TRAINING = Training()
+SLOW = pytest.mark.slow
 
 
 def _build(case):
@@ -39,16 +40,20 @@ def _trace(case, plan, rank=0):
     ("strategy", "case"),
     [
         (Strategy(), {}),
-        (Strategy(), {"compute_dtype": "bfloat16"}),
+        pytest.param(Strategy(), {"compute_dtype": "bfloat16"}, marks=SLOW),
         (Strategy(recompute="full"), {"tied": True}),
-        (Strategy(dp_shard=2), {"compute_dtype": "bfloat16", "accumulation": 2}),
+        pytest.param(
+            Strategy(dp_shard=2), {"compute_dtype": "bfloat16", "accumulation": 2}, marks=SLOW
+        ),
         (Strategy(dp_shard=2, reshard_after_forward=False), {"accumulation": 2}),
         (Strategy(dp_shard=2, zero=1, recompute="full", recompute_layers=1), {"accumulation": 2}),
-        (Strategy(dp_replicate=2, dp_shard=2), {"accumulation": 2}),
-        (Strategy(dp_shard=2, tp_x=2, recompute="full"), {"compute_dtype": "bfloat16"}),
+        pytest.param(Strategy(dp_replicate=2, dp_shard=2), {"accumulation": 2}, marks=SLOW),
+        pytest.param(
+            Strategy(dp_shard=2, tp_x=2, recompute="full"), {"compute_dtype": "bfloat16"}, marks=SLOW
+        ),
         (Strategy(cp=2, cp_kind="all_gather", tp_x=2), {}),
         (Strategy(tp_x=2, tp_y=2), {}),
-        (Strategy(pp=2, dp_shard=2), {"accumulation": 2}),
+        pytest.param(Strategy(pp=2, dp_shard=2), {"accumulation": 2}, marks=SLOW),
         # Sums of gradients as DTensors, which no other case has.
         (Strategy(pp=2, tp_x=2, recompute="full"), {"compute_dtype": "bfloat16", "accumulation": 2, "vocab": 4096}),
     ],

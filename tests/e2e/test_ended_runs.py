@@ -62,6 +62,7 @@ def test_when_a_rank_dies_the_run_ends_with_its_name(place):
     assert all((out / "checkpoints" / name / "manifest.json").exists() for name in names)
 
 
+@pytest.mark.slow
 def test_killed_and_frozen_ranks_and_damaged_checkpoints_change_nothing(tmp_path):
     """A short `make chaos`: curves bit for bit, the right rank to blame, no step lost after a save."""
     words = ["--faults", "3", "--only", "kill,stop,flip", "--dir", str(tmp_path)]
@@ -94,6 +95,7 @@ class Freezes(Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_freezes_outside_of_steps_is_found_as_soon(
     place, tmp_path, monkeypatch, caplog
 ):

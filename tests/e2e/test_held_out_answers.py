@@ -74,7 +74,13 @@ def logps(place, name, ids, targets):
 
 
 @pytest.mark.parametrize(
-    ("stage", "axes"), [("dpo", "tp"), ("orpo", "pp"), ("kto", "cp"), ("rm", "pp")]
+    ("stage", "axes"),
+    [
+        ("dpo", "tp"),
+        pytest.param("orpo", "pp", marks=pytest.mark.slow),
+        ("kto", "cp"),
+        pytest.param("rm", "pp", marks=pytest.mark.slow),
+    ],
 )
 def test_every_layout_measures_what_one_rank_does(place, one, stage, axes):
     assert [r["step"] for r in one[stage]] == [0, 1, 2]

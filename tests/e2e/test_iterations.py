@@ -94,6 +94,7 @@ def flat(numbers):
     return [x for row in numbers for x in row]
 
 
+@pytest.mark.slow
 def test_layouts_learn_alike_and_a_run_goes_on_between_rollouts(place):
     held = (*TWICE, "grpo.beta=0.1", "data.validation=records.jsonl", "training.eval_every=1")
     train(place, place / "one", *held)

@@ -118,6 +118,7 @@ def test_without_staleness_the_run_is_that_of_one_program(place):
         assert all((r["logprob_error"] == 0.0) == same for r in records), name
 
 
+@pytest.mark.slow
 def test_who_trains_and_who_samples_may_be_cut_otherwise(place):
     train(place, place / "one", *ASYNC)
     assert ages(place / "one") == [0, 1, 2, 2, 2, 2]
@@ -218,6 +219,7 @@ def test_roles_that_are_killed_change_nothing(place, whole):
     assert weights(out) == weights(whole)
 
 
+@pytest.mark.slow
 def test_a_command_that_is_killed_and_given_again_changes_nothing(place, whole):
     """With whoever controls the run, all roles of it end, so that the next one meets none."""
     out, limit = place / "command killed", place / "calls_of_a_process"
@@ -236,6 +238,7 @@ def test_a_command_that_is_killed_and_given_again_changes_nothing(place, whole):
     assert weights(out) == weights(whole)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks_in_both_roles(place):
     """What is there of steps to come is of another number of shares."""
     words = (

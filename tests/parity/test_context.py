@@ -12,6 +12,7 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch, parallelize
 from tests.parity.universal import Reference, Setup, check, run
+from tests.slow import cells
 
 pytestmark = pytest.mark.parity
 
@@ -86,7 +87,7 @@ CASES: dict[int, list[tuple[Setup, Strategy]]] = {
 }
 
 
-@pytest.mark.parametrize("size", sorted(CASES))
+@pytest.mark.parametrize("size", cells(sorted(CASES), slow=(8,)))
 def test_context_parallelism_equals_one_device(size: int) -> None:
     references = {setup: Reference(setup) for setup, _ in CASES[size]}
 

@@ -41,7 +41,7 @@ ON_FOUR = ("qwen3-uneven",)
 
 
 def _matrix() -> list[tuple[str, int, Strategy]]:
-    cells = [("qwen3-uneven", 8, s) for s in ON_EIGHT]
+    cells = []
     for size in (1, 2, 4):
         for case in CASES:
             every = size < 4 or case in ON_FOUR
@@ -61,7 +61,8 @@ def _matrix() -> list[tuple[str, int, Strategy]]:
     return cells
 
 
-MATRIX = _matrix()
+EIGHT = [("qwen3-uneven", 8, s) for s in ON_EIGHT]
+MATRIX = [*_matrix(), *EIGHT]
 
 
 @functools.cache
@@ -92,7 +93,7 @@ def _results(case: str, size: int) -> dict[Strategy, list[Run]]:
 
 @pytest.mark.parametrize(
     ("case", "size", "strategy"),
-    MATRIX,
+    [pytest.param(*c, marks=pytest.mark.slow if c in EIGHT else ()) for c in MATRIX],
     ids=[f"{c}-{str(s).replace(' ', '-')}" for c, _, s in MATRIX],
 )
 def test_layout_repeats_one_device(case: str, size: int, strategy: Strategy) -> None:

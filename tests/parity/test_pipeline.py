@@ -9,6 +9,7 @@ import pytest
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, launch
 from tests.parity.universal import Reference, Setup, check
+from tests.slow import cells
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(300)]
 
@@ -91,13 +92,15 @@ GROUPS: dict[str, tuple[str, int, list[Strategy]]] = {
     ),
 }  # fmt: skip
 
+SLOW = ("tied-kept-4", "tied-tp-4", "context-4", "grid-8", "odd-8")
+
 
 @functools.cache
 def _reference(name: str) -> Reference:
     return Reference(SETUPS[name])
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", cells(GROUPS, slow=SLOW))
 def test_pipelines_repeat_one_device(group: str) -> None:
     name, ranks, strategies = GROUPS[group]
     reference = _reference(name)

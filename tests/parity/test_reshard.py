@@ -21,6 +21,7 @@ from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import World, forward_backward, launch, parallelize
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from tests.parity.universal import Setup
+from tests.slow import cells
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(300)]
 
@@ -52,7 +53,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", cells(CHAINS, slow=("qwen3_moe",)))
 def test_a_checkpoint_passes_through_every_strategy(chain: str, tmp_path: Path) -> None:
     setup, strategies = CHAINS[chain]
     source = setup.build()

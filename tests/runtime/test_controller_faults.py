@@ -53,8 +53,9 @@ def test_a_frozen_role_is_started_again(tmp_path, oracle, caplog):  # noqa: F811
     assert "[HP620] role `Learner`: rank 0 is stopped by a signal since 4 s" in caplog.text
 
 
-@pytest.mark.parametrize(("role", "at"), [("Learner", 3), ("Scorer", 2)])
-@pytest.mark.parametrize("torn", [b"", b'{"role": "Learner", "numb'])
+@pytest.mark.parametrize(
+    ("role", "at", "torn"), [("Learner", 3, b""), ("Scorer", 2, b'{"role": "Learner", "numb')]
+)
 def test_a_killed_program_goes_on_with_its_journal(role, at, torn, tmp_path, oracle):  # noqa: F811
     fate = {"role": role, "at": at, "who": "controller", "when": "after"}
     program = get_context("fork").Process(target=run, args=(tmp_path,), kwargs=fate)

@@ -95,8 +95,8 @@ def test_every_layout_trains_with_the_same_noise(tmp_path):
     first = [rows(tmp_path / name / "eval.jsonl")[0]["loss"] for name in ("plain", "one")]
     assert first[0] == first[1], "an evaluation has none"
     for name, words in {
-        "eight": ("parallel.tp=2", "parallel.cp=2", "parallel.pp=2"),
-        "four": ("parallel.tp_x=2", "parallel.tp_y=2"),
+        "stages": ("parallel.cp=2", "parallel.pp=2"),
+        "grid": ("parallel.tp_x=2", "parallel.tp_y=2"),
         "two": ("parallel.dp_shard=2", "training.microbatch=1", "training.recompute=full"),
     }.items():
         train(place, tmp_path / name, *noise, *words)

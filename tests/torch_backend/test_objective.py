@@ -143,6 +143,7 @@ def test_every_axis_alone() -> None:
     hp.launch(rank, 2, timeout_s=240)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_three_axes_at_once() -> None:
     oracle = Oracle()

@@ -67,6 +67,7 @@ def _fresh(strategy, world, lr=1e-2):
     return model, torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_checkpoints_and_exports_move_between_any_stages_bitwise(tmp_path) -> None:
     """Saved on one layout, loaded on each other one: weights, moments and what is written for others are equal."""
