@@ -51,7 +51,7 @@ def _trace(case, plan, rank=0):
         pytest.param(
             Strategy(dp_shard=2, tp_x=2, recompute="full"), {"compute_dtype": "bfloat16"}, marks=SLOW
         ),
-        (Strategy(cp=2, cp_kind="all_gather", tp_x=2), {}),
+        pytest.param(Strategy(cp=2, cp_kind="all_gather", tp_x=2), {}, marks=SLOW),
         (Strategy(tp_x=2, tp_y=2), {}),
         pytest.param(Strategy(pp=2, dp_shard=2), {"accumulation": 2}, marks=SLOW),
         # Sums of gradients as DTensors, which no other case has.

@@ -103,6 +103,7 @@ def test_rewards_rise(place):
     assert last["loss"] == pytest.approx(-last["rollout"]["reward"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_rewarded_alike_on_every_layout(place):
     """Five prompts, so that ranks have rows that are none."""
     write_records(place / "held_out.jsonl", QUESTIONS[3:8])

@@ -17,6 +17,7 @@ from hyper_parallel.model import read_config
 from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, launch, parallelize
 from hyper_parallel.trainer.engine._model import read_spec
 from tests.e2e.runs import assert_same_curve, command, curve, train, write_functions
+from tests.slow import cells
 
 pytestmark = pytest.mark.e2e
 
@@ -53,7 +54,7 @@ def place(request, tmp_path_factory):
     return tmp_path
 
 
-@pytest.mark.parametrize("place", STRANGERS, indirect=True)
+@pytest.mark.parametrize("place", cells(STRANGERS, slow=("mamba",)), indirect=True)
 def test_a_stranger_trains_sharded_as_on_one_rank(place):
     train(place, place / "one", "parallel.dp_shard=1")
     train(place, place / "two", "parallel.dp_shard=2", "training.recompute=full")
@@ -95,14 +96,22 @@ def tool():
     ("name", "axis"),
     [
         pytest.param("bart", "cp", id="loss and places of its own"),
-        pytest.param("roberta", "cp", id="tokens that see all, positions from ids"),
+        pytest.param(
+            "roberta", "cp", id="tokens that see all, positions from ids", marks=pytest.mark.slow
+        ),
         pytest.param("mistral3", "pp", id="more of the images' layers than of the text's"),
         pytest.param("zamba2", "dp_shard", id="layers that share parameters"),
-        pytest.param("zamba", "tp", id="split layers that share parameters"),
+        pytest.param(
+            "zamba", "tp", id="split layers that share parameters", marks=pytest.mark.slow
+        ),
         pytest.param("qwen3_vl", "dp_shard", id="images and text"),
         pytest.param("gemma4", "tp", id="rows of the embedding read without a call"),
-        pytest.param("nanochat", "tp", id="a norm before the layers and behind them"),
-        pytest.param("gemma3n_text", "tp", id="methods of modules that layers call"),
+        pytest.param(
+            "nanochat", "tp", id="a norm before the layers and behind them", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "gemma3n_text", "tp", id="methods of modules that layers call", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_one_rank_takes_the_step_of_plain_transformers_and_two_the_same(tool, name, axis):

@@ -160,7 +160,7 @@ FOUR_LAYERS = "model.path={place}/four_layers.json"
 @pytest.mark.parametrize(
     "given",
     [
-        ("parallel.cp=2",),
+        pytest.param(("parallel.cp=2",), marks=pytest.mark.slow),
         ("parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", FREE, FOUR_LAYERS),
     ],
     ids=["ring attention", "zbv"],

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks._reload_bound import reload_bound
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.memory import (
     Channel,
     MemoryMachine,
     plan_memory,
-    reload_bound,
 )
 from tests.memory.programs import training_chain
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from benchmarks._reload_bound import reload_bound
 
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir import MemoryAction, MemoryPlan, MemoryProgram, Operator, Storage, replay
@@ -16,7 +17,6 @@ from hyper_parallel.memory import (
     plan_memory_cached,
     predicted_timeline,
     refine_order,
-    reload_bound,
     summarise,
 )
 from tests.memory.programs import training_chain

@@ -15,6 +15,7 @@ from hyper_parallel.runtime import Routing, World, forward_backward, handle, lau
 from hyper_parallel.trainer.checkpoints._checkpointer import Checkpointer
 from tests.parity.listed import EXPERTS, WIDTH, Listed, SparseBlock
 from tests.parity.universal import Reference, check
+from tests.slow import cells
 
 pytestmark = pytest.mark.parity
 
@@ -40,7 +41,7 @@ CASES: dict[int, dict[Listed, tuple[Strategy, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", cells(CASES, slow=(4,)))
 def test_lists_repeat_one_device(ranks: int) -> None:
     references = {setup: Reference(setup) for setup in CASES[ranks]}
 

@@ -19,6 +19,7 @@ from hyper_parallel.ir import Rule, Strategy
 from hyper_parallel.runtime import World, launch, parallelize
 from tests.parity.plain import Plain
 from tests.parity.universal import Reference, Setup, check
+from tests.slow import cells
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(200)]
 
@@ -53,9 +54,13 @@ CASES = {
     "gpt_oss": (_of("gpt_oss", num_key_value_heads=2), (TP, FSDP, HSDP)),
     "mixtral": (Setup("mixtral"), (TP, FSDP)),
 }
+SLOW = (
+    "phi3-apart", "phi3-uneven", "glm4-shared-heads", "olmo2-shared-heads", "latent-full-query", "deepseek_v3",
+    "mixtral",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cells(CASES, slow=SLOW))
 def test_family_repeats_one_device(name: str) -> None:
     setup, strategies = CASES[name]
     reference = Reference(setup)

@@ -53,7 +53,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", cells(CHAINS, slow=("qwen3_moe",)))
+@pytest.mark.parametrize("chain", cells(CHAINS, slow=("qwen3_moe", "gpt_oss")))
 def test_a_checkpoint_passes_through_every_strategy(chain: str, tmp_path: Path) -> None:
     setup, strategies = CHAINS[chain]
     source = setup.build()

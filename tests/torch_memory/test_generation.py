@@ -103,7 +103,7 @@ def planned(model, sampling, device_bytes, **tiers):
         ("gemma3_text", torch.bfloat16, 17_000),
         ("gpt_oss", torch.float32, 95_000),
         ("falcon", torch.float32, 34_000),
-        ("gemma3n_text", torch.float32, 90_000),
+        pytest.param("gemma3n_text", torch.float32, 90_000, marks=pytest.mark.slow),
     ],
 )
 def test_the_same_tokens_on_a_smaller_device(family, dtype, budget):

@@ -95,9 +95,9 @@ def train(kind: str, budget: int | None) -> tuple[list[float], list[torch.Tensor
     return found, [t.detach().clone() for t in parts], most
 
 
-def rank_body(_: int) -> None:
+def rank_body(kinds: tuple[str, ...]) -> None:
     with World.join("cpu"):
-        for kind in ("fsdp", "half", "zero first", "tensor", "replicas", "replicas of views"):
+        for kind in kinds:
             losses, state, _ = train(kind, None)
             budget = int(0.8 * sum(t.nbytes for t in state))
             found, mine, most = train(kind, budget)
@@ -107,8 +107,15 @@ def rank_body(_: int) -> None:
 
 
 @pytest.mark.dist
-def test_a_loop_on_ranks_has_the_values_of_plain_steps_in_less_than_its_state() -> None:
-    launch(rank_body, 2, timeout_s=100)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("half", "zero first", "tensor", "replicas of views"),
+        pytest.param(("fsdp", "replicas"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_loop_on_ranks_has_the_values_of_plain_steps_in_less_than_its_state(kinds) -> None:
+    launch(lambda _: rank_body(kinds), 2, timeout_s=100)
 
 
 def parallel(layout: str, budget: int | None) -> tuple[list[float], list[torch.Tensor]]:
@@ -140,18 +147,18 @@ def parallel(layout: str, budget: int | None) -> tuple[list[float], list[torch.T
     return found, [t.detach().clone() for t in parts]
 
 
-def parallel_body(_: int) -> None:
+def parallel_body(layout: str) -> None:
     with World.join("cpu"):
-        for layout in ("tp=2", "pp=2"):
-            losses, state = parallel(layout, None)
-            found, mine = parallel(layout, sum(t.nbytes for t in state))
-            assert found == losses, layout
-            assert all(map(torch.equal, mine, state)), layout
+        losses, state = parallel(layout, None)
+        found, mine = parallel(layout, sum(t.nbytes for t in state))
+        assert found == losses
+        assert all(map(torch.equal, mine, state))
 
 
 @pytest.mark.dist
-def test_a_loop_around_a_parallelized_model() -> None:
-    launch(parallel_body, 2, timeout_s=100)
+@pytest.mark.parametrize("layout", ["pp=2", pytest.param("tp=2", marks=pytest.mark.slow)])
+def test_a_loop_around_a_parallelized_model(layout: str) -> None:
+    launch(lambda _: parallel_body(layout), 2, timeout_s=100)
 
 
 def refused(rank: int) -> None:

@@ -115,19 +115,6 @@ def test_pool_buffers_come_back_and_fill_powers_of_two():
     assert pool.held_bytes == before
 
 
-def test_a_pool_knows_what_it_has_and_may_take_to_the_byte():
-    pool = HostPool(512, pin=False, capacity_bytes=2048)
-    assert pool.may_grow(2048)
-    assert not pool.may_grow(2049)
-    held = pool.take(1000)
-    assert not pool.has_free(1000)
-    assert pool.may_grow(1000)
-    assert not pool.may_grow(1025)
-    del held
-    assert pool.has_free(1000)
-    assert not pool.has_free(500)
-
-
 def test_lists_are_cut_and_results_fit_as_well():
     """Parameters, gradients and state are four times the limit; without a cut one operator takes them all."""
     with LruSpillMode(1 << 40, CPU) as all_of_it:

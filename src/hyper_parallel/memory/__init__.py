@@ -24,7 +24,6 @@ from hyper_parallel.memory._plan_cache import plan_memory_cached
 from hyper_parallel.memory._plan_memory import plan_memory
 from hyper_parallel.memory._plan_tasks import plan_tasks, predicted_timeline
 from hyper_parallel.memory._profile import peak_by_kind, summarise
-from hyper_parallel.memory._reload import ReloadBound, reload_bound
 from hyper_parallel.memory._usedef import (
     UseDef,
     dependencies,
@@ -38,7 +37,6 @@ __all__ = [
     "Copied",
     "MemoryMachine",
     "ProgramClock",
-    "ReloadBound",
     "Roofline",
     "UseDef",
     "assign_addresses",
@@ -55,7 +53,6 @@ __all__ = [
     "plan_tasks",
     "predicted_timeline",
     "refine_order",
-    "reload_bound",
     "summarise",
     "use_definitions",
     "with_capacity_hint",

@@ -48,15 +48,6 @@ class HostPool:
                 self._free.setdefault(size, []).extend((slab, begin) for begin in ends)
                 at += size * count
 
-    def has_free(self, num_bytes: int) -> bool:
-        """A buffer for so many bytes is there."""
-        return bool(self._free.get(self._rounded(num_bytes)))
-
-    def may_grow(self, num_bytes: int) -> bool:
-        """One more buffer for so many bytes stays within the capacity."""
-        more = slab_bytes({self._rounded(num_bytes): 1})
-        return self._capacity is None or self.held_bytes + more <= self._capacity
-
     def take(self, num_bytes: int) -> torch.UntypedStorage:
         """A buffer; it comes back by itself when nobody refers to it any more.
 
