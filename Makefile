@@ -59,7 +59,7 @@ llamafactory-demo:
 	build/llamafactory/bin/python examples/llamafactory/demo.py
 
 fuzz: setup
-	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -s -q
+	FUZZ_CASES=$(or $(N),100) FUZZ_SEED=$(or $(SEED),1) $(bin)/pytest tests/parity/test_fuzz.py -m slow -s -q
 
 fuzz-inputs: setup
 	$(bin)/python tools/fuzz_inputs.py --inputs $(or $(N),1000) --seed $(or $(SEED),1)

@@ -67,6 +67,7 @@ def test_a_run_on_two_layouts_with_recompute_equals_one_rank(place, one_rank, tm
     assert _optimizer_bytes(one_rank) == (16 * elements, 16 * elements + 4 * len(mine))
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_axes_and_a_split_backward_equal_one_rank(place, one_rank, tmp_path):
     grid = ("parallel.tp_x=2", "parallel.tp_y=2", "training.steps=2")
     train(place, tmp_path / "grid", *LORA, *grid, *CURVE)

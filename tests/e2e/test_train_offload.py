@@ -148,6 +148,7 @@ def test_fsdp_whose_shards_are_uneven(place, train, model, ranks):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_four_ranks_of_fsdp_and_tensor_parallelism_with_accumulation(place, train):
     given = (*FOUR, f"model.path={place}/one_layer.json")
     mine = train("four-off", *given, "offload.max_slowdown=0.05")

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from tests.parity.fuzz import AXES, Case, Tally, cases, run_case
 
-pytestmark = [pytest.mark.parity, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.parity, pytest.mark.slow, pytest.mark.timeout(0)]
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "4"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 BYTES_TOO = os.environ.get("FUZZ_BYTES", "1") == "1"

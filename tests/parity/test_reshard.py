@@ -46,14 +46,16 @@ EXPERTS = (
     Strategy(tp_x=2, tp_y=2, ep=4),
     Strategy(dp_replicate=2, dp_shard=2, ep=2),
 )
+TIED = Setup("qwen3", tied=True, config=(("num_hidden_layers", 4),))
 CHAINS = {
-    "qwen3-tied": (Setup("qwen3", tied=True, config=(("num_hidden_layers", 4),)), DENSE),
+    "qwen3-tied": (TIED, DENSE[:5]),
+    "qwen3-tied on": (TIED, DENSE[4:]),
     "qwen3_moe": (Setup("qwen3_moe"), EXPERTS),
     "gpt_oss": (Setup("gpt_oss"), EXPERTS[1:6:2]),
 }
 
 
-@pytest.mark.parametrize("chain", cells(CHAINS, slow=("qwen3_moe", "gpt_oss")))
+@pytest.mark.parametrize("chain", cells(CHAINS, slow=("qwen3-tied on", "qwen3_moe", "gpt_oss")))
 def test_a_checkpoint_passes_through_every_strategy(chain: str, tmp_path: Path) -> None:
     setup, strategies = CHAINS[chain]
     source = setup.build()

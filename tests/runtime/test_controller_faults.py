@@ -45,6 +45,7 @@ def test_a_killed_role_is_started_again(role, at, when, tmp_path, oracle):  # no
     assert by_role(ran(tmp_path)) == CALLS | {role: CALLS[role] + 1}
 
 
+@pytest.mark.slow
 def test_a_frozen_role_is_started_again(tmp_path, oracle, caplog):  # noqa: F811
     checksum, controller = run(tmp_path, timeout_s=4.0, role="Learner", at=3, number=signal.SIGSTOP)
     assert checksum == oracle

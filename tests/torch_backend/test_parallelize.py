@@ -289,7 +289,8 @@ def test_meta_parameters_are_laid_out_without_memory() -> None:
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("default")  # Dynamo's tracer warns about what it does itself
-@pytest.mark.parametrize("family", ["olmo2", pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
 def test_layers_compile_without_a_graph_break(family: str) -> None:
     """Norms over one head, and over a width that ranks share."""
     setup = Setup(family, config=(("num_hidden_layers", 1),))
