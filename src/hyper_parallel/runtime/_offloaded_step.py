@@ -7,10 +7,9 @@ every one plans its own step; they begin what they do together in the order in w
 
 from __future__ import annotations
 
-import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
@@ -40,6 +39,7 @@ from hyper_parallel.ir import MemoryPlan, MemoryProgram
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, with_seconds
 from hyper_parallel.runtime._agreed import agreed
 from hyper_parallel.runtime._host_machine import host_machine
+from hyper_parallel.runtime._step_parts import models_of, optimizers_of
 from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.units import parse_bytes
 
@@ -54,8 +54,8 @@ def offload(
     *,
     budget: str | int | None = None,
     max_slowdown: float | None = None,
-    model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     topology: str = "local",
 ) -> OffloadedStep:
     """Run a training step in less device memory.
@@ -67,17 +67,18 @@ def offload(
             `loss.item()`).
         budget: Device bytes (`"24GiB"`); the plan is the fastest that keeps them.
         max_slowdown: Instead: the least bytes at so much more time (0.02 is 2 %).
-        model: The module that the step trains; None: the one that the function names.
-        optimizer: Its optimizer; None: the same. Its state has to be in tensors (`AdamW(..., fused=True)`). Learning
-            rates become tensors, which torch's schedulers change in place.
+        model: The modules that the step works on, one or several; None: those that the function, and what it calls
+            beside itself, refer to.
+        optimizer: Their optimizers; None: the same. Their state has to be in tensors (`AdamW(..., fused=True)`).
+            Learning rates become tensors, which torch's schedulers change in place.
         topology: Name or file; `local`: this machine, on a CPU the device is simulated.
 
     Returns:
         What is called as `step` was.
 
     Raises:
-        BadValue: HP102 when not exactly one goal is given, or a model or optimizer cannot be found.
-        CaptureUnsupported: HP511 in the calls, for a step that cannot be repeated faithfully.
+        BadValue: HP102 when not exactly one goal is given, or no optimizer is found.
+        CaptureUnsupported: HP511 for compiled code, and in the calls for a step that cannot be repeated faithfully.
         BudgetImpossible: HP402 in the second call, on all ranks, with the least budget that can be kept.
     """
     if (budget is None) == (max_slowdown is None):
@@ -85,10 +86,15 @@ def offload(
             "one goal is needed", got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
             allowed="budget or max_slowdown", hint='hp.offload(step, budget="24GiB")',
         )  # fmt: skip
-    model = model if model is not None else _found(step, torch.nn.Module, "model")
-    found = optimizer if optimizer is not None else _found(step, torch.optim.Optimizer, "optimizer")
-    while isinstance(inner := getattr(found, "optimizer", None), torch.optim.Optimizer):
-        found = inner  # of one that wraps it, as Accelerate's does
+    models = models_of(step) if model is None else _as_list(model)
+    optimizers = optimizers_of(step) if optimizer is None else _as_list(optimizer)
+    if not optimizers:
+        raise BadValue(
+            "the step refers to no optimizer",
+            hint="hp.offload(step, budget=..., optimizer=optimizer)",
+        )
+    whole = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+    _refuse_compiled(step, whole)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # as torchrun says
     if topology == "local" and ranks > here:
@@ -99,12 +105,13 @@ def offload(
         )
     node = detect_local(here) if topology == "local" else load_topology(topology)
     tier = node.tier_of(ranks) if ranks > 1 else node.tiers[0]
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    dtype = next((p.dtype for p in trained if p.is_floating_point()), torch.float32)
     flops = node.peak_flops(str(dtype).removeprefix("torch."))
     return OffloadedStep(
         step,
-        model,
-        found,
+        whole,
+        list({id(one): one for one in map(_unwrapped, optimizers)}.values()),
         host_machine(node, None if node.host_bytes is None else int(node.host_bytes), flash=False),
         Roofline(flops, node.device.memory_bytes_s.value),
         Channel(tier.bytes_s.value, tier.latency_s.value),
@@ -136,14 +143,17 @@ class OffloadedStep:
         self,
         step: Callable[..., Any],
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         machine: MemoryMachine,
         roofline: Roofline,
         link: Channel,
         budget_bytes: int | None,
         max_slowdown: float | None,
     ) -> None:
-        self._step, self._model, self._optimizer = step, model, optimizer
+        self._step, self._model, self._optimizers = step, model, list(optimizers)
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        every = [*model.parameters(), *(p for group in groups for p in group["params"])]
+        self._parameters = list({id(p): p for p in every}.values())
         self._machine, self._roofline, self._link = machine, roofline, link
         self._budget_bytes, self._max_slowdown = budget_bytes, max_slowdown
         self._planned: dict[_Key, _Planned] = {}
@@ -155,14 +165,12 @@ class OffloadedStep:
         self.measured: Measured | None = None
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._owned, self._empty = partial(gathered, sharded), list[weakref.ref[Any]]()
-        where = self._where = next(model.parameters()).device
+        where = self._where = self._parameters[0].device
         # Kernels of an accelerator take a single-precision rate, those of a CPU the number that Python has.
         dtype = torch.float64 if where.type == "cpu" else torch.float32
-        for group in optimizer.param_groups:
+        for group in groups:
             # Adam takes no tensor there; its count in Python is then what is refused.
-            number = isinstance(optimizer, torch.optim.Adam) and (
-                group["foreach"] and not group["capturable"]
-            )
+            number = "betas" in group and group.get("foreach") and not group.get("capturable")
             if not number and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=where)
         update_wrapper(self, step)
@@ -205,7 +213,7 @@ class OffloadedStep:
             )
         self.close()
         returned: list[Any] = []
-        parameters = list(self._model.parameters())
+        parameters = self._parameters
         # Gradients of the step before, which a step that begins with `zero_grad` neither reads nor keeps.
         for p in parameters if self._zeroes_first else ():
             if p.grad is None and p.requires_grad:
@@ -225,7 +233,13 @@ class OffloadedStep:
                     p.grad = None
             return returned[0]
 
-        named = {**model_state(self._model), **optimizer_state(self._model, self._optimizer)}
+        named = model_state(self._model)
+        known = {id(p) for p in self._model.parameters()}
+        others = [p for p in parameters if id(p) not in known]
+        named |= {f"parameter {i}": (local(p), "weight") for i, p in enumerate(others)}
+        for number, one in enumerate(self._optimizers):
+            state = optimizer_state(self._model, one, others)
+            named |= {f"{name} ({number})" if number else name: v for name, v in state.items()}
         on_cpu = self._where.type == "cpu"
         captured = record(
             run,
@@ -241,7 +255,8 @@ class OffloadedStep:
                 "the step reads gradients of the step before it",
                 hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
             )
-        captured.source, captured.owned = CaptureSource(self._model, self._optimizer), self._owned
+        _refuse_counts(captured)
+        captured.source, captured.owned = CaptureSource(self._model, *self._optimizers), self._owned
         program = self._roofline.annotate(captured.program, self._link)
         try:
             timed = with_seconds(program, captured.seconds)
@@ -282,6 +297,45 @@ class OffloadedStep:
         self.close()
 
 
+def _refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
+    """Compiled code is no sequence of operators; under the recorder torch would run it uncompiled, with other bits."""
+    if hasattr(step, "_torchdynamo_orig_callable") or any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
+    ):
+        raise CaptureUnsupported(
+            "the step or its model is compiled; a memory plan runs operators one by one",
+            hint="give what was compiled: `model._orig_mod` of `torch.compile(model)`",
+        )
+
+
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) else [given]
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer without what wraps it, as Accelerate's does."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _refuse_counts(captured: Captured) -> None:
+    """Refuse a step that reads state of an optimizer which it changes itself: a count that is another one every time.
+
+    The guard of what was read would stop the next step in its middle, where the state is lost.
+    """
+    program = captured.program
+    for call, operator in zip(captured.calls, program.operators, strict=True):
+        read = [s for s in operator.reads if program.storages[s].kind == "optimizer"]
+        if call.guards and not captured.changed.isdisjoint(read):
+            raise CaptureUnsupported(
+                "the optimizer counts its steps in Python",
+                where=f"`{call.func}` reads `{program.storages[read[0]].name}`",
+                hint="make it with `fused=True` (or `capturable=True`), which keeps the count in tensors",
+            )
+
+
 def _no_gradient(p: torch.nn.Parameter) -> torch.Tensor:
     """Zeros for a gradient, of a parameter that is cut over ranks this one's part, in the bytes of a single number."""
     part = local(p)
@@ -314,26 +368,3 @@ def _check_plain(leaves: list[Any]) -> None:
             allowed="nests of tensors, numbers and texts",
             hint="pass its tensors, or let the step refer to it",
         )
-
-
-def _found(step: Callable[..., Any], kind: type, name: str) -> Any:
-    """The one value of a kind among what a function, or the object that it is a method of, refers to."""
-    values: list[Any] = []
-    if inspect.ismethod(step):
-        values += [step.__self__, *vars(step.__self__).values()]
-    try:
-        scope = inspect.getclosurevars(step)
-        values += [*scope.nonlocals.values(), *scope.globals.values()]
-    except TypeError:  # a callable that is no Python function
-        values += vars(step).values() if hasattr(step, "__dict__") else []
-    found = list({id(value): value for value in values if isinstance(value, kind)}.values())
-    if kind is torch.nn.Module:  # of a model and what wraps it, the wrapper
-        inside = {id(part) for value in found for part in [*value.modules()][1:]}
-        found = [value for value in found if id(value) not in inside]
-    if len(found) != 1:
-        raise BadValue(
-            f"the step refers to {len(found) or 'no'} {name}{'s' * (len(found) > 1)}",
-            got=[type(value).__name__ for value in found] or None,
-            hint=f"hp.offload(step, budget=..., {name}={name})",
-        )
-    return found[0]

@@ -32,6 +32,10 @@ _FILL: Final = {
 _COPY: Final = ("clone", "_to_copy", "lift_fresh", "lift_fresh_copy")
 _IN_PLACE: Final = ("masked_fill", "index_put")
 """These are a copy of their first argument, changed in place."""
+_RESIZING: Final = (
+    "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
+)  # fmt: skip
+"""Their `out` kernels make the loss of every element in the result before they add up."""
 _NUMBERS: Final = ("mul.Scalar", "div.Scalar", "add.Scalar", "sub.Scalar")
 """The same as with a tensor in place of the number."""
 
@@ -43,7 +47,7 @@ def into(call: Call) -> _Into | None:
         return begin
     if isinstance(func, Numbers):
         return _giving(call)
-    if not made or getattr(func, "namespace", "") != "aten":
+    if not made or getattr(func, "namespace", "") != "aten" or func._opname in _RESIZING:
         return None
     name, views = func._opname, [view for _, view in made]
     first = call.args[0] if call.args else None

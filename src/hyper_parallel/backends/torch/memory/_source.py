@@ -7,7 +7,7 @@ A program repeats what was recorded. What the same Python code would do differen
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NoReturn
@@ -21,9 +21,12 @@ from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _RECAPTURE = "undo the change, or close the device, capture and plan again"
-_TENSOR = (
-    "make it a tensor before the capture, as in `lr=torch.tensor(1e-3)`: every step reads its value"
-)
+_CONSTANT = "it is a constant of the recorded step; for `OneCycleLR` give `cycle_momentum=False`"
+_OF_GROUP = {
+    "lr": "make it a tensor before the capture, as in `lr=torch.tensor(1e-3)`: every step reads its value",
+    "momentum": _CONSTANT,
+    "betas": _CONSTANT,
+}
 
 _LISTS = (list, tuple, set, frozenset, deque)
 _CONTAINERS = (dict, *_LISTS)
@@ -35,17 +38,15 @@ class CaptureSource:
     """What a recorded step takes for granted of its model and its optimizer.
 
     Args:
-        model: The model of the step, right after it was recorded.
-        optimizer: Its optimizer; None: inference.
+        model: The model of the step, right after it was recorded, or a `ModuleList` of several.
+        optimizers: Their optimizers; none: inference.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        self._model, self._optimizers = model, optimizers
         self._refusing: list[RemovableHandle] = []
         # A scheduler adds entries of its own.
-        self._keys = [] if optimizer is None else [list(group) for group in optimizer.param_groups]
+        self._keys = [[list(group) for group in one.param_groups] for one in optimizers]
         self._then = list(self._facts({}))
         self._holding: _Holding | None = None
 
@@ -60,7 +61,7 @@ class CaptureSource:
         seen: dict[int, Any] = {}
         now = list(self._facts(seen))
         if now == self._then:
-            self._holding = _Holding(self._model, self._optimizer, seen)
+            self._holding = _Holding(self._model, self._optimizers, seen)
             return
         pairs = zip(self._then, now, strict=False)
         changed = next(((a, b) for a, b in pairs if a != b), None)
@@ -75,8 +76,8 @@ class CaptureSource:
             f"{what} of {'.'.join(filter(None, owner)) or 'the model'} is not what it was when the step was recorded",
             got=value if known else None,
             allowed=then if known else None,
-            hint=_TENSOR
-            if owner[0].startswith("parameter group") and what != "params"
+            hint=_OF_GROUP.get(what, _RECAPTURE)
+            if owner[0].startswith("parameter group")
             else _RECAPTURE,
         )
 
@@ -97,31 +98,28 @@ class CaptureSource:
                     yield (name, key), "hooks", [k for kind in hooks for k in kind or ()]
             for key, buffer in module._buffers.items():
                 yield (name, key), "identity", id(buffer)
-        if self._optimizer is None:
-            return
-        for number, group in enumerate(self._optimizer.param_groups):
-            for key in self._keys[number] if number < len(self._keys) else group:
-                value = list(map(id, group[key])) if key == "params" else group[key]
-                tensor = isinstance(value, torch.Tensor)
-                yield (f"parameter group {number}",), key, id(value) if tensor else value
-        for number, slots in enumerate(self._optimizer.state.values()):
-            tensors = [id(v) for v in slots.values() if isinstance(v, torch.Tensor)]
-            yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
+        for one, keys in zip(self._optimizers, self._keys, strict=True):
+            for number, group in enumerate(one.param_groups):
+                for key in keys[number] if number < len(keys) else group:
+                    value = list(map(id, group[key])) if key == "params" else group[key]
+                    tensor = isinstance(value, torch.Tensor)
+                    yield (f"parameter group {number}",), key, id(value) if tensor else value
+            for number, slots in enumerate(one.state.values()):
+                tensors = [id(v) for v in slots.values() if isinstance(v, torch.Tensor)]
+                yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
     def hold(self) -> None:
         """A device has the state's bytes: from now on whoever uses, saves or loads what is not there is stopped."""
-        model, optimizer = self._model, self._optimizer
-        self._refusing = [
-            model.register_forward_pre_hook(_refuse, prepend=True),
-            model.register_state_dict_pre_hook(_refuse),
-            model.register_load_state_dict_pre_hook(_refuse),
-        ]
-        if optimizer is not None:
-            self._refusing += [
-                optimizer.register_step_pre_hook(_refuse),
-                optimizer.register_state_dict_pre_hook(_refuse),
-                optimizer.register_load_state_dict_pre_hook(_refuse),
-            ]
+        several = isinstance(self._model, torch.nn.ModuleList)
+        for model in self._model if several else [self._model]:
+            if next(model.parameters(), None) is not None:  # a loss has nothing to lose
+                self._refusing.append(model.register_forward_pre_hook(_refuse, prepend=True))
+            self._refusing.append(model.register_state_dict_pre_hook(_refuse))
+            self._refusing.append(model.register_load_state_dict_pre_hook(_refuse))
+        for optimizer in self._optimizers:
+            self._refusing.append(optimizer.register_step_pre_hook(_refuse))
+            self._refusing.append(optimizer.register_state_dict_pre_hook(_refuse))
+            self._refusing.append(optimizer.register_load_state_dict_pre_hook(_refuse))
 
     def release(self) -> None:
         """The bytes are back."""
@@ -137,18 +135,21 @@ class _Holding:
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         seen: Other objects that facts were taken from.
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, seen: dict[int, Any]
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        seen: dict[int, Any],
     ) -> None:
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         # Of a module, beside what torch keeps in it but facts are not taken from; two, so that it is a tuple.
         wanted = {"training", "_parameters", "_buffers", "_modules", *_HOOKS}
-        self._get = [
-            itemgetter("training", *wanted.union(set(vars(one)) - TORCH_KEEPS))
+        self._get = [  # what `torch.compile` gives has its flag in the module that it wraps
+            itemgetter("_modules", *wanted.intersection(vars(one)), *(set(vars(one)) - TORCH_KEEPS))
             for one in self._modules
         ]
         inside: list[Any] = list(seen.values())
@@ -157,7 +158,7 @@ class _Holding:
             inside += [getattr(module, kind) for kind in _HOOKS]
         for p in self._parameters:
             inside += filter(None, (p._backward_hooks, p._post_accumulate_grad_hooks))
-        if optimizer is not None:
+        for optimizer in optimizers:
             groups = optimizer.param_groups
             inside += [optimizer, groups, *groups, *(group["params"] for group in groups)]
             inside += [optimizer.state, *optimizer.state.values()]

@@ -147,9 +147,14 @@ def model_state(model: torch.nn.Module) -> Named:
     return state
 
 
-def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Named:
-    """Every tensor of the optimizer's state, named after its parameter."""
-    names = {p: n for n, p in model.named_parameters()}
+def optimizer_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    others: Sequence[torch.Tensor] = (),
+) -> Named:
+    """Every tensor of the optimizer's state, named after its parameter; `others` are those of no module."""
+    names: dict[Any, str] = {p: n for n, p in model.named_parameters()}
+    names |= {p: f"parameter {i}" for i, p in enumerate(others)}
     return {
         f"{names.get(p, 'parameter')}.{key}": (local(value), "optimizer")
         for p, slots in optimizer.state.items()

@@ -1,0 +1,54 @@
+"""Which models and optimizers a user's step works on: what its function, and functions that it calls, refer to."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def models_of(step: Callable[..., Any]) -> list[torch.nn.Module]:
+    """The modules that a step refers to, without those that are parts of others."""
+    found = _found(step, torch.nn.Module)
+    inside = {id(part) for value in found for part in [*value.modules()][1:]}
+    return [value for value in found if id(value) not in inside]
+
+
+def optimizers_of(step: Callable[..., Any]) -> list[torch.optim.Optimizer]:
+    """The optimizers that a step refers to."""
+    return _found(step, torch.optim.Optimizer)
+
+
+def _found(step: Callable[..., Any], kind: type) -> list[Any]:
+    return list({id(v): v for v in _values(step, set()) if isinstance(v, kind)}.values())
+
+
+def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
+    """What a function refers to, what lists, dicts and objects among it hold, and the same of functions beside it."""
+    seen.add(id(step))
+    values: list[Any] = []
+    here = (
+        getattr(step, "__module__", None),
+        "types",
+    )  # where the user's own code is, and plain namespaces
+    if inspect.ismethod(step):
+        values += [step.__self__, *vars(step.__self__).values()]
+    try:
+        scope = inspect.getclosurevars(step)
+        values += [*scope.nonlocals.values(), *scope.globals.values()]
+    except TypeError:  # a callable that is no Python function
+        values += vars(step).values() if hasattr(step, "__dict__") else []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
+        elif inspect.isroutine(value) and id(value) not in seen:
+            if getattr(value, "__module__", None) in here:
+                yield from _values(value, seen)
+        else:
+            yield value
+            if type(value).__module__ in here and hasattr(value, "__dict__"):
+                yield from vars(value).values()
