@@ -237,3 +237,28 @@ def test_a_schedule_of_momentum_is_refused_with_what_to_write() -> None:
         with pytest.raises(StepChanged, match="momentum of parameter group 0") as caught:
             planned(torch.ones(16, 32))
     assert "cycle_momentum=False" in caught.value.hint
+
+
+@pytest.mark.parametrize("read", [Tensor.item, lambda loss: loss.isnan().item()])
+def test_a_loss_that_python_reads_is_refused_while_the_state_is_there(read) -> None:
+    """A number; not a truth value, which may be the same in every step."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def step(rows: Tensor) -> Any:
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return read(loss)
+
+    with hp.offload(step, max_slowdown=0.5) as planned:
+        planned(torch.ones(16, 32))
+        if read is not Tensor.item:
+            assert [planned(torch.ones(16, 32)) for _ in range(3)] == [False] * 3
+            return
+        with pytest.raises(CaptureUnsupported, match="reads a number") as caught:
+            planned(torch.ones(16, 32))
+    assert "loss.detach()" in caught.value.hint
+    assert model.weight.isfinite().all()

@@ -255,7 +255,7 @@ class OffloadedStep:
                 "the step reads gradients of the step before it",
                 hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
             )
-        _refuse_counts(captured)
+        _refuse_reads(captured)
         captured.source, captured.owned = CaptureSource(self._model, *self._optimizers), self._owned
         program = self._roofline.annotate(captured.program, self._link)
         try:
@@ -320,19 +320,32 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _refuse_counts(captured: Captured) -> None:
-    """Refuse a step that reads state of an optimizer which it changes itself: a count that is another one every time.
+def _refuse_reads(captured: Captured) -> None:
+    """Refuse a step whose Python code reads a number that is another one every time: the loss, a count of steps.
 
-    The guard of what was read would stop the next step in its middle, where the state is lost.
+    The guard of what was read would stop the next step in its middle, where the state is lost. Whole numbers and truth
+    values that the batch decides may well be the same again.
     """
     program = captured.program
+    varies = {*captured.given, *captured.changed}
     for call, operator in zip(captured.calls, program.operators, strict=True):
-        read = [s for s in operator.reads if program.storages[s].kind == "optimizer"]
-        if call.guards and not captured.changed.isdisjoint(read):
+        read = [s for s in operator.reads if s in varies]
+        varies.update((*operator.allocs, *operator.writes) if read or operator.ordered else ())
+        kinds = {program.storages[s].kind for s in read}
+        if not (read and call.guards):
+            continue
+        if "optimizer" in kinds:
             raise CaptureUnsupported(
                 "the optimizer counts its steps in Python",
                 where=f"`{call.func}` reads `{program.storages[read[0]].name}`",
                 hint="make it with `fused=True` (or `capturable=True`), which keeps the count in tensors",
+            )
+        if any(isinstance(value, float) for _, value in call.guards):
+            raise CaptureUnsupported(
+                "the step reads a number that differs from step to step",
+                where=f"`{call.func}` on what `{program.storages[read[0]].name}` made",
+                got=call.guards[0][1],
+                hint="return `loss.detach()` instead of `loss.item()`, and read it outside of the step",
             )
 
 
