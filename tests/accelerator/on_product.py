@@ -146,7 +146,7 @@ def on_train_with_updates_on_the_host(knobs, folder):
     """The CPU's kernels compute on both sides here, so the bits are the plain run's."""
     slow = ("training.max_grad_norm=null", "training.steps=2")
     mine = trained(
-        "host", *slow, f"offload.budget={BUDGET}", "offload.bandwidth=20MB", "offload.update_on_host=true"
+        "host", *slow, f"offload.budget={BUDGET}", "offload.bandwidth=1MB", "offload.update_on_host=true"
     )  # fmt: skip
     assert_as_planned(mine, plain(*slow))
     (said,) = [note for note in Plan.load(mine / "plan.json").notes if "update on host" in note]
