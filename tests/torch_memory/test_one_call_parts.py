@@ -262,3 +262,35 @@ def test_a_loss_that_python_reads_is_refused_while_the_state_is_there(read) -> N
             planned(torch.ones(16, 32))
     assert "loss.detach()" in caught.value.hint
     assert model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [
+        (torch.optim.Adam, "fused=True"),
+        (torch.optim.NAdam, "capturable=True"),
+        (None, "after the step"),
+    ],
+)
+def test_what_python_counts_is_refused_with_what_to_write(kind, hint) -> None:
+    """By an optimizer, or by a scheduler inside of the step."""
+    model = nn.Linear(32, 32)
+    fused = {"fused": True} if kind is None else {}
+    optimizer = (kind or torch.optim.AdamW)(model.parameters(), lr=1e-2, **fused)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+    def step(rows: Tensor) -> Tensor:
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind is None:
+            rates.step()
+        return loss.detach()
+
+    with hp.offload(step, max_slowdown=0.5) as planned:
+        planned(torch.ones(16, 32))
+        with pytest.raises(CaptureUnsupported) as caught:
+            planned(torch.ones(16, 32))
+    assert hint in caught.value.hint
+    assert model.weight.isfinite().all()

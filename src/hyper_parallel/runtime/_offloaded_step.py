@@ -40,6 +40,12 @@ from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory,
 from hyper_parallel.runtime._agreed import agreed
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.runtime._step_parts import models_of, optimizers_of
+from hyper_parallel.runtime._step_refusals import (
+    refuse_compiled,
+    refuse_odd_arguments,
+    refuse_reads,
+    refuse_schedule,
+)
 from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.units import parse_bytes
 
@@ -94,7 +100,7 @@ def offload(
             hint="hp.offload(step, budget=..., optimizer=optimizer)",
         )
     whole = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
-    _refuse_compiled(step, whole)
+    refuse_compiled(step, whole)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # as torchrun says
     if topology == "local" and ranks > here:
@@ -186,7 +192,7 @@ class OffloadedStep:
         tensors = {f"input {i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
         facts = ((v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in leaves)
         key = nest, tuple(facts)
-        _check_plain(leaves)
+        refuse_odd_arguments(leaves)
         if self._plain:  # SGD has no state after it either
             self._plain -= 1
             with spill_mode(self._where, owned=self._owned) as mode:  # on a CPU nothing is moved
@@ -255,7 +261,8 @@ class OffloadedStep:
                 "the step reads gradients of the step before it",
                 hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
             )
-        _refuse_reads(captured)
+        refuse_reads(captured, self._optimizers)
+        refuse_schedule(self._step, captured, self._optimizers)
         captured.source, captured.owned = CaptureSource(self._model, *self._optimizers), self._owned
         program = self._roofline.annotate(captured.program, self._link)
         try:
@@ -297,18 +304,6 @@ class OffloadedStep:
         self.close()
 
 
-def _refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
-    """Compiled code is no sequence of operators; under the recorder torch would run it uncompiled, with other bits."""
-    if hasattr(step, "_torchdynamo_orig_callable") or any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
-    ):
-        raise CaptureUnsupported(
-            "the step or its model is compiled; a memory plan runs operators one by one",
-            hint="give what was compiled: `model._orig_mod` of `torch.compile(model)`",
-        )
-
-
 def _as_list(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Sequence) else [given]
 
@@ -320,35 +315,6 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _refuse_reads(captured: Captured) -> None:
-    """Refuse a step whose Python code reads a number that is another one every time: the loss, a count of steps.
-
-    The guard of what was read would stop the next step in its middle, where the state is lost. Whole numbers and truth
-    values that the batch decides may well be the same again.
-    """
-    program = captured.program
-    varies = {*captured.given, *captured.changed}
-    for call, operator in zip(captured.calls, program.operators, strict=True):
-        read = [s for s in operator.reads if s in varies]
-        varies.update((*operator.allocs, *operator.writes) if read or operator.ordered else ())
-        kinds = {program.storages[s].kind for s in read}
-        if not (read and call.guards):
-            continue
-        if "optimizer" in kinds:
-            raise CaptureUnsupported(
-                "the optimizer counts its steps in Python",
-                where=f"`{call.func}` reads `{program.storages[read[0]].name}`",
-                hint="make it with `fused=True` (or `capturable=True`), which keeps the count in tensors",
-            )
-        if any(isinstance(value, float) for _, value in call.guards):
-            raise CaptureUnsupported(
-                "the step reads a number that differs from step to step",
-                where=f"`{call.func}` on what `{program.storages[read[0]].name}` made",
-                got=call.guards[0][1],
-                hint="return `loss.detach()` instead of `loss.item()`, and read it outside of the step",
-            )
-
-
 def _no_gradient(p: torch.nn.Parameter) -> torch.Tensor:
     """Zeros for a gradient, of a parameter that is cut over ranks this one's part, in the bytes of a single number."""
     part = local(p)
@@ -358,26 +324,3 @@ def _no_gradient(p: torch.nn.Parameter) -> torch.Tensor:
     return DTensor.from_local(
         zeros, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )
-
-
-def _check_plain(leaves: list[Any]) -> None:
-    """Refuse arguments that are neither tensors nor plain values: nobody could tell whether they are others."""
-    kinds = (
-        torch.Tensor,
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type(None),
-        torch.dtype,
-        torch.device,
-    )
-    if odd := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, kinds)]:
-        raise CaptureUnsupported(
-            "the step was given something that is neither a tensor nor a plain value",
-            got=odd[0],
-            allowed="nests of tensors, numbers and texts",
-            hint="pass its tensors, or let the step refer to it",
-        )

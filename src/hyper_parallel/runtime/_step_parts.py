@@ -21,6 +21,11 @@ def optimizers_of(step: Callable[..., Any]) -> list[torch.optim.Optimizer]:
     return _found(step, torch.optim.Optimizer)
 
 
+def schedulers_of(step: Callable[..., Any]) -> list[Any]:
+    """The schedulers of learning rates that a step refers to."""
+    return _found(step, torch.optim.lr_scheduler.LRScheduler)
+
+
 def _found(step: Callable[..., Any], kind: type) -> list[Any]:
     return list({id(v): v for v in _values(step, set()) if isinstance(v, kind)}.values())
 
