@@ -34,10 +34,8 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
     """What a function refers to, what lists, dicts and objects among it hold, and the same of functions beside it."""
     seen.add(id(step))
     values: list[Any] = []
-    here = (
-        getattr(step, "__module__", None),
-        "types",
-    )  # where the user's own code is, and plain namespaces
+    # Where the user's own code is, and plain namespaces.
+    here = getattr(step, "__module__", None), "types"
     if inspect.ismethod(step):
         values += [step.__self__, *vars(step.__self__).values()]
     try:
