@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,40 @@ def in_a_namespace() -> Made:
     return step, [parts.model, parts.optimizer]
 
 
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> Tensor:
+    loss = model(rows).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def by_name(rows: Tensor, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    return trained(model, optimizer, rows)
+
+
+def given_by_partial() -> Made:
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return partial(by_name, model=model, optimizer=optimizer), [model, optimizer]
+
+
+class Called:
+    """A step that is an object."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(32, 32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return trained(self.model, self.optimizer, rows)
+
+
+def called() -> Made:
+    made = Called()
+    return made, [made.model, made.optimizer]
+
+
 def tensors_alone() -> Made:
     weight = torch.randn(32, 64, requires_grad=True)
     optimizer = torch.optim.AdamW([weight], lr=1e-2, fused=True)
@@ -143,7 +178,16 @@ def run(make: Callable[[], Made], budget: int | None) -> tuple[list[float], list
 
 
 @pytest.mark.parametrize(
-    "make", [adversaries, loop, teacher_that_follows, in_a_namespace, tensors_alone]
+    "make",
+    [
+        adversaries,
+        loop,
+        teacher_that_follows,
+        in_a_namespace,
+        given_by_partial,
+        called,
+        tensors_alone,
+    ],
 )
 def test_whatever_a_step_works_on_is_found_and_keeps_its_bits(make) -> None:
     losses, state, _ = run(make, None)

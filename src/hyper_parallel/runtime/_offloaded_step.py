@@ -251,7 +251,7 @@ class OffloadedStep:
             run,
             tensors,
             named,
-            name=self._step.__name__,
+            name=getattr(self._step, "__name__", type(self._step).__name__),
             training=True,
             empty=self._empty,
             spill=None if on_cpu else spill_mode(self._where, owned=self._owned),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
     """What a function refers to, what lists, dicts and objects among it hold, and the same of functions beside it."""
     seen.add(id(step))
     values: list[Any] = []
+    if isinstance(step, partial):
+        values += [*step.args, *step.keywords.values()]
+        step = step.func
     # Where the user's own code is, and plain namespaces.
     here = getattr(step, "__module__", None), "types"
     if inspect.ismethod(step):

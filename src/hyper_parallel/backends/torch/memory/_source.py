@@ -110,8 +110,8 @@ class CaptureSource:
 
     def hold(self) -> None:
         """A device has the state's bytes: from now on whoever uses, saves or loads what is not there is stopped."""
-        several = isinstance(self._model, torch.nn.ModuleList)
-        for model in self._model if several else [self._model]:
+        parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
+        for model in (self._model, *parts):
             if next(model.parameters(), None) is not None:  # a loss has nothing to lose
                 self._refusing.append(model.register_forward_pre_hook(_refuse, prepend=True))
             self._refusing.append(model.register_state_dict_pre_hook(_refuse))
