@@ -125,7 +125,7 @@ def on_bytes_that_a_kernel_takes_for_itself(knobs, folder):
 
 
 def on_operators_are_timed_while_they_are_recorded(knobs, folder):
-    """Parts of an update share its time, and a kernel shorter than a launch counts as one."""
+    """What a device is late by is seen; parts of an update share its time."""
     delay_s = 2e-3
     taken = []
     for us in (0, 2000):

@@ -102,6 +102,7 @@ class StepCapture:
         self._unseen, self._bring = Unseen(self.storages), bring
         self._operators: list[Operator] = []
         self._calls: list[Call] = []
+        self._beside_bytes = 0  # most of an operator until now
         self._timed: list[Timed] = []
         self._state: dict[int, torch.Tensor] = {}
         self.part: Phase | None = None
@@ -277,7 +278,7 @@ class StepCapture:
         parts = split_lists(func, views[0], views[1], len(made))
         for number, (part_args, part_kwargs) in enumerate(parts):
             mine = [(0, made[number][1])] if made and len(parts) > 1 else made
-            call = Call(func, part_args, part_kwargs, tuple(mine), guards)
+            call = Call(func, part_args, part_kwargs, tuple(mine), guards, self._beside_bytes)
             reads = storages_in((part_args, part_kwargs))
             writes = [s for s in changed if s in reads]
             allocs = tuple(view.storage for _, view in mine)
@@ -308,6 +309,7 @@ class StepCapture:
     def _keep(self, operator: Operator, call: Call) -> None:
         self._operators.append(operator)
         self._calls.append(call)
+        self._beside_bytes = max(self._beside_bytes, sum(operator.beside))
 
     def _end_messages(self) -> None:
         """Messages that were issued together become one operator, done when all of them are."""

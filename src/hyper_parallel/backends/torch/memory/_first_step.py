@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._lru_spill import within_device
-from hyper_parallel.backends.torch.memory._workspace import FILLED, allocatable_bytes
+from hyper_parallel.backends.torch.memory._workspace import has_room
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
@@ -140,15 +140,12 @@ def _undone(
     """
     storages = list(storages)
     num_bytes = sum(base.nbytes() for base in storages)
-    on_device = device.type != "cpu"
-    taken = torch.get_device_module(device).memory_allocated(device) if on_device else 0
-    fits = taken + num_bytes + made_bytes <= FILLED * allocatable_bytes(device)
-    home = device if fits else torch.device("cpu")
+    home = device if has_room(device, num_bytes + made_bytes) else torch.device("cpu")
     before = [
         (base, torch.UntypedStorage(base.nbytes(), device=home).copy_(base)) for base in storages
     ]
     states = [generator.get_state() for generator in generators]
-    devices = [device] if on_device else []
+    devices = [] if device.type == "cpu" else [device]
     try:
         with torch.random.fork_rng(devices, device_type=device.type):
             yield

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -19,6 +20,7 @@ from hyper_parallel.backends.torch.memory._owners import Owners
 from hyper_parallel.backends.torch.memory._prepared import Addresses, Held
 from hyper_parallel.backends.torch.memory._streams import DeviceApi
 from hyper_parallel.backends.torch.memory._tiers import FileTier
+from hyper_parallel.backends.torch.memory._workspace import has_room
 from hyper_parallel.errors import (
     HyperParallelError,
     MemoryPlanInvalid,
@@ -28,6 +30,8 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import MemoryMachine, wrong_address
+
+_HOST: Final = torch.device("cpu")
 
 
 class HeldState:
@@ -185,6 +189,11 @@ class HeldState:
                     raise self._no_room(error) from error
                 raise
 
+    def _aside(self) -> torch.device:
+        """Where state waits on its way to or from the arena: in host memory unless the device has room for both."""
+        device = self.hardware.device
+        return device if has_room(device, self.arena_bytes) else _HOST
+
     def _take(
         self, s: int, source: torch.UntypedStorage, base: torch.UntypedStorage, waiting: Held
     ) -> None:
@@ -200,13 +209,11 @@ class HeldState:
             if mine is not source:
                 mine.copy_(source)
             return
-        # The device may not have room for the arena beside what is there now.
-        copy = _host_copy(source) if source is base else source
-        if home == "flash":
-            self.files.take(s, size)
-            self.files.write(s, copy)
+        if home == "device":
+            waiting[s] = _copy(source, self._aside()) if source is base else source
         else:
-            waiting[s] = copy
+            self.files.take(s, size)
+            self.files.write(s, _copy(source, _HOST) if source is base else source)
 
     def _take_back(self, waiting: Held, spill: LruSpillMode | None) -> None:
         """Of a state that was taken in part, give what was emptied its bytes again; the device is closed."""
@@ -227,7 +234,8 @@ class HeldState:
         mine = {s: t for s, t in self.captured.state.items() if not self.owners.keep(s)}
         kept: Held = {}
         if not self.failed:
-            kept = {s: _host_copy(self._bytes(s)) for s in mine if self.plan.homes[s] == "device"}
+            here, aside = self.on["device"], self._aside()
+            kept = {s: _copy(here[s], aside) for s in mine if self.plan.homes[s] == "device"}
         self._give_up()
         for s, tensor in mine.items():
             base = tensor.untyped_storage()
@@ -295,7 +303,7 @@ class HeldState:
             base.resize_(0)  # of a buffer that steps change the caller has an old copy
             content = partial(self._bytes, s) if home == "flash" else self.on[home][s]
             if home == "device":
-                content = _host_copy(content)
+                content = _copy(content, _HOST)
             spill.hold(base, self._num_bytes(s), content)
         self._give_up()
 
@@ -382,8 +390,6 @@ class HeldState:
         )
 
 
-def _host_copy(base: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A copy in host memory, which is in no tier."""
-    copy = torch.UntypedStorage(base.nbytes())
-    copy.copy_(base)
-    return copy
+def _copy(base: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    """A copy that is in no tier."""
+    return torch.UntypedStorage(base.nbytes(), device=device).copy_(base)

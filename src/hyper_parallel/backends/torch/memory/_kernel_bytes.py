@@ -12,9 +12,11 @@ added up in an order that the rows give, so columns made apart have the same bit
 from __future__ import annotations
 
 import gc
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -41,14 +43,31 @@ def beside(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
     return tuple(entries[view.storage].num_bytes for _, view in call.made)
 
 
-Events = tuple[Any, Any]
-"""Before and after a kernel, on the stream that it runs on."""
+class Events(NamedTuple):
+    """Around an operator's kernels, on the stream that they run on.
+
+    Attributes:
+        begin: Before them.
+        end: After them.
+        issued_s: What the host took for the operator.
+        reached: The device came to it before that, and waited for the host.
+    """
+
+    begin: Any
+    end: Any
+    issued_s: float
+    reached: bool
+
+
 Timed = tuple[range, Events]
 """Operators of the program that are the parts of one, and the events around it."""
 
 
 def run(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Sequence[torch.Tensor],
 ) -> tuple[Any, tuple[int, ...], Events | None]:
     """Run an operator.
 
@@ -75,11 +94,13 @@ def run(
     with _no_collection():
         module.reset_peak_memory_stats(device)
         begin.record(stream)
+        start = time.perf_counter()
         out = func(*args, **kwargs)
+        issued_s, reached = time.perf_counter() - start, bool(begin.query())
         end.record(stream)
         # What stays is a result, or a workspace that a library keeps.
         taken = int(module.max_memory_allocated(device) - module.memory_allocated(device))
-    return out, (taken,) if taken else (), (begin, end)
+    return out, (taken,) if taken else (), Events(begin, end, issued_s, reached)
 
 
 def kernel_seconds(
@@ -87,20 +108,25 @@ def kernel_seconds(
 ) -> tuple[float, ...] | None:
     """Seconds of every operator by the events around it, 0 where there are none; None: there are none at all.
 
-    The host is slower than the device while a step is recorded, so between two events is also what a launch takes, the
-    least of them. A kernel that is shorter than a launch counts as one: the host issues no faster.
+    Where the device waited for the host, the time between the events is also what the host took; behind a longer kernel
+    it is not. A step whose kernels take less than the host takes as long as that.
     """
     if not timed:
         return None
-    for _, (_, end) in timed:  # operators may be on several streams
-        end.synchronize()
-    found = [float(begin.elapsed_time(end)) / 1e3 for _, (begin, end) in timed]
-    launch, seconds = min(found), [0.0] * len(operators)
-    for (parts, _), between in zip(timed, found, strict=True):
+    for _, events in timed:  # operators may be on several streams
+        events.end.synchronize()
+    kernels = [
+        max(float(e.begin.elapsed_time(e.end)) / 1e3 - e.issued_s * e.reached, 0.0)
+        for _, e in timed
+    ]
+    issue_s = statistics.median(events.issued_s for _, events in timed)
+    least = issue_s if sum(kernels) < issue_s * len(timed) else 0.0
+    seconds = [0.0] * len(operators)
+    for (parts, _), kernel in zip(timed, kernels, strict=True):
         moved = sum(operators[at].access_bytes for at in parts)
         for at in parts:
             share = operators[at].access_bytes / moved if moved else 1 / len(parts)
-            seconds[at] = max(between - launch, launch) * share
+            seconds[at] = max(kernel, least) * share
     return tuple(seconds)
 
 
@@ -131,18 +157,17 @@ def columns(call: Call) -> tuple[range, ...]:
     """Columns of the pieces in which a call can make its result; fewer than two: it makes it as a whole."""
     if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.made) != 1:
         return ()
-    scaled = call.args[
-        4
-    ]  # by how often a row occurs: a kernel's last columns may be rounded differently
-    if scaled:
+    # Scaled by how often a row occurs: a kernel's last columns may be rounded differently.
+    scaled, table = call.args[4], call.made[0][1]
+    if scaled or table.num_bytes <= call.room_bytes:
         return ()
-    table = call.made[0][1]
-    # Every piece sorts the rows again.
-    count = min(GRADIENT_PIECES, table.num_bytes // _LEAST, table.size[1])
-    if count < 2:
+    # Every piece sorts the rows again, so they are as wide as there is room.
+    every, most = table.size[1], min(GRADIENT_PIECES, table.num_bytes // _LEAST)
+    fitting = every * call.room_bytes // sum(piece_bytes(call, (range(every),)))
+    width = max(fitting, -(-every // max(most, 1)))
+    if width >= every:
         return ()
-    width = -(-table.size[1] // count)
-    return tuple(range(at, min(at + width, table.size[1])) for at in range(0, table.size[1], width))
+    return tuple(range(at, min(at + width, every)) for at in range(0, every, width))
 
 
 def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:

@@ -99,6 +99,7 @@ class Call:
         kwargs: Keyword arguments with `View` leaves.
         made: (flat output index, its view) of every output that came with a fresh storage.
         guards: (flat output index, value) of outputs the model's Python code saw as plain numbers.
+        room_bytes: What another operator before it makes beside the arena, where this one then may as well.
     """
 
     func: Any
@@ -106,6 +107,7 @@ class Call:
     kwargs: dict[str, Any]
     made: tuple[tuple[int, View], ...] = ()
     guards: tuple[tuple[int, Any], ...] = ()
+    room_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

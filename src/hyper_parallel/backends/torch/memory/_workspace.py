@@ -32,6 +32,14 @@ def allocatable_bytes(device: torch.device) -> int:
     return int(free + module.memory_reserved(device))
 
 
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """An accelerator can hold so many bytes more for a while; a CPU is told that it cannot."""
+    if device.type == "cpu":
+        return False
+    taken = torch.get_device_module(device).memory_allocated(device)
+    return bool(taken + num_bytes <= FILLED * allocatable_bytes(device))
+
+
 def device_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Workspace that is part of an operator's definition in ATen, on every device."""
     if func is torch.ops.aten.logsumexp.default:
