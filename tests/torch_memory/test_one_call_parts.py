@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hyper_parallel as hp
-from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, StepChanged
+from hyper_parallel.errors import BudgetImpossible, StepChanged
 
 pytestmark = pytest.mark.torch
 
@@ -245,96 +245,3 @@ def test_a_loss_whose_kernel_makes_more_than_it_gives(name, reduction, capfd) ->
     assert found == losses
     assert all(map(torch.equal, mine, state))
     assert "resized" not in capfd.readouterr().err
-
-
-@pytest.mark.filterwarnings("default")  # importing the compiler warns
-@pytest.mark.parametrize("wrap", [torch.compile, lambda model: model.compile() or model])
-def test_compiled_code_is_refused_before_anything_runs(wrap) -> None:
-    model = wrap(nn.Linear(32, 32))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step(rows: Tensor) -> Tensor:
-        loss = model(rows).mean()
-        optimizer.step()
-        return loss
-
-    with pytest.raises(CaptureUnsupported, match="is compiled"):
-        hp.offload(step, budget="1MiB")
-
-
-def test_a_schedule_of_momentum_is_refused_with_what_to_write() -> None:
-    model = nn.Linear(32, 32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
-
-    def step(rows: Tensor) -> Tensor:
-        loss = model(rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    with hp.offload(step, max_slowdown=0.5) as planned:
-        for _ in range(2):
-            planned(torch.ones(16, 32))
-            rates.step()
-        with pytest.raises(StepChanged, match="momentum of parameter group 0") as caught:
-            planned(torch.ones(16, 32))
-    assert "cycle_momentum=False" in caught.value.hint
-
-
-@pytest.mark.parametrize("read", [Tensor.item, lambda loss: loss.isnan().item()])
-def test_a_loss_that_python_reads_is_refused_while_the_state_is_there(read) -> None:
-    """A number; not a truth value, which may be the same in every step."""
-    torch.manual_seed(0)
-    model = nn.Linear(32, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-    def step(rows: Tensor) -> Any:
-        loss = model(rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return read(loss)
-
-    with hp.offload(step, max_slowdown=0.5) as planned:
-        planned(torch.ones(16, 32))
-        if read is not Tensor.item:
-            assert [planned(torch.ones(16, 32)) for _ in range(3)] == [False] * 3
-            return
-        with pytest.raises(CaptureUnsupported, match="reads a number") as caught:
-            planned(torch.ones(16, 32))
-    assert "loss.detach()" in caught.value.hint
-    assert model.weight.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("kind", "hint"),
-    [
-        (torch.optim.Adam, "fused=True"),
-        (torch.optim.NAdam, "capturable=True"),
-        (None, "after the step"),
-    ],
-)
-def test_what_python_counts_is_refused_with_what_to_write(kind, hint) -> None:
-    """By an optimizer, or by a scheduler inside of the step."""
-    model = nn.Linear(32, 32)
-    fused = {"fused": True} if kind is None else {}
-    optimizer = (kind or torch.optim.AdamW)(model.parameters(), lr=1e-2, **fused)
-    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
-
-    def step(rows: Tensor) -> Tensor:
-        loss = model(rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if kind is None:
-            rates.step()
-        return loss.detach()
-
-    with hp.offload(step, max_slowdown=0.5) as planned:
-        planned(torch.ones(16, 32))
-        with pytest.raises(CaptureUnsupported) as caught:
-            planned(torch.ones(16, 32))
-    assert hint in caught.value.hint
-    assert model.weight.isfinite().all()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from hyper_parallel.backends.torch.memory._first_step import other_number, other_size
 from hyper_parallel.backends.torch.memory._operators import finished
 from hyper_parallel.backends.torch.memory._prepared import Prepared, in_host_memory
 from hyper_parallel.errors import StepChanged
@@ -144,18 +145,8 @@ def _accept(ready: Prepared, flat: list[Any]) -> None:
         made = flat[position]
         base = made.untyped_storage() if isinstance(made, torch.Tensor) else None
         if base is None or base.nbytes() != target.nbytes() or made.shape != view.size:
-            raise StepChanged(
-                f"`{ready.func}` made a result of another size than in the captured step",
-                got=None if base is None else f"{tuple(made.shape)}, {base.nbytes()} bytes",
-                allowed=f"{view.size}, {target.nbytes()} bytes",
-                hint="the size depends on the data; for experts use `experts_implementation='grouped_mm'`",
-            )
+            raise other_size(ready.func, None if base is None else tuple(made.shape), view.size)
         target.copy_(base)
     for position, value in ready.guards:
         if flat[position] != value:
-            raise StepChanged(
-                "the captured step took a branch or read a value",
-                got=f"`{ready.func}` gives {flat[position]}, it gave {value}",
-                hint="leave what Python reads (`.item()`, `.tolist()`, `.numpy()`) out of the step; "
-                "for an optimizer keep the step count in tensors with `fused=True`",
-            )
+            raise other_number(ready.func, flat[position], value)

@@ -132,7 +132,8 @@ def refuse_leaks(
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
             raise CaptureUnsupported(
                 f"`{name}.grad` outlives the step",
-                hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
+                hint="end the step with `optimizer.zero_grad(set_to_none=True)`; to add gradients up, take all "
+                "micro-batches of an update into one step",
             )
 
 

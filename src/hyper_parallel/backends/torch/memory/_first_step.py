@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._lru_spill import within_device
+from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
+from hyper_parallel.backends.torch.memory._operators import numbers_read, tensors_in
 from hyper_parallel.backends.torch.memory._workspace import has_room
 from hyper_parallel.errors import StepChanged
 
@@ -82,7 +84,11 @@ class PlainStep:
 
     @classmethod
     def of(cls, captured: Captured, inputs: Mapping[str, Tensor]) -> PlainStep:
-        """Run the step without a plan, on an accelerator twice, and undo it; the model must have its state."""
+        """Run the step without a plan, on an accelerator twice, and undo it; the model must have its state.
+
+        Raises:
+            StepChanged: HP512 when data decide what they decided otherwise while the step was recorded.
+        """
         assert captured.plain is not None
         where = captured.device
         bases = {s: tensor.untyped_storage() for s, tensor in captured.state.items()}
@@ -91,8 +97,10 @@ class PlainStep:
         for _ in range(1 if where.type == "cpu" else 2):
             changed = [bases[s] for s in captured.changed]
             with _undone(changed, where, captured.generators, made):
-                with within_device(where, captured.owned):
+                with within_device(where, captured.owned), _AsRecorded(captured) as found:
                     outputs = captured.plain(**inputs)
+                if found.other is not None:
+                    raise found.other
                 state = {k: view.on(bases[view.storage]) for k, view in captured.named.items()}
                 runs.append(StepOutcome.of(outputs, state))
                 del outputs
@@ -124,6 +132,66 @@ class PlainStep:
                 hint="something changes from step to step without being a tensor: make it one, or train without a plan "
                 "(`offload.budget=null` in a recipe)",
             )
+
+
+class _AsRecorded(OperatorMode):
+    """Around a plain step: do data decide the same sizes and numbers as while it was recorded?
+
+    A planned step would stop at the first that is another one, in its middle, where the state is lost.
+
+    Attributes:
+        other: The error of that.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__(self._operator)
+        decided = (call for call in captured.calls if call.guards or _decides_sizes(call.func))
+        self._recorded = iter(tuple(decided))
+        self.other: StepChanged | None = None
+
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        flat = tree_flatten(out)[0]
+        if _decides_sizes(func) or (numbers_read(func, flat) and tensors_in(args, kwargs)):
+            call = next(self._recorded, None)
+            if call is None or call.func is not func:
+                self._recorded = iter(())  # it took another way already
+                return out
+            others = [
+                *(
+                    other_size(func, tuple(flat[at].shape), view.size)
+                    for at, view in call.made
+                    if tuple(flat[at].shape) != view.size
+                ),
+                *(other_number(func, flat[at], v) for at, v in call.guards if flat[at] != v),
+            ]
+            self.other = self.other or next(iter(others), None)
+        return out
+
+
+def other_size(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -> StepChanged:
+    """The error of a result whose size the data decide."""
+    return StepChanged(
+        f"`{func}` makes a result of another size than in the captured step",
+        got=got,
+        allowed=tuple(allowed),
+        hint="the size depends on the data: weight by a mask instead of selecting by one, or pad; "
+        "for experts use `experts_implementation='grouped_mm'`",
+    )
+
+
+def other_number(func: Any, got: Any, allowed: Any) -> StepChanged:
+    """The error of a number that Python has read."""
+    return StepChanged(
+        "the captured step took a branch or read a value",
+        got=f"`{func}` gives {got}, it gave {allowed}",
+        hint="leave what Python reads (`.item()`, `.tolist()`, `.numpy()`) out of the step; "
+        "for an optimizer keep the step count in tensors with `fused=True`",
+    )
+
+
+def _decides_sizes(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
 
 
 @contextmanager

@@ -267,6 +267,11 @@ class PythonValues:
             changed = [key for key in before if before[key] != after.get(key)]
             if changed:
                 key = changed[0]
+                if isinstance(owner, torch.optim.Optimizer) and key == "state" and not before[key]:
+                    raise CaptureUnsupported(
+                        f"{name} updates the weights in this call and has not done so in the one before",
+                        hint="take all micro-batches of an update into one step, which ends with the update",
+                    )
                 raise CaptureUnsupported(
                     f"the step changes `{key}` of {name}, which is no tensor: the program would repeat one value",
                     got=f"{before[key]} before the step, {after.get(key)} after it"[:200],
