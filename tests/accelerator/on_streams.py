@@ -178,6 +178,31 @@ def on_a_full_device(knobs, folder):
         device.step(given(1))
 
 
+def on_state_that_moves_with_and_without_room(knobs, folder):
+    """Lent state waits on the device where it has room for both, else in host memory; the bits are the same."""
+    expected, _ = losses()
+    net, step = captured()
+    plan, machine = planned(False)
+    here = sum(
+        storage.num_bytes
+        for storage, home in zip(plan.program.storages, plan.homes, strict=True)
+        if storage.at_start and storage.at_end and home == "device"
+    )
+    assert here > 4096
+    with PlannedDevice(step, plan, machine) as device:
+        for number, free in ((1, 1 << 30), (2, 4096)):
+            assert float(device.step(given(number))[0]) == expected[number]
+            start = torch.emu.memory_allocated()
+            knobs.set_capacity(0, start + free, 0)
+            torch.emu.reset_peak_memory_stats()
+            with device.lent():
+                assert all(w.isfinite().all() for w in net.weights)
+            twice = torch.emu.max_memory_allocated() - start >= here
+            assert twice == (free > here)
+        knobs.set_capacity(0, 1 << 32, 0)
+        assert float(device.step(given(3))[0]) == expected[3]
+
+
 def on_dram_too_small(knobs, folder):
     net, step = captured()
     plan, machine = planned(False)

@@ -157,15 +157,12 @@ class _AsRecorded(OperatorMode):
             if call is None or call.func is not func:
                 self._recorded = iter(())  # it took another way already
                 return out
-            others = [
-                *(
-                    other_size(func, tuple(flat[at].shape), view.size)
-                    for at, view in call.made
-                    if tuple(flat[at].shape) != view.size
-                ),
-                *(other_number(func, flat[at], v) for at, v in call.guards if flat[at] != v),
-            ]
-            self.other = self.other or next(iter(others), None)
+            for at, view in call.made:
+                if (size := tuple(flat[at].shape)) != view.size:
+                    self.other = self.other or other_size(func, size, view.size)
+            for at, value in call.guards:
+                if flat[at] != value:
+                    self.other = self.other or other_number(func, flat[at], value)
         return out
 
 

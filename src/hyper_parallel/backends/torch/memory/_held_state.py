@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import torch
 
@@ -31,7 +30,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import MemoryMachine, wrong_address
 
-_HOST: Final = torch.device("cpu")
+_HOST = torch.device("cpu")
 
 
 class HeldState:
@@ -161,6 +160,7 @@ class HeldState:
         """
         waiting: Held = {}
         spill, self._spill = self._spill, None
+        aside = self._aside(spill)
         try:
             self.owners.check_bytes(
                 torch.UntypedStorage.nbytes if spill is None else spill.num_bytes
@@ -173,7 +173,7 @@ class HeldState:
                 base = tensor.untyped_storage()
                 where = base if spill is None else spill.take(base)
                 if not (callable(where) and s in self.files):  # its file is as it was
-                    self._take(s, where() if callable(where) else where, base, waiting)
+                    self._take(s, where() if callable(where) else where, base, waiting, aside)
                 if not self._is_input(s):
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs stay with the caller, who may pass the very same tensors again.
@@ -189,13 +189,18 @@ class HeldState:
                     raise self._no_room(error) from error
                 raise
 
-    def _aside(self) -> torch.device:
-        """Where state waits on its way to or from the arena: in host memory unless the device has room for both."""
+    def _aside(self, spill: LruSpillMode | None = None) -> torch.device:
+        """Where state waits on its way: on the device if that has room for both, and no spill keeps it in a budget."""
         device = self.hardware.device
-        return device if has_room(device, self.arena_bytes) else _HOST
+        return device if spill is None and has_room(device, self.arena_bytes) else _HOST
 
     def _take(
-        self, s: int, source: torch.UntypedStorage, base: torch.UntypedStorage, waiting: Held
+        self,
+        s: int,
+        source: torch.UntypedStorage,
+        base: torch.UntypedStorage,
+        waiting: Held,
+        aside: torch.device,
     ) -> None:
         """Take a storage's bytes from where they are, its own base or host memory."""
         home, size = self.plan.homes[s], self._num_bytes(s)
@@ -210,7 +215,7 @@ class HeldState:
                 mine.copy_(source)
             return
         if home == "device":
-            waiting[s] = _copy(source, self._aside()) if source is base else source
+            waiting[s] = _copy(source, aside) if source is base else source
         else:
             self.files.take(s, size)
             self.files.write(s, _copy(source, _HOST) if source is base else source)
