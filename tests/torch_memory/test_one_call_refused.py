@@ -112,6 +112,7 @@ def test_what_python_counts_is_refused_with_what_to_write(kind, hint) -> None:
     [
         (lambda rows: rows[rows[:, 0] > 0], "another size"),
         (lambda rows: rows[: int((rows[:, 0] > 0).sum())], "read a value"),
+        (lambda rows: rows[: sum((rows[:, 0] > 0).tolist())], "read a value"),
     ],
 )
 def test_what_the_batch_decides_otherwise_is_refused_while_the_state_is_there(decide, said) -> None:

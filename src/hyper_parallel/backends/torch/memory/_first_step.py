@@ -7,10 +7,11 @@ add in another order every time. Then every tensor may be away from the plain on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._operators import numbers_read, tensors_in
+from hyper_parallel.backends.torch.memory._unseen import TakenMode
 from hyper_parallel.backends.torch.memory._workspace import has_room
 from hyper_parallel.errors import StepChanged
 
@@ -145,18 +147,39 @@ class _AsRecorded(OperatorMode):
 
     def __init__(self, captured: Captured) -> None:
         super().__init__(self._operator)
-        decided = (call for call in captured.calls if call.guards or _decides_sizes(call.func))
-        self._recorded = iter(tuple(decided))
+        self._state, self._values = captured.state, TakenMode(self._taken)
+        calls = (call for call in captured.calls if call.guards or _decides_sizes(call.func))
+        self._recorded, self._inside = deque(calls), False
         self.other: StepChanged | None = None
 
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._values.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._values.__exit__(*error)
+        super().__exit__(*error)
+
+    def _taken(self, tensor: Tensor, values: bool) -> None:
+        """Python is given all numbers of a tensor; recorded as a comparison with what they were."""
+        call = self._recorded[0] if values and self._recorded and not self._inside else None
+        if call is None or call.func is not torch.ops.aten.equal.default:
+            return
+        before = call.args[1]
+        if (kept := self._state.get(before.storage)) is not None:
+            torch.equal(tensor.detach(), before.on(kept.untyped_storage()))
+
     def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._inside = True
         out = func(*args, **kwargs)
+        self._inside = False
         flat = tree_flatten(out)[0]
         if _decides_sizes(func) or (numbers_read(func, flat) and tensors_in(args, kwargs)):
-            call = next(self._recorded, None)
-            if call is None or call.func is not func:
-                self._recorded = iter(())  # it took another way already
+            if not self._recorded or self._recorded[0].func is not func:
+                self._recorded.clear()  # it took another way already
                 return out
+            call = self._recorded.popleft()
             for at, view in call.made:
                 if (size := tuple(flat[at].shape)) != view.size:
                     self.other = self.other or other_size(func, size, view.size)
