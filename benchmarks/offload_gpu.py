@@ -15,8 +15,9 @@ blocks of tokens, under every policy: the logits, which no policy can move, are 
 
 `--profile` adds, of one more step, what the device computed for and copied by kernel: where the time of a plan goes.
 
-Peaks are the allocator's, less what was on the device before the policy; `plan_peak_bytes` is what the plan predicts:
-without the workspaces that libraries keep. A CPU has no such counter: there only the plans have one, counted. Every
+Peaks are the allocator's in the timed steps, of a plan in the last one, less what was on the device before the policy:
+before its first step a plan runs the plain one, which takes eager's memory and more. `plan_peak_bytes` is without the
+workspaces that libraries keep. A CPU has no such counter: there only the plans have one, counted. Every
 policy starts from the same weights in a model of its own; the losses of the timed steps are compared.
 """
 
@@ -240,12 +241,8 @@ def planned(case: Case, link: Channel, share: float | None) -> dict[str, Any]:
     with PlannedDevice(captured, plan, memory, queues=queues, check=False) as device:
         for number in (2, 3):
             losses[number], trial = device.step(case.batch(number))
-    memory = MemoryMachine(
-        *(
-            replace(link, bytes_s=trial.copied[kind].bytes_s(link.latency_s) or link.bytes_s)
-            for kind in ("store", "prefetch")
-        )
-    )
+    rates = [trial.copied[kind].bytes_s(link.latency_s) for kind in ("store", "prefetch")]
+    memory = MemoryMachine(*(replace(link, bytes_s=rate or link.bytes_s) for rate in rates))
     plan = plan_memory(program, memory, **goal)
     seconds = []
     with PlannedDevice(captured, plan, memory, queues=queues) as device:
@@ -376,16 +373,10 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     tokens = given.tokens or (64 if given.tiny else 8192)
+    clip_norm = 1.0 if given.clip else None
     case = Case(
-        device,
-        given.tiny,
-        given.layers,
-        tokens,
-        given.steps,
-        1.0 if given.clip else None,
-        given.loss_chunks,
-        given.profile,
-    )
+        device, given.tiny, given.layers, tokens, given.steps, clip_norm, given.loss_chunks, given.profile,
+    )  # fmt: skip
     rows = {}
     for name, row in run(case, given.only):
         row.pop("losses", None)
