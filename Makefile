@@ -6,6 +6,7 @@
 #   make test    formatting, types, import layers, and the test suite in two processes
 #   make test-slow   further cells of its matrices, on up to sixteen ranks, and long faults (minutes)
 #   make test-accelerator   the same training and generation on an emulated accelerator (needs g++ and ninja)
+#   make sweeps  checks of properties over all model types of transformers, recorded in docs/results (an hour)
 #   make test-cluster   ranks started by Slurm, Ray and on two hosts, as far as one machine can be them (minutes)
 #   make test-llamafactory   unmodified LlamaFactory with and without us, in an environment of its own (minutes)
 #   make llamafactory-demo  LlamaFactory's own command on our layouts, losses beside its own (minutes the first time)
@@ -18,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 bin := .venv/bin
 out := runs/quickstart
 
-.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos docs bench clean llamafactory-demo
+.PHONY: help setup train test test-slow test-accelerator test-cluster test-llamafactory check fuzz fuzz-inputs chaos sweeps docs bench clean llamafactory-demo
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -66,6 +67,10 @@ fuzz-inputs: setup
 
 chaos: setup
 	$(bin)/python tools/chaos.py --faults $(or $(N),20) --seed $(or $(SEED),1)
+
+sweeps: setup
+	@failed=; for name in $$($(bin)/python tools/sweep.py --list); do echo "== $$name"; $(bin)/python tools/sweep.py $$name || failed="$$failed $$name"; done; \
+	$(bin)/python tools/sweep.py --page; if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 docs: setup
 	$(bin)/python -m pip install --quiet -e '.[docs]'

@@ -1,0 +1,189 @@
+"""Run a check over model types of transformers, each in a child process, and write the tables of the docs.
+
+    python tools/sweep.py --list                          names of the sweeps
+    python tools/sweep.py packing                         all model types of a sweep, recorded
+    python tools/sweep.py packing mistral phi3            these types only, printed; `--record` records them too
+    python tools/sweep.py packing --missing --shard 0/2   every second type that has no record yet
+    python tools/sweep.py --page                          write docs/results/sweeps.md from the records
+
+Records are docs/results/sweeps/NAME.json. The exit code is 1 when a cell is `wrong` or `fails`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools"), str(ROOT)]
+
+
+from sweeps.interface import Sweep, kind, one_line  # noqa: E402
+
+RECORDS = ROOT / "docs" / "results" / "sweeps"
+PAGE = ROOT / "docs" / "results" / "sweeps.md"
+PAGE_HEAD = """# Sweeps over model types
+
+<!-- Written by `python tools/sweep.py --page` from docs/results/sweeps/*.json; do not edit. -->
+
+Each table is one check over the model types of transformers, with shrunk configs and random weights. `make sweeps` runs
+all of them. A cell is `ok`, a coded refusal (HPnnn), `skipped` (plain transformers cannot do it either), `wrong` or
+`fails`. The tables list every type that is not `ok` in all columns.
+"""
+
+
+def names() -> list[str]:
+    """Return the names of all sweeps."""
+    files = (ROOT / "tools" / "sweeps").glob("*.py")
+    return sorted(f.stem for f in files if f.stem not in ("__init__", "interface"))
+
+
+def load(name: str) -> Sweep:
+    """Import a sweep."""
+    sweep: Any = importlib.import_module(f"sweeps.{name}")
+    return sweep
+
+
+def run_type(sweep: Sweep, model_type: str) -> dict[str, str]:
+    """Return the cells of one model type, computed in a child process under the time limit of the sweep."""
+    scratch = Path(tempfile.mkdtemp(prefix="sweep_"))
+    result = scratch / "cells.json"
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        try:
+            folder = scratch / "work"
+            folder.mkdir()
+            cells = sweep.run(model_type, folder)
+        except BaseException as error:
+            traceback.print_exc()
+            cells = {sweep.COLUMNS[0]: f"fails: {one_line(error)}"}
+        result.write_text(json.dumps(cells), encoding="utf-8")
+        sys.stdout.flush()
+        os._exit(0)
+    deadline, ended = time.monotonic() + sweep.SECONDS, 0
+    while not ended and time.monotonic() < deadline:
+        ended, _ = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    if not ended:
+        os.waitpid(pid, 0)
+    try:
+        cells = json.loads(result.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        why = "killed" if ended else f"no end after {sweep.SECONDS} s"
+        cells = {sweep.COLUMNS[0]: f"fails: {why}"}
+    shutil.rmtree(scratch, ignore_errors=True)
+    return cells
+
+
+def record(name: str, model_type: str, cells: dict[str, str]) -> None:
+    """Store the cells of a type; several processes may record at once."""
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    with (RECORDS / f"{name}.json").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        data = json.loads(file.read() or '{"types": {}}')
+        data |= {package: version(package).split("+")[0] for package in ("torch", "transformers")}
+        data["types"][model_type] = cells
+        data["types"] = dict(sorted(data["types"].items()))
+        file.truncate(0)
+        file.write(json.dumps(data, indent=1) + "\n")
+
+
+def recorded(name: str) -> dict[str, dict[str, str]]:
+    """Return the recorded cells of a sweep by model type."""
+    file = RECORDS / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8"))["types"] if file.is_file() else {}
+
+
+def section(name: str) -> str:
+    """Return the part of the docs page about one sweep."""
+    sweep, rows = load(name), recorded(name)
+    versions = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
+    lines = [f"## {sweep.TITLE}", "", " ".join(sweep.TEXT.split()), ""]
+    lines += [
+        f"{len(rows)} types of transformers {versions['transformers']} on torch {versions['torch']}, "
+        f"`python tools/sweep.py {name}`.",
+        "",
+        "| column | ok | refused | skipped | wrong | fails |",
+        "|---|---|---|---|---|---|",
+    ]
+    for column in sweep.COLUMNS:
+        count = Counter(kind(cells[column]) for cells in rows.values() if column in cells)
+        counts = " | ".join(str(count[k]) for k in ("ok", "refused", "skipped", "wrong", "fails"))
+        lines.append(f"| {column} | {counts} |")
+    special = {n: c for n, c in rows.items() if any(cell != "ok" for cell in c.values())}
+    if special:
+        lines += ["", "| type | " + " | ".join(sweep.COLUMNS) + " |"]
+        lines.append("|---" * (len(sweep.COLUMNS) + 1) + "|")
+        for model_type, cells in special.items():
+            shown = [cells.get(c, "").replace("|", "\\|") for c in sweep.COLUMNS]
+            lines.append(f"| {model_type} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page() -> None:
+    """Write the docs page from all records."""
+    parts = [section(name) for name in names() if (RECORDS / f"{name}.json").is_file()]
+    PAGE.write_text("\n".join([PAGE_HEAD, *parts]), encoding="utf-8")
+
+
+def main() -> None:
+    """Run a sweep, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--list", action="store_true", help="print the names of the sweeps")
+    parser.add_argument("--page", action="store_true", help="write docs/results/sweeps.md")
+    parser.add_argument("--record", action="store_true", help="record named types too")
+    parser.add_argument("--missing", action="store_true", help="only types without a record")
+    parser.add_argument("--shard", default="0/1", help="i/n: every n-th type, from the i-th on")
+    given = parser.parse_args()
+    if given.list:
+        print("\n".join(names()))
+        return
+    if given.page:
+        write_page()
+        return
+    if given.name not in names():
+        sys.exit(f"no such sweep: {given.name}; there are {', '.join(names())}")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    sweep, old = load(given.name), recorded(given.name)
+    part, parts = map(int, given.shard.split("/"))
+    chosen = (given.types or sweep.model_types())[part::parts]
+    counts: Counter[str] = Counter()
+    for model_type in chosen:
+        if given.missing and model_type in old:
+            continue
+        cells = run_type(sweep, model_type)
+        print(model_type, json.dumps(cells), flush=True)
+        counts.update(kind(cell) for cell in cells.values())
+        if given.record or not given.types:
+            record(given.name, model_type, cells)
+    print(dict(counts.most_common()))
+    sys.exit(1 if counts["wrong"] or counts["fails"] else 0)
+
+
+if __name__ == "__main__":
+    main()
