@@ -52,11 +52,24 @@ def doctor(
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the processor again, ignoring the cache.")
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", help="Measure properties of this model: a directory or config.json."
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that lies beside the config.")
+    ] = False,
 ) -> None:
     """Say what works on this machine, and how to enable the rest; or where ranks that hung have parted.
 
-    Exits with 0 when planning works, which needs neither an accelerator nor torch; with dumps, when they can be read.
+    With --model: measured properties of a model, such as whether packed documents see each other. Exits with 0 when
+    planning works, which needs neither an accelerator nor torch; with dumps, when they can be read.
     """
+    if model is not None:
+        _print_properties(model, as_json, trust_remote_code)
+        return
     if dumps:
         _print_dumps(dumps, as_json)
         return
@@ -77,6 +90,25 @@ def doctor(
         _print(findings, usable["core"], usable["core"] and usable["training"])
     if not usable["core"]:
         raise typer.Exit(1)
+
+
+def _print_properties(model: str, as_json: bool, trusted: bool) -> None:
+    """Print the measured properties of a model on standard output."""
+    from hyper_parallel.model import QUESTIONS, read_config
+    from hyper_parallel.trainer.model_properties import properties_of
+
+    properties = properties_of(read_config(model), trusted=trusted)
+    if as_json:
+        typer.echo(json.dumps(asdict(properties), indent=2))
+        return
+    typer.echo(f"{properties.model_class}, measured on: {properties.measured_on}")
+    answers = properties.questions()
+    width = max(map(len, answers))
+    for name, answer in answers.items():
+        mark = {True: "ok", False: "no", None: "--"}[answer.holds]
+        typer.echo(f"{mark:<4}{name:<{width}}  {QUESTIONS[name]}: {answer}")
+    idle = ", ".join(properties.idle_modules) or "none"
+    typer.echo(f"    {'idle_modules':<{width}}  modules that a text does not use: {idle}")
 
 
 def _print_dumps(paths: list[Path], as_json: bool) -> None:

@@ -15,6 +15,7 @@ from hyper_parallel.ir.mesh import Mesh
 from hyper_parallel.ir.roles import RolesPlan
 from hyper_parallel.ir.strategy import Strategy
 from hyper_parallel.ir.workload import Workload
+from hyper_parallel.model import ModelProperties
 from hyper_parallel.serde import DecodeError, decode, encode
 
 PLAN_VERSION: Final = 2
@@ -221,6 +222,7 @@ class Plan:
         pareto: The front of time and memory near the chosen strategy, fastest first.
         sensitivity: Constants that would change the choice, the smallest change first.
         roles: Who samples and who learns, where a step does both; the prices above are of learning alone.
+        properties: Measured properties of the model's class, which decide about packing and caches; None: not measured.
         notes: Sentences a reader should know: assumptions, layouts that deviate from the model's own plan.
         version: Schema version.
     """
@@ -243,6 +245,7 @@ class Plan:
     pareto: tuple[Alternative, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
     roles: RolesPlan | None = None
+    properties: ModelProperties | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 

@@ -12,15 +12,19 @@ from hyper_parallel.model._load_model import (
     spec_from_config,
 )
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
+from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
 
 __all__ = [
     "FAMILIES_READ",
+    "QUESTIONS",
     "AttentionSpec",
     "Block",
     "ConfigFile",
     "MlpSpec",
+    "ModelProperties",
     "ModelSpec",
     "ParamSpec",
+    "Property",
     "find_preset",
     "is_read",
     "load_model",

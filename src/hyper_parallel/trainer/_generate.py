@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.backends.torch._forward import loop_over_experts
+from hyper_parallel.backends.torch._handle import attach_properties
 from hyper_parallel.backends.torch._peft import ADAPTER_CONFIG, base_of
 from hyper_parallel.backends.torch._slots import OneSlot, SlotSteps, why_no_slots
 from hyper_parallel.backends.torch._static_cache import (
@@ -32,9 +34,11 @@ from hyper_parallel.backends.torch.weights._lora import merge_adapters
 from hyper_parallel.errors import (
     BadValue,
     HyperParallelError,
+    ModelUnreadable,
     RunUnreadable,
     WeightsUnreadable,
 )
+from hyper_parallel.model import ConfigFile
 from hyper_parallel.trainer._decode import (
     SLOTS,
     Decoder,
@@ -54,6 +58,7 @@ from hyper_parallel.trainer._texts import (
 )
 from hyper_parallel.trainer.checkpoints._adapter import take_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.model_properties import properties_of
 
 _log = logging.getLogger(__name__)
 
@@ -141,6 +146,10 @@ def load(
             got=sorted(info["missing_keys"])[:3],
         )
     loop_over_experts(model, model.dtype)
+    source = Path(base) if Path(base).is_dir() else None
+    file = ConfigFile(model.config.to_dict(), str(export), str(export), source)
+    with suppress(ModelUnreadable):  # a class that only transformers knows: its own cache is used
+        attach_properties(model, properties_of(file, trusted=trusted))
     return model.to(where).eval(), tokenizer
 
 

@@ -8,6 +8,7 @@ pp   every rank has the cache of its stages' layers; the last stage chooses, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from hyper_parallel.trainer._job import under_torchrun
 from hyper_parallel.trainer._signals import StopRequest
 from hyper_parallel.trainer._texts import Generation, PromptBatch, Texts
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.engine._model import GENERATION, check_parameters, on_meta
+from hyper_parallel.trainer.engine._auto_model import model_from_config
+from hyper_parallel.trainer.engine._model import GENERATION, check_parameters
+from hyper_parallel.trainer.model_properties import properties_of
 
 _WHERE = "--parallel"
 _Made = dict[int, Running]
@@ -140,7 +143,7 @@ def _planned(
     file = read_config(str(export))
     stored = file.values.get("dtype") or file.values.get("torch_dtype") or "float32"
     dtype = dtype or str(stored)
-    model = on_meta(file, getattr(torch, dtype), trusted=trusted)
+    model = model_from_config(file, getattr(torch, dtype), trusted=trusted)
     if (export / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(export)
     loop_over_experts(model, getattr(torch, dtype))
@@ -149,6 +152,7 @@ def _planned(
     steps = 2 * strategy.stages
     work = Workload(128, microbatch=1, accumulation_steps=steps, **formats)
     plan = plan_of(model, strategy, work)
+    plan = replace(plan, properties=properties_of(file, trusted=trusted))
     check_parameters(model, plan, str(export))
     check_flow(model, plan)
     return model, plan

@@ -249,7 +249,6 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     from hyper_parallel.trainer.data import prepare
     from hyper_parallel.trainer.engine._model import (
         build_model,
-        check_documents,
         check_parameters,
         check_positions,
         model_files,
@@ -259,6 +258,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     )
     from hyper_parallel.trainer.engine._offload_machine import check_offload
     from hyper_parallel.trainer.engine._optimizer import check_optimizer
+    from hyper_parallel.trainer.model_properties import check_properties
 
     training_ranks = _training_ranks(loaded.recipe)
     loaded = on_started(loaded, training_ranks)
@@ -309,8 +309,7 @@ def prepare_job(loaded: LoadedRecipe, *, progress: bool = True) -> Job:
     check_parameters(model, plan, loaded.where("model.path"))
     check_routing(model, routing_of(recipe), loaded.where("moe"))
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
-    if recipe.data.masks(recipe.stage):
-        check_documents(model, loaded.where("data.mask_documents"))
+    plan = replace(plan, properties=check_properties(loaded))
     check_flow(model, plan)
     if recipe.stage in COMPARED:
         check_rows(loaded, plan)

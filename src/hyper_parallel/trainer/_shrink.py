@@ -7,51 +7,27 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-HIDDEN, LAYERS, HEADS, VOCAB = 32, 4, 4, 320
-SIZES: Final[dict[str, Any]] = {
-    key: value
-    for keys, value in (
-        ("hidden_size n_embd d_model dim emb_dim embed_dim model_dim embedding_size", HIDDEN),
-        ("embedding_dim out_hidden_size vision_output_dim projector_input_dim", HIDDEN),
-        (
-            "projector_output_dim text_hidden_size hidden_size_global backbone_hidden_size hidden_dim",
-            HIDDEN,
-        ),
-        ("num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers", LAYERS),
-        ("num_attention_heads n_head n_heads num_heads decoder_attention_heads", HEADS),
-        ("encoder_attention_heads swa_num_attention_heads linear_num_heads index_n_heads", HEADS),
-        ("num_key_value_heads num_kv_heads swa_num_key_value_heads depth", 2),
-        ("intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner d_ff dff", 48),
-        ("ffn_hidden_size d_inner dim_ff intermediate_size_mlp mlp_dim lru_width", 48),
-        ("max_position_embeddings n_positions n_ctx max_seq_len model_max_length", 128),
-        ("num_experts num_local_experts n_routed_experts", 4),
-        ("moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size", 24),
-        ("shared_experts_intermediate_size shared_intermediate_size", 24),
-        ("qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank head_dim dim_head", 8),
-        ("swa_head_dim linear_head_dim index_head_dim laurel_rank d_rel", 8),
-        ("hidden_size_per_layer_input mamba_d_state mamba_d_ssm ssm_state_size", 8),
-        ("n_group topk_group first_k_dense_replace n_shared_experts num_expert_group", 1),
-        ("num_experts_per_tok num_experts_per_token moe_topk moe_top_k zero_expert_num", 2),
-        ("q_lora_rank image_size rel_extent mamba_chunk_size chunk_size", 16),
-        ("mamba_dt_rank patch_size index_topk rotary_dim", 4),
-        ("vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab", VOCAB),
-        ("embd_pdrop resid_pdrop attn_pdrop emb_pdrop dropout attention_dropout", 0.0),
-        ("hidden_dropout activation_dropout summary_first_dropout layerdrop drop_rate", 0.0),
-        ("hidden_dropout_prob attention_probs_dropout_prob hidden_dropout_rate", 0.0),
-        ("attention_dropout_prob ffn_dropout emb_dropout dropout_rate dropout_p", 0.0),
-        ("residual_dropout resid_dropout embed_dropout drop_path_rate", 0.0),
-        ("router_jitter_noise input_jitter_noise decoder_layerdrop encoder_layerdrop", 0.0),
-        ("pad_token_id num_kv_shared_layers", 0),
-        ("bos_token_id", 1),
-        ("eos_token_id", 2),
-    )
-    for key in keys.split()
-}
-"""Sizes of a tiny model, for the keys that a config has, in its parts too."""
+from hyper_parallel.trainer.small_sizes import (
+    FAMILY_SIZES,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    SIZES,
+    SPANS,
+    VOCAB,
+)
 
 _DEPTH: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _WORDS: Final = re.compile(r"_token(_id|_index)?$|^vocab_size")
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+
+TINY_PARAMETERS: Final = 600_000
+"""Parameters of a model whose steps take milliseconds on one core."""
+SMALL_PARAMETERS: Final = 4_000_000
+"""Parameters of a model whose steps take well below a second on one core."""
+
+MOST_POSITIONS: Final = 64
+"""Positions of a model of `small_configs`."""
 
 
 def shrunk(
@@ -95,6 +71,61 @@ def shrunk(
     if narrow:
         _fit(config, found)
     return found
+
+
+def small_configs(config: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield small configs of the same architecture, the preferred one first.
+
+    Spans of tokens (windows, chunks, blocks) become a few tokens in all of them.
+
+    Yields:
+        How the config was made, the largest number of parameters for which it is worth trying, and its values.
+    """
+    own = FAMILY_SIZES.get(str(config.get("model_type")), {})
+    whole, narrow = _without_dropout(config), shrunk(config)
+    yield "the config itself", TINY_PARAMETERS, _short_spans(whole)
+    yield "shrunk", SMALL_PARAMETERS, _short_spans(merge_sizes(narrow, own))
+    yield "shrunk", SMALL_PARAMETERS, _short_spans(narrow)
+    yield "the config itself", SMALL_PARAMETERS, _short_spans(whole)
+    yield "with few layers", SMALL_PARAMETERS, _short_spans(shrunk(config, narrow=False))
+    yield "the config itself", SMALL_PARAMETERS, dict(whole)
+
+
+def merge_sizes(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the values of `own`, whose inner mappings are merged into those of the config."""
+    merged = dict(config)
+    for key, value in own.items():
+        old = merged.get(key)
+        inner = isinstance(value, Mapping) and isinstance(old, Mapping) and key.endswith("_config")
+        merged[key] = merge_sizes(old, value) if inner else value
+    return merged
+
+
+def _without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_dropout(value)
+        if isinstance(value, Mapping)
+        else 0.0
+        if isinstance(SIZES.get(key), float) and isinstance(value, float)
+        else value
+        for key, value in config.items()
+    }
+
+
+def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose spans and positions are a few tokens."""
+    short: dict[str, Any] = {}
+    for key, value in config.items():
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, Mapping) and not str(key).startswith("vision"):
+            short[key] = _short_spans(value)
+        elif key in SPANS and number and value > 0:
+            short[key] = min(value, SPANS[key])
+        elif key in _POSITIONS and number:
+            short[key] = min(value, MOST_POSITIONS)
+        else:
+            short[key] = value
+    return short
 
 
 def _layers_kept(config: Mapping[str, Any], depth: int) -> list[int]:

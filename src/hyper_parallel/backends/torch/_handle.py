@@ -16,8 +16,10 @@ from hyper_parallel.backends.torch.experts._routing import ExpertState
 from hyper_parallel.backends.torch.pipeline._apply import Pipeline
 from hyper_parallel.backends.torch.tensor._state import TpState
 from hyper_parallel.ir import Layout, Plan
+from hyper_parallel.model import ModelProperties
 
 _ATTRIBUTE = "_hyper_parallel"
+_PROPERTIES = "_hyper_parallel_properties"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,20 @@ def attached(model: nn.Module) -> Handle | None:
     """What `parallelize` attached to this model; None: it did not pass through it."""
     found: Handle | None = model.__dict__.get(_ATTRIBUTE)
     return found
+
+
+def attach_properties(model: nn.Module, properties: ModelProperties) -> None:
+    """Remember measured properties on a model that does not pass through `parallelize`."""
+    object.__setattr__(model, _PROPERTIES, properties)
+
+
+def known_properties(model: nn.Module) -> ModelProperties | None:
+    """Return the measured properties of a model, from its plan if it has one; None: they were not measured."""
+    found = attached(model)
+    if found is not None:
+        return found.plan.properties
+    properties: ModelProperties | None = model.__dict__.get(_PROPERTIES)
+    return properties
 
 
 def handle(model: nn.Module) -> Handle:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import Cache, StaticCache
 
 from hyper_parallel.backends.torch._forward import cache_argument
-from hyper_parallel.backends.torch._handle import attached
+from hyper_parallel.backends.torch._handle import attached, known_properties
 from hyper_parallel.backends.torch._static_cache import (
     FixedLayer,
     mask_argument,
@@ -353,6 +353,9 @@ def why_no_slots(model: Any) -> str | None:
     handle = attached(model)
     if handle is not None and handle.tp is not None and handle.tp.by_sequence:
         return "attention cuts sequences over tp_y"
+    properties = known_properties(model)
+    if properties is not None and not properties.slot_cache.agrees:
+        return "decoding with it was measured to differ from reading the whole text"
     return None
 
 
@@ -373,5 +376,9 @@ def passes_of(model: Any, slots: int, length: int) -> Passes:
             hint="fewer new tokens, or one prompt at a time",
         )
     if why_no_slots(model):
-        return RecomputePasses(model, slots)
+        properties = known_properties(model)
+        batched = properties is None or (
+            properties.padding_inert.agrees and properties.rows_independent.agrees
+        )
+        return RecomputePasses(model, slots if batched else 1)
     return SlotPasses(model, slots, length)

@@ -17,6 +17,7 @@ from transformers import Cache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from hyper_parallel.backends.torch._forward import cache_argument, ungrouped_experts
+from hyper_parallel.backends.torch._handle import known_properties
 
 _PLAIN = {"full_attention", "sliding_attention"}
 
@@ -79,6 +80,9 @@ def why_no_own_cache(model: Any) -> str | None:
         return "its forward takes no position_ids"
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return f"attention implementation {model.config._attn_implementation}"
+    properties = known_properties(model)
+    if properties is not None and not properties.fixed_cache.agrees:
+        return "decoding with it was measured to differ from reading the whole text"
     return None
 
 
@@ -232,11 +236,14 @@ class GrowingSteps:
     """The same for every other model: what it remembers grows with the text.
 
     A model gives back what the next step begins with (keys and values, or the state of a recurrence), under the name
-    that its forward takes. One that gives nothing reads the whole text again.
+    that its forward takes. One that gives nothing, or whose cached steps were measured to differ from the whole text,
+    reads the whole text again.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        properties = known_properties(model)
+        self._caches = properties is None or properties.growing_cache.agrees
         self._parameters = inspect.signature(model.forward).parameters
         self._text: list[int] = []
         self._memory: dict[str, Any] = {}
@@ -259,10 +266,11 @@ class GrowingSteps:
         with torch.no_grad():
             out = self.model(
                 input_ids=torch.tensor([read], device=self.model.device),
-                use_cache=True,
+                use_cache=self._caches,
                 **{name: value for name, value in wanted.items() if name in self._parameters},
                 **self._memory,
             )
-        self._memory = {name: out[name] for name in out if name in self._parameters}
+        if self._caches:
+            self._memory = {name: out[name] for name in out if name in self._parameters}
         logits: Tensor = out.logits[0, -1]
         return logits

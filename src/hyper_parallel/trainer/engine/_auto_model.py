@@ -12,17 +12,27 @@ from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model import ConfigFile
 
 
-def on_meta(
+def model_from_config(
     file: ConfigFile,
     dtype: torch.dtype,
     attention: str | None = None,
     *,
     trusted: bool = False,
     scores: bool = False,
+    device: str = "meta",
 ) -> nn.Module:
-    """The model of a config; `trusted`: code that lies beside the config may run, where transformers has none.
+    """Return the model of a config, as transformers makes it.
 
-    With `scores` it is a sequence classifier of one label that scores every token, in place of a language model.
+    Args:
+        file: The config.
+        dtype: Format of the parameters.
+        attention: Attention implementation; None: the default of transformers.
+        trusted: Code that lies beside the config may run, for a type that transformers does not have.
+        scores: Make a sequence classifier of one label that scores every token, in place of a language model.
+        device: `meta`, or `cpu` for a model with random weights.
+
+    Raises:
+        ModelUnreadable: HP305 when transformers makes no such model of the config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -51,7 +61,7 @@ def on_meta(
             config = AutoConfig.for_model(**file.values)
         if scores:
             config.num_labels = 1
-        with torch.device("meta"):
+        with torch.device(device):
             given = {"dtype": dtype, "attn_implementation": attention}
             model: nn.Module = (
                 auto.from_config(config, trust_remote_code=trusted, **given)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import inspect
 import logging
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +17,9 @@ from torch import nn
 from hyper_parallel.backends.torch import Routing, read_model, resolve_layouts, unsplit_axes
 from hyper_parallel.backends.torch._peft import add_adapters, import_peft
 from hyper_parallel.backends.torch._token_scores import SCORE, scores_tokens
-from hyper_parallel.backends.torch.context._apply import FORGETFUL
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import (
     BadValue,
-    Contradiction,
     ModelUnreadable,
     PlanMismatch,
     WeightsUnreadable,
@@ -37,7 +33,7 @@ from hyper_parallel.model import (
     read_config,
 )
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
-from hyper_parallel.trainer.engine._auto_model import on_meta
+from hyper_parallel.trainer.engine._auto_model import model_from_config
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +61,7 @@ def build_model(recipe: Recipe) -> nn.Module:
         ModelUnreadable: HP305 when transformers makes no such model of the config.
         HyperParallelError: As `add_adapters` and `freeze`.
     """
-    model = on_meta(
+    model = model_from_config(
         read_config(recipe.model.path),
         _DTYPES[recipe.training.dtype],
         recipe.model.attn_implementation,
@@ -147,7 +143,7 @@ def read_spec(
     known = is_read(file.values) and "text_config" not in file.values
     if not scores and ("model_type" not in file.values or known):
         return load_model(path, where=where)
-    model = on_meta(file, torch.float32, trusted=trusted, scores=scores)
+    model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
     spec = read_model(model, file.name)
     return replace(spec, unsplit=unsplit_axes(model)) if tried else spec
 
@@ -176,31 +172,6 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
             allowed=None if known else FAMILIES_READ,
             hint=None if known else "use a model of a family that is read",
         ) from error
-
-
-def check_documents(model: nn.Module, where: str) -> None:
-    """Refuse a model that would let the documents of a sequence see each other, whatever their positions are.
-
-    Models of transformers tell documents apart where they build their masks from positions; a convolution over tokens,
-    which recurrent layers have, knows none.
-
-    Raises:
-        Contradiction: HP104.
-    """
-    source = inspect.getsource(sys.modules[type(model).__module__])
-    calls = re.findall(r"create_\w*mask\w*\((?:[^()]|\([^()]*\))*\)", source)
-    tells = (
-        any("position_ids" in call for call in calls) or '"position_ids": position_ids' in source
-    )
-    tells |= model.config.model_type in FORGETFUL
-    if not tells or any(isinstance(m, nn.Conv1d) for m in model.modules()):
-        raise Contradiction(
-            "the model does not tell the documents of a packed sequence apart",
-            where=where,
-            got=f"{type(model).__name__}, data.packing=true",
-            allowed="data.packing=false, or data.mask_documents=false to let them see each other",
-            hint="data.packing=false",
-        )
 
 
 def check_positions(model: nn.Module, seq_len: int, where: str) -> None:

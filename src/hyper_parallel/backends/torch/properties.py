@@ -1,0 +1,277 @@
+"""Measure properties of a model: run a small float64 copy, change one input, and compare the outputs.
+
+Nothing is inferred from names or source text. Each measurement compares two outputs that are equal when the property
+holds; a difference above `TOLERANCE` of the largest output means that it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hyper_parallel.backends.torch._forward import keep_float64
+from hyper_parallel.backends.torch._slots import SlotPasses, why_no_slots
+from hyper_parallel.backends.torch._static_cache import (
+    GrowingSteps,
+    StaticSteps,
+    why_no_own_cache,
+)
+from hyper_parallel.model import ModelProperties, Property
+
+TOLERANCE: Final = 1e-6
+"""Relative difference of outputs that counts as equal: rounding in float64 stays below 1e-12, and below 1e-6 in
+models that keep some state in float32; a single changed token moves outputs by more than 1e-3."""
+
+SHORTEST: Final = 16
+"""Tokens of a text that a small copy must be able to read."""
+
+_DOCUMENT: Final = 11
+"""Tokens of the document that is looked at; odd, so that it ends within a block of any even size."""
+_BEFORE: Final = 7
+"""Tokens of the document before it in a packed row."""
+_PADDING: Final = 3
+_PROMPT: Final = 6
+"""Tokens of a prompt; the rest of the document is decoded token by token."""
+_NOISE: Final = 0.05
+"""Standard deviation that is added to every parameter, so that parts that start at zero have an effect."""
+
+
+class _StableTopK(TorchFunctionMode):
+    """`topk` takes the first of equal values.
+
+    Which of several equal values `torch.topk` takes depends on the length of the row. Equal scores are common in small
+    models (a ReLU gives exact zeros) and would look like an effect of padding.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **kwargs)
+        given = dict(zip(("input", "k", "dim", "largest", "sorted"), args, strict=False)) | kwargs
+        x, k, dim = given["input"], int(given["k"]), given.get("dim", -1)
+        ranked = torch.sort(x, dim=dim, descending=given.get("largest", True), stable=True)
+        values, indices = ranked.values.narrow(dim, 0, k), ranked.indices.narrow(dim, 0, k)
+        return torch.return_types.topk((values, indices))
+
+
+def prepare_model(model: nn.Module) -> None:
+    """Let a model compute as in a run, in evaluation mode and float64, and give every part of it an effect.
+
+    Args:
+        model: A language model of transformers on the CPU in float64, small, with random weights, which are changed.
+    """
+    from hyper_parallel.backends.torch.context._apply import mask_documents
+
+    model.eval()
+    _perturb_parameters(model)
+    if (base := _decoder_base(model)) is not None:
+        mask_documents(base, torch.float64)
+    keep_float64(model)
+
+
+def measure_properties(model: nn.Module, longest: int) -> ModelProperties:
+    """Measure a model.
+
+    Args:
+        model: As `prepare_model` leaves it.
+        longest: Tokens of the text that may have an effect on later ones; a model that cannot read so many reads fewer.
+
+    Returns:
+        All properties; one whose measurement raises an exception has `holds` None and the exception as its reason.
+    """
+    with torch.no_grad(), _StableTopK():
+        texts = _Texts(model)
+        answers = {
+            "causal": _answer(texts.causal),
+            "padding_inert": _answer(texts.padding),
+            "rows_independent": _answer(texts.rows),
+            "documents_independent": _answer(texts.documents),
+            "growing_cache": _answer(texts.growing_cache),
+            "fixed_cache": _answer(texts.fixed_cache),
+            "slot_cache": _answer(texts.slot_cache),
+            "history_independent": _answer(lambda: texts.history(longest)),
+        }
+        idle: tuple[str, ...] = ()
+        with suppress(Exception):  # code of any model may raise anything
+            idle = texts.idle_modules()
+    return ModelProperties(type(model).__name__, **answers, idle_modules=idle)
+
+
+def _decoder_base(model: nn.Module) -> nn.Module | None:
+    """Return the decoder without its head; None for a model without a list of layers."""
+    from hyper_parallel.backends.torch._resolve import decoder_of
+
+    decoder = decoder_of(model)
+    return None if decoder is None else decoder[0]
+
+
+class _Unmeasured(Exception):
+    """A measurement that does not apply to the model; its text says why."""
+
+
+def _answer(measure: Callable[[], float]) -> Property:
+    """Return the property whose two outputs differ by the result of `measure`."""
+    try:
+        difference = measure()
+    except _Unmeasured as why:
+        return Property(reason=str(why))
+    except Exception as error:  # code of any model may raise anything
+        line = (str(error).strip().splitlines() or [""])[0][:160]
+        return Property(reason=f"{type(error).__name__}: {line}", error=True)
+    if difference != difference:
+        return Property(reason="outputs are not finite", error=True)
+    return Property(difference <= TOLERANCE, difference)
+
+
+def _perturb_parameters(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(noise.to(parameter.dtype), alpha=_NOISE)
+
+
+class _Texts:
+    """Texts of a few tokens and the outputs of a model for them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        vocabulary = len(model.get_input_embeddings().weight)
+        generator = torch.Generator().manual_seed(1)
+        # Low numbers are special tokens of many configs, high ones stand for images and the like.
+        high = max(4, min(vocabulary - 20, 250))
+        drawn = torch.randint(min(3, high - 1), high, (4, 256), generator=generator)
+        self._drawn = drawn
+        self.document = drawn[0, :_DOCUMENT]
+        self.other = drawn[1, :_DOCUMENT]
+        self._alone: Tensor | None = None
+
+    def run(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return logits [B, S, V] of token ids [B, S] as a training step computes them."""
+        given = {} if positions is None else {"position_ids": positions}
+        logits: Tensor = self._model(input_ids=ids, use_cache=False, **given).logits
+        return logits
+
+    @property
+    def alone(self) -> Tensor:
+        """Logits [S, V] of the document by itself."""
+        if self._alone is None:
+            self._alone = self.run(self.document[None])[0]
+        return self._alone
+
+    def causal(self) -> float:
+        """Replace later tokens; return the change of earlier logits."""
+        changed = self.document.clone()
+        changed[-_PADDING:] = self.other[-_PADDING:]
+        kept = _DOCUMENT - _PADDING
+        return _difference(self.run(changed[None])[0, :kept], self.alone[:kept])
+
+    def padding(self) -> float:
+        """Append padding; return the change of the text's logits."""
+        padded = torch.cat((self.document, self.document.new_zeros(_PADDING)))
+        return _difference(self.run(padded[None])[0, :_DOCUMENT], self.alone)
+
+    def rows(self) -> float:
+        """Add another row; return the change of the first one's logits."""
+        both = self.run(torch.stack((self.document, self.other)))
+        return _difference(both[0], self.alone)
+
+    def documents(self) -> float:
+        """Pack another document in front; return how much the logits depend on it and on their place."""
+        places = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
+        packed = [
+            self.run(torch.cat((before, self.document))[None], places)[0]
+            for before in self._drawn[2:4, :_BEFORE]
+        ]
+        alone = self.run(self.document[None], places[:, _BEFORE:])[0]
+        first = self.run(self._drawn[2:3, :_BEFORE], places[:, :_BEFORE])[0]
+        return max(
+            _difference(packed[0][_BEFORE:], packed[1][_BEFORE:]),
+            _difference(packed[0][_BEFORE:], alone),
+            _difference(packed[0][:_BEFORE], first),
+        )
+
+    def history(self, longest: int) -> float:
+        """Read a long text; return the change of the logits of a short one read afterwards."""
+        before = self.alone.clone()
+        try:
+            self.run(self._drawn[1:2, :longest])
+        except (IndexError, RuntimeError):  # beyond a table of positions
+            self.run(self._drawn[1:2, : 3 * _DOCUMENT])
+        return _difference(self.run(self.document[None])[0], before)
+
+    def growing_cache(self) -> float:
+        """Decode with the model's own cache; return the largest difference from the whole text."""
+        return self._decode(GrowingSteps(self._model))
+
+    def fixed_cache(self) -> float:
+        """Decode with a cache of fixed length; return the largest difference from the whole text."""
+        if why := why_no_own_cache(self._model):
+            raise _Unmeasured(why)
+        return self._decode(StaticSteps(self._model, _DOCUMENT))
+
+    def _decode(self, steps: Any) -> float:
+        logits = [steps.prompt(self.document[:_PROMPT].tolist())]
+        logits += [steps.next(int(token)) for token in self.document[_PROMPT:]]
+        return _difference(torch.stack(logits), self.alone[_PROMPT - 1 :])
+
+    def slot_cache(self) -> float:
+        """Decode two texts, one of them read in two parts; return the largest difference from each whole text."""
+        if why := why_no_slots(self._model):
+            raise _Unmeasured(why)
+        passes = SlotPasses(self._model, 3, _DOCUMENT)
+        short, long = _PROMPT - 2, _PROMPT
+        texts = [self.document.tolist(), self.other.tolist()]
+        read, found = [0, 0], [[], []]  # type: tuple[list[int], list[list[Tensor]]]
+        rows = (2, 0)
+
+        def feed(parts: Sequence[int]) -> None:
+            tokens = [t[r : r + n] for t, r, n in zip(texts, read, parts, strict=True)]
+            logits = passes.feed(rows, tokens, read)
+            assert logits is not None
+            for i, n in enumerate(parts):
+                read[i] += n
+                found[i].append(logits[i])
+
+        feed([long - 3, short])
+        feed([3, 1])
+        while max(read) < _DOCUMENT:
+            feed([1, 1])
+        whole = (self.alone, self.run(self.other[None])[0])
+        ends = ([long - 4, *range(long - 1, _DOCUMENT)], [*range(short - 1, _DOCUMENT)])
+        return max(
+            _difference(torch.stack(f), w[e[: len(f)]])
+            for f, w, e in zip(found, whole, ends, strict=True)
+        )
+
+    def idle_modules(self) -> tuple[str, ...]:
+        """Return the outermost modules whose parameters get no gradient from a text."""
+        with torch.enable_grad():
+            weights = [p for p in self._model.parameters() if p.requires_grad]
+            logits = self.run(self._drawn[:1, :32])
+            grads = torch.autograd.grad(logits.square().sum(), weights, allow_unused=True)
+        used = {id(p) for p, grad in zip(weights, grads, strict=True) if grad is not None}
+        idle: list[str] = []
+        for name, module in self._model.named_modules():
+            inside = any(name.startswith(f"{outer}.") for outer in idle)
+            own = list(module.parameters())
+            if name and own and not inside and not any(id(p) in used for p in own):
+                idle.append(name)
+        return tuple(idle)
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest absolute difference over the largest absolute value."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))

@@ -1,0 +1,238 @@
+"""Measured properties of the model of a config, from a child process once per class and config, then from a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from hyper_parallel.backends.torch import properties as measuring
+from hyper_parallel.backends.torch._forward import loop_over_experts
+from hyper_parallel.config import LoadedRecipe
+from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError
+from hyper_parallel.model import ConfigFile, ModelProperties, read_config
+from hyper_parallel.runtime import launch
+from hyper_parallel.serde import DecodeError, decode, encode, write_text
+from hyper_parallel.topology import cache_dir
+from hyper_parallel.trainer._shrink import MOST_POSITIONS, small_configs
+from hyper_parallel.trainer.engine._auto_model import model_from_config
+
+logger = logging.getLogger(__name__)
+
+_MOST_LAYERS: Final = 40
+_TIMEOUT_S: Final = 60.0
+_LONGEST: Final = MOST_POSITIONS + MOST_POSITIONS // 2
+"""Tokens of the text that tells whether a model remembers what it has read: beyond its positions."""
+_UNRELATED: Final = (
+    "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "name_or_path", "pad_token_id",
+    "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
+)  # fmt: skip
+"""Keys of a config that change no measured property."""
+
+
+def properties_of(
+    file: ConfigFile,
+    attention: str | None = None,
+    *,
+    trusted: bool = False,
+    scores: bool = False,
+) -> ModelProperties:
+    """Return the measured properties of a config's model.
+
+    Args:
+        file: The config.
+        attention: Attention implementation of the run; what a CPU does not have is measured with `sdpa`.
+        trusted: Code that lies beside the config may run.
+        scores: Measure the model as a sequence classifier that scores every token.
+
+    Returns:
+        The properties. Those of a model that has no small copy are not measured, and say why.
+
+    Raises:
+        ModelUnreadable: HP305 when transformers makes no language model of the config.
+    """
+    attention = "eager" if attention == "eager" else None
+    path = cache_dir() / "properties" / f"{_key(file, attention, scores)}.json"
+    with suppress(OSError, ValueError, DecodeError):
+        return decode(ModelProperties, json.loads(path.read_text(encoding="utf-8")))
+    measured = _measure_in_child(file, attention, trusted, scores)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(encode(measured), indent=1) + "\n")
+    return measured
+
+
+def check_properties(loaded: LoadedRecipe) -> ModelProperties:
+    """Return the properties of a recipe's model, and refuse a run whose loss would be of something else.
+
+    Raises:
+        Contradiction: HP104 when packed documents would see each other, or when a token sees its label.
+    """
+    recipe = loaded.recipe
+    trusted, scores = recipe.model.trust_remote_code, recipe.stage == "rm"
+    file = read_config(recipe.model.path)
+    properties = properties_of(
+        file, recipe.model.attn_implementation, trusted=trusted, scores=scores
+    )
+    if properties.causal.holds is False and not scores:
+        setting = _causal_setting(file, trusted)
+        raise Contradiction(
+            "the model is not causal: a token sees later ones, and so the label that it is to predict",
+            where=loaded.where("model.path"),
+            got=f"{properties.model_class}, stage={recipe.stage}",
+            allowed="a model in which a token sees earlier tokens only",
+            hint=None if setting is None else f"set {setting} in {file.where}",
+        )
+    if recipe.data.masks(recipe.stage) and not properties.documents_independent.holds:
+        measured = properties.documents_independent
+        why = "do see each other" if measured.holds is False else "may see each other"
+        raise Contradiction(
+            f"documents that are packed into one sequence {why} in this model",
+            where=loaded.where("data.mask_documents"),
+            got=f"{properties.model_class}, data.packing=true, independent: {measured}",
+            allowed="data.packing=false, or data.mask_documents=false to let them see each other",
+            hint="data.packing=false",
+        )
+    return properties
+
+
+_CAUSAL_SETTINGS: Final = (
+    ("is_decoder", True),
+    ("causal", True),
+    ("is_causal", True),
+    ("use_bidirectional_attention", False),
+)
+"""Keys of configs that make a model causal, with the value that does."""
+
+
+def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
+    """Return the key and value, as JSON, that make the model of a config causal; None: none of those known does."""
+    for key, value in _CAUSAL_SETTINGS:
+        if file.values.get(key) in (None, value) and key != "is_decoder":
+            continue
+        changed = replace(file, values={**file.values, key: value})
+        with suppress(HyperParallelError):
+            if properties_of(changed, trusted=trusted).causal.holds:
+                return f'"{key}": {json.dumps(value)}'
+    return None
+
+
+def _key(file: ConfigFile, attention: str | None, scores: bool) -> str:
+    """Return a hash of everything that decides the answers: config, code beside it, packages, and our measurements."""
+    packages = {}
+    for name in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    code = [Path(str(measuring.__file__)), *_own_code(file)]
+    parts = [
+        _related(file.values),
+        attention,
+        scores,
+        packages,
+        [hashlib.sha256(f.read_bytes()).hexdigest() for f in code],
+    ]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _own_code(file: ConfigFile) -> list[Path]:
+    """Return the Python files beside a config that names code of its own."""
+    if file.directory is None or "auto_map" not in file.values:
+        return []
+    return sorted(file.directory.glob("*.py"))
+
+
+def _related(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _related(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if key not in _UNRELATED
+    }
+
+
+def _measure_in_child(
+    file: ConfigFile, attention: str | None, trusted: bool, scores: bool
+) -> ModelProperties:
+    """Measure in a forked process: code of any model may crash, hang, or print."""
+
+    def measure(_: int) -> ModelProperties:
+        return measure_config(file, attention, trusted=trusted, scores=scores)
+
+    try:
+        measured: ModelProperties = launch(measure, 1, timeout_s=_TIMEOUT_S)[0]
+    except ForkUnsafe:  # a rank that has joined a process group
+        measured = measure_config(file, attention, trusted=trusted, scores=scores)
+    return measured
+
+
+def measure_config(
+    file: ConfigFile,
+    attention: str | None = None,
+    *,
+    trusted: bool = False,
+    scores: bool = False,
+) -> ModelProperties:
+    """Measure the first small copy of a config's model that runs, in this process.
+
+    Raises:
+        ModelUnreadable: HP305 when transformers makes no language model of the config itself.
+    """
+    warnings.simplefilter("ignore")
+    choices: dict[str, Any] = {"attention": attention, "trusted": trusted, "scores": scores}
+    whole: Any = model_from_config(file, torch.float32, **choices)
+    # A config may leave out any size; the class fills it in.
+    complete = json.loads(json.dumps(whole.config.to_dict(), default=str))
+    unmeasured, why = ModelProperties(type(whole).__name__), "no small copy of the model was found"
+    for how, most, values in small_configs({**complete, **file.values}):
+        try:
+            small = replace(file, values=values)
+            meta = model_from_config(small, torch.float64, **choices)
+            size, layers = sum(p.numel() for p in meta.parameters()), _num_layers(meta)
+            if size > most or layers > _MOST_LAYERS:
+                continue
+            model = _random_model(small, choices)
+            measuring.prepare_model(model)
+            ids = torch.arange(3, 3 + measuring.SHORTEST)[None]
+            with torch.no_grad():
+                model(input_ids=ids, use_cache=False)
+        except (HyperParallelError, Exception) as error:  # code of any model may raise anything
+            line = (str(error).strip().splitlines() or [""])[0][:160]
+            why = error.got if isinstance(error, HyperParallelError) else line
+            continue
+        measured = measuring.measure_properties(model, _LONGEST)
+        note = (
+            f"{how}, {size:,} parameters, {layers} layers, transformers {version('transformers')}"
+        )
+        return replace(measured, measured_on=note)
+    return replace(
+        unmeasured,
+        measured_on="nothing",
+        **{n: replace(p, reason=str(why)) for n, p in unmeasured.questions().items()},
+    )
+
+
+def _num_layers(model: nn.Module) -> int:
+    config: Any = model.config
+    depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    return depth if isinstance(depth, int) else 0
+
+
+def _random_model(file: ConfigFile, choices: Mapping[str, Any]) -> nn.Module:
+    """Return the model of a config on the CPU in float64, with the random weights that transformers gives it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_from_config(file, torch.float64, device="cpu", **choices)
+    for parameter in model.parameters():  # some types keep parameters in float32
+        parameter.data = parameter.data.double()
+    loop_over_experts(model, torch.float64)
+    return model

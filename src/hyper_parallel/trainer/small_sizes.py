@@ -1,0 +1,242 @@
+"""Sizes of small models: one table for all model types, and one of what some types need besides."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+HIDDEN, LAYERS, HEADS, VOCAB = 32, 4, 4, 320
+SIZES: Final[dict[str, Any]] = {
+    key: value
+    for keys, value in (
+        ("hidden_size n_embd d_model dim emb_dim embed_dim model_dim embedding_size", HIDDEN),
+        ("embedding_dim out_hidden_size vision_output_dim projector_input_dim", HIDDEN),
+        (
+            "projector_output_dim text_hidden_size hidden_size_global backbone_hidden_size hidden_dim",
+            HIDDEN,
+        ),
+        ("num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers", LAYERS),
+        ("num_attention_heads n_head n_heads num_heads decoder_attention_heads", HEADS),
+        ("encoder_attention_heads swa_num_attention_heads linear_num_heads index_n_heads", HEADS),
+        ("num_key_value_heads num_kv_heads swa_num_key_value_heads depth", 2),
+        ("intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner d_ff dff", 48),
+        ("ffn_hidden_size d_inner dim_ff intermediate_size_mlp mlp_dim lru_width", 48),
+        ("max_position_embeddings n_positions n_ctx max_seq_len model_max_length", 128),
+        ("num_experts num_local_experts n_routed_experts", 4),
+        ("moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size", 24),
+        ("shared_experts_intermediate_size shared_intermediate_size", 24),
+        ("qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank head_dim dim_head", 8),
+        ("swa_head_dim linear_head_dim index_head_dim laurel_rank d_rel", 8),
+        ("linear_key_head_dim linear_value_head_dim", 8),
+        ("linear_num_key_heads", 2),
+        ("linear_num_value_heads", 4),
+        ("hidden_size_per_layer_input mamba_d_state mamba_d_ssm ssm_state_size", 8),
+        ("n_group topk_group first_k_dense_replace n_shared_experts num_expert_group", 1),
+        ("num_experts_per_tok num_experts_per_token moe_topk moe_top_k zero_expert_num", 2),
+        ("q_lora_rank image_size rel_extent mamba_chunk_size chunk_size", 16),
+        ("mamba_dt_rank patch_size index_topk rotary_dim", 4),
+        ("vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab", VOCAB),
+        ("embd_pdrop resid_pdrop attn_pdrop emb_pdrop dropout attention_dropout", 0.0),
+        ("hidden_dropout activation_dropout summary_first_dropout layerdrop drop_rate", 0.0),
+        ("hidden_dropout_prob attention_probs_dropout_prob hidden_dropout_rate", 0.0),
+        ("attention_dropout_prob ffn_dropout emb_dropout dropout_rate dropout_p", 0.0),
+        ("residual_dropout resid_dropout embed_dropout drop_path_rate", 0.0),
+        ("router_jitter_noise input_jitter_noise decoder_layerdrop encoder_layerdrop", 0.0),
+        ("pad_token_id num_kv_shared_layers", 0),
+        ("bos_token_id", 1),
+        ("eos_token_id", 2),
+    )
+    for key in keys.split()
+}
+"""Sizes of a small model, for the keys that a config has, in its parts too."""
+
+SPANS: Final[dict[str, int]] = {
+    key: tokens
+    for keys, tokens in (
+        ("sliding_window sliding_window_size attention_window_size keep_window_size", 4),
+        ("local_attention_window_len window_size attention_chunk_size chunk_size", 4),
+        ("mamba_chunk_size block_size index_block_size index_topk", 4),
+        ("heavily_compressed_attention", 4),
+        ("index_kpool index_topk_blocks compressed_sparse_attention", 2),
+    )
+    for key in keys.split()
+}
+"""Numbers of tokens at which a layer begins to treat tokens differently, small enough to matter in a short text."""
+
+_PAIRS = ["linear_attention", "hybrid"] * 2
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+_DOTS3 = {
+    "head_dim": 16,
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+    "mlp_layer_types": ["dense", "sparse"] * 2,
+    "per_layer_config": {i: {"num_attention_heads": 2, "num_key_value_heads": 2} for i in (1, 3)},
+}
+_QWEN4 = {
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16},
+    **{"indexer_compress_ratio": 4, "hc_lowrank": 8, "ple_embed_dim": 32},
+    **{"ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+_MROPE = {
+    "text_config": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+        }
+    }
+}
+FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga"), _MROPE),
+    "glm4v_moe": {
+        "text_config": {
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]},
+                "partial_rotary_factor": 0.5,
+            }
+        }
+    },
+    "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
+    "paddleocr_vl": _MROPE,
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+        }
+    },
+    "apertus1p5": {
+        **{"image_token_offset": 64, "audio_token_offset": 192},
+        "vision_config": {
+            **{"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+            "codebook_size": 128,
+        },
+        "audio_config": {
+            **{
+                "codebook_size": 128,
+                "codebook_dim": HIDDEN,
+                "decoder_hidden_size": 32,
+                "decoder_num_layers": 2,
+            },
+            **{"decoder_intermediate_size": 48, "num_filters": 2},
+        },
+    },
+    "bailing_hybrid": {"layer_group_size": 2},
+    # It changes to this by itself in its first step on short sequences.
+    "big_bird": {"attention_type": "original_full"},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 303},
+        "vq_config": {"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+    },
+    "cohere2_vision": {"alignment_intermediate_size": 48},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2},
+    },
+    "deepseek_ocr2": {
+        "vision_config": {
+            "sam_config": {"output_channels": 8, "downsample_channels": [16, 32]},
+        },
+        "text_config": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    },
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"output_channels": 8}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {
+            **{"mlp_layer_types": ["dense", "sparse"] * 2, "adapter_in_dim": HIDDEN},
+            "adapter_out_dim": HIDDEN,
+        },
+        "audio_config": {"adapter_input_size": HIDDEN, "adapter_output_size": HIDDEN},
+    },
+    "dots3_note_text": _DOTS3,
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            **{"moe_num_experts": 4, "moe_k": 2},
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+            },
+        }
+    },
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "hy_v4_vl": {"vision_config": {"max_image_size": 16}},
+    "hunyuan_vl": {"vision_config": {"max_image_size": 16}, **_MROPE},
+    "inkling2": {"text_config": {"unpadded_vocab_size": SIZES["vocab_size"]}},
+    "inkling2_text": {"unpadded_vocab_size": SIZES["vocab_size"]},
+    "inkling2_loop": {"text_config": {"unpadded_vocab_size": SIZES["vocab_size"]}},
+    "inkling2_loop_text": {"unpadded_vocab_size": SIZES["vocab_size"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "janus": {
+        "vision_config": {"projection_dim": HIDDEN},
+        "vq_config": {
+            **{"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+            **{"num_embeddings": 64, "projection_dim": HIDDEN, "image_token_embed_dim": HIDDEN},
+        },
+    },
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8},
+    "mistral4": {"head_dim": 16},
+    "molmo2": {
+        "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
+        "adapter_config": {"vision_feature_layer": [3, 1]},
+    },
+    "muse_glimmer": {"projector_hidden_size": HIDDEN},
+    "muse_spark": {
+        "projector_hidden_size": HIDDEN,
+        "text_config": {"moe_hidden_size": HIDDEN},
+        "audio_config": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    },
+    "nemotron_h_omni": {
+        "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 16},
+        "text_config": {
+            **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
+            "moe_shared_expert_intermediate_size": 24,
+        },
+        **{"projector_hidden_size": HIDDEN, "vision_hidden_size": HIDDEN},
+    },
+    "phi4_multimodal": {
+        "vision_config": {"crop_size": 16},
+        "audio_config": {
+            **{"num_blocks": 2, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
+            **{"depthwise_separable_out_channel": 32, "bias_max_distance": 16, "input_size": 16},
+            "nemo_final_size": 2,
+        },
+    },
+    "qwen3_omni_moe_thinker": {
+        "audio_config": {"downsample_hidden_size": 8, "output_dim": HIDDEN},
+    },
+    "qwen2_5_omni_thinker": _MROPE,
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "reformer": {
+        **{"is_decoder": True, "attn_layers": ["local"] * LAYERS, "axial_pos_shape": [4, 8]},
+        **{"axial_pos_embds_dim": [16, 16], "attention_head_size": 8, "feed_forward_size": 48},
+        **{
+            "local_attn_chunk_length": 8,
+            "max_position_embeddings": 32,
+            "local_attention_probs_dropout_prob": 0.0,
+        },
+    },
+    "roc_bert": {
+        **{"pronunciation_embed_dim": 16, "pronunciation_vocab_size": 32},
+        **{"shape_embed_dim": 16, "shape_vocab_size": 32},
+    },
+    "unlimited_ocr": {
+        "vision_config": {"sam_config": {"output_channels": 8, "downsample_channels": [16, 32]}},
+    },
+    "xlstm": {"num_blocks": LAYERS},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": _PAIRS, "attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba2": {
+        **{"layers_block_type": _PAIRS, "hybrid_layer_ids": [1, 3], "attention_hidden_size": 64},
+        **{"attention_head_dim": 16, "mamba_headdim": 8, "adapter_rank": 8},
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+"""Sizes that a model type needs besides `SIZES`: sizes that depend on each other, patterns as long as the layers."""
